@@ -10,6 +10,7 @@ from qerl.plan.cost_model import SPEEDS
 from qerl.results.speed_readers import load_points, load_steps
 
 ROOT = Path(__file__).parents[1]
+#: Those of an H100 would price its rollouts by one sequence, because no others of Qwen2.5 are measured there.
 MACHINE, POINTS = "h200", ROOT / "results/reference/h200/shapes"
 #: The miniature's table of the default run, which measures rollouts alone.
 CPU = ROOT / "results/reference/cpu/tables/throughput.csv"

@@ -290,6 +290,15 @@ def step_file(root: Path, system: str, size: str, seconds: list[float], recomput
     return write_json(root / f"{system}-{size}.json", value)
 
 
+def moved(file: Path, machine: str, **settings) -> Path:
+    """The file of a result with the stamp of another machine; `settings` are further ones of a step."""
+    value = json.loads(file.read_text())
+    value["provenance"]["machine"]["label"] = machine
+    if settings:
+        value["settings"] |= settings
+    return write_json(file, value)
+
+
 def answers(accuracy: float, seed: int | list[int], problems: int = 100, repeats: int = 2) -> np.ndarray:
     """0 or 1 [problems, repeats], the easier problems first."""
     easiness = np.linspace(0.3, -0.3, problems)[:, None]

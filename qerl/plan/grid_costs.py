@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from qerl.jobs.shapes import (
     enough_runs,
 )
 from qerl.plan.cost_model import STAND_IN, Hours, total
+from qerl.plan.shapes import committed_files
 from qerl.results.files import read
 from qerl.results.names import with_kernels
 from qerl.results.schema.speed import DecodeResult, GrpoStepResult, Kind, PromptsResult, RolloutMixResult
@@ -49,10 +50,10 @@ class Timed(NamedTuple):
 
 
 class GridCosts:
-    """Prices by the committed points in a folder. Raises ResultError for a file that isn't one of the grid's."""
+    """Prices by the committed points in folders. Raises ResultError for a file that isn't one of the grid's."""
 
-    def __init__(self, samples: Path) -> None:
-        self._known = [piece for file in sorted(samples.glob("*.json")) for piece in _pieces(file)]
+    def __init__(self, samples: Sequence[Path]) -> None:
+        self._known = [piece for file in committed_files(samples) for piece in _pieces(file)]
 
     def hours(self, job: PointJob) -> Hours:
         """The hours of a job with its start-up. Those for which no point of this size and format is committed are

@@ -78,13 +78,20 @@ def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
     files = [file for job in point_jobs(settings, points).values() for file in job.files]
     existing = (_measured(file, settings) for file in files)
     names = {file.name for file in files}
-    others = sorted(file for file in settings.samples.glob("*.json") if file.name not in names)
+    others = [file for file in committed_files(settings.samples) if file.name not in names]
     return [*(file for file in existing if file), *others]
+
+
+def committed_files(folders: Sequence[Path]) -> list[Path]:
+    """The result files of the folders, sorted by name. Of files with the same name, that of the first folder counts."""
+    named = {file.name: file for folder in reversed(folders) for file in folder.glob("*.json")}
+    return [named[name] for name in sorted(named)]
 
 
 def _measured(file: Path, settings: ShapesSettings) -> Path | None:
     """A file of a job, if it is measured on this machine, or else the committed one."""
-    return next((one for one in (file, settings.samples / file.name) if one.is_file()), None)
+    places = (file, *(folder / file.name for folder in settings.samples))
+    return next((one for one in places if one.is_file()), None)
 
 
 def state(job: PointJob, settings: ShapesSettings) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qerl.report.formatting import cell_text, or_reason, present, times
+from qerl.report.formatting import cell_text, or_reason, present, times, with_gpus
 from qerl.report.ratios import NOT_MEASURED, Row, ratio
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
@@ -30,9 +30,11 @@ def write_caps(steps: pd.DataFrame, stem: Path) -> None:
     table = cap_table(steps)
     if table.empty:
         return
+    records = steps[steps["cap"] != ""][["machine", "commit"]]
+    table = with_gpus(table, records)
     shown = present(table.drop(columns=["speed", "speed_low", "speed_high"]))
     shown["speed"] = [cell_text(row, "speed", or_reason(times)) for row in table.to_dict("records")]
-    write_table(table, stem, caption_text(_TITLE, steps[steps["cap"] != ""][["machine", "commit"]]), shown)
+    write_table(table, stem, caption_text(_TITLE, records), shown)
 
 
 def cap_table(steps: pd.DataFrame) -> pd.DataFrame:
@@ -53,7 +55,7 @@ def _row(row: Row, rows: list[Row]) -> Row:
     # Times, so the step without a cap is above.
     speed, low, high = ratio(whole, row) if row["status"] == OK else ("", np.nan, np.nan)
     return {
-        **{key: row[key] for key in ("size", "cap", "system", "rank", "work", "status")},
+        **{key: row[key] for key in ("size", "cap", "system", "rank", "work", "machine", "status")},
         "goal": "" if goal != _gigabytes(row) else "met" if row["status"] == OK else "not met",
         **{name: row[name] for name in ("step_seconds", "rollout_seconds", "update_seconds")},
         **{f"{part} peak/gb": row.get(f"{part} peak/gb", np.nan) for part in ("rollout", "update")},

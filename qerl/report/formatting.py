@@ -7,6 +7,7 @@ A column is named `<measure>` or `<group>/<measure>`. Columns `<measure>_low` an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,18 @@ def training_label(training: str) -> str:
     """The label of training in the paper's tables: –, Full, LoRA or LoRA + AQN."""
     method, plus, _ = training.partition("+")
     return _TRAINING[method] + (" + AQN" if plus else "")
+
+
+def gpu_label(machine: str) -> str:
+    """A machine's GPUs in short, such as H200 of `1x NVIDIA H200`."""
+    return re.sub(r"\b1x |NVIDIA ", "", machine)
+
+
+def with_gpus(table: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
+    """The table with a column GPU instead of `machine`, or with neither if the records in it are of one machine."""
+    if records["machine"].nunique() < 2:
+        return table.drop(columns="machine")
+    return table.assign(machine=table["machine"].map(gpu_label)).rename(columns={"machine": "GPU"})
 
 
 def latex(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The project's goals of speed and memory on one H200, beside the measured points.
+"""The project's goals of speed and memory on one GPU, beside the measured points.
 
 The goals concern decode speed with LoRA r16 on all projections, or on all outside of experts, over vLLM's on the same
 shape, and the cost of an adapter. They also concern rollouts over vLLM's, of mixed lengths and replayed. Others are a
@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qerl.report.formatting import times
+from qerl.report.formatting import times, with_gpus
 from qerl.report.mixes import mix_speedup
-from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio, stated
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
 
@@ -73,7 +73,8 @@ _COLUMNS = [
 _TITLE = (
     "Goals beside the measured values: decoding with LoRA, prompts of 128 tokens, 256 tokens decoded; GRPO steps "
     "of 16 prompts × 8 completions of 1,024 tokens. 95 % intervals: percentile bootstrap of the medians over the "
-    f"repeats. The values may come from several hosts, which differ by some 3 %. {NOT_MEASURED}: not measured"
+    "repeats. Points of a ratio are of one kind of GPU, but may be of several hosts, which differed by some 3 % with "
+    f"H200s. {NOT_MEASURED}: not measured"
 )
 
 
@@ -96,9 +97,9 @@ def write_goals(points: pd.DataFrame, steps: pd.DataFrame, mixes: pd.DataFrame, 
     if set(table["reached"]) <= {NOT_MEASURED}:
         return
     texts = [{"limit": _limit(row), "reached": _reached(row)} for row in table.to_dict("records")]
-    shown = pd.concat([table["goal"], pd.DataFrame(texts), table[["met", "commit"]]], axis=1)
+    shown = pd.concat([table["goal"], pd.DataFrame(texts), table[["met", "machine", "commit"]]], axis=1)
     of = table[table["commit"] != ""].assign(commit=table["commit"].str.split(", ")).explode("commit")
-    write_table(table, stem, caption_text(_TITLE, of), shown)
+    write_table(table, stem, caption_text(_TITLE, of), with_gpus(shown, of))
 
 
 def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
@@ -188,7 +189,7 @@ def _told(
 ) -> Row:
     value, low, high = reached
     met = NOT_MEASURED if isinstance(value, str) else "yes" if (value >= limit if least else value <= limit) else "no"
-    of = [file for file in files if file is not None and value != NOT_MEASURED]
+    of = files if value != NOT_MEASURED else []
     return {
         "size": size,
         "goal": goal,
@@ -198,7 +199,7 @@ def _told(
         "reached_low": low,
         "reached_high": high,
         "met": met,
-        **{name: ", ".join(dict.fromkeys(file[name] for file in of)) for name in ("machine", "commit")},
+        **{name: stated(name, of) for name in ("machine", "commit")},
     }
 
 

@@ -11,7 +11,7 @@ from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
 from qerl.report.caps import write_caps
-from qerl.report.formatting import cell_text, or_reason, present, three_digits, times
+from qerl.report.formatting import cell_text, or_reason, present, three_digits, times, with_gpus
 from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
 from qerl.report.grid_tables import (
@@ -132,13 +132,15 @@ def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> Non
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
     medians = f"Seconds of a GRPO step; work: prompts × completions of each, prompt + completion tokens. {_SAMPLES}"
-    write_table(step_table(steps), out / "steps", caption_text(medians, steps[["machine", "commit"]]))
+    write_table(with_gpus(step_table(steps), steps), out / "steps", caption_text(medians, steps[["machine", "commit"]]))
     parts = (
         "Memory of a GRPO step at its highest peak by part, in GB (10^9 bytes). The parts except the KV cache add up "
         "to the column without KV cache; rest includes parts that a system doesn't report. A cache with less memory "
         "than it could use is released before the update, so that the highest peak may be the rollout's"
     )
-    write_table(memory_table(steps), out / "memory", caption_text(parts, steps[["machine", "commit"]]))
+    write_table(
+        with_gpus(memory_table(steps), steps), out / "memory", caption_text(parts, steps[["machine", "commit"]])
+    )
     write_caps(steps, out / "caps")
 
 
@@ -152,6 +154,7 @@ def _write_counts(
     """Write a table with a column per number of sequences, whose cells are values or the reason why there is none."""
     if table.empty:
         return
+    table = with_gpus(table, points)
     counts = count_columns(table)
     keys = [column for column in table if str(column).partition("_")[0] not in counts]
     shown = present(table[keys])

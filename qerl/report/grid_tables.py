@@ -2,19 +2,20 @@
 sequences.
 
 A failed point shows its status, a point that wasn't measured a dash. Only points of the same machine are compared.
+`machine` has the machines of a row's points.
 `percent_of_floor` is the floor of `qerl.results.roofline` over the measured time of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 
 from qerl.report.formatting import weights_label
-from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio, stated
 from qerl.results.schema.speed import SECONDS
 from qerl.results.schema.stored import OK
 from qerl.results.speed_readers import LENGTHS, POLICY
@@ -95,13 +96,14 @@ def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`."""
     parts = [name for name in map(str, steps) if name.endswith("/gb")]
     parts.sort(key=lambda name: name == "rest/gb")
-    return steps[["size", "system", "work", "recompute", "cap", "status", *parts]]
+    return steps[["size", "system", "work", "recompute", "cap", "machine", "status", *parts]]
 
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of each GRPO step and of its parts."""
     seconds = [f"{part}_seconds" for part in SECONDS]
-    return steps[["size", "system", "sampler", "rank", "work", "recompute", "cap", "status", *seconds, "repeats"]]
+    keys = ["size", "system", "sampler", "rank", "work", "recompute", "cap", "machine"]
+    return steps[[*keys, "status", *seconds, "repeats"]]
 
 
 def count_columns(table: pd.DataFrame) -> list[str]:
@@ -123,7 +125,7 @@ def _value_table(points: pd.DataFrame, column: str) -> pd.DataFrame:
     for key, group in points.groupby(POLICY, sort=False):
         cells = {point["sequences"]: point for point in group.to_dict("records")}
         values = {str(count): _value(cells.get(count), column) for count in counts}
-        rows.append(dict(zip(POLICY, key, strict=True)) | values)
+        rows.append(dict(zip(POLICY, key, strict=True)) | {"machine": stated("machine", cells.values())} | values)
     return pd.DataFrame(rows)
 
 
@@ -135,8 +137,8 @@ def _value(point: Row | None, column: str) -> float | str:
     return "no floor" if np.isnan(point[column]) else float(point[column])
 
 
-def _ratio_columns(counts: Iterable[int], above: Iterable[Row | None], below: Iterable[Row | None]) -> Row:
-    columns: Row = {}
+def _ratio_columns(counts: Iterable[int], above: Sequence[Row | None], below: Sequence[Row | None]) -> Row:
+    columns: Row = {"machine": stated("machine", [*above, *below])}
     for count, *pair in zip(counts, above, below, strict=True):
         columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), ratio(*pair), strict=True)}
     return columns

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qerl.report.formatting import three_digits
+from qerl.report.formatting import three_digits, with_gpus
 from qerl.report.ratios import Row, faster, ratio
 from qerl.report.tables import caption_text, write_table
 
@@ -27,22 +27,24 @@ _DRAFTS = (
     "Drafts of our engine's median rollout by source: drafted tokens that steps verified, and those of them that were "
     "right. A verification is a step of one sequence; its tokens include the one that a plain step would give"
 )
-_SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "status", "tokens_per_second"]
+_SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "machine", "status", "tokens_per_second"]
 _TIMES = ["seconds", "ready_seconds", "first_seconds"]
 
 
 def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
     """Write the tables mixes, mix-phases and mix-drafts; the last only where drafts were verified."""
     records = mixes[["machine", "commit"]]
-    write_table(mix_table(mixes), out / "mixes", caption_text(_SPEED, records))
+    write_table(with_gpus(mix_table(mixes), mixes), out / "mixes", caption_text(_SPEED, records))
     phases = phase_table(mixes)
     if not phases.empty:
+        phases = with_gpus(phases, mixes)
         shown = phases.map(_text).assign(
             steps=phases["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
         )
         write_table(phases, out / "mix-phases", caption_text(_PHASES, records), shown)
     drafts = draft_table(mixes)
     if not drafts.empty:
+        drafts = with_gpus(drafts, mixes)
         write_table(drafts, out / "mix-drafts", caption_text(_DRAFTS, records), drafts.map(_text))
 
 
@@ -70,7 +72,7 @@ def draft_table(mixes: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                **{name: row[name] for name in ("size", "weights", "rank", "sequences", "work")},
+                **{name: row[name] for name in ("size", "weights", "rank", "sequences", "work", "machine")},
                 "rows a step": drafts.rows_per_step,
                 "tokens a verification": drafts.tokens_per_verification,
                 "source": source.source,
@@ -107,7 +109,7 @@ def _same(row: Row, other: Row) -> bool:
 
 def _phases(row: Row) -> Iterator[Row]:
     phases, whole = row["phases"], row["phase_seconds"]
-    key = {name: row[name] for name in ("size", "weights", "rank", "work")}
+    key = {name: row[name] for name in ("size", "weights", "rank", "work", "machine")}
     parts: list[Row] = [{"phase": "prefill and first tokens", "seconds": phases.prefill, "steps": phases.prefills}]
     for decode in reversed(phases.decode):
         figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}

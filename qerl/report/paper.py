@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.pages import NOT_RUN
+from qerl.report.ratios import DIFFERENT_MACHINES
 from qerl.report.tables import scores_by_arm, step_base
 from qerl.results.files import ResultError
 from qerl.results.intervals import (
@@ -177,7 +178,6 @@ def rollouts(points: pd.DataFrame) -> Iterator[Result]:
     """Tokens/s, and the ratios to BF16 and NF4 at the same bench, model, sequences and rank."""
     rows = points.to_dict("records")
     for point in rows:
-        peers = [row for row in rows if all(row[key] == point[key] for key in ("bench", "model", "sequences", "rank"))]
         label = {
             "model": point["model"],
             "weights": point["weights"],
@@ -188,8 +188,19 @@ def rollouts(points: pd.DataFrame) -> Iterator[Result]:
         }
         yield Result(metric="rollout_rate", measure=partial(_median, point["samples"]), status=point["status"], **label)
         for metric, weights in (("rollout_speedup", "bf16"), ("rollout_speedup_nf4", "nf4")):
-            base = next((row for row in peers if row["weights"] == weights), None)
-            yield _quotient(metric, point, base, weights.upper(), label)
+            base, elsewhere = (_rollout_base(point, some, weights) for some in (rows, _elsewhere(point, rows)))
+            yield _quotient(metric, point, base, elsewhere, weights.upper(), label)
+
+
+def _rollout_base(point: dict[Any, Any], rows: Iterable[dict[Any, Any]], weights: str) -> dict[Any, Any] | None:
+    wanted = point | {"weights": weights}
+    keys = ("bench", "model", "sequences", "rank", "weights")
+    return next((row for row in rows if all(row[key] == wanted[key] for key in keys)), None)
+
+
+def _elsewhere(point: dict[Any, Any], rows: Iterable[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """The rows of other machines, as if they were of the point's bench."""
+    return [row | {"bench": point["bench"]} for row in rows if row["machine"] != point["machine"]]
 
 
 def steps(points: pd.DataFrame) -> Iterator[Result]:
@@ -205,20 +216,24 @@ def steps(points: pd.DataFrame) -> Iterator[Result]:
             "source": f"{point['bench']}/{point['arm']}",
         }
         yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **label)
-        yield _quotient("step_speedup", point, step_base(point, rows), "BF16 LoRA", label, of_seconds=True)
+        base, elsewhere = (step_base(point, some) for some in (rows, _elsewhere(point, rows)))
+        yield _quotient("step_speedup", point, base, elsewhere, "BF16 LoRA", label, of_seconds=True)
 
 
 def _quotient(
     metric: str,
     point: dict[Any, Any],
     base: dict[Any, Any] | None,
+    elsewhere: dict[Any, Any] | None,
     name: str,
     label: dict[str, Any],
     of_seconds: bool = False,
 ) -> Result:
-    """The speed-up of a point over its base, which `name` names. Either may have failed; the base may be missing."""
+    """The speed-up of a point over its base, which `name` names. Either may have failed; the base may be missing, or be
+    of another machine (`elsewhere`).
+    """
     if point["status"] != OK or base is None or base["status"] != OK:
-        missing = f"{name} {base['status'] if base else NOT_RUN}"
+        missing = f"{name} {base['status'] if base else NOT_RUN}" if base or elsewhere is None else DIFFERENT_MACHINES
         status = point["status"] if point["status"] != OK else missing
         return Result(metric=metric, measure=str, status=status, **label)
     if point is base:

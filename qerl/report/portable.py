@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.report.formatting import cell_text, or_reason, present, three_digits, times
-from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio
+from qerl.report.formatting import cell_text, or_reason, present, three_digits, times, with_gpus
+from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio, stated
 from qerl.report.tables import caption_text, write_table
 from qerl.results.names import with_kernels
 from qerl.results.schema.stored import OK
@@ -37,7 +37,8 @@ def write_portable(points: pd.DataFrame, size: str, lengths: str, stem: Path) ->
     table = portable_table(points)
     if table.empty:
         return
-    shown = present(table[["weights", "rank", "sequences"]])
+    table = with_gpus(table, points)
+    shown = present(table[[name for name in table if name in ("weights", "rank", "sequences", "GPU")]])
     for column in (*_SPEEDS, *_GOALS, "goal", "met"):
         text = or_reason(three_digits if column in _SPEEDS else times)
         shown[column] = [cell_text(row, column, text) for row in table.to_dict("records")]
@@ -59,7 +60,7 @@ def portable_table(points: pd.DataFrame) -> pd.DataFrame:
 def _row(cells: dict[tuple[Any, ...], Row], weights: str, rank: int, count: int) -> Row:
     measured = {name: cells.get((engine, of or weights, rank, count)) for name, (engine, of) in _SPEEDS.items()}
     ours, marlin, dense = (measured[name] for name in ("portable", "vLLM NVFP4", "vLLM BF16"))
-    row: Row = {"weights": weights, "rank": rank, "sequences": count}
+    row: Row = {"weights": weights, "rank": rank, "sequences": count, "machine": stated("machine", measured.values())}
     row |= {name: _value(point) for name, point in measured.items()}
     for name, base in {"over vLLM NVFP4": marlin, "over the faster": faster([dense, marlin])}.items():
         row |= dict(zip((name, f"{name}_low", f"{name}_high"), ratio(ours, base), strict=True))

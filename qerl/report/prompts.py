@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl.report.formatting import three_digits, weights_label
+from qerl.report.formatting import gpu_label, three_digits, weights_label
 from qerl.report.ratios import NOT_MEASURED, Row
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema.stored import OK
@@ -29,11 +29,13 @@ def write_prompts(prompts: pd.DataFrame, out: Path) -> None:
 def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
     """Median milliseconds of the calls of one size, with a row per (prompts, tokens) and a column per (weights, rank).
 
-    A call that failed shows its status, one that wasn't measured a dash.
+    A call that failed shows its status, one that wasn't measured a dash. Columns of several machines name their GPU.
     """
     policies: dict[str, dict[tuple[int, int], Row]] = {}
+    several = prompts["machine"].nunique() > 1
     for point in prompts.sort_values(["weights", "rank"]).to_dict("records"):
         policy = f"{weights_label(point['weights'])} r{point['rank']}"
+        policy += f", {gpu_label(point['machine'])}" if several else ""
         policies.setdefault(policy, {})[point["prompts"], point["tokens"]] = point
     calls = sorted({call for points in policies.values() for call in points})
     return pd.DataFrame(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from qerl.results.schema.stored import OK
 Row = dict[Any, Any]
 
 NOT_MEASURED = "–"
+DIFFERENT_MACHINES = "different machines"
 
 
 def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
@@ -24,7 +25,7 @@ def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, flo
         if point["status"] != OK:
             return f"{_name(point)} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
     if above["machine"] != below["machine"]:
-        return "different machines", np.nan, np.nan
+        return DIFFERENT_MACHINES, np.nan, np.nan
     interval = ratio_interval(above["samples"], below["samples"])
     return interval.mean, interval.low, interval.high
 
@@ -35,6 +36,11 @@ def faster(points: Sequence[Row | None]) -> Row | None:
     if len(measured) < len(points):
         return None
     return max((point for point in measured if point["status"] == OK), key=_speed, default=measured[0])
+
+
+def stated(name: str, points: Iterable[Row | None]) -> str:
+    """What the measured points have in a column of their stamp, such as `machine`, as text."""
+    return ", ".join(dict.fromkeys(str(point[name]) for point in points if point is not None))
 
 
 def _name(row: Row) -> str:

@@ -186,8 +186,8 @@ class ShapesSettings(Settings):
     Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures all jobs,
     and `qerl grid --missing` lists the commands of those with points that no file has."""
 
-    samples: Path
-    """Folder of the committed points."""
+    samples: NonEmpty[Path]
+    """Folders of the committed points. Of files with the same name, that of the first folder counts."""
     decode: list[DecodeGrid] = []
     mixes: list[MixGrid] = []
     steps: list[StepGrid] = []

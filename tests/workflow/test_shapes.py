@@ -18,7 +18,7 @@ def test_points_are_measured_once_and_tables_use_existing_points(tmp_path):
     tree = copy_tree(tmp_path / "qerl")
     values = {
         "name": "speed",
-        "shapes": {"samples": "committed", "decode": [POINTS | {"sequences": [1, 2]}], "mixes": [MIX]},
+        "shapes": {"samples": ["committed"], "decode": [POINTS | {"sequences": [1, 2]}], "mixes": [MIX]},
     }
     (tree.folder / "speed.yaml").write_text(yaml.safe_dump(values))
     tree.snakemake(*ARGUMENTS, "--", "shapes_measure")
@@ -42,6 +42,6 @@ def test_points_are_measured_once_and_tables_use_existing_points(tmp_path):
 def test_prompts_are_jobs_of_the_workflow(tree, tmp_path):
     asked = {"sizes": ["tiny"], "weights": ["nvfp4"], "ranks": [0, 4], "points": [[1, 8]]}
     file = tmp_path / "prompts.yaml"
-    file.write_text(yaml.safe_dump({"name": "refills", "shapes": {"samples": "committed", "prompts": [asked]}}))
+    file.write_text(yaml.safe_dump({"name": "refills", "shapes": {"samples": ["committed"], "prompts": [asked]}}))
     planned = tree.planned("--configfile", str(file), "--", "shapes_measure")
     assert planned == {"shape_point": 2, "shapes_measure": 1}

@@ -31,8 +31,9 @@ DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}
 
 
-def grid(folder="committed", **changes):
-    return parse(ShapesSettings, {"samples": str(folder), "decode": [DECODE | changes]}, "grid")
+def grid(*folders, **changes):
+    samples = [str(folder) for folder in folders] or ["committed"]
+    return parse(ShapesSettings, {"samples": samples, "decode": [DECODE | changes]}, "grid")
 
 
 def jobs_of(settings):
@@ -58,7 +59,7 @@ def test_ranks_of_a_size_and_format_share_a_job():
 
 def test_kernels_are_jobs_of_their_own():
     decode, step = (DECODE | {"weights": ["nvfp4"]}, STEP)
-    asked = {"decode": [decode], "steps": [step]} | {"samples": "committed"}
+    asked = {"decode": [decode], "steps": [step]} | {"samples": ["committed"]}
     forced = {key: [one | {"kernels": ["auto", "portable"]} for one in asked[key]] for key in ("decode", "steps")}
     alone, both = (jobs_of(parse(ShapesSettings, asked | more, "grid")) for more in ({}, forced))
     assert {id: job for id, job in both.items() if "portable" not in id} == alone
@@ -74,7 +75,7 @@ def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():
     entries = [
         DECODE | {"engine": "vllm", "ranks": ranks, "prompt": prompt} for ranks, prompt in (([4, 8], [8]), ([4], [16]))
     ]
-    found = jobs_of(parse(ShapesSettings, {"samples": "committed", "decode": entries}, "grid"))
+    found = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "decode": entries}, "grid"))
     assert {id: [part.work.prompt for part in job.parts] for id, job in found.items()} == {
         "decode-vllm-tiny-bf16-r4": [8, 16],
         "decode-vllm-tiny-bf16-r8": [8],
@@ -83,7 +84,7 @@ def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():
 
 def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
     mixes = [{"engine": engine, "sizes": ["tiny"], "weights": ["bf16", "nvfp4"]} for engine in ("native", "vllm")]
-    found = jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": mixes}, "grid"))
+    found = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": mixes}, "grid"))
     ids = [f"mix-{e}-tiny-{w}-r32-64x8-300to2048-seed0" for e in ("native", "vllm") for w in ("bf16", "nvfp4")]
     assert list(found) == ids
     ours, theirs = found[ids[1]], found[ids[3]]
@@ -96,7 +97,7 @@ def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
 def test_the_content_of_a_trace_decides_its_points(tmp_path):
     trace = tmp_path / "logged.jsonl"
     mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "trace": str(trace)}]
-    values = {"name": "speed", "shapes": {"samples": "committed", "decode": [DECODE], "mixes": mixes}}
+    values = {"name": "speed", "shapes": {"samples": ["committed"], "decode": [DECODE], "mixes": mixes}}
     jobs = Jobs(plan_from(values, Path("config/mini.yaml")))
     [replayed, free] = jobs.points
     assert replayed == "mix-native-tiny-bf16-r32-64x8-logged-seed0"
@@ -112,23 +113,23 @@ def test_the_content_of_a_trace_decides_its_points(tmp_path):
 def test_drafts_need_our_engine_and_a_trace(changes):
     trace = "results/reference/cpu/traces/miniature.jsonl"
     mix = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "trace": trace, "drafts": True}
-    [id] = jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": [mix]}, "grid"))
+    [id] = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": [mix]}, "grid"))
     assert id.endswith("-miniature-seed0-drafts")
     with pytest.raises(ConfigError, match="drafts need engine native and a trace"):
-        jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": [mix | changes]}, "grid"))
+        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": [mix | changes]}, "grid"))
 
 
 def test_prompts_of_no_length_are_an_error():
     mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "prompt": [8, 4]}]
     with pytest.raises(ConfigError, match="swap the two numbers"):
-        jobs_of(parse(ShapesSettings, {"samples": "committed", "mixes": mixes}, "grid"))
+        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": mixes}, "grid"))
 
 
 def test_steps_are_jobs_by_recomputation_and_cap():
     settings = parse(
         ShapesSettings,
         {
-            "samples": "committed",
+            "samples": ["committed"],
             "decode": [],
             "steps": [
                 STEP | {"recompute": [True, False, "auto"], "memory_gb": [12, 24.5]},
@@ -154,7 +155,7 @@ def test_steps_are_jobs_by_recomputation_and_cap():
 
 def test_steps_of_equal_groups_are_points_of_their_own():
     of = lambda **changes: parse(  # noqa: E731
-        ShapesSettings, {"samples": "committed", "decode": [], "steps": [STEP | changes]}, "grid"
+        ShapesSettings, {"samples": ["committed"], "decode": [], "steps": [STEP | changes]}, "grid"
     )
     [job] = jobs_of(of(equal_groups=[0, 0.5])).values()
     whole, half = job.parts
@@ -170,7 +171,7 @@ def test_steps_of_equal_groups_are_points_of_their_own():
 
 def test_steps_of_the_same_weights_are_one_job_whose_measured_files_are_left_out(tmp_path):
     steps = [STEP | {"recompute": [True, False]}, STEP | {"prompts": [2], "memory_gb": [12]}, STEP | {"prompts": [2]}]
-    settings = parse(ShapesSettings, {"samples": str(tmp_path), "steps": steps}, "grid")
+    settings = parse(ShapesSettings, {"samples": [str(tmp_path)], "steps": steps}, "grid")
     shared, capped = jobs_of(settings).values()
     assert [file.stem.partition("-r16-")[2] for file in shared.files] == [
         "16x8-128x1024-recompute",
@@ -182,13 +183,13 @@ def test_steps_of_the_same_weights_are_one_job_whose_measured_files_are_left_out
     assert remaining(shared, settings).files == [shared.files[0], shared.files[2]]
     assert state(shared, settings) == "committed, 2 of 3 points missing"
     with pytest.raises(ConfigError, match="step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute occurs twice"):
-        jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": [STEP, STEP]}, "grid"))
+        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "steps": [STEP, STEP]}, "grid"))
 
 
 def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_their_own():
     trl = STEP | {"system": "trl", "weights": ["bf16"], "median": 300, "sigma": 0.5, "correction": [True, False]}
     steps = [STEP | {"median": 300}, trl]
-    found = jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": steps}, "grid"))
+    found = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "steps": steps}, "grid"))
     assert [file.stem for job in found.values() for file in job.files] == [
         "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute",
         "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute-no-correction",
@@ -198,7 +199,7 @@ def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_
     [ours] = shared.parts
     assert (ours.work.median, ours.work.sigma, ours.work.completion_tokens) == (300, 0.8, 1024)
     assert (corrected.work.sigma, corrected.settings.correction, plain.settings.correction) == (0.5, True, False)
-    refused = parse(ShapesSettings, {"samples": "committed", "steps": [STEP | {"correction": [False]}]}, "grid")
+    refused = parse(ShapesSettings, {"samples": ["committed"], "steps": [STEP | {"correction": [False]}]}, "grid")
     with pytest.raises(ConfigError, match="only TRL's steps have correction; remove it from the entry of qerl"):
         jobs_of(refused)
 
@@ -206,19 +207,19 @@ def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_
 @pytest.mark.parametrize("key", ["memory_gb", "kv_cache_gib", "sleep"])
 def test_trl_has_no_settings_of_our_engine(key):
     value = {"memory_gb": [12], "kv_cache_gib": 1.5, "sleep": True}
-    ours = parse(ShapesSettings, {"samples": "committed", "steps": [STEP | value]}, "grid")
+    ours = parse(ShapesSettings, {"samples": ["committed"], "steps": [STEP | value]}, "grid")
     [job] = jobs_of(ours).values()
     [part] = job.parts
     assert (part.settings.memory_gb, part.settings.kv_cache_gib, part.settings.sleep) == (12, 1.5, True)
     steps = [STEP | {"system": "trl", "weights": ["bf16"], key: value[key]}]
     with pytest.raises(ConfigError, match=f"only this project's steps have {key}"):
-        jobs_of(parse(ShapesSettings, {"samples": "committed", "steps": steps}, "grid"))
+        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "steps": steps}, "grid"))
 
 
 def test_trl_does_not_choose_what_it_recomputes():
     steps = [STEP | {"system": "trl", "weights": ["bf16"], "recompute": ["auto"]}]
     with pytest.raises(ConfigError, match="doesn't support recompute: auto"):
-        jobs_of(parse(ShapesSettings, {"samples": "committed", "decode": [], "steps": steps}, "grid"))
+        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "decode": [], "steps": steps}, "grid"))
 
 
 def test_steps_are_jobs_by_their_work():
@@ -226,7 +227,7 @@ def test_steps_are_jobs_by_their_work():
     work = {"weights": ["bf16"], "prompts": [1, 2], "group_size": [4, 8], "micro_batch": 8}
     settings = parse(
         ShapesSettings,
-        {"samples": "committed", "decode": [], "steps": [STEP | work | {"system": "trl", "prompt": 256}]},
+        {"samples": ["committed"], "decode": [], "steps": [STEP | work | {"system": "trl", "prompt": 256}]},
         "grid",
     )
     found = jobs_of(settings)
@@ -237,7 +238,7 @@ def test_steps_are_jobs_by_their_work():
 
 def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     asked = {"sizes": ["tiny"], "weights": ["nvfp4"], "ranks": [0, 16], "points": [[1, 16], [8, 64]]}
-    settings = parse(ShapesSettings, {"samples": str(tmp_path), "prompts": [asked]}, "grid")
+    settings = parse(ShapesSettings, {"samples": [str(tmp_path)], "prompts": [asked]}, "grid")
     jobs = jobs_of(settings)
     assert list(jobs) == ["prompts-tiny-nvfp4-r0", "prompts-tiny-nvfp4-r16"]
     job = jobs["prompts-tiny-nvfp4-r16"]
@@ -303,6 +304,21 @@ def test_points_of_this_machine_come_before_committed_ones(tmp_path):
     assert (left.out, left.parts[0].sequences) == (own / id, [1, 2])
 
 
+def test_the_first_folder_with_a_file_counts(tmp_path):
+    first, second = tmp_path / "z", tmp_path / "a"
+    settings = grid(first, second, ranks=[0, 4, 8], sequences=[1])
+    [job] = jobs_of(settings).values()
+    names = [file.name for file in job.files]
+    dropped = [f"decode-dropped-{end}.json" for end in "ab"]
+    for folder, files in ((first, [names[0], dropped[1]]), (second, [*names[:2], *dropped])):
+        for name in files:
+            decode_file(folder, "native", "bf16", {1: [100.0]}, size="tiny").rename(folder / name)
+    others = [second / dropped[0], first / dropped[1]]
+    assert measured_files(settings, tmp_path / "own") == [first / names[0], second / names[1], *others]
+    assert state(job, settings) == "committed, 1 of 3 points missing"
+    assert [file.name for file in remaining(job, settings).files] == names[2:]
+
+
 def test_a_job_whose_points_exist_has_nothing_left(tmp_path):
     settings = grid(tmp_path)
     [job] = point_jobs(settings, tmp_path / "own").values()
@@ -322,25 +338,37 @@ def test_a_job_is_priced_by_committed_points(tmp_path):
     decode_file(tmp_path, "native", "bf16", {1: [50.0, 100.0, 200.0]})
     [job] = jobs_of(grid(tmp_path, sizes=["7B"], ranks=[16], sequences=[1])).values()
     run = 256 / 100 + 2.048
-    assert GridCosts(tmp_path).hours(job).measured == pytest.approx((27 + 4 * run + 3 * 2.048) / 3600)
+    assert GridCosts([tmp_path]).hours(job).measured == pytest.approx((27 + 4 * run + 3 * 2.048) / 3600)
     [other] = jobs_of(grid(tmp_path, sizes=["14B"], ranks=[16], sequences=[1])).values()
-    hours = GridCosts(tmp_path).hours(other)
+    hours = GridCosts([tmp_path]).hours(other)
     times = 14.77 / 7.07  # billions of parameters, without embedding
     assert hours.measured == pytest.approx(27 / 3600)
     assert hours.estimated == pytest.approx(times * (4 * run + 3 * 2.048) / 3600, rel=0.06)
-    short = parse(ShapesSettings, {"samples": str(tmp_path), "decode": [DECODE | {"tokens": 1, "prompt": [1]}]}, "grid")
+    short = grid(tmp_path, tokens=1, prompt=[1])
     [job] = jobs_of(short).values()
-    costs = GridCosts(tmp_path)
+    costs = GridCosts([tmp_path])
     assert costs.hours(job).estimated < 2 * (costs.hours(other).estimated)
+
+
+def test_of_two_files_with_a_name_the_first_folders_prices_a_job(tmp_path):
+    """The other one has a point of as many sequences as the job, which would be nearer."""
+    first, second = tmp_path / "z", tmp_path / "a"
+    decode_file(first, "native", "bf16", {2: [100.0]})
+    decode_file(second, "native", "bf16", {1: [50.0]})
+    decode_file(second, "native", "nvfp4", {1: [50.0]})
+    own, other = jobs_of(grid(sizes=["7B"], weights=["bf16", "nvfp4"], ranks=[16], sequences=[1])).values()
+    both, alone = GridCosts([first, second]), GridCosts([first])
+    assert both.hours(own) == alone.hours(own) != GridCosts([second]).hours(own)
+    assert (both.hours(other).estimated, alone.hours(other).measured) == (0, pytest.approx(27 / 3600))
 
 
 def test_kernels_without_a_point_cost_as_much_as_the_gpus_own(tmp_path):
     settings = grid(tmp_path, sizes=["7B"], ranks=[16], sequences=[1], kernels=["auto", "portable"])
     decode_file(tmp_path, "native", "bf16", {1: [100.0]})
-    own, portable = (GridCosts(tmp_path).hours(job) for job in jobs_of(settings).values())
+    own, portable = (GridCosts([tmp_path]).hours(job) for job in jobs_of(settings).values())
     assert portable.estimated == pytest.approx(own.measured - 27 / 3600)
     decode_file(tmp_path / "", "native", "bf16", {1: [50.0]}, kernels="portable", rank=16, machine="B")
-    own, portable = (GridCosts(tmp_path).hours(job) for job in jobs_of(settings).values())
+    own, portable = (GridCosts([tmp_path]).hours(job) for job in jobs_of(settings).values())
     assert (portable.estimated, portable.measured > own.measured) == (0, True)
 
 
@@ -353,6 +381,19 @@ def test_the_committed_grid_takes_four_hours():
     costs = GridCosts(committed_grid().samples)
     whole = total(map(costs.hours, jobs.values()))
     assert 3 < whole.measured + whole.estimated <= 4
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("families", ["H100"]), ("cards", ["H200"]), ("shapes", ["H200", "H100"])])
+def test_the_committed_points_are_of_these_gpus(name, gpus):
+    files = measured_files(committed_grid(name), Path("work"))
+    labels = [json.loads(file.read_text())["provenance"]["machine"]["label"] for file in files]
+    assert {label.split()[2] for label in labels} == set(gpus)
+
+
+def test_families_are_decoded_by_committed_points():
+    settings = committed_grid("families")
+    states = {id: state(job, settings) for id, job in jobs_of(settings).items() if job.kind == "decode"}
+    assert set(states.values()) == {"committed"}
 
 
 def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():
@@ -406,7 +447,7 @@ def test_the_committed_grid_begins_with_rollouts_and_has_the_papers_steps():
 
 
 def test_a_configuration_of_shapes_needs_nothing_else():
-    config = parse(Config, {"name": "speed", "shapes": {"samples": "committed", "decode": [DECODE]}}, "file")
+    config = parse(Config, {"name": "speed", "shapes": {"samples": ["committed"], "decode": [DECODE]}}, "file")
     assert config.shapes
     with pytest.raises(ConfigError, match="models"):
         parse(Config, {"name": "speed"}, "file")
@@ -414,7 +455,7 @@ def test_a_configuration_of_shapes_needs_nothing_else():
 
 def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):
     file = tmp_path / "grid.yaml"
-    file.write_text(json.dumps({"name": "speed", "shapes": {"samples": "committed", "decode": [DECODE]}}))
+    file.write_text(json.dumps({"name": "speed", "shapes": {"samples": ["committed"], "decode": [DECODE]}}))
     shown = CliRunner().invoke(app, ["grid", str(file)])
     assert "decode-native-tiny-bf16" in shown.output
     assert "missing" in shown.output

@@ -6,7 +6,7 @@ import pytest
 
 from qerl.report.goals import goals, write_goals
 from qerl.results import speed_readers
-from tests.synthetic_results import OUT_OF_MEMORY, decode_file, step_file
+from tests.synthetic_results import OUT_OF_MEMORY, decode_file, moved, step_file
 
 NOTHING = pd.DataFrame()
 SAMPLES = Path("results/reference/h200/shapes")
@@ -141,6 +141,17 @@ def test_the_table_tells_limit_and_interval(tmp_path, points):
     text = (tmp_path / "goals.md").read_text()
     for shown in ("≥ 2.50×", "2.50× [2.50×, 2.50×]", "≤ 8.0 %", "7.4 % [7.4 %, 7.4 %]"):
         assert shown in text
+
+
+def test_goals_of_several_gpus_name_them(tmp_path, points):
+    step = moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0], "true"), "1x NVIDIA H100 80GB HBM3")
+    write_goals(points, NOTHING, NOTHING, tmp_path / "one")
+    write_goals(points, speed_readers.load_steps([step]), NOTHING, tmp_path / "two")
+    one, two = ((tmp_path / f"{name}.md").read_text() for name in ("one", "two"))
+    assert "| GPU" in two
+    assert "| yes   | H100 80GB HBM3 |" in two
+    assert "GPU" not in one.split("\n\n")[0]
+    assert set(pd.read_csv(tmp_path / "one.csv")["machine"].dropna()) == {"Test GPU"}
 
 
 def test_the_rate_of_many_sequences_is_absolute(tmp_path):

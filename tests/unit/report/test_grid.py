@@ -68,6 +68,7 @@ def test_the_decode_table_distinguishes_failed_from_not_measured(files):
         "engine": ["native", "native", "vllm", "vllm"],
         "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
         "rank": [16] * 4,
+        "machine": ["Test GPU"] * 4,
         "1": [125.0, 500.0, 100.0, 200.0],
         "64": [6000.0, 6000.0, 4000.0, 3000.0],
         "256": ["–", OUT_OF_MEMORY, 9000.0, "–"],

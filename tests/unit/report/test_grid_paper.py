@@ -1,6 +1,5 @@
 """GRPO steps of the speed grid beside the paper's Tables 3 and 5 to 8."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from qerl.report import grid_paper
 from qerl.report.paper_missing import write_missing
 from qerl.results import speed_readers
 from qerl.results.schema.speed import EngineStepSettings, TimedStep
-from tests.synthetic_results import decode_file
+from tests.synthetic_results import decode_file, moved
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -191,11 +190,22 @@ def test_each_system_and_each_machine_has_its_own_base(tmp_path):
         step(tmp_path, "nf4", [40.0], system="TRL 1.16.0"),
         step(tmp_path, "nvfp4", [10.0]),
     ]
-    elsewhere = json.loads(files[-1].read_text())
-    elsewhere["provenance"]["machine"]["label"] = "another GPU"
-    files[-1].write_text(json.dumps(elsewhere))
+    moved(files[-1], "another GPU")
     found = tables(files, tmp_path / "out")
     trl, qerl = (found[f"table3-{system}-sequences-gc-on"].loc["qwen2.5-7b"] for system in ("trl", "qerl"))
     assert trl.loc[("nf4", "bs=2", "step_speedup"), "ours"] == 1.5
-    assert qerl.loc[("nvfp4", "bs=2", "step_speedup"), "status"] == "BF16 LoRA not run"
+    assert qerl.loc[("nvfp4", "bs=2", "step_speedup"), "status"] == "different machines"
     assert "another GPU" in (tmp_path / "out/table3-qerl-sequences-gc-on.md").read_text()
+
+
+def test_a_rollout_and_its_base_of_another_machine_are_not_compared(tmp_path):
+    lengths = {"prompt": 256, "tokens": 2048}
+    files = [
+        decode_file(tmp_path, "native", "bf16", {1: [100.0]}, machine="GPU A", **lengths),
+        decode_file(tmp_path, "native", "nvfp4", {1: [150.0]}, machine="GPU B", **lengths),
+    ]
+    grid_paper.write_rollout_tables(speed_readers.load_points(files), tmp_path)
+    table = pd.read_csv(tmp_path / "table9-native-sequences.csv").set_index(["model", "weights", "rank", "metric"])
+    rows = table.sort_index().loc["qwen2.5-7b", "nvfp4", 16]
+    assert dict(rows["status"]) == {"rollout_rate": "ok", "rollout_speedup": "different machines"}
+    assert set(rows["source"]) == {"native on GPU B/nvfp4"}

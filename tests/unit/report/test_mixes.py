@@ -5,7 +5,7 @@ import pytest
 
 from qerl.report import goals, grid, mixes
 from qerl.results import speed_readers
-from tests.synthetic_results import MACHINE, PROVENANCE, write_json
+from tests.synthetic_results import MACHINE, PROVENANCE, moved, write_json
 
 #: 1,000 tokens in all.
 LENGTHS = [[100, 200], [300, 400]]
@@ -105,6 +105,22 @@ def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatc
     mixes.write_mixes(frame, tmp_path / "out")
     cells = (tmp_path / "out/mix-drafts.md").read_text().splitlines()[2].split("|")
     assert [cell.strip() for cell in cells[-7:-1]] == ["6.00", "2.50", "sibling", "200", "150", "75.0"]
+
+
+def test_rollouts_of_several_gpus_are_told_apart(tmp_path, files):
+    found = [{"source": "prompt", "verified": 8, "accepted": 4}]
+    counts = {"steps": 1, "verifications": 4, "rows_per_step": 1.0, "tokens_per_verification": 2.0, "sources": found}
+    runs = [{"seconds": 4.0, "phases": PHASES, "drafts": counts}]
+    far = moved(mix_file(tmp_path, "native", "bf16", [4.0], drafts=True, runs=runs), "1x NVIDIA H200")
+    mixes.write_mixes(speed_readers.load_mixes([*files, far]), tmp_path / "out")
+    phases = 6
+    rows = {"mixes": ["H200", *[MACHINE["label"]] * 3], "mix-phases": ["H200"] * phases + [MACHINE["label"]] * phases}
+    rows |= {"mix-drafts": ["H200"]}
+    for name, gpus in rows.items():
+        assert list(pd.read_csv(tmp_path / f"out/{name}.csv")["GPU"]) == gpus
+        assert "| GPU" in (tmp_path / f"out/{name}.md").read_text()
+    mixes.write_mixes(speed_readers.load_mixes([far]), tmp_path / "out")
+    assert not any("GPU" in (tmp_path / f"out/{name}.md").read_text() for name in rows)
 
 
 def test_phases_add_up_to_the_rollout(files):

@@ -198,7 +198,7 @@ def test_a_configuration_file_needs_a_name_and_the_command_line_none(tmp_path, m
 
 
 def test_speed_grids_alone_are_a_configuration_and_an_empty_file_is_not():
-    shapes = {"samples": "x", "decode": []}
+    shapes = {"samples": ["x"], "decode": []}
     assert plan(parse(Config, {"name": "n", "shapes": shapes}, "x")).runs == {}
     nothing = {"name": "n", "models": {}, "datasets": {}, "experiments": {}, "evaluation": {"tasks": []}}
     assert "nothing to do" in sentence_of(lambda: plan(parse(Config, nothing, "x")))

@@ -1,0 +1,92 @@
+"""Rows of several GPUs in a table of the speed grid are told apart by a column; rows of one GPU have none."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qerl.report import grid
+from qerl.report.formatting import gpu_label
+from tests.synthetic_results import decode_file, moved, step_file
+
+H200, H100 = "1x NVIDIA H200", "1x NVIDIA H100 80GB HBM3"
+SPEEDS = {1: [100.0, 100.0]}
+
+
+def gpus_of(folder: Path, name: str) -> list[str]:
+    """The column GPU of a table for readers, which stands before its values."""
+    head, _, *rows = (folder / f"{name}.md").read_text().split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *rows)]
+    place = cells[0].index("GPU")
+    return [line[place] for line in cells[1:]]
+
+
+@pytest.mark.parametrize(
+    ("machine", "label"),
+    [
+        (H200, "H200"),
+        (H100, "H100 80GB HBM3"),
+        ("11x NVIDIA H200 + 1x NVIDIA L40S", "11x H200 + L40S"),
+        ("AMD EPYC 9B14, 8 cores", "AMD EPYC 9B14, 8 cores"),
+    ],
+)
+def test_a_gpu_has_a_short_name(machine, label):
+    assert gpu_label(machine) == label
+
+
+def test_decode_speeds_of_several_gpus(tmp_path):
+    files = [
+        decode_file(tmp_path, engine, "nvfp4", SPEEDS, rank=rank, machine=machine)
+        for engine, rank, machine in (
+            ("native", 0, H100),
+            ("native", 16, H100),
+            ("native", 32, H100),
+            ("native", 64, H200),
+            ("vllm", 16, H100),
+            ("vllm", 32, H200),
+            ("vllm", 64, H200),
+        )
+    ]
+    grid.write_all(files, tmp_path)
+    of_each = ["H100 80GB HBM3"] * 3 + ["H200", "H100 80GB HBM3"] + ["H200"] * 2
+    assert gpus_of(tmp_path, "decode-7B-128x256") == gpus_of(tmp_path, "floor-7B-128x256") == of_each
+    assert gpus_of(tmp_path, "ratio-7B-128x256") == ["H100 80GB HBM3", "H100 80GB HBM3, H200", "H200"]
+    assert gpus_of(tmp_path, "adapters-128x256") == ["H100 80GB HBM3"] * 2 + ["H200, H100 80GB HBM3"]
+    stored = pd.read_csv(tmp_path / "decode-7B-128x256.csv")
+    assert list(stored) == ["engine", "weights", "rank", "GPU", "1"]
+    assert list(stored["GPU"]) == of_each
+
+
+def test_the_portable_kernels_of_several_gpus(tmp_path):
+    files = [
+        decode_file(tmp_path / machine, "native", "nvfp4", {count: [100.0]}, machine=machine, kernels="portable")
+        for count, machine in ((1, H100), (8, H200))
+    ]
+    grid.write_all(files, tmp_path)
+    assert gpus_of(tmp_path, "portable-7B-128x256") == ["H100 80GB HBM3", "H200"]
+
+
+def test_steps_of_several_gpus(tmp_path):
+    """The steps under a cap alone decide whether their table has the column."""
+    system = "qerl NVFP4 LoRA"
+    whole = moved(step_file(tmp_path, system, "3B", [1.0], "auto", rest=1e9), machine=H200)
+    capped = [
+        moved(step_file(tmp_path, system, size, [2.0], "auto", rest=1e9), machine=machine, memory_gb=12.0)
+        for size, machine in (("7B", H100), ("14B", H100), ("32B", H200))
+    ]
+    grid.write_all([whole, *capped], tmp_path / "all")
+    for name in ("steps", "memory"):
+        assert gpus_of(tmp_path / "all", name) == ["H200", "H100 80GB HBM3", "H100 80GB HBM3", "H200"]
+    assert gpus_of(tmp_path / "all", "caps") == ["H100 80GB HBM3", "H100 80GB HBM3", "H200"]
+    grid.write_all([whole, *capped[:2]], tmp_path / "one")
+    assert "GPU" not in (tmp_path / "one/caps.md").read_text().split("\n\n")[0]
+
+
+def test_rows_of_one_gpu_have_no_column(tmp_path):
+    files = [decode_file(tmp_path, engine, "nvfp4", SPEEDS, machine=H200) for engine in ("native", "vllm")]
+    files += [decode_file(tmp_path, "native", "nvfp4", SPEEDS, rank=0, machine=H200)]
+    files += [moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H200, memory_gb=12.0)]
+    grid.write_all(files, tmp_path / "out")
+    tables = {file: pd.read_csv(file) for file in (tmp_path / "out").glob("*.csv") if file.stem != "goals"}
+    assert len(tables) >= 7
+    assert not [file.name for file, table in tables.items() if {"GPU", "machine"} & set(table)]
