@@ -18,7 +18,9 @@ from qerl.report.portable import portable_table
 from qerl.results.speed_readers import load_mixes
 
 ROOT = Path(__file__).parents[2]
-SHAPES, CARDS, FAMILIES = (ROOT / "results/reference/h200" / name for name in ("shapes", "cards", "families"))
+SHAPES, CARDS, OF_H100, FAMILIES = (
+    ROOT / "results/reference" / name for name in ("h200/shapes", "h200/cards", "h100/shapes", "h100/families")
+)
 #: Most words of a sentence.
 WORDS = 30
 
@@ -54,16 +56,22 @@ def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, cou
     ]
 
 
-def test_speeds_of_another_family_in_the_readme_are_those_of_the_workflow():
-    points = grid.load_points(sorted(FAMILIES.glob("decode-*-qwen3-30b-a3b-*.json")))
-    speeds = grid.decode_table(points, "qwen3-30b-a3b").set_index(["engine", "weights"])
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        ("mistral-7b", "({}) for Mistral 7B"),
+        ("gemma-3-12b", "({}) for Gemma 3 12B"),
+        ("qwen3.5-27b", r"for Qwen3\.5-27B, ({})"),
+        ("qwen3-30b-a3b", "for Qwen3-30B-A3B, ({})"),
+    ],
+)
+def test_ratios_of_other_families_in_the_readme_are_those_of_the_workflow(size, told):
+    points = grid.load_points(sorted(FAMILIES.glob("decode-*.json")))
+    ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
+    expected = [f"{ratios.loc[('nvfp4', 'faster of BF16, NVFP4'), count]:.2f}" for count in ("1", "8", "32", "128")]
     text = " ".join((ROOT / "README.md").read_text().split())
-    [told] = re.findall(
-        r"Qwen3-30B-A3B decodes (.*?) at 1, 8, 32 and 128 sequences, and with vLLM in BF16 (.*?)\.", text
-    )
-    for found, key in zip(told, (("native", "nvfp4"), ("vllm", "bf16")), strict=True):
-        expected = [f"{speeds.loc[key, count]:,.0f}" for count in ("1", "8", "32", "128")]
-        assert re.findall(r"\d[\d,]*\d", found) == expected
+    [found] = re.findall(told.format(r"[\d.]+, [\d.]+, [\d.]+ and \d\.\d+"), text)
+    assert re.findall(r"\d\.\d+", found) == expected
 
 
 @pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])
@@ -111,7 +119,7 @@ def test_the_step_of_the_readme_is_that_of_the_workflow():
 
 
 def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
-    files = [file for folder in (SHAPES, CARDS) for file in sorted(folder.glob("step-qerl-*gb.json"))]
+    files = [file for folder in (SHAPES, CARDS, OF_H100) for file in sorted(folder.glob("step-qerl-*gb.json"))]
     steps = grid.load_steps(files)
     passed = steps[steps["status"] == "ok"]
     least = [
