@@ -82,6 +82,11 @@ def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():
     }
 
 
+def test_jobs_of_a_size_with_a_point_in_its_name_have_locks_of_their_own():
+    jobs = jobs_of(grid(engine="vllm", sizes=["qwen3.5-27b"], weights=["bf16", "nvfp4"])).values()
+    assert len({(job.lock.folder, job.lock.name) for job in jobs}) == 2
+
+
 def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
     mixes = [{"engine": engine, "sizes": ["tiny"], "weights": ["bf16", "nvfp4"]} for engine in ("native", "vllm")]
     found = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": mixes}, "grid"))
@@ -392,8 +397,9 @@ def test_the_committed_points_are_of_these_gpus(name, gpus):
 
 def test_families_are_decoded_by_committed_points():
     settings = committed_grid("families")
-    states = {id: state(job, settings) for id, job in jobs_of(settings).items() if job.kind == "decode"}
-    assert set(states.values()) == {"committed"}
+    jobs = {id: job for id, job in jobs_of(settings).items() if job.kind == "decode"}
+    others = [id for id, job in jobs.items() if state(job, settings) != "committed"]
+    assert others == ["decode-vllm-gpt-oss-20b-mxfp4-r16"]  # docs/results/h100.md says so
 
 
 def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():

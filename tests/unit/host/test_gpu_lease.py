@@ -311,7 +311,7 @@ def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
     (tmp_path / "probe.py").write_text("def measure_points(job): pass")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     command = rule(tmp_path / "work" / "points.json")
-    with alone(tmp_path / "work", ".points.lock"):
+    with alone(tmp_path / "work", ".points.json.lock"):
         refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         other = rule(tmp_path / "work" / "other.json")
         assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
