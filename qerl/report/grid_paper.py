@@ -17,9 +17,10 @@ import numpy as np
 import pandas as pd
 
 from qerl.report import layout
-from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_seconds
+from qerl.report.paper import SPEED, Result, beside, with_ratios, with_seconds
 from qerl.report.paper_figures import bars_beside
 from qerl.report.paper_missing import missing_rollouts, missing_steps
+from qerl.report.paper_speeds import rollouts, sizes, steps
 from qerl.report.tables import caption_text, write_table
 from qerl.results import printed
 from qerl.results.schema.stored import OK

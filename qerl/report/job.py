@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.jobs.report import FigureJob, TableJob
-from qerl.report import captions, layout, paper, tables
+from qerl.report import captions, layout, paper, paper_speeds, tables
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results import printed, readers
@@ -73,11 +73,11 @@ class StoredResults:
     def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
         """Our results of the cells' kinds."""
         kinds = {cell.kind for cell in cells}
-        speed = {"rollout": paper.rollouts, "step": paper.steps}
+        speed = {"rollout": paper_speeds.rollouts, "step": paper_speeds.steps}
         for kind in speed.keys() & kinds:
             yield from speed[kind](self.points(kind))
         if "size" in kinds:
-            yield from paper.sizes(self.quantization())
+            yield from paper_speeds.sizes(self.quantization())
         if "run" in kinds:
             yield from paper.hyperparameters(self.settings(), cells)
         scored = [cell for cell in cells if cell.kind not in ("rollout", "step", "size", "run")]
