@@ -29,7 +29,10 @@ from qerl.random_models.tokenizer import TEXTS
 #: nets.
 _DENSE = ("re:.*lm_head$", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.*")
 #: Published as the text part of a model with images, whose other part isn't loaded: vLLM 0.24 knows no other form.
-_WITH_IMAGES = {"qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration")}
+_WITH_IMAGES = {
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+}
 #: vLLM's options for these. On Hopper it would take FlashInfer for their prompts, which it then has to compile.
 _TEXT_ALONE = {"language_model_only": True, "gdn_prefill_backend": "triton"}
 #: Texts of vLLM's ValueErrors if its weights leave no memory for the cache, or other processes too little for vLLM.

@@ -43,12 +43,13 @@ PLAIN = Functions(*map(unwrap, INSTALLED))
 
 def functions_for(x: Tensor) -> Functions:
     """The functions that take x: kernels of the libraries take 16-bit tensors on a GPU alone."""
-    return INSTALLED if x.is_cuda and x.dtype != torch.float32 else PLAIN
+    return INSTALLED if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else PLAIN
 
 
 class PackedDeltaNet(nn.Module):
-    """A mixin for transformers' gated delta nets that computes packed rows too, and the recurrence in float32.
+    """A mixin for transformers' gated delta nets that computes packed rows too.
 
+    The recurrence is float32, unless a library's kernels compute it (`functions_for`).
     In the shapes P are pieces or sequences, T tokens, C channels of the convolution, H heads and D features of a value.
     """
 

@@ -1,6 +1,9 @@
 """The checkpoint and the adapter with which stock vLLM is timed."""
 
 import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +53,19 @@ def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, 
     assert ("quantization_config" in stored) == (weights == "nvfp4")
 
 
+def test_vllm_is_told_which_layers_have_an_adapter(tmp_path, monkeypatch):
+    """Not experts, router and head."""
+    given: list[dict] = []
+    engine, request = (lambda **options: given.append(options)), (lambda *adapter: adapter)
+    for name, content in {"vllm": {"LLM": engine}, "vllm.lora.request": {"LoRARequest": request}}.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    monkeypatch.setitem(PUBLISHED, "small", FAMILIES["qwen3_moe"].config().to_dict())
+    _, adapter = stock_vllm.start_engine(tmp_path, "small", "bf16", 4, max_num_seqs=2)
+    assert given[0]["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert (given[0]["max_lora_rank"], given[0]["max_num_seqs"]) == (8, 2)
+    assert json.loads((Path(adapter[2]) / "adapter_config.json").read_text())["r"] == 4
+
+
 def test_vllm_gets_packed_experts_as_published(tmp_path, monkeypatch):
     monkeypatch.setitem(PUBLISHED, "gpt-oss-20b", FAMILIES["gpt_oss"].config().to_dict())
     assert stock_vllm.write_model(tmp_path / "model", "gpt-oss-20b", "mxfp4") == {"load_format": "dummy"}
@@ -58,13 +74,14 @@ def test_vllm_gets_packed_experts_as_published(tmp_path, monkeypatch):
     assert stored["quantization_config"] == {"quant_method": "mxfp4"}
 
 
-def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, monkeypatch):
-    config = FAMILIES["qwen3_5"].config()
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")])
+def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, monkeypatch, family, kind):
+    config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
     options = stock_vllm.write_model(tmp_path / "model", "small", "nvfp4")
     assert options["language_model_only"]
     whole = AutoConfig.from_pretrained(tmp_path / "model")
-    assert whole.architectures == ["Qwen3_5ForConditionalGeneration"]
+    assert whole.architectures == [f"{kind}ForConditionalGeneration"]
     assert whole.text_config.layer_types == config.layer_types
     assert whole.text_config.linear_num_value_heads == config.linear_num_value_heads
     # The names of the published model's layers, which have the text part under a name of its own.
