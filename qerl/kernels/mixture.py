@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels import mixture_reference
+from qerl.kernels.group_many import group_many
 from qerl.kernels.groups import Groups, block_size, most_blocks
 from qerl.kernels.launch import begin, dependent
 
-#: Pairs up to which one launch groups them: each of its programs reads all. More are sorted.
+#: Pairs up to which one launch groups them: each of its programs holds all. `qerl.kernels.group_many` has the rest.
 MOST_PAIRS = 2048
 #: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
 _LEAST_PAIRS = 128
@@ -124,7 +125,7 @@ def group(numbers: Tensor, experts: int) -> Groups:
     (tokens, chosen), device = numbers.shape, numbers.device
     count, size = tokens * chosen, block_size(tokens, chosen, experts)
     if count > MOST_PAIRS:
-        return mixture_reference.group(numbers, experts)
+        return group_many(numbers, experts)
     blocks = most_blocks(tokens, chosen, experts, size)
     pairs = torch.empty(blocks, size, dtype=torch.int32, device=device)
     owners = torch.empty(blocks, dtype=torch.int32, device=device)
@@ -162,3 +163,30 @@ def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
         y, weights, out, width,
         CHOSEN=weights.shape[1], RESIDUAL=residual, BLOCK=_BLOCK, num_warps=4, **dependent(out.device),
     )  # fmt: skip
+
+
+@triton.jit
+def _combine_gradients(grad, y, weights, of_y, of_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients of a token's outputs of experts and of their weights."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    above = tl.load(grad + row * width + column, inside, other=0.0).to(tl.float32)
+    for place in tl.static_range(CHOSEN):
+        pair = row * CHOSEN + place
+        part = tl.load(y + pair * width + column, inside, other=0.0).to(tl.float32)
+        tl.store(of_weights + pair, tl.sum(part * above, 0))
+        tl.store(of_y + pair * width + column, (above * tl.load(weights + pair)).to(of_y.dtype.element_ty), inside)
+
+
+def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """See `mixture_reference.combine_gradients`; y and weights are read once."""
+    if y.dtype == torch.float64:
+        return mixture_reference.combine_gradients(grad, y, weights)
+    (rows, width), of_y, of_weights = grad.shape, torch.empty_like(y), torch.empty_like(weights)
+    block = triton.next_power_of_2(width)
+    _combine_gradients[(rows,)](
+        grad, y, weights, of_y, of_weights, width,
+        CHOSEN=weights.shape[1], BLOCK=block, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return of_y, of_weights

@@ -51,6 +51,13 @@ def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
     out.copy_(total + out.float() if residual else total)
 
 
+def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of y, in its dtype, and of the weights, in float32, of that of the sums [T, H] in `combine`."""
+    of_y = grad[:, None] * weights[..., None].to(y.dtype)
+    of_weights = torch.bmm(y.view(*weights.shape, -1), grad[..., None])[..., 0]
+    return of_y.view_as(y), of_weights.to(weights.dtype)
+
+
 def product(x: Tensor, groups: Groups, weight: Callable[[int], Tensor], bias: Tensor | None, out: Tensor) -> None:
     """Write out [pairs, N] = W x + b of each pair's expert, of x [T, K] by tokens or [pairs, K].
 

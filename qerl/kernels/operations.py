@@ -59,6 +59,7 @@ class MixtureOperations:
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     group: Callable[[Tensor, int], Groups]
     combine: Callable[[Tensor, Tensor, Tensor, bool], None]
+    combine_gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def mixture_operations(device: torch.device) -> MixtureOperations:
@@ -66,7 +67,7 @@ def mixture_operations(device: torch.device) -> MixtureOperations:
     made: Any = mixture_reference
     if operations_name(device.type == "cuda") == "Triton":
         from qerl.kernels import mixture as made  # type: ignore[no-redef]
-    return MixtureOperations(made.scores, made.route, made.group, made.combine)
+    return MixtureOperations(made.scores, made.route, made.group, made.combine, made.combine_gradients)
 
 
 def _operations(

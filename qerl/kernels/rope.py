@@ -47,9 +47,17 @@ def _rotate(
     _turn(key, key_out, token, key_stride, half, in_half, c1, c2, s1, s2, KV, KV_BLOCK, DIM, BACK)
 
 
-def _with_whole_rows(x: Tensor) -> Tensor:
+def with_whole_rows(x: Tensor) -> Tensor:
     """x [L, heads, D] with the heads of a token contiguous; tokens may have a larger stride."""
     return x if x[0].is_contiguous() else x.contiguous()
+
+
+def launch_of(query: Tensor, key: Tensor) -> dict[str, int]:
+    """Sizes of a launch with a program for each token of queries and keys [L, heads, D]."""
+    (_, heads, dim), kv = query.shape, key.shape[1]
+    blocks = [triton.next_power_of_2(size) for size in (heads, kv, dim // 2)]
+    sizes = {"QUERY": heads, "QUERY_BLOCK": blocks[0], "KV": kv, "KV_BLOCK": blocks[1], "DIM": dim}
+    return sizes | {"HALF_BLOCK": blocks[2], "num_warps": min(max(blocks[0] * blocks[2] // 512, 1), 16)}
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
@@ -57,15 +65,13 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool =
 
     With `back` it maps gradients of the outputs to gradients of the inputs, by the transposed matrix.
     """
-    tokens, heads, dim = query.shape
+    tokens, _, dim = query.shape
     assert key.shape[::2] == cos.shape == sin.shape == (tokens, dim)
     assert dim % 2 == 0
-    query, key = _with_whole_rows(query), _with_whole_rows(key)
+    query, key = with_whole_rows(query), with_whole_rows(key)
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
-    blocks = [triton.next_power_of_2(size) for size in (heads, key.shape[1], dim // 2)]
     _rotate[(tokens,)](
         query, key, cos.contiguous(), sin.contiguous(), *outs, query.stride(0), key.stride(0),
-        QUERY=heads, QUERY_BLOCK=blocks[0], KV=key.shape[1], KV_BLOCK=blocks[1], DIM=dim, HALF_BLOCK=blocks[2],
-        BACK=back, num_warps=min(max(blocks[0] * blocks[2] // 512, 1), 16),
+        BACK=back, **launch_of(query, key),
     )  # fmt: skip
     return outs[0], outs[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from qerl.kernels.operations import mixture_operations
 from qerl.layers.grouped_linear import GroupedLinear, Layer, grouped, weighted_sum
 from qerl.layers.grouped_lora import ExpertFactors, adapted_product
-from qerl.layers.mlp import GatedMLP, clamped_glu, swiglu
+from qerl.layers.mlp import GatedMLP, clamped_glu, swiglu_of_halves
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,25 @@ class Experts(nn.ModuleList):
         """
         if hidden.is_meta:  # then no expert's tokens are known, and each computes all
             return sum((expert(hidden) for expert in self), torch.zeros_like(hidden))
-        if any(parameter.requires_grad for parameter in self.parameters()):
+        if self._are_trained():
             return self._one_by_one(hidden, chosen, weights)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
         lora = lora or ExpertLora()
         both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
-        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(*both.chunk(2, -1))
+        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu_of_halves(both)
         out = adapted_product(inner, groups, products.down, lora.down)
         return weighted_sum(out, weights.float()).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         self._products = {}
         return super()._apply(fn, recurse)
+
+    def _are_trained(self) -> bool:
+        # `parameters()` walks over hundreds of modules, which takes a host longer than the launches of a block.
+        layers = chain.from_iterable(expert.children() for expert in self)
+        return any(p is not None and p.requires_grad for layer in layers for p in layer._parameters.values())
 
     def _one_by_one(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)

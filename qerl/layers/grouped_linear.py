@@ -242,7 +242,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """Sums [T, H] of y [T k, H] by weights float32 [T, k], in float32; gradients are products in the dtype of y."""
+    """Sums [T, H] of y [T k, H] by weights float32 [T, k], in float32, with the gradients of both."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
@@ -255,9 +255,7 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         y, weights = ctx.saved_tensors
-        of_y = grad[:, None] * weights[..., None].to(y.dtype)
-        of_weights = torch.bmm(y.view(*weights.shape, -1), grad[..., None])[..., 0]
-        return of_y.view_as(y), of_weights.to(weights.dtype)
+        return mixture_operations(y.device).combine_gradients(grad.contiguous(), y, weights)
 
 
 def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:

@@ -69,8 +69,8 @@ class SharedCasts:
     their casts would take memory.
     """
 
-    #: The most elements of the adapters of layers with the same input. Those of 7B have more.
-    MOST = 2**17
+    #: The most elements of the adapters of layers with the same input. Those of an MLP of 7B have more.
+    MOST = 2**18
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]

@@ -42,6 +42,31 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return nn.functional.silu(gate) * up
 
 
+class _SwiGLUOfHalves(torch.autograd.Function):
+    """silu(gate) * up of one tensor with both, by Triton, without copies of the halves."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        from qerl.kernels import swiglu
+
+        ctx.save_for_backward(both)
+        return swiglu.forward_of_halves(both)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        from qerl.kernels import swiglu
+
+        return swiglu.backward_of_halves(grad, *ctx.saved_tensors)
+
+
+def swiglu_of_halves(both: Tensor) -> Tensor:
+    """silu(gate) * up [M, I] of contiguous gate and up [M, 2 I] side by side, as `swiglu` computes it."""
+    if both.is_cuda and both.dtype != torch.float64:
+        return _SwiGLUOfHalves.apply(both)
+    return swiglu(*both.chunk(2, -1))
+
+
 class _ClampedGLU(torch.autograd.Function):
     """The gate of gpt-oss's experts, which saves only gate and up; PyTorch saves five tensors more."""
 

@@ -59,7 +59,7 @@ def blocks(lm: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 def kept_bytes(policy: Policy) -> float:
     """Bytes per token that a block keeps for its backward pass, measured on two short rows."""
-    _recompute_first(policy.lm, 0)
+    _recompute_first(blocks(policy.lm), 0)
     grown = _row_bytes(policy, 2 * MEASURED_TOKENS) - _row_bytes(policy, MEASURED_TOKENS)
     return grown / MEASURED_TOKENS / len(blocks(policy.lm))
 
@@ -84,9 +84,9 @@ def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -
     return min(count, max(0, math.ceil(missing / (kept - recomputed))))
 
 
-def _recompute_first(lm: PreTrainedModel, count: int) -> None:
+def _recompute_first(blocks: list[GradientCheckpointingLayer], count: int) -> None:
     """Recompute the first blocks, since the backward pass reaches them after the others' activations are freed."""
-    for place, block in enumerate(blocks(lm)):
+    for place, block in enumerate(blocks):
         block.gradient_checkpointing = place < count
 
 
@@ -101,6 +101,7 @@ class Recomputation:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self._blocks = blocks(policy.lm)  # a walk over a mixture's modules takes as long as some blocks' launches
         self._kept: float | None = None
         #: The most blocks that were recomputed for a forward pass.
         self.most = 0
@@ -108,7 +109,7 @@ class Recomputation:
     def choose(self, tokens: int) -> int:
         """Choose the blocks to recompute for a forward pass over `tokens`, and return their number."""
         count = self._needed(tokens, free_bytes())
-        _recompute_first(self.policy.lm, count)
+        _recompute_first(self._blocks, count)
         self.most = max(self.most, count)
         return count
 
@@ -133,4 +134,4 @@ class Recomputation:
         if self._kept is None:
             self._kept = kept_bytes(self.policy)
         of_input = lm.config.hidden_size * lm.dtype.itemsize
-        return recomputed_blocks(len(blocks(lm)), free, tokens * self._kept, tokens * of_input)
+        return recomputed_blocks(len(self._blocks), free, tokens * self._kept, tokens * of_input)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from qerl.layers import packed_attention
-from qerl.layers.packed_attention import rotate
+from qerl.layers.packed_attention import rotate, rotate_normed
 from tests.gpu.test_update_gpu import adapted, of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.rl.test_sequence_packing import samples
@@ -70,6 +71,27 @@ def test_views_of_a_wider_row_and_gradients_with_gaps():
         assert_rounded_once(a, b)
 
 
+def test_norms_of_heads_and_their_gradients():
+    """In bfloat16, of queries and keys cut out of one projection, against autograd in float64."""
+    cos, sin = (draw(333, 128, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    row = draw(333, (32 + 4 + 4) * 128, dtype=torch.bfloat16, seed=2).unflatten(1, (-1, 128))
+    inputs = [part.detach().requires_grad_() for part in (row[:, :32], row[:, 32:36])]
+    norms = [Qwen3RMSNorm(128, 1e-6).to(DEVICE).requires_grad_(False) for _ in inputs]
+    for seed, norm in enumerate(norms):
+        norm.weight.copy_(draw(128, seed=seed))
+    grads = [draw(*x.shape, dtype=torch.bfloat16, seed=5) for x in inputs]
+    outs = rotate_normed(*inputs, norms, cos, sin)
+    found = [*outs, *torch.autograd.grad(outs, inputs, grads)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    scaled = [
+        x * norm.weight / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x, norm in zip(wide, norms, strict=True)
+    ]
+    expected = [exact(x, cos.double(), sin.double()) for x in scaled]
+    expected += torch.autograd.grad(expected, wide, [grad.double() for grad in grads])
+    for one, other in zip(found, expected, strict=True):
+        assert_rounded_once(one.detach(), other.detach())
+
+
 def test_more_than_two_to_the_31_elements():
     tokens, heads = 2**31 // (64 * 128) + 1, 64
     query = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -92,10 +114,11 @@ def test_cosines_and_sines_alone_are_kept():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Tokens of each call of the kernel."""
+    """Tokens of each call of the kernels."""
     tokens = []
-    seen = lambda query, *others: tokens.append(len(query)) or rotate(query, *others)  # noqa: E731
-    monkeypatch.setattr(packed_attention, "rotate", seen)
+    for kernel in (rotate, rotate_normed):
+        seen = lambda query, *others, kernel=kernel: tokens.append(len(query)) or kernel(query, *others)  # noqa: E731
+        monkeypatch.setattr(packed_attention, kernel.__name__, seen)
     return tokens
 
 

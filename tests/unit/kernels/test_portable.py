@@ -15,7 +15,7 @@ from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.portable_linear import PortableLinear
 from qerl.layers.w4_linear import W4Linear
 
-CASES = [Path(__file__).with_name(name) for name in ("portable_cases.py", "grouped_cases.py")]
+CASES = [Path(__file__).with_name(name) for name in ("portable_cases.py", "grouped_cases.py", "training_cases.py")]
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]
 

@@ -18,10 +18,12 @@ from qerl.kernels import (
     delta,
     drafts,
     geglu,
+    group_many,
     logits,
     mixture,
     norm,
     norm_training,
+    normed_rope,
     prompt_attention,
     rope,
     sampling,
@@ -212,6 +214,14 @@ def updates():
     swiglu.backward(x, x, x)
     for back in (False, True):
         rope.rotate(zeros(4, 28, 128), zeros(4, 4, 128), zeros(4, 128), zeros(4, 128), back=back)
+        query, key = zeros(4, 32, 128), zeros(4, 4, 128)
+        grads, weights = (query, key) if back else None, (zeros(128), zeros(128))
+        normed_rope.rotate_normed(query, key, weights, 1e-6, zeros(4, 128), zeros(4, 128), grads)
+    both, sums = zeros(32, 2 * 768), torch.ones(4, 8)
+    swiglu.forward_of_halves(both)
+    swiglu.backward_of_halves(zeros(32, 768), both)
+    mixture.combine_gradients(zeros(4, 2048), zeros(32, 2048), sums)
+    group_many.group_many(torch.zeros(4608, 8, dtype=torch.int32), 128)
     targets, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     logits.tile_statistics([(0, zeros(4, 8192))], targets, 1.0)
     logits.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0)

@@ -82,7 +82,11 @@ def own_way(monkeypatch):
         shapes.append((query.shape, key.shape, cos.shape, sin.shape))
         return apply_rotary_pos_emb(query, key, cos, sin)
 
+    def rotate_normed(query, key, norms, *tables):
+        return rotate(norms[0](query), norms[1](key), *tables)
+
     monkeypatch.setattr(packed_attention, "rotate", rotate)
+    monkeypatch.setattr(packed_attention, "rotate_normed", rotate_normed)
     monkeypatch.setattr(packed_attention, "_kernel_serves", lambda hidden: True)
     return shapes
 

@@ -1,0 +1,76 @@
+"""Kernels of updates against float64 and PyTorch, in Triton's interpreter, which `test_portable.py` starts."""
+
+import pytest
+import torch
+
+from qerl.kernels import group_many, mixture, mixture_reference, swiglu
+from qerl.kernels.normed_rope import rotate_normed
+
+EPS = 1e-6
+
+
+def near(found, exact):
+    """Errors are those of a few roundings of float32."""
+    bound = 64 * 2.0**-24 * (exact.abs() + exact.square().mean().sqrt())
+    return bool(((found.double() - exact).abs() <= bound).all())
+
+
+def turned(x, weight, cos, sin):
+    normed = weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    first, second = normed.chunk(2, -1)
+    return normed * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "width"), [(5, 4, 2, 64), (3, 7, 1, 40), (1, 1, 1, 128)])
+def test_heads_are_normalised_and_rotated_in_both_directions(tokens, heads, kv_heads, width):
+    """The halves of cos and sin differ, and queries and keys are cut out of one projection."""
+    torch.manual_seed(0)
+    row = 3 * torch.randn(tokens, heads + 2 * kv_heads, width)
+    query, key = row[:, :heads], row[:, heads : heads + kv_heads]
+    weights = torch.randn(width), 1 + torch.rand(width)
+    cos, sin, of_query, of_key = (
+        torch.randn(tokens, *rest) for rest in ((width,), (width,), (heads, width), (kv_heads, width))
+    )
+    found = rotate_normed(query, key, weights, EPS, cos, sin)
+    gradients = rotate_normed(query, key, weights, EPS, cos, sin, (of_query, of_key))
+    for x, weight, grad, out, gradient in zip((query, key), weights, (of_query, of_key), found, gradients, strict=True):
+        wide = x.double().requires_grad_()
+        exact = turned(wide, weight.double(), cos.double(), sin.double())
+        assert near(out, exact.detach())
+        assert near(gradient, torch.autograd.grad(exact, wide, grad.double())[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (70, 65), (5, 2048)])
+def test_gate_and_up_side_by_side(shape):
+    torch.manual_seed(1)
+    rows, width = shape
+    both, grad = 3 * torch.randn(rows, 2 * width), torch.randn(rows, width)
+    wide = both.double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    exact = torch.nn.functional.silu(gate) * up
+    assert near(swiglu.forward_of_halves(both), exact.detach())
+    assert near(swiglu.backward_of_halves(grad, both), torch.autograd.grad(exact, wide, grad.double())[0])
+
+
+@pytest.mark.parametrize("width", [40, 256])
+def test_gradients_of_a_weighted_sum(width):
+    torch.manual_seed(2)
+    y, weights, grad = torch.randn(6 * 3, width), torch.rand(6, 3), torch.randn(6, width)
+    wide = [tensor.double().requires_grad_() for tensor in (y, weights)]
+    exact = (wide[0].view(6, 3, -1) * wide[1][..., None]).sum(1)
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    for found in (mixture.combine_gradients(grad, y, weights), mixture_reference.combine_gradients(grad, y, weights)):
+        assert [one.shape for one in found] == [y.shape, weights.shape]
+        assert all(map(near, found, expected))
+
+
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(700, 3, 5), (1500, 2, 128), (2048, 1, 3), (2049, 1, 1)])
+def test_groups_of_many_pairs_are_those_of_the_reference(tokens, chosen, experts):
+    """Some experts have no pairs, and others more than a program reads at a time."""
+    torch.manual_seed(3)
+    scores = torch.randn(tokens, experts) - 2 * torch.arange(experts).float()
+    numbers = scores.topk(chosen).indices.int()
+    found, expected = group_many.group_many(numbers, experts), mixture_reference.group(numbers, experts)
+    assert (found.count, found.chosen) == (expected.count, expected.chosen)
+    assert torch.equal(found.experts, expected.experts)
+    assert torch.equal(found.pairs[found.experts >= 0], expected.pairs[expected.experts >= 0])
