@@ -213,9 +213,9 @@ def dispatch(scores: Tensor, chosen: int, normalised: bool) -> tuple[Groups, Ten
 
 
 def most_dispatched(experts: int) -> int:
-    """Tokens up to which one launch routes and groups; beyond, two launches take less time.
+    """Tokens up to which one launch routes and groups: 32 of 128 experts. Beyond, two launches should take less time.
 
-    Each of its programs, one an expert, routes all tokens: 32 tokens of 128 experts.
+    Each of its programs routes all tokens. There is one for each expert, and more than 128 share multiprocessors.
     """
     return min(32 * 128 * 128 // experts**2, _DISPATCHED_NUMBERS // triton.next_power_of_2(experts))
 
