@@ -71,7 +71,7 @@ def _places(scores, e, CHOSEN: tl.constexpr):
         best = tl.max(left, 1)[:, None]
         best_expert = tl.min(tl.where(left == best, e, scores.shape[1]), 1)[:, None]
         left = tl.where(e == best_expert, _LOWEST + place, left)
-    return tl.where(left < _LOWEST + CHOSEN, left - _LOWEST, CHOSEN)
+    return tl.where(left < _LOWEST + CHOSEN, left ^ _LOWEST, CHOSEN)
 
 
 @triton.jit
