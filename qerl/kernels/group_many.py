@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.groups import Groups, block_size, most_blocks
+from qerl.kernels.groups import Groups
 
 #: Pairs that a program reads at a time.
 _PAIRS = 2048
@@ -60,14 +60,12 @@ def _place(
 def group_many(numbers: Tensor, experts: int) -> Groups:
     """See `mixture_reference.group`. Doesn't wait for the device, and always gives the same groups."""
     (tokens, chosen), device = numbers.shape, numbers.device
-    count, size, numbers = tokens * chosen, block_size(tokens, chosen, experts), numbers.contiguous()
-    blocks, bins = most_blocks(tokens, chosen, experts, size), triton.next_power_of_2(experts + 1)
-    counts = torch.zeros(experts, dtype=torch.int32, device=device)
-    pairs = torch.empty(blocks, size, dtype=torch.int32, device=device)
-    owners = torch.empty(blocks, dtype=torch.int32, device=device)
+    groups, numbers = Groups.empty(tokens, chosen, experts, device), numbers.contiguous()
+    (blocks, size), bins = groups.pairs.shape, triton.next_power_of_2(experts + 1)
+    count, counts = groups.count, torch.zeros(experts, dtype=torch.int32, device=device)
     _count[(triton.cdiv(count, _PAIRS),)](numbers, counts, count, experts, PAIRS=_PAIRS, EXPERTS=bins, num_warps=4)
     _place[(experts + 1,)](
-        numbers, counts, pairs, owners, count, experts, blocks,
+        numbers, counts, groups.pairs, groups.experts, count, experts, blocks,
         PAIRS=_PAIRS, EXPERTS=bins, SIZE=size, OWNERS=_OWNERS, num_warps=4,
     )  # fmt: skip
-    return Groups(pairs, owners, count, chosen)
+    return groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 #: Pairs of a block. Of few pairs it takes less time, but an expert that more tokens choose then has several blocks,
@@ -27,6 +28,14 @@ class Groups:
     """Number of pairs, T k."""
     chosen: int
     """Experts of a token, k."""
+
+    @classmethod
+    def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device) -> Groups:
+        """Room for any choice of experts, which a kernel fills."""
+        size = block_size(tokens, chosen, experts)
+        blocks = most_blocks(tokens, chosen, experts, size)
+        pairs = torch.empty(blocks, size, dtype=torch.int32, device=device)
+        return cls(pairs, torch.empty(blocks, dtype=torch.int32, device=device), tokens * chosen, chosen)
 
     @property
     def size(self) -> int:

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from qerl.kernels import mixture_reference
 from qerl.kernels.group_many import group_many
-from qerl.kernels.groups import Groups, block_size, most_blocks
+from qerl.kernels.groups import Groups
 from qerl.kernels.launch import begin, dependent
 
 #: Pairs up to which one launch groups them: each of its programs holds all. `qerl.kernels.group_many` has the rest.
 MOST_PAIRS = 2048
 #: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
 _LEAST_PAIRS = 128
+#: The scores that a program which routes all tokens has in registers, and its fewest tokens, one for each warp.
+_DISPATCHED_NUMBERS, _LEAST_TOKENS = 32 * 128, 4
+_LOWEST = tl.constexpr(-(2**31))
 _BLOCK = 1024
 #: Tokens up to which one launch computes a router's scores, and the numbers of them that a program has in registers.
 MOST_SCORED = 128
@@ -57,28 +60,41 @@ def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @triton.jit
+def _places(scores, e, CHOSEN: tl.constexpr):
+    """The place [T, E] of each expert e [1, E] in the order of a token's CHOSEN highest scores; CHOSEN of the others.
+
+    Scores are compared as integers of the same order: GPUs have an instruction for the largest integer of a warp.
+    A chosen expert's integer becomes its place above the lowest one, which is below that of any score.
+    """
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 equals 0
+    left = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    for place in tl.static_range(CHOSEN):
+        best = tl.max(left, 1)[:, None]
+        best_expert = tl.min(tl.where(left == best, e, scores.shape[1]), 1)[:, None]
+        left = tl.where(e == best_expert, _LOWEST + place, left)
+    return tl.where(left < _LOWEST + CHOSEN, left ^ _LOWEST, CHOSEN)
+
+
+@triton.jit
+def _probabilities(scores, place, CHOSEN: tl.constexpr, NORMALISED: tl.constexpr):
+    """Those [T, E] of a softmax over all experts, or over the chosen ones."""
+    power = tl.exp(scores - tl.max(scores, 1)[:, None])
+    total = tl.sum(tl.where(place < CHOSEN, power, 0.0) if NORMALISED else power, 1)
+    return power / total[:, None]
+
+
+@triton.jit
 def _route(
     scores, numbers, weights, experts,
-    CHOSEN: tl.constexpr, SLOTS: tl.constexpr, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    e, slot = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    e = tl.arange(0, EXPERTS)[None, :]
     begin(PDL)
-    left = tl.load(scores + row * experts + e, e < experts, other=-float("inf"))
-    top = tl.max(left, 0)
-    total = tl.sum(tl.exp(left - top), 0)
-    number = tl.zeros([SLOTS], tl.int32)
-    weight = tl.zeros([SLOTS], tl.float32)
-    for place in tl.static_range(CHOSEN):
-        best = tl.max(left, 0)
-        best_expert = tl.min(tl.where(left == best, e, EXPERTS), 0)
-        number = tl.where(slot == place, best_expert, number)
-        weight = tl.where(slot == place, tl.exp(best - top), weight)
-        left = tl.where(e == best_expert, -float("inf"), left)
-    if NORMALISED:
-        total = tl.sum(weight, 0)
-    tl.store(numbers + row * CHOSEN + slot, number, slot < CHOSEN)
-    tl.store(weights + row * CHOSEN + slot, weight / total, slot < CHOSEN)
+    read = tl.load(scores + row * experts + e, e < experts, other=-float("inf"))
+    place = _places(read, e, CHOSEN)
+    tl.store(numbers + row * CHOSEN + place, e, place < CHOSEN)
+    tl.store(weights + row * CHOSEN + place, _probabilities(read, place, CHOSEN, NORMALISED), place < CHOSEN)
 
 
 def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -88,30 +104,26 @@ def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor
     weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
     _route[(rows,)](
         scores, numbers, weights, experts,
-        CHOSEN=chosen, SLOTS=triton.next_power_of_2(chosen), NORMALISED=normalised,
-        EXPERTS=triton.next_power_of_2(experts), num_warps=1, **dependent(device),
+        CHOSEN=chosen, NORMALISED=normalised, EXPERTS=triton.next_power_of_2(experts), num_warps=1,
+        **dependent(device),
     )  # fmt: skip
     return numbers, weights
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
-def _group(
-    numbers, pairs, owners, count, experts, blocks,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program writes the blocks of its expert; the one after the last expert's writes blocks without pairs."""
-    expert = tl.program_id(0)
-    pair, e, block, slot = tl.arange(0, PAIRS), tl.arange(0, EXPERTS), tl.arange(0, BLOCKS), tl.arange(0, SIZE)
-    begin(PDL)
-    # Pairs that don't exist count for an expert that doesn't exist.
-    number = tl.load(numbers + pair, pair < count, other=experts)
-    filled = (tl.histogram(number, EXPERTS) + SIZE - 1) // SIZE
+@triton.jit
+def _write_blocks(
+    pairs, owners, pair, mine, filled, expert, count, experts, blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Write the blocks of an expert, whose pairs are those of `pair` where `mine`. Each expert fills `filled` blocks.
+
+    The expert after the last one has the blocks without pairs.
+    """
+    e, block, slot = tl.arange(0, filled.shape[0]), tl.arange(0, BLOCKS), tl.arange(0, SIZE)
     first = tl.sum(tl.where(e < expert, filled, 0), 0)
-    end = tl.sum(tl.where((e <= expert) & (e < experts), filled, 0), 0)
-    mine = (number == expert) & (pair < count)
+    have = tl.sum(mine.to(tl.int32), 0)
+    end = first + (have + SIZE - 1) // SIZE
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(pairs + first * SIZE + place, pair, mine)
-    have = tl.sum(mine.to(tl.int32), 0)
     # The last block's other places; there are none after whole blocks.
     rest = have + slot
     tl.store(pairs + first * SIZE + rest, slot * 0 + count, rest < (end - first) * SIZE)
@@ -120,21 +132,86 @@ def _group(
     tl.store(owners + block, block * 0 + owner, (block >= first) & (block < end))
 
 
+@triton.jit(do_not_specialize=["count", "blocks"])
+def _group(
+    numbers, pairs, owners, count, experts, blocks,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program writes the blocks of its expert."""
+    expert, pair = tl.program_id(0), tl.arange(0, PAIRS)
+    begin(PDL)
+    # Pairs that don't exist count for an expert that doesn't exist.
+    number = tl.load(numbers + pair, pair < count, other=experts)
+    filled = (tl.histogram(number, EXPERTS) + SIZE - 1) // SIZE
+    mine = (number == expert) & (pair < count)
+    _write_blocks(pairs, owners, pair, mine, filled, expert, count, experts, blocks, BLOCKS, SIZE)
+
+
 def group(numbers: Tensor, experts: int) -> Groups:
     """See `mixture_reference.group`."""
     (tokens, chosen), device = numbers.shape, numbers.device
-    count, size = tokens * chosen, block_size(tokens, chosen, experts)
-    if count > MOST_PAIRS:
+    if tokens * chosen > MOST_PAIRS:
         return group_many(numbers, experts)
-    blocks = most_blocks(tokens, chosen, experts, size)
-    pairs = torch.empty(blocks, size, dtype=torch.int32, device=device)
-    owners = torch.empty(blocks, dtype=torch.int32, device=device)
+    groups = Groups.empty(tokens, chosen, experts, device)
+    blocks, size = groups.pairs.shape
     _group[(experts + 1,)](
-        numbers, pairs, owners, count, experts, blocks,
-        PAIRS=max(triton.next_power_of_2(count), _LEAST_PAIRS), EXPERTS=triton.next_power_of_2(experts + 1),
+        numbers, groups.pairs, groups.experts, groups.count, experts, blocks,
+        PAIRS=max(triton.next_power_of_2(groups.count), _LEAST_PAIRS), EXPERTS=triton.next_power_of_2(experts + 1),
         BLOCKS=triton.next_power_of_2(blocks), SIZE=size, num_warps=4, **dependent(device),
     )  # fmt: skip
-    return Groups(pairs, owners, count, chosen)
+    return groups
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def _dispatch(
+    scores, weights, pairs, owners, tokens, experts, blocks,
+    CHOSEN: tl.constexpr, NORMALISED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program routes all tokens and writes the blocks of its expert; that without an expert writes all weights."""
+    expert = tl.program_id(0)
+    token, e = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
+    begin(PDL)
+    # Tokens that don't exist are read as the last one, and choose no expert.
+    row = scores + tl.minimum(token, tokens - 1) * experts
+    read = tl.load(row + e, e < experts, other=-float("inf"))
+    place = _places(read, e, CHOSEN)
+    if expert == experts:
+        probability = _probabilities(read, place, CHOSEN, NORMALISED)
+        tl.store(weights + token * CHOSEN + place, probability, (place < CHOSEN) & (token < tokens))
+    place = tl.where(token < tokens, place, CHOSEN)
+    filled = (tl.sum((place < CHOSEN).to(tl.int32), 0) + SIZE - 1) // SIZE
+    own = tl.min(tl.where(e == expert, place, CHOSEN), 1)
+    pair = tl.arange(0, TOKENS) * CHOSEN + own
+    _write_blocks(
+        pairs, owners, pair, own < CHOSEN, filled, expert, tokens * CHOSEN, experts, blocks, BLOCKS, SIZE
+    )  # fmt: skip
+
+
+def dispatch(scores: Tensor, chosen: int, normalised: bool) -> tuple[Groups, Tensor]:
+    """See `mixture_reference.dispatch`. Of equal scores the first wins."""
+    (tokens, experts), device = scores.shape, scores.device
+    if tokens > most_dispatched(experts):
+        numbers, weights = route(scores, chosen, normalised)
+        return group(numbers, experts), weights
+    groups = Groups.empty(tokens, chosen, experts, device)
+    blocks, size = groups.pairs.shape
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=device)
+    _dispatch[(experts + 1,)](
+        scores, weights, groups.pairs, groups.experts, tokens, experts, blocks,
+        CHOSEN=chosen, NORMALISED=normalised, TOKENS=max(triton.next_power_of_2(tokens), _LEAST_TOKENS),
+        EXPERTS=triton.next_power_of_2(experts), BLOCKS=triton.next_power_of_2(blocks), SIZE=size, num_warps=4,
+        **dependent(device),
+    )  # fmt: skip
+    return groups, weights
+
+
+def most_dispatched(experts: int) -> int:
+    """Tokens up to which one launch routes and groups: 32 of 128 experts. Beyond, two launches should take less time.
+
+    Each of its programs routes all tokens. There is one for each expert, and more than 128 share multiprocessors.
+    """
+    return min(32 * 128 * 128 // experts**2, _DISPATCHED_NUMBERS // triton.next_power_of_2(experts))
 
 
 @triton.jit
