@@ -1,6 +1,8 @@
 """Families of models on a GPU in bfloat16: sampler and update against float32, no further off than transformers is."""
 
+from contextlib import contextmanager
 from functools import partial
+from inspect import unwrap
 from itertools import product
 from typing import get_args
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
@@ -28,6 +32,8 @@ DEVICE = torch.device("cuda")
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 #: Shorter and longer than the windows of 24 tokens.
 PROMPTS = [[5, 6, 7], [*range(2, 70)], [*range(10, 40)]]
+#: transformers' functions that a library replaces where it is installed.
+DELTA_FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 PARAMS = SamplingParams(max_tokens=60, count=3, ignore_eos=True)
 
 
@@ -56,6 +62,19 @@ def forced(model, samples):
             logits = model(ids).logits[0, len(s.prompt) - 1 : -1].float()
         rows.append(torch.log_softmax(logits, -1).gather(-1, ids[0, len(s.prompt) :, None])[:, 0])
     return torch.cat(rows)
+
+
+def stock_model(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE, dtype).eval()
+
+
+@contextmanager
+def plain_delta_nets():
+    """transformers' delta nets in PyTorch, also where a library is installed whose products of float32 are TF32."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in product((modeling_qwen3_5, modeling_qwen3_5_moe), DELTA_FUNCTIONS):
+            patch.setattr(module, name, unwrap(getattr(module, name)))
+        yield
 
 
 def drawn(policy, sampler):
@@ -94,10 +113,9 @@ def errors_of(folder, name, dtype, seed):
     sampler = make_sampler(policy, EngineSettings(), max_sequences=4)  # of nine, so that slots are used again
     assert isinstance(sampler, EngineSampler)
     samples, sampled, packed = drawn(policy, sampler)
-    exact, stock = (
-        forced(AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(DEVICE, kind).eval(), samples)
-        for kind in (torch.float32, getattr(torch, dtype))
-    )
+    with plain_delta_nets():
+        exact = forced(stock_model(folder, torch.float32), samples)
+    stock = forced(stock_model(folder, getattr(torch, dtype)), samples)
     return torch.stack([sampled, packed, stock]) - exact
 
 
