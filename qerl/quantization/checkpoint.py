@@ -49,13 +49,13 @@ def quantize_checkpoint(
 
     Weights are rounded to nearest. With a `calibration` (NVFP4, MXFP4) AWQ first equalises the model. Embeddings, norms
     and the head stay bfloat16, and the tokenizer is copied. Layers of delta nets stay bfloat16 too, unless
-    `pack_delta_nets` asks for 4 bits, which a format rounded to nearest has. `target` appears complete or not at all. "bf16" writes
-    nothing, or with an `error` the dense weights with that error. Returns `quantization_report`, for AWQ against the
-    equalised model.
+    `pack_delta_nets` asks for 4 bits (rounded to nearest alone). `target` appears complete or not at all. "bf16"
+    writes nothing, or with an `error` the dense weights with that error. Returns `quantization_report`, for AWQ against
+    the equalised model.
 
-    Raises `CheckpointError` if `source` isn't dense, couldn't be loaded or holds NaN or infinity, or if `target`
-    exists, or for `pack_delta_nets` without delta nets. Raises `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without
-    calibration texts.
+    Raises `CheckpointError` if `source` isn't dense, couldn't be loaded or holds NaN or infinity, if `target` exists,
+    or if there are no delta nets to pack. Raises `FormatError` if the format's groups don't divide a layer's input
+    dimension, and `DataError` without calibration texts.
     """
     if pack_delta_nets and (weights_format == "bf16" or calibration is not None):
         raise ConfigError("pack_delta_nets needs a 4-bit format that is rounded to nearest; leave pack_delta_nets out")

@@ -34,8 +34,8 @@ def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) 
     """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
 
     All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
-    nearest, as `quantize_checkpoint` does, those of delta nets where the base has them packed. Raises `CheckpointError` if the adapter belongs to another base, or has
-    more than plain LoRA.
+    nearest, as `quantize_checkpoint` does. Delta nets are packed if those of `checkpoint` are. Raises
+    `CheckpointError` if the adapter belongs to another base, or has more than plain LoRA.
     """
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         dense = target if weights == "bf16" else Path(scratch) / "dense"
