@@ -136,15 +136,15 @@ def quiet() -> None:
 
 def _known(name: str) -> str:
     """The name by which llmcompressor knows with which layers a layer shares a scale: without its expert."""
-    for own, known in _PAIR.items():
-        name = name.replace(own, known)
+    for name_in_file, known in _PAIR.items():
+        name = name.replace(name_in_file, known)
     return _EXPERT.sub("", name)
 
 
 def _own(expert: re.Match[str] | None, name: str) -> str:
     """The name of a layer, given the one that llmcompressor knows and the expert that it is of."""
-    for own, known in _PAIR.items():
-        name = name.replace(known, own)
+    for name_in_file, known in _PAIR.items():
+        name = name.replace(known, name_in_file)
     return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
 
 
