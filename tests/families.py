@@ -173,12 +173,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6 (dense, text)",
-        "gated delta nets, whose layers stay BF16; attention with a gate; norms 1 + w",
+        "gated delta nets, whose layers stay BF16 unless packed by option; attention with a gate; norms 1 + w",
         {"model_type": "qwen3_5_text", **_HYBRID},
     ),
     "qwen3_5_moe": Family(
         "Qwen3.5, Qwen3.6 with experts",
-        "gated delta nets, whose layers stay BF16; experts beside a shared one with a gate",
+        "gated delta nets, whose layers stay BF16 unless packed by option; experts beside a shared one with a gate",
         {
             "model_type": "qwen3_5_moe_text",
             **_HYBRID,

@@ -211,6 +211,7 @@ def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 3
         "varied": {"seed": 0},
         "weights": weights,
         "recipe": "rtn",
+        "pack_delta_nets": False,
         "method": method,
         "rank": rank,
         "prompts": 1,

@@ -49,6 +49,7 @@ def _label(run: TimedRun) -> dict[str, Any]:
         "varied": run.varied,
         "weights": settings.weights,
         "recipe": settings.recipe,
+        "pack_delta_nets": settings.pack_delta_nets,
         "method": settings.method,
         "rank": settings.adapter.rank if settings.method == "lora" else 0,
         "prompts": settings.rollout.prompts,

@@ -25,9 +25,10 @@ from qerl.random_models.checkpoint import QUANTIZATION, model_config, write_chec
 from qerl.random_models.published import published_config
 from qerl.random_models.tokenizer import TEXTS
 
-#: Layers of published shapes that stay in bfloat16 in this project's files, too: routers, gates of one number and delta
-#: nets.
-_DENSE = ("re:.*lm_head$", "re:.*mlp.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn.*")
+#: Layers of published shapes that stay in bfloat16 in this project's files, too: routers and gates of one number.
+_DENSE = ("re:.*lm_head$", "re:.*mlp.gate$", "re:.*shared_expert_gate$")
+#: Delta nets, which do unless they are packed, and then their layers of b and a, which vLLM runs as one.
+_DENSE_NETS, _NARROW_OF_NETS = "re:.*linear_attn.*", "re:.*linear_attn.in_proj_(b|a|ba)$"
 #: Published as the text part of a model with images, whose other part isn't loaded: vLLM 0.24 knows no other form.
 _WITH_IMAGES = {
     "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
@@ -43,7 +44,9 @@ _NO_ROOM = (
 )
 
 
-def start_engine(folder: Path, size: str, weights: str, rank: int, **options: Any) -> tuple[Any, Any]:
+def start_engine(
+    folder: Path, size: str, weights: str, rank: int, pack_delta_nets: bool = False, **options: Any
+) -> tuple[Any, Any]:
     """Start vLLM with its `options`; returns the engine and the adapter's LoRARequest or None. Files go to `folder`.
 
     vLLM is told which layers have an adapter, because it would also run experts and embeddings as layers with one.
@@ -52,7 +55,7 @@ def start_engine(folder: Path, size: str, weights: str, rank: int, **options: An
     from vllm.lora.request import LoRARequest
 
     model, adapter = folder / "model", folder / "adapter"
-    loading = write_model(model, size, weights)
+    loading = write_model(model, size, weights, pack_delta_nets)
     if rank:
         adapter.mkdir()
         targets = _write_adapter(adapter, size, rank)
@@ -69,18 +72,18 @@ def description(weights: str) -> str:
     return f"vLLM {vllm.__version__}" + (", bitsandbytes" if weights == "nf4" else "")
 
 
-def write_model(folder: Path, size: str, weights: str) -> dict[str, Any]:
+def write_model(folder: Path, size: str, weights: str, pack_delta_nets: bool = False) -> dict[str, Any]:
     """Write the checkpoint that vLLM loads to `folder`. Returns vLLM's options for it."""
     if weights == "nf4":
         write_checkpoint(folder, size, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    content = _published(size, weights) if size in PUBLISHED else model_config(size, weights)
+    content = _published(size, weights, pack_delta_nets) if size in PUBLISHED else model_config(size, weights)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return {"load_format": "dummy"} | (_TEXT_ALONE if "text_config" in content else {})
 
 
-def _published(size: str, weights: str) -> dict[str, Any]:
+def _published(size: str, weights: str, pack_delta_nets: bool) -> dict[str, Any]:
     """The content of config.json of a published shape."""
     config = published_config(size)
     content = config.to_dict() | {"torch_dtype": "bfloat16"}
@@ -91,7 +94,8 @@ def _published(size: str, weights: str) -> dict[str, Any]:
         architecture = type(empty_model(config, torch.bfloat16)).__name__
     content["architectures"] = [architecture]
     if weights == "nvfp4":
-        content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE]}
+        nets = _NARROW_OF_NETS if pack_delta_nets else _DENSE_NETS
+        content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE, nets]}
     elif weights == "mxfp4":
         content["quantization_config"] = {"quant_method": "mxfp4"}
     return content

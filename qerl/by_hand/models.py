@@ -23,6 +23,7 @@ from qerl.prepare.run_parts import whole
 from qerl.provenance.files import check_writable
 from qerl.results.paths import REPORT
 from qerl.settings.base import ConfigError
+from qerl.settings.run import RunSettings
 
 PathLike = str | Path
 
@@ -39,9 +40,15 @@ MAIN_BRANCH = "main"
 HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
-def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
+PACK_DELTA_NETS: bool = RunSettings.model_fields["pack_delta_nets"].default
+
+
+def quantize(
+    model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_delta_nets: bool = PACK_DELTA_NETS
+) -> Path:
     """Write the dense `model` into the new folder `out` in 4 bits, with report.json on size and error.
 
+    `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
     from qerl.prepare.base_checkpoint import make_checkpoint
@@ -54,7 +61,11 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4") -> Path:
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     source = base_folder(str(model))
-    whole(target, lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT))
+    nets = pack_delta_nets
+    whole(
+        target,
+        lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT, pack_delta_nets=nets),
+    )
     return target
 
 

@@ -172,8 +172,9 @@ def _checked_source(settings: RunFile) -> Path:
     source = base_folder(settings.model, settings.weights)
     if weights_format_of(source) != settings.weights:
         check_installed("train")
-    elif settings.recipe == "awq":
-        raise ConfigError(f"recipe=awq quantizes a dense model, and {source} is quantized already; leave recipe out")
+    elif key := "recipe" if settings.recipe == "awq" else "pack_delta_nets" if settings.pack_delta_nets else None:
+        asked = f"{key}={str(getattr(settings, key)).lower()}"
+        raise ConfigError(f"{asked} quantizes a dense model, and {source} is quantized already; leave {key} out")
     return source
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 #: Bytes of an activation, a dense weight or a cached key: bfloat16.
@@ -41,7 +41,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class DeltaNets:
-    """The gated delta nets that stand in place of attention in some blocks. Their layers are bfloat16."""
+    """The gated delta nets that stand in place of attention in some blocks."""
 
     count: int
     """Blocks that have one."""
@@ -51,6 +51,8 @@ class DeltaNets:
     key_dim: int
     value_dim: int
     taps: int
+    packed: bool = False
+    """Whether a weight format packs their layers, but for those of b and a. Otherwise they are bfloat16."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DeltaNets | None:
@@ -129,6 +131,10 @@ class ModelShape:
             window=config.get("sliding_window") or 0,
         )
 
+    def with_packed_nets(self, packed: bool = True) -> ModelShape:
+        """The shape with delta nets that a weight format packs or doesn't; a model without them stays as it is."""
+        return replace(self, nets=replace(self.nets, packed=packed)) if self.nets else self
+
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of a block's projections: q, k, v, o, gate, up, down. A mixture's shared expert has the last three.
@@ -143,10 +149,19 @@ class ModelShape:
     @property
     def net_linears(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of a delta net's layers."""
+        return (*self.packable_of_net, *self._narrow_of_net)
+
+    @property
+    def packable_of_net(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a delta net's layers that are wide enough to be packed."""
         if self.nets is None:
             return ()
-        widths = self.nets.channels, self.nets.value_width, self.nets.value, self.nets.value
-        return (*((width, self.hidden) for width in widths), (self.hidden, self.nets.value_width))
+        channels, values = self.nets.channels, self.nets.value_width
+        return (channels, self.hidden), (values, self.hidden), (self.hidden, values)
+
+    @property
+    def _narrow_of_net(self) -> tuple[tuple[int, int], ...]:
+        return ((self.nets.value, self.hidden),) * 2 if self.nets else ()
 
     @property
     def attentions(self) -> int:
@@ -156,12 +171,15 @@ class ModelShape:
     @property
     def packable(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the projections of all blocks that a weight format packs, without experts."""
-        return (*self.linears * self.attentions, *self.linears[4:] * (self.layers - self.attentions))
+        nets = self.layers - self.attentions
+        of_nets = self.packable_of_net * nets if self.nets and self.nets.packed else ()
+        return (*self.linears * self.attentions, *self.linears[4:] * nets, *of_nets)
 
     @property
     def dense(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of the layers of all delta nets."""
-        return self.net_linears * (self.layers - self.attentions)
+        """[out, in] of the layers of all delta nets that are bfloat16 in each format."""
+        each = self._narrow_of_net if self.nets and self.nets.packed else self.net_linears
+        return each * (self.layers - self.attentions)
 
     @property
     def expert_linears(self) -> tuple[tuple[int, int], ...]:

@@ -29,6 +29,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.reading import parse_yaml
 from qerl.settings.rollout import SamplingSettings
+from qerl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
@@ -63,6 +64,7 @@ app.command()(sharing.publish)
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
 _REPEATS: int = EvaluationSettings.model_fields["repeats"].default
+_PACK_DELTA_NETS: bool = RunSettings.model_fields["pack_delta_nets"].default
 
 Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
 ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
@@ -84,10 +86,13 @@ def quantize(
     model: Model,
     out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
     weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+    pack_delta_nets: Annotated[
+        bool, typer.Option("--pack-delta-nets", help="Pack the delta nets of a hybrid too, which otherwise stay bf16.")
+    ] = _PACK_DELTA_NETS,
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
     with quiet():
-        made = api.quantize(model, out, weights)
+        made = api.quantize(model, out, weights, pack_delta_nets)
     report = read(QuantizationReport, made / REPORT)
     content = report.content()
     sizes = {key: content[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}

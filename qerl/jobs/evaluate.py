@@ -19,6 +19,7 @@ class PlannedPolicy(Part):
     model: str
     weights: str
     recipe: str
+    pack_delta_nets: bool
     run: str | None
     arm: str | None
     experiment: str | None

@@ -83,6 +83,7 @@ class QuantizeJob(Job):
     """None: rounded to nearest."""
     error: RandomErrorSettings | None
     """None: the weights have no random error."""
+    pack_delta_nets: bool
 
     @property
     def gpus(self) -> int:

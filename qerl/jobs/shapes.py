@@ -48,6 +48,7 @@ class Decoding(Part):
     engine: Literal["native", "vllm", "transformers"]
     size: str
     weights: str
+    pack_delta_nets: bool = False
     rank: int
     kernels: Kernels
     """Those of this project's engine; `auto` for the other engines."""
@@ -139,6 +140,7 @@ class Work(Part):
 
     size: str
     weights: str
+    pack_delta_nets: bool = False
     prompts: int
     group: int
     prompt_tokens: int

@@ -46,6 +46,10 @@ def functions_for(x: Tensor) -> Functions:
     return INSTALLED if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else PLAIN
 
 
+#: The linear layers of a delta net that are wide enough to be packed. The others give b and a, a number for each head.
+PACKABLE = ("in_proj_qkv", "in_proj_z", "out_proj")
+
+
 class PackedDeltaNet(nn.Module):
     """A mixin for transformers' gated delta nets that computes packed rows too.
 

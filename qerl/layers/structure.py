@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl.layers.delta_net import PackedDeltaNet
+from qerl.layers.delta_net import PACKABLE, PackedDeltaNet
 from qerl.layers.empty_model import MISFITS, StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.model_dropout import Dropouts, attention_dropout, check_calls_of_dropout, check_dropout
@@ -44,6 +44,8 @@ class Structure:
     """The linear layers of experts, such as "mlp.experts.0.up_proj"."""
     packed: tuple[tuple[str, ...], ...]
     """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
+    packed_nets: tuple[tuple[str, ...], ...]
+    """The layers of each block's delta net that `pack_delta_nets` quantizes too: all but those of b and a."""
     norms: dict[str, str]
     """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
 
@@ -70,9 +72,16 @@ class Structure:
         layers = range(len(self.windows))
         return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
 
-    def packed_layers(self) -> set[str]:
-        """Full names of the linear layers that are quantized."""
-        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(self.packed) for name in names}
+    def packed_layers(self, pack_delta_nets: bool = False) -> set[str]:
+        """Full names of the linear layers that are quantized, with or without those of delta nets."""
+        return self._full_names(self.packed) | (self.layers_of_delta_nets() if pack_delta_nets else set())
+
+    def layers_of_delta_nets(self) -> set[str]:
+        """Full names of the layers that `pack_delta_nets` quantizes too; none of a model without delta nets."""
+        return self._full_names(self.packed_nets)
+
+    def _full_names(self, of_blocks: tuple[tuple[str, ...], ...]) -> set[str]:
+        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(of_blocks) for name in names}
 
 
 _found: dict[str, Structure] = {}
@@ -149,6 +158,7 @@ def _find(lm: Any) -> Structure:
         linears=tuple(name for name in every if name not in experts),
         experts=tuple(experts),
         packed=tuple(tuple(_packed(block)) for block in layers),
+        packed_nets=tuple(tuple(_packed_of_net(block)) for block in layers),
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
@@ -174,6 +184,11 @@ def _delta_net(block: nn.Module) -> str | None:
 def _packed(block: nn.Module) -> Iterator[str]:
     dense = {name for name in _linears(block) if _is_within(block, name, PackedDeltaNet) or _is_gate(block, name)}
     return (name for name in _linears(block) if name not in dense)
+
+
+def _packed_of_net(block: nn.Module) -> Iterator[str]:
+    net = _delta_net(block)
+    return (name for name in _linears(block) if net is not None and name in {f"{net}.{part}" for part in PACKABLE})
 
 
 def _is_gate(block: nn.Module, name: str) -> bool:

@@ -32,7 +32,7 @@ from qerl.layers.structure import Structure, structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.policy.expert_adapters import refused_expert_adapters
-from qerl.policy.loading import checkpoint_structure, config_of
+from qerl.policy.loading import checkpoint_structure, config_of, has_packed_delta_nets
 from qerl.policy.policy import DTYPES
 from qerl.provenance.files import cache_folder
 from qerl.random_models.checkpoint import model_config
@@ -114,28 +114,39 @@ class Diagnosis:
     notes: Sequence[str]
 
 
-def asked_model(model: str, weights: str | None) -> AskedModel:
+def asked_model(model: str, weights: str | None, pack_delta_nets: bool = False) -> AskedModel:
     """The shape and weights of a size such as 7B, of a folder or of a model of the hub.
 
-    `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Raises `CheckpointError` for
+    `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Delta nets count as packed
+    where `pack_delta_nets` asks for that, or where the folder has them packed. Raises `CheckpointError` for
     a model whose structure isn't handled.
     """
     default = weights or RunSettings.model_fields["weights"].default
     if model in ARCHITECTURES:
-        return _of_size(model, default)
+        asked = _of_size(model, default)
+        _check_nets(model, asked.shape, default, pack_delta_nets)
+        return asked
     local = Path(model).is_dir()
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
     checkpoint_structure(folder)  # before its shape, whose keys other structures lack
     shape = ModelShape.of(read_config(folder))
     headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    used = weights or (default if stored == "bf16" else stored)
+    _check_nets(model, shape, used, pack_delta_nets)
     return AskedModel(
-        shape,
-        weights or (default if stored == "bf16" else stored),
+        shape.with_packed_nets(pack_delta_nets or has_packed_delta_nets(folder)),
+        used,
         None if local else model,
         config_of(folder),
         tuple(differences(folder, headers)),
     )
+
+
+def _check_nets(model: str, shape: ModelShape, weights: str, pack_delta_nets: bool) -> None:
+    if pack_delta_nets and (shape.nets is None or weights == "bf16"):
+        reason = f"{model} has none" if shape.nets is None else "weights of bf16 are not packed"
+        raise CheckpointError(f"--pack-delta-nets packs delta nets, and {reason}; leave the option out")
 
 
 def _of_size(size: str, weights: str) -> AskedModel:
@@ -187,6 +198,8 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
     """The products of a block's fused layers: q, k and v; o; gate and up; down. A mixture's experts have their own."""
     linears = shape.linears
     parts = [part for part in (linears[:3], linears[3:4], linears[4:6], linears[6:]) if part]
+    packed_nets = shape.nets is not None and shape.nets.packed
+    parts += [shape.packable_of_net[:2], shape.packable_of_net[2:]] if packed_nets else []
     attention = shape.attention_format(weights)
     kinds = {product_class(capability, attention, part, dtype) for part in parts}
     plain = "dense" if attention == "bf16" else "weights unpacked in each product"
@@ -200,7 +213,8 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
     if shape.mixture and capability is not None:
         names.append(f"grouped products of {'dense' if weights == 'bf16' else 'packed'} experts")
     if shape.nets and weights != "bf16":
-        names.append(f"dense layers of delta nets ({TorchLinear.__name__})")
+        narrow = "narrow " if packed_nets else ""
+        names.append(f"{narrow}dense layers of delta nets ({TorchLinear.__name__})")
     return f"{weights}: " + " and ".join(names)
 
 

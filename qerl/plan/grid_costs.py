@@ -28,7 +28,7 @@ from qerl.jobs.shapes import (
 from qerl.plan.cost_model import STAND_IN, Hours, total
 from qerl.plan.shapes import committed_files
 from qerl.results.files import read
-from qerl.results.names import with_kernels
+from qerl.results.names import weights_name, with_kernels
 from qerl.results.schema.speed import DecodeResult, GrpoStepResult, Kind, PromptsResult, RolloutMixResult
 
 #: Seconds of start-up and of what the first call compiles, by the rollouts of docs/results/h200.md. TRL starts vLLM.
@@ -74,7 +74,7 @@ class GridCosts:
 
     def _steps(self, work: Work, system: str, engine: str) -> Hours:
         """The hours of steps: their rollouts decode like the engine's points, and their updates read all tokens."""
-        policy = (work.size, work.weights, work.rank)
+        policy = (work.size, _weights(work), work.rank)
         tokens = work.completions * (work.prompt_tokens + work.completion_tokens)
         rollout = Timed(f"decode {engine}", *policy, work.completions)
         decoded = self._price(rollout, work.completion_tokens, grows=False)
@@ -83,7 +83,7 @@ class GridCosts:
 
     def _point(self, work: Decoding, sequences: int) -> Hours:
         """The hours of a decode point: a warm-up and repeats, beside each of which the prompts are timed alone."""
-        policy = (with_kernels(work.engine, work.kernels), work.size, work.weights, work.rank)
+        policy = (with_kernels(work.engine, work.kernels), work.size, _weights(work), work.rank)
         step = self._price(Timed(f"decode {policy[0]}", *policy[1:], sequences), work.tokens, grows=False)
         prompts = self._price(Timed(f"prefill {policy[0]}", *policy[1:], sequences * work.prompt))
         taken = 3600 * (step.measured + step.estimated + prompts.measured + prompts.estimated)
@@ -108,12 +108,16 @@ class GridCosts:
         return [known for known in self._known if known.what == what]
 
 
+def _weights(work: Work | Decoding) -> str:
+    return weights_name(work.weights, pack_delta_nets=work.pack_delta_nets)
+
+
 def _once(seconds: float, measured: bool) -> Hours:
     return Hours(measured=seconds / 3600) if measured else Hours(estimated=seconds / 3600)
 
 
 def _distance(known: Timed, piece: Timed) -> tuple[float, ...]:
-    stands_in = known.weights == STAND_IN.get(piece.weights)
+    stands_in = known.weights in (STAND_IN.get(piece.weights), piece.weights.partition("-")[0])
     return (
         0 if known.weights == piece.weights else 1 if stands_in else 2,
         abs(math.log(_parameters(known.size) / _parameters(piece.size))),
@@ -165,11 +169,11 @@ def _pieces(file: Path) -> Iterator[Timed]:
             system = "trl" if step.system.startswith("TRL") else "qerl"
             tokens = asked.prompts * asked.group * (asked.prompt_tokens + asked.completion_tokens)
             seconds = median(one.update for one in step.steps)
-            yield Timed(f"update {system}", asked.size, asked.weights, asked.rank, tokens, seconds)
+            yield Timed(f"update {system}", asked.size, asked.weights_name, asked.rank, tokens, seconds)
 
 
 def _decoded(result: DecodeResult) -> Iterator[Timed]:
-    policy = (result.size, result.weights, result.rank)
+    policy = (result.size, result.weights_name, result.rank)
     for point in result.points:
         if point.samples and point.prompt_seconds is not None:
             count = point.sequences

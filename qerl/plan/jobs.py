@@ -107,6 +107,7 @@ class Jobs:
             source=self.files.dense(base.model),
             calibration=CalibratedOn(settings=made, data=self.files.data(str(made.dataset))) if made else None,
             error=base.error,
+            pack_delta_nets=base.pack_delta_nets,
             out=self.files.quantized(base.id),
         )
 
@@ -363,6 +364,7 @@ def _planned(evaluation: PlannedEvaluation) -> PlannedPolicy:
         model=base.model,
         weights=base.weights,
         recipe=base.recipe,
+        pack_delta_nets=base.pack_delta_nets,
         run=run.id if run else None,
         arm=run.arm if run else None,
         experiment=run.experiment if run else None,

@@ -105,7 +105,7 @@ def _cells(file: str) -> list[Cell]:
 
 def _base(evaluation: PlannedEvaluation) -> dict[str, Any]:
     base = evaluation.checkpoint
-    weights = weights_name(base.weights, base.recipe)
+    weights = weights_name(base.weights, base.recipe, base.pack_delta_nets)
     return {"model": base.model, "weights": weights, "method": "none", "noise": "off", "rank": None, "setting": {}}
 
 

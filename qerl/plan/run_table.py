@@ -60,7 +60,7 @@ def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
     return {
         "run": run.id,
         "model": settings.model,
-        "weights": weights_name(settings.weights, settings.recipe),
+        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
         "training": settings.method + noise,
         "rank": settings.adapter.rank if settings.method == "lora" else 0,
         "dataset": settings.dataset,

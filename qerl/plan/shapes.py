@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from qerl.checkpoints.published import PUBLISHED, SIZES, has_packed_experts_alone
+from qerl.checkpoints.published import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.jobs.shapes import (
     DecodeJob,
     DecodePart,
@@ -25,7 +25,7 @@ from qerl.jobs.shapes import (
     Work,
 )
 from qerl.results.files import read
-from qerl.results.names import decode_name, step_name, with_kernels
+from qerl.results.names import decode_name, step_name, weights_name, with_kernels
 from qerl.results.schema.speed import DecodeResult, PromptsResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
@@ -148,9 +148,10 @@ def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, D
         policies = product(grid.kernels, grid.sizes, grid.weights, grid.ranks, grid.prompt)
         for kernels, size, weights, rank, prompt in policies:
             _check(grid.engine, size, weights, kernels)
-            engine = with_kernels(grid.engine, kernels)
-            policy = f"decode-{engine}-{size}-{weights}"
-            id = decode_name(engine, size, weights, rank, prompt, grid.tokens)
+            _check_nets(grid, size, weights)
+            engine, named = with_kernels(grid.engine, kernels), _weights(grid, weights)
+            policy = f"decode-{engine}-{size}-{named}"
+            id = decode_name(engine, size, named, rank, prompt, grid.tokens)
             shared = parts.setdefault(f"{policy}-r{rank}" if grid.engine == "vllm" else policy, {})
             if id in shared:
                 raise _twice(id)
@@ -158,6 +159,7 @@ def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, D
                 engine=grid.engine,
                 size=size,
                 weights=weights,
+                pack_delta_nets=grid.pack_delta_nets,
                 rank=rank,
                 kernels=kernels,
                 prompt=prompt,
@@ -217,7 +219,8 @@ def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoS
                 yield id, one
                 continue
             work, asked = one.work, one.settings
-            policy = f"step-{with_kernels('qerl', asked.kernels)}-{work.size}-{work.weights}-r{work.rank}"
+            system, weights = with_kernels("qerl", asked.kernels), _weights(work, work.weights)
+            policy = f"step-{system}-{work.size}-{weights}-r{work.rank}"
             parts = shared.setdefault(policy if asked.memory_gb is None else id, {})
             if id in parts:
                 raise _twice(id)
@@ -240,11 +243,13 @@ def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | Tr
         policies, batches, grid.kernels, grid.recompute, grid.correction, caps
     ):
         _check(grid.system, size, weights, kernels)
+        _check_nets(grid, size, weights)
         if abs(prompts * equal - round(prompts * equal)) > 1e-6:
             raise ConfigError(f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either")
         asked = Work(
             size=size,
             weights=weights,
+            pack_delta_nets=grid.pack_delta_nets,
             prompts=prompts,
             group=group,
             prompt_tokens=grid.prompt,
@@ -270,7 +275,12 @@ def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) 
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
     equal = f"equal{work.equal_groups:g}-" if work.equal_groups else ""
     limit = f"-{cap:g}gb" if cap else ""
-    return step_name(system, work.size, work.weights, work.rank, lengths, f"{equal}{name}{limit}")
+    return step_name(system, work.size, _weights(work, work.weights), work.rank, lengths, f"{equal}{name}{limit}")
+
+
+def _weights(of: DecodeGrid | StepGrid | Work, weights: str) -> str:
+    """The name of weights in ids."""
+    return weights_name(weights, pack_delta_nets=of.pack_delta_nets)
 
 
 def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
@@ -308,3 +318,9 @@ def _check(system: str, size: str, weights: str, kernels: Kernels = "auto") -> N
         raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")
     if kernels != "auto" and system not in ("native", "qerl"):
         raise ConfigError(f"shapes: {system} has no {kernels} kernels; remove kernels from that entry")
+
+
+def _check_nets(grid: DecodeGrid | StepGrid, size: str, weights: str) -> None:
+    if grid.pack_delta_nets and (weights == "bf16" or shape_of(size).nets is None):
+        what = "are not packed in bf16" if weights == "bf16" else f"are not in {size}"
+        raise ConfigError(f"shapes: pack_delta_nets asks for delta nets that {what}; remove pack_delta_nets there")

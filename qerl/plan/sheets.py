@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from qerl.results.names import weights_name
 from qerl.results.printed import figures_fed, tables_fed
 from qerl.settings.benches import RolloutBench, StepBench
 from qerl.settings.config import Config
@@ -19,21 +20,23 @@ from qerl.settings.run import RunSettings
 class Checkpoint:
     """A base in one weight format, rounded to nearest, or by AWQ if it has a calibration.
 
-    With an `error` it is dense and has that random error.
+    With an `error` it is dense and has that random error. With `pack_delta_nets` its delta nets are packed too.
     """
 
     model: str
     weights: str
     calibration: CalibrationSettings | None = None
     error: RandomErrorSettings | None = None
+    pack_delta_nets: bool = False
 
     @property
     def id(self) -> str:
         """The name of the checkpoint's folder."""
         made = self.calibration
+        weights = weights_name(self.weights, "rtn", self.pack_delta_nets)
         awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
         random = f"-random-{self.error.of}-seed{self.error.seed}" if self.error else ""
-        return f"{self.model}-{self.weights}{awq}{random}"
+        return f"{self.model}-{weights}{awq}{random}"
 
     @property
     def recipe(self) -> Recipe:
@@ -57,7 +60,9 @@ class PlannedRun:
     def checkpoint(self) -> Checkpoint:
         """The base of the run."""
         settings = self.settings
-        return Checkpoint(settings.model, settings.weights, settings.calibrated, settings.perturbed)
+        return Checkpoint(
+            settings.model, settings.weights, settings.calibrated, settings.perturbed, settings.pack_delta_nets
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from qerl.plan.paper_costs import evaluation_work
 from qerl.plan.run_table import run_work
 from qerl.plan.sheets import Plan, PlannedRun
 from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY
+from qerl.results.names import weights_name
 from qerl.settings.reading import read_yaml
 from qerl.settings.run import RunSettings
 from qerl.settings.study import StudySettings
@@ -89,7 +90,8 @@ def _traits(settings: RunSettings) -> tuple[object, ...]:
     noise = settings.noise
     noisy = (noise.mode, noise.per, tuple(noise.norms), noise.placebo) if noise.schedule != "off" else None
     follows = settings.thermostat is not None
-    return settings.method, settings.weights, settings.recipe, noisy, settings.loss.correction, follows
+    weights = weights_name(settings.weights, settings.recipe, settings.pack_delta_nets)
+    return settings.method, weights, noisy, settings.loss.correction, follows
 
 
 def _runs(plan: Plan, experiments: Iterable[str]) -> list[PlannedRun]:

@@ -194,6 +194,14 @@ def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[s
     return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
 
 
+def has_packed_delta_nets(folder: Path) -> bool:
+    """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
+    nets = checkpoint_structure(folder).layers_of_delta_nets()
+    if not nets or not any(folder.glob("*.safetensors")):
+        return False
+    return not nets.isdisjoint(packed_layers(read_headers(folder), weights_format_of(folder)))
+
+
 def _insert_packed(
     model: PreTrainedModel, headers: dict[str, TensorInfo], weights_format: str, folder: Path, dtype: torch.dtype
 ) -> None:

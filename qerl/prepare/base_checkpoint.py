@@ -39,7 +39,8 @@ def quantize_base(job: QuantizeJob) -> None:
 
             if job.weights in SCHEMES or (job.error and job.error.of in SCHEMES):
                 import llmcompressor  # noqa: F401
-    make_checkpoint(job.model, job.weights, job.source, job.out / CHECKPOINT, job.out / REPORT, texts, job.error)
+    places = job.source, job.out / CHECKPOINT, job.out / REPORT
+    make_checkpoint(job.model, job.weights, *places, texts, job.error, job.pack_delta_nets)
 
 
 def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
@@ -83,14 +84,16 @@ def make_checkpoint(
     report: Path,
     calibration: Calibration | None = None,
     error: RandomErrorSettings | None = None,
+    pack_delta_nets: bool = False,
 ) -> None:
     """Make a checkpoint in one weight format, and a JSON report about it; for bf16 the source is linked.
 
     With a `calibration` AWQ quantizes it. With an `error`, bf16 is the source plus that random error.
+    `pack_delta_nets` packs delta nets too.
     """
     from qerl.quantization.checkpoint import quantize_checkpoint
 
-    about = quantize_checkpoint(source, checkpoint, weights, calibration, error)
+    about = quantize_checkpoint(source, checkpoint, weights, calibration, error, pack_delta_nets)
     if weights == "bf16" and error is None:
         link_checkpoint(source, checkpoint)
     content = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}

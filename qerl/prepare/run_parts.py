@@ -124,4 +124,5 @@ def _base(settings: RunFile, source: Path, target: Path) -> None:
         return
     made = settings.settings.calibrated
     texts = Calibration(made, settings.out / DATA) if made else None
-    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts, error)
+    nets = settings.pack_delta_nets
+    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts, error, nets)

@@ -137,7 +137,8 @@ def _base_first(facts: RunFacts) -> str:
         how = f"with the recipe `{settings.recipe}` and the settings below in a `{RUN_FILE}` of `qerl train`"
         return f"The adapter belongs to the quantized base. Make it first, as the folder `{_BASE}`, {how}.\n\n"
     source = f"{base.name}@{base.revision}" if base.revision else base.name
-    command = f"qerl quantize {source} --weights {settings.weights} --out {_BASE}"
+    nets = " --pack-delta-nets" if settings.pack_delta_nets else ""
+    command = f"qerl quantize {source} --weights {settings.weights}{nets} --out {_BASE}"
     return f"The adapter belongs to the quantized base. Make it first:\n\n```sh\n{command}\n```\n\n"
 
 

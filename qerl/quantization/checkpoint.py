@@ -21,6 +21,7 @@ from qerl.formats.errors import FormatError
 from qerl.provenance.files import put
 from qerl.quantization.random_error import write_random_error
 from qerl.quantization.writer import linear_layers, write_packed
+from qerl.settings.base import ConfigError
 from qerl.settings.models import RandomErrorSettings
 
 if TYPE_CHECKING:
@@ -42,19 +43,23 @@ def quantize_checkpoint(
     weights_format: str,
     calibration: Calibration | None = None,
     error: RandomErrorSettings | None = None,
+    pack_delta_nets: bool = False,
 ) -> dict[str, Any]:
     """Write `source` (dense) into the new folder `target` with the linear layers of its blocks in `weights_format`.
 
     Weights are rounded to nearest. With a `calibration` (NVFP4, MXFP4) AWQ first equalises the model. Embeddings, norms
-    and the head stay bfloat16, and the tokenizer is copied. `target` appears complete or not at all. "bf16" writes
-    nothing, or with an `error` the dense weights with that error. Returns `quantization_report`, for AWQ against the
-    equalised model.
+    and the head stay bfloat16, and the tokenizer is copied. Layers of delta nets stay bfloat16 too, unless
+    `pack_delta_nets` asks for 4 bits (rounded to nearest alone). `target` appears complete or not at all. "bf16"
+    writes nothing, or with an `error` the dense weights with that error. Returns `quantization_report`, for AWQ against
+    the equalised model.
 
-    Raises `CheckpointError` if `source` isn't dense, couldn't be loaded or holds NaN or infinity, or if `target`
-    exists. Raises `FormatError` if the format's groups don't divide a layer's input dimension, and `DataError` without
-    calibration texts.
+    Raises `CheckpointError` if `source` isn't dense, couldn't be loaded or holds NaN or infinity, if `target` exists,
+    or if there are no delta nets to pack. Raises `FormatError` if the format's groups don't divide a layer's input
+    dimension, and `DataError` without calibration texts.
     """
-    layers = linear_layers(source)
+    if pack_delta_nets and (weights_format == "bf16" or calibration is not None):
+        raise ConfigError("pack_delta_nets needs a 4-bit format that is rounded to nearest; leave pack_delta_nets out")
+    layers = linear_layers(source, pack_delta_nets)
     headers = _dense_headers(source)
     if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
         _refuse_what_is_not_finite(headers)
@@ -74,8 +79,8 @@ def quantize_checkpoint(
         elif calibration is not None:
             report = _equalised(source, partial, weights_format, calibration)
         else:
-            write_packed(source, partial, weights_format)
-            report = quantization_report(source, partial, weights_format)
+            write_packed(source, partial, weights_format, pack_delta_nets)
+            report = quantization_report(source, partial, weights_format, pack_delta_nets)
         load_tokenizer(source).save_pretrained(partial)
         put(partial, target)
     return report
@@ -111,7 +116,9 @@ def _equalised(source: Path, target: Path, weights_format: str, calibration: Cal
         return quantization_report(dense, target, weights_format) | described
 
 
-def quantization_report(source: Path, target: Path, weights_format: str) -> dict[str, Any]:
+def quantization_report(
+    source: Path, target: Path, weights_format: str, pack_delta_nets: bool = False
+) -> dict[str, Any]:
     """Size and error of a quantized checkpoint.
 
     size_bytes is that of the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
@@ -120,7 +127,7 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
     """
     dense = _dense_headers(source)
     headers = read_headers(target)
-    layers = linear_layers(source)
+    layers = linear_layers(source, pack_delta_nets)
     weights = sum(math.prod(dense[f"{layer}.weight"].shape) for layer in layers)
     parameters = sum(math.prod(info.shape) for info in dense.values())
     # A bias belongs to the layer, not to its quantized weight.
@@ -128,6 +135,7 @@ def quantization_report(source: Path, target: Path, weights_format: str) -> dict
     return {
         "weights_format": weights_format,
         "method": _METHODS[weights_format],
+        "pack_delta_nets": pack_delta_nets,
         "size_bytes": sum(path.stat().st_size for path in weight_files(target)),
         "bits_per_weight": 8 * stored / weights,
         "bits_per_weight_model": 8 * sum(info.size_bytes for info in headers.values()) / parameters,

@@ -24,7 +24,7 @@ from qerl.checkpoints.folder import (
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
 from qerl.policy.export import check_changes, trained_tensors
-from qerl.policy.loading import load_tokenizer, packed_tensors, read_layer
+from qerl.policy.loading import has_packed_delta_nets, load_tokenizer, packed_tensors, read_layer
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.writer import DENSE, write_config, write_shards
 from qerl.settings.models import MergedFormat
@@ -34,15 +34,15 @@ def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) 
     """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
 
     All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
-    nearest, as `quantize_checkpoint` does. Raises `CheckpointError` if the adapter belongs to another base, or has
-    more than plain LoRA.
+    nearest, as `quantize_checkpoint` does. Delta nets are packed if those of `checkpoint` are. Raises
+    `CheckpointError` if the adapter belongs to another base, or has more than plain LoRA.
     """
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         dense = target if weights == "bf16" else Path(scratch) / "dense"
         write_merged(checkpoint, trained, dense)
         load_tokenizer(checkpoint).save_pretrained(dense)
         if weights != "bf16":
-            quantize_checkpoint(dense, target, weights)
+            quantize_checkpoint(dense, target, weights, pack_delta_nets=has_packed_delta_nets(checkpoint))
 
 
 def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dtype = DENSE) -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, by_shard, read_config, read_headers
+from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, CheckpointError, by_shard, read_config, read_headers
 from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import check_magnitudes
@@ -33,26 +33,38 @@ DENSE = torch.bfloat16
 
 #: The part of a layer's name that says of which expert it is.
 _EXPERT = re.compile(r"(?<=\.)(?:experts\.\d+|shared_expert)\.")
+#: vLLM runs these layers of a delta net as one, so they share a scale. llmcompressor knows no such pair, and so gets
+#: them by the names of one that it knows.
+_PAIR = {".linear_attn.in_proj_qkv.": ".linear_attn.w1.", ".linear_attn.in_proj_z.": ".linear_attn.w3."}
 _GENERATION = "generation_config.json"
 #: The keys of a source's config.json that `write_config` decides anew.
 _REPLACED = ("torch_dtype", "quantization_config")
 
 
-def linear_layers(source: Path) -> set[str]:
-    """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`."""
+def linear_layers(source: Path, pack_delta_nets: bool = False) -> set[str]:
+    """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`.
+
+    Those of delta nets are among them where they are to be packed. Raises `CheckpointError` if there are none then.
+    """
     from qerl.policy.loading import checkpoint_structure
 
-    return checkpoint_structure(source).packed_layers()
+    structure = checkpoint_structure(source)
+    if pack_delta_nets and not structure.layers_of_delta_nets():
+        raise CheckpointError(
+            f"{source} has no delta nets, which pack_delta_nets would pack; leave pack_delta_nets out"
+        )
+    return structure.packed_layers(pack_delta_nets)
 
 
-def write_packed(source: Path, target: Path, weights_format: str) -> None:
+def write_packed(source: Path, target: Path, weights_format: str, pack_delta_nets: bool = False) -> None:
     """Write the dense checkpoint `source` into the new folder `target` with the linear layers of its blocks packed.
 
+    Those of delta nets are packed where `pack_delta_nets` says so.
     Memory holds one file of `target` and the dense weights that share a scale. A GPU packs, if there is one. The
     tokenizer is not written.
     """
     headers = read_headers(source)
-    layers = {f"{layer}.weight" for layer in linear_layers(source)}
+    layers = {f"{layer}.weight" for layer in linear_layers(source, pack_delta_nets)}
     others = _other_matrices(source, headers, layers)
     packer = _NF4(others) if weights_format == "nf4" else _FP4(weights_format, others)
     partners = {name: packer.partners(name) & layers for name in layers}
@@ -122,8 +134,17 @@ def quiet() -> None:
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
 
 
-def _within(expert: re.Match[str] | None, name: str) -> str:
-    """The name of an expert's layer, given the name without the expert."""
+def _known(name: str) -> str:
+    """The name by which llmcompressor knows with which layers a layer shares a scale: without its expert."""
+    for name_in_file, known in _PAIR.items():
+        name = name.replace(name_in_file, known)
+    return _EXPERT.sub("", name)
+
+
+def _own(expert: re.Match[str] | None, name: str) -> str:
+    """The name of a layer, given the one that llmcompressor knows and the expert that it is of."""
+    for name_in_file, known in _PAIR.items():
+        name = name.replace(known, name_in_file)
     return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
 
 
@@ -141,14 +162,12 @@ class _FP4:
 
     def partners(self, name: str) -> set[str]:
         expert = _EXPERT.search(name)
-        partners = self._converter.get_dependencies(_EXPERT.sub("", name))
-        return {_within(expert, partner) for partner in partners}
+        return {_own(expert, partner) for partner in self._converter.get_dependencies(_known(name))}
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        # The library knows by names which layers share a scale, and doesn't know those of experts.
         expert = _EXPERT.search(next(iter(weights)))
-        packed = self._converter.process({_EXPERT.sub("", name): weight for name, weight in weights.items()})
-        return {_within(expert, name): tensor for name, tensor in packed.items()}
+        packed = self._converter.process({_known(name): weight for name, weight in weights.items()})
+        return {_own(expert, name): tensor for name, tensor in packed.items()}
 
     def describe(self) -> dict[str, Any]:
         described = self._converter.update_config(None).model_dump(mode="json")

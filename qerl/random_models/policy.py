@@ -24,11 +24,20 @@ WEIGHTS = ("bf16", *PACKED_FORMATS)
 
 
 def random_policy(
-    size: str, weights: str, rank: int, device: torch.device, seed: int = 0, train_norms: bool = True
+    size: str,
+    weights: str,
+    rank: int,
+    device: torch.device,
+    pack_delta_nets: bool = False,
+    seed: int = 0,
+    train_norms: bool = True,
 ) -> Policy:
     """A policy of a size with normal weights, bfloat16 or packed, and an adapter of `rank` whose B isn't zero."""
     torch.manual_seed(seed)
-    lm = published_model(published_config(size), weights, device) if size in PUBLISHED else _qwen(size, weights, device)
+    if size in PUBLISHED:
+        lm = published_model(published_config(size), weights, device, pack_delta_nets)
+    else:
+        lm = _qwen(size, weights, device)
     use_own_modules(lm)
     lm.requires_grad_(False)
     base = Policy(lm.eval(), Qwen2Tokenizer())

@@ -27,7 +27,9 @@ def published_config(size: str) -> PreTrainedConfig:
     return AutoConfig.for_model(**PUBLISHED[size])
 
 
-def published_model(config: PreTrainedConfig, weights: str, device: torch.device) -> PreTrainedModel:
+def published_model(
+    config: PreTrainedConfig, weights: str, device: torch.device, pack_delta_nets: bool = False
+) -> PreTrainedModel:
     """A model of the configuration, in bfloat16 or with the layers packed that `quantize` packs.
 
     Layers are made and packed one after the other, as a dense copy of all may not fit. Only a model with buffers of
@@ -35,7 +37,7 @@ def published_model(config: PreTrainedConfig, weights: str, device: torch.device
     """
     lm: Any = empty_model(config, torch.bfloat16)
     structure = structure_of(config)
-    packed = [name for name in structure.packed_layers() if weights != "bf16"]
+    packed = [name for name in structure.packed_layers(pack_delta_nets) if weights != "bf16"]
     if structure.experts and config.model_type in EXPERTS_ALONE:
         packed = [name for name in packed if ".experts." in name]
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):

@@ -74,7 +74,7 @@ def identity(settings: RunSettings) -> dict[str, Any]:
     consistent = "-consistent" if noise.schedule != "off" and noise.mode == "consistent" else ""
     return {
         "model": settings.model,
-        "weights": weights_name(settings.weights, settings.recipe),
+        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
         "method": settings.method,
         "noise": noise.schedule + consistent,
         "rank": settings.adapter.rank if settings.method == "lora" else None,

@@ -122,13 +122,13 @@ def _before(result: Scores, results: dict[str, Scores]) -> str | None:
 
 
 def _is_base(base: EvaluationResult, trained: EvaluationResult) -> bool:
-    weights = (base.model, base.weights, base.recipe) == (trained.model, trained.weights, trained.recipe)
-    return base.run is None and weights
+    named, other = ((one.model, weights_name(one.weights, one.recipe, one.pack_delta_nets)) for one in (base, trained))
+    return base.run is None and named == other
 
 
 def _about(result: Scores) -> str:
     if isinstance(result, EvaluationResult):
-        named = f"{result.model}, {weights_name(result.weights, result.recipe)}"
+        named = f"{result.model}, {weights_name(result.weights, result.recipe, result.pack_delta_nets)}"
         return f"{named}, {result.arm}" if result.run else f"{named}, untrained"
     if isinstance(result, OwnEvaluationResult):
         return f"{result.model}, {'trained' if result.adapter else 'untrained'}"
@@ -138,7 +138,12 @@ def _about(result: Scores) -> str:
 def _about_run(run: RunResult) -> str:
     settings = run.settings
     training = training_name(settings.method, settings.noise.schedule)
-    parts = [settings.model, weights_name(settings.weights, settings.recipe), training, variant(run.varied)]
+    parts = [
+        settings.model,
+        weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
+        training,
+        variant(run.varied),
+    ]
     return ", ".join([*filter(None, parts), f"seed {settings.seed}"])
 
 

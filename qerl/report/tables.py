@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,14 +18,13 @@ from qerl.report.formatting import latex, present
 from qerl.report.pages import NOT_RUN, page
 from qerl.results.files import ResultError
 from qerl.results.intervals import METHOD, Interval, accuracy_interval, difference_interval
-from qerl.results.names import KEY, weights_name
+from qerl.results.names import KEY, weights_names
 from qerl.results.schema.stored import OK
-from qerl.settings.models import Recipe, WeightFormat
 
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
 
 _ORDER = {
-    "weights": [weights_name(weights, recipe) for weights in get_args(WeightFormat) for recipe in get_args(Recipe)],
+    "weights": weights_names(),
     "training": ["none", "full", "full+aqn", "lora", "lora+aqn"],
 }
 _CELL = [

@@ -17,14 +17,13 @@ from qerl.results.schema.evaluation import (
     SampleRow,
     StoredPolicyResult,
 )
+from qerl.results.schema.families import FamilyDecodeResult, FamilyStepResult
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
 from qerl.results.schema.plan import StoredPlan
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
 from qerl.results.schema.speed import (
     DecodeResult,
-    FamilyDecodeResult,
-    FamilyStepResult,
     GrpoStepResult,
     ProductsResult,
     PromptsResult,

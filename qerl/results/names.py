@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from qerl.settings.models import Recipe
+from qerl.settings.models import Recipe, WeightFormat
 from qerl.settings.rollout import Kernels
 
 #: Columns that identify an arm, apart from its seeds.
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
 
 
-def weights_name(weights: str, recipe: Recipe) -> str:
-    """A weight format with its recipe, unless that is rounding to nearest: nvfp4 or nvfp4-awq."""
-    return weights if recipe == "rtn" else f"{weights}-{recipe}"
+def weights_name(weights: str, recipe: Recipe = "rtn", pack_delta_nets: bool = False) -> str:
+    """A weight format with its recipe, unless that is rounding to nearest: nvfp4 or nvfp4-awq.
+
+    With packed delta nets it is nvfp4-delta-nets.
+    """
+    return weights + ("" if recipe == "rtn" else f"-{recipe}") + ("-delta-nets" if pack_delta_nets else "")
+
+
+def weights_names() -> list[str]:
+    """All names of weights, in the order of tables."""
+    options = [*((recipe, False) for recipe in get_args(Recipe)), ("rtn", True)]
+    return [weights_name(weights, *option) for weights in get_args(WeightFormat) for option in options]
 
 
 def variant(varied: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
             "experiment": result.experiment or "",
             "arm": result.arm or "",
             "variant": variant(result.varied),
-            "weights": weights_name(result.weights, result.recipe),
+            "weights": weights_name(result.weights, result.recipe, result.pack_delta_nets),
             "training": training[result.run] if result.run else "none",
             "seed": result.varied.get("seed"),
             **result.provenance.columns,
@@ -112,7 +112,7 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
         report = read(QuantizationReport, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
         row = report.model_dump(include=_REPORT)
-        row["weights"] = weights_name(report.weights, _RECIPES.get(report.method, "rtn"))
+        row["weights"] = weights_name(report.weights, _RECIPES.get(report.method, "rtn"), report.pack_delta_nets)
         rows.append(row | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
 
@@ -128,8 +128,11 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
 
 
 def _point_columns(point: RolloutPoint | StepPoint) -> dict[str, Any]:
-    columns = point.model_dump(exclude={"recipe", "sampler", "prompt_tokens", "varied"})
-    return columns | {"weights": weights_name(point.weights, point.recipe), "sequences": point.sequences}
+    columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
+    return columns | {
+        "weights": weights_name(point.weights, point.recipe, point.pack_delta_nets),
+        "sequences": point.sequences,
+    }
 
 
 def _run_row(run: RunResult) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def _run_row(run: RunResult) -> dict[str, Any]:
         "experiment": run.experiment,
         "arm": run.arm,
         "variant": variant(run.varied),
-        "weights": weights_name(run.settings.weights, run.settings.recipe),
+        "weights": weights_name(run.settings.weights, run.settings.recipe, run.settings.pack_delta_nets),
         "training": training_name(run.settings.method, run.settings.noise.schedule),
         "seed": run.settings.seed,
         "status": run.status,

@@ -20,14 +20,16 @@ def mean_context(prompt: int, tokens: int) -> float:
     return prompt + tokens / 2
 
 
-def byte_parts(size: str, weights: str, rank: int, sequences: int, context: float) -> dict[str, float]:
+def byte_parts(
+    size: str, weights: str, rank: int, sequences: int, context: float, pack_delta_nets: bool = False
+) -> dict[str, float]:
     """Bytes of one decode step by kind. `context` is the number of cached tokens per sequence before the step.
 
     Packed weights count as `qerl.quantization` stores them, with scales and tables (NF4 with double quantization); all
     else is bfloat16, but for routers and recurrent states in float32. Of the embedding one row per sequence is read, of
     the head everything, even if both are tied.
     """
-    shape = shape_of(size)
+    shape = shape_of(size, pack_delta_nets)
     norms = (2 * shape.layers + 1) * shape.hidden
     biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * shape.biased
     return {
@@ -41,9 +43,11 @@ def byte_parts(size: str, weights: str, rank: int, sequences: int, context: floa
     }
 
 
-def step_bytes(size: str, weights: str, rank: int, sequences: int, context: float) -> float:
+def step_bytes(
+    size: str, weights: str, rank: int, sequences: int, context: float, pack_delta_nets: bool = False
+) -> float:
     """The bytes of one decode step, which are the sum of `byte_parts`."""
-    return sum(byte_parts(size, weights, rank, sequences, context).values())
+    return sum(byte_parts(size, weights, rank, sequences, context, pack_delta_nets).values())
 
 
 def step_flops(size: str, rank: int, sequences: int, context: float) -> float:

@@ -12,6 +12,7 @@ import pandas as pd
 
 from qerl.checkpoints.published import SIZES
 from qerl.results.files import ResultError, read
+from qerl.results.names import weights_names
 from qerl.results.roofline import mean_context, step_bytes, step_floor, step_flops
 from qerl.results.schema.speed import (
     ENGINES,
@@ -122,7 +123,8 @@ def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
 
 
 def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
-    identity = {"engine": job.serving} | job.model_dump(include={"size", "weights", "rank", "prompt", "tokens"})
+    identity: dict[str, Any] = {"engine": job.serving, "size": job.size, "weights": job.weights_name}
+    identity |= job.model_dump(include={"rank", "prompt", "tokens"})
     for point in job.points:
         samples = point.samples or [np.nan]
         middle, low, high = (float(value) for value in np.quantile(samples, [0.5, 0.25, 0.75]))
@@ -148,7 +150,7 @@ def _floor_seconds(job: DecodeResult, sequences: int) -> float:
     if job.ceilings is None:
         return np.nan
     context = mean_context(job.prompt, job.tokens)
-    moved = step_bytes(job.size, job.weights, job.rank, sequences, context)
+    moved = step_bytes(job.size, job.weights, job.rank, sequences, context, job.pack_delta_nets)
     return step_floor(moved, step_flops(job.size, job.rank, sequences, context), job.ceilings)
 
 
@@ -159,7 +161,7 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         "system": job.system,
         "sampler": job.sampler,
         "size": work.size,
-        "weights": work.weights,
+        "weights": work.weights_name,
         "rank": work.rank,
         "prompts": work.prompts,
         "group_size": work.group,
@@ -213,7 +215,7 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
 
 
 def _place(row: dict[str, Any]) -> tuple[int, ...]:
-    orders = {"size": SIZES, "engine": SERVING, "weights": get_args(WeightFormat)}
+    orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
     numbers = (row[key] for key in ("rank", *LENGTHS, "sequences"))
     return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
 

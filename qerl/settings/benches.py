@@ -12,6 +12,7 @@ from pydantic import (
 from qerl.settings.base import FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
 from qerl.settings.models import WeightFormat
 from qerl.settings.rollout import EngineSettings, Kernels
+from qerl.settings.run import RunSettings
 
 
 class RolloutBench(EngineSettings):
@@ -77,6 +78,8 @@ class DecodeGrid(Settings):
     """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.architectures`), or published shapes of
     other families such as `mistral-7b` (`qerl.checkpoints.published`)."""
     weights: NonEmpty[WeightFormat]
+    pack_delta_nets: bool = RunSettings.model_fields["pack_delta_nets"].default
+    """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """Ranks of the adapter. 0 means no adapter."""
     kernels: NonEmpty[Kernels] = ["auto"]
@@ -128,6 +131,8 @@ class StepGrid(Settings):
     system: Literal["qerl", "trl"]
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
+    pack_delta_nets: bool = RunSettings.model_fields["pack_delta_nets"].default
+    """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
     ranks: NonEmpty[PositiveInt] = [16]
     kernels: NonEmpty[Kernels] = ["auto"]
     """Kernels of this project's engine (`native.kernels` of a run), one job each."""

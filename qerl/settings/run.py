@@ -66,6 +66,9 @@ class RunSettings(Settings):
     recipe: Recipe = "rtn"
     """How weights are quantized. `rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels
     by their activations on calibration texts. `random` (bf16) adds a random error as large as that of rounding."""
+    pack_delta_nets: bool = False
+    """Whether a hybrid's delta nets are packed in 4 bits too: their `in_proj_qkv`, `in_proj_z` and `out_proj`. `false`
+    keeps them bf16, as published hybrids do. The effect on quality isn't measured here."""
     calibration: CalibrationSettings = CalibrationSettings()
     """Settings that only `recipe: awq` uses."""
     random_error: RandomErrorSettings = RandomErrorSettings()
@@ -139,6 +142,12 @@ class RunSettings(Settings):
             raise ValueError(f"recipe=awq scales for nvfp4 and mxfp4, not for weights={self.weights}; use recipe=rtn")
         if self.recipe == "random" and self.weights != "bf16":
             raise ValueError(f"recipe=random adds its error to weights=bf16, not to weights={self.weights}")
+        if self.pack_delta_nets and (self.weights == "bf16" or self.recipe == "awq"):
+            other = "weights=bf16" if self.weights == "bf16" else "recipe=awq"
+            raise ValueError(
+                f"pack_delta_nets=true rounds layers to nearest in 4 bits, which {other} doesn't; "
+                "use pack_delta_nets=false"
+            )
         if self.method == "lora" and self.adapter.rank == 0:
             raise ValueError("adapter.rank=0 leaves method=lora nothing to train; use rank >= 1 or method=full")
         if self.method == "full" and self.rollout.engine != "native":

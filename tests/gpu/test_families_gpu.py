@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = torch.device("cuda")
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+#: Heads of delta nets whose layers are wide enough for the packed products.
+NETS = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
 #: Shorter and longer than the windows of 24 tokens.
 PROMPTS = [[5, 6, 7], [*range(2, 70)], [*range(10, 40)]]
 #: transformers' functions that a library replaces where it is installed.
@@ -121,22 +123,26 @@ def errors_of(folder, name, dtype, seed):
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize(
-    ("name", "weights", "experts"),
+    ("name", "weights", "option"),
     [
-        *product(["phi3", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"], ["nvfp4", "mxfp4"], [False]),
-        ("gpt_oss", "mxfp4", False),
-        ("qwen3_moe", "nvfp4", True),
-        ("gpt_oss", "mxfp4", True),
+        *product(["phi3", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"], ["nvfp4", "mxfp4"], [None]),
+        *product(["qwen3_5", "qwen3_5_moe"], ["nvfp4", "mxfp4"], ["packed nets"]),
+        ("gpt_oss", "mxfp4", None),
+        ("qwen3_moe", "nvfp4", "adapted experts"),
+        ("gpt_oss", "mxfp4", "adapted experts"),
     ],
 )
-def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, experts, kernels):
+def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, name, weights, option, kernels):
     """Fused layers in the kernels' layouts, in sampler and update, with trained norms and noise on them."""
+    nets = option == "packed nets"
     if name == "gpt_oss":
         tiny_gpt_oss(tmp_path / weights, **shape_of(name))
     else:
-        tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape_of(name), sliding_window=24)
-        quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights)
-    adapter = AdapterSettings(rank=16, targets=[*get_args(Layer), *(get_args(ExpertLayer) if experts else ())])
+        shape = shape_of(name) | (NETS if nets else {})
+        tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape, sliding_window=24)
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights, pack_delta_nets=nets)
+    experts = get_args(ExpertLayer) if option == "adapted experts" else ()
+    adapter = AdapterSettings(rank=16, targets=[*get_args(Layer), *experts])
     policy = with_adapter(tmp_path / weights, adapter, "bfloat16", 0, DEVICE)
     generator = torch.Generator().manual_seed(1)
     for _, parameter in policy.trainable():

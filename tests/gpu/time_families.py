@@ -28,7 +28,8 @@ from qerl.jobs.shapes import GrpoStep, Work
 from qerl.policy.policy import Policy, weight_bytes
 from qerl.random_models.policy import adapted, random_policy
 from qerl.results.files import write
-from qerl.results.schema.speed import DecodePoint, EngineStepSettings, FamilyDecodeResult, FamilyStepResult, GpuStates
+from qerl.results.schema.families import FamilyDecodeResult, FamilyStepResult
+from qerl.results.schema.speed import DecodePoint, EngineStepSettings, GpuStates
 from qerl.results.schema.stored import Provenance
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams

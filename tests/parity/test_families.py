@@ -8,16 +8,16 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from qerl.checkpoints.folder import CheckpointError
+from qerl.checkpoints.folder import CheckpointError, read_headers
+from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.structure import Structure
 from qerl.policy.export import export, write_dense
-from qerl.policy.loading import load_model
+from qerl.policy.loading import has_packed_delta_nets, load_model, packed_layers
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.awq import Calibration, write_equalised
 from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.quantization.merge import write_merged
+from qerl.quantization.merge import merge, write_merged
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
@@ -203,20 +203,84 @@ def test_packed_experts_are_those_of_the_unpacked_base(bases, tmp_path, name, we
         torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=TOLERANCE.get(name, 1e-5))
 
 
-def test_a_delta_net_that_is_packed_in_the_file_loads(bases, tmp_path, monkeypatch):
-    """As some published files have it; here these layers stay dense."""
-    every = {f"model.layers.0.linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")}
-    monkeypatch.setattr(Structure, "packed_layers", lambda _: every)
-    quantize_checkpoint(bases / "qwen3_5/bf16", tmp_path / "packed", "nvfp4")
-    policy = perturbed(with_adapter(tmp_path / "packed", AdapterSettings(rank=2), "float32", 0, CPU))
-    assert {part for part, module in policy.lm.named_modules() if isinstance(module, PackedLinear)} == {
-        f"{part}.base_layer" for part in every
-    }
+@pytest.fixture(scope="module")
+def packed_nets(bases):
+    """Checkpoints with packed delta nets, by family and format."""
+    names = [(name, weights) for name in ("qwen3_5", "qwen3_5_moe") for weights in PACKED_FORMATS]
+    for name, weights in names:
+        quantize_checkpoint(bases / name / "bf16", bases / f"{name}-nets" / weights, weights, pack_delta_nets=True)
+    return {(name, weights): bases / f"{name}-nets" / weights for name, weights in names}
+
+
+nets = pytest.mark.parametrize("weights", PACKED_FORMATS)
+hybrids = pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+
+
+@nets
+@hybrids
+def test_all_layers_of_a_delta_net_but_b_and_a_are_packed(packed_nets, name, weights):
+    """config.json lists b and a as dense, beside the head, and a mixture's routers and gates of a shared expert."""
+    folder = packed_nets[name, weights]
+    headers, described = read_headers(folder), json.loads((folder / "config.json").read_text())["quantization_config"]
+    dense = {part.removesuffix(".weight") for part, info in headers.items() if len(info.shape) == 2}
+    dense -= {*packed_layers(headers, weights), "model.embed_tokens"}
+    stays = ("lm_head", "in_proj_b", "in_proj_a", ".mlp.gate", ".shared_expert_gate")
+    listed = described["ignore" if weights != "nf4" else "llm_int8_skip_modules"]
+    assert {part for part in dense if part.endswith(stays)} == set(listed)
+    layers = {part.rpartition(".")[2] for part in packed_layers(headers, weights) if "linear_attn" in part}
+    assert layers == NET - {"in_proj_b", "in_proj_a"}
+    if weights == "nvfp4":  # vLLM runs qkv and z as one layer, whose parts have the least of their scales
+        own = {part: f"model.layers.0.linear_attn.{part}.weight_global_scale" for part in layers}
+        scales = {part: tensor.item() for part, tensor in stream({name: headers[name] for name in own.values()})}
+        assert scales[own["in_proj_qkv"]] == scales[own["in_proj_z"]] != scales[own["out_proj"]]
+
+
+@nets
+def test_packed_delta_nets_load_in_transformers(packed_nets, weights):
+    folder = packed_nets["qwen3_5", weights]
+    model, expected = load_model(folder, torch.bfloat16), stock(folder, torch.bfloat16)
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+
+
+@nets
+@hybrids
+def test_samplers_and_updates_on_packed_delta_nets_are_those_of_peft(packed_nets, tmp_path, name, weights):
+    """Against stock transformers on the unpacked base; adapters are on the same layers as with dense delta nets."""
+    base = packed_nets[name, weights]
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
+    trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
+    assert trained == ADAPTED[name]
     policy.save(tmp_path / "adapter")
-    write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
-    peft = PeftModel.from_pretrained(stock(tmp_path / "dense"), tmp_path / "adapter")
-    with torch.no_grad():
-        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=TOLERANCE["qwen3_5"])
+    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter")
+    params = SamplingParams(max_tokens=12, count=2, ignore_eos=True)
+    refused = refused_by_engine(policy.lm.config, weights) is not None  # experts in NF4
+    for sampler in (NativeSampler(policy), *([] if refused else [EngineSampler(policy, NativeSettings())])):
+        drawn = sampler.generate(PROMPTS, params)
+        samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+        with torch.no_grad():
+            expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
+        found = torch.tensor([sample.completion.logprobs for sample in samples])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=TOLERANCE[name])
+    updated, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    torch.testing.assert_close(updated, expected, rtol=1e-5, atol=TOLERANCE[name])
+
+
+def test_a_merged_base_with_packed_delta_nets_packs_them_again(packed_nets, tmp_path):
+    policy = perturbed(with_adapter(packed_nets["qwen3_5", "nvfp4"], AdapterSettings(rank=2), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    merge(packed_nets["qwen3_5", "nvfp4"], tmp_path / "adapter", tmp_path / "merged", "nvfp4")
+    assert has_packed_delta_nets(tmp_path / "merged")
+
+
+def test_delta_nets_are_packed_where_there_are_some_and_by_rounding_to_nearest(bases, tmp_path):
+    dense, out = bases / "qwen3_5/bf16", tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"mistral/bf16 has no delta nets, .*; leave pack_delta_nets out"):
+        quantize_checkpoint(bases / "mistral/bf16", out, "nvfp4", pack_delta_nets=True)
+    with pytest.raises(ConfigError, match="pack_delta_nets needs a 4-bit format that is rounded to nearest"):
+        quantize_checkpoint(dense, out, "nvfp4", Calibration(CalibrationSettings(), tmp_path), pack_delta_nets=True)
+    with pytest.raises(ConfigError, match="pack_delta_nets needs a 4-bit format"):
+        quantize_checkpoint(dense, out, "bf16", pack_delta_nets=True)
+    assert not out.exists()
 
 
 @families

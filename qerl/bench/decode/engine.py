@@ -50,7 +50,7 @@ def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[floa
 def measure_points(job: DecodeJob) -> None:
     """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
     first = job.parts[0].work
-    base = cache(lambda: random_policy(first.size, first.weights, 0, choose_device()))
+    base = cache(lambda: random_policy(first.size, first.weights, 0, choose_device(), first.pack_delta_nets))
     for part in job.parts:
         work, points = part.work, DecodePoints(job.out / part.file, part.work)
         with ExitStack() as adapted:

@@ -40,6 +40,7 @@ def _start(folder: Path, parts: Sequence[DecodePart]) -> tuple[Any, Any]:
         work.size,
         work.weights,
         work.rank,
+        work.pack_delta_nets,
         max_model_len=max(_LENGTH, *(part.work.prompt + part.work.tokens + 1 for part in parts)),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),

@@ -106,6 +106,7 @@ def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
         "model": work.size,
         "dataset": "random",
         "weights": work.weights,
+        "pack_delta_nets": work.pack_delta_nets,
         "adapter": {"rank": work.rank, "alpha": work.rank, "train_norms": False},
         "rollout": {
             "prompts": work.prompts,
@@ -197,10 +198,10 @@ def steps_with(
 
 def measure_steps(job: GrpoStepJob) -> None:
     """Measure the parts that have no file yet, and write a file after each. All parts share one base."""
-    first = job.parts[0]
+    first, work = job.parts[0], job.parts[0].work
     if first.settings.memory_gb is not None:
         cap_memory(first.settings.memory_gb)
-    base = cache(lambda: random_policy(first.work.size, first.work.weights, 0, choose_device()))
+    base = cache(lambda: random_policy(work.size, work.weights, 0, choose_device(), work.pack_delta_nets))
     for part in job.parts:
         out = job.out / part.file
         if _measured(out, part):
@@ -223,7 +224,8 @@ def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = part.work, part.settings
     settings = _stored(asked)
-    system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA"
+    nets = ", packed delta nets" if work.pack_delta_nets else ""
+    system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
     try:
         shared = base()
         torch.manual_seed(0)  # adapters are those of a part alone

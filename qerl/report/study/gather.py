@@ -81,7 +81,7 @@ def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
         "size": of.size,
         "arm": run.arm,
         "model": settings.model,
-        "weights": weights_name(settings.weights, settings.recipe),
+        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
         "seed": settings.seed,
         "rate": settings.optimizer.learning_rate,
         "status": run.status,
@@ -101,7 +101,7 @@ def _base(job: GatherJob, scored: EvaluationResult) -> Row:
         "size": job.sizes[scored.model],
         "arm": "",
         "model": scored.model,
-        "weights": weights_name(scored.weights, scored.recipe),
+        "weights": weights_name(scored.weights, scored.recipe, scored.pack_delta_nets),
         "status": scored.status,
         **_evaluated(scored.provenance),
     }

@@ -91,6 +91,7 @@ class EvaluationResult(Scores):
     model: str
     weights: WeightFormat
     recipe: Recipe = "rtn"
+    pack_delta_nets: bool = False
     run: str | None
     arm: str | None
     experiment: str | None

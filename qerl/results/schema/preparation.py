@@ -37,6 +37,7 @@ class QuantizationReport(Stored):
     weights: WeightFormat
     weights_format: WeightFormat | None = None
     method: str
+    pack_delta_nets: bool = False
     size_bytes: Number
     bits_per_weight: Number
     bits_per_weight_model: Number

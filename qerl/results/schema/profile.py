@@ -15,6 +15,7 @@ class BenchPoint(MeasuredPoint):
 
     weights: WeightFormat
     recipe: Recipe = "rtn"
+    pack_delta_nets: bool = False
     rank: int
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Field
 
 from qerl.checkpoints.published import SIZES
-from qerl.results.names import with_kernels
+from qerl.results.names import weights_name, with_kernels
 from qerl.results.schema.stored import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.settings.models import WeightFormat
 from qerl.settings.rollout import Kernels
@@ -77,6 +77,7 @@ class DecodeResult(Stored):
     size: Size
     weights: WeightFormat
     rank: int
+    pack_delta_nets: bool = False
     kernels: Kernels = "auto"
     prompt: int
     tokens: int
@@ -87,31 +88,14 @@ class DecodeResult(Stored):
     provenance: Provenance
 
     @property
+    def weights_name(self) -> str:
+        """The weight format, by `weights_name`."""
+        return weights_name(self.weights, pack_delta_nets=self.pack_delta_nets)
+
+    @property
     def serving(self) -> str:
         """The engine with its kernels, one of SERVING."""
         return with_kernels(self.engine, self.kernels)
-
-
-# --- other families --------------------------------------------------------------------------------------------------
-
-
-class FamilyDecodeResult(Stored):
-    """options/decode-*.json: decode speed with options that the speed grid lacks, by `tests.gpu.time_families`."""
-
-    bench: Literal["family_decode"]
-    engine: Engine
-    model: str
-    weights: WeightFormat
-    rank: int
-    kernels: Kernels
-    kv_cache_dtype: str
-    experts: bool
-    """Whether experts have adapters, too."""
-    prompt: int
-    tokens: int
-    gpu: GpuStates | None = None
-    points: list[DecodePoint]
-    provenance: Provenance
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -281,6 +265,7 @@ class StepWork(Stored):
 
     size: Size
     weights: WeightFormat
+    pack_delta_nets: bool = False
     prompts: int
     group: int
     prompt_tokens: int
@@ -290,6 +275,11 @@ class StepWork(Stored):
     rank: int
     equal_groups: Number = 0.0
     repeats: int
+
+    @property
+    def weights_name(self) -> str:
+        """The weight format, by `weights_name`."""
+        return weights_name(self.weights, pack_delta_nets=self.pack_delta_nets)
 
 
 class EngineStepSettings(Stored):
@@ -372,26 +362,6 @@ class GrpoStepResult(Stored):
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
-    provenance: Provenance
-
-
-class FamilyStepResult(Stored):
-    """options/step-*.json: GRPO steps with options that the speed grid lacks, by `tests.gpu.time_families`."""
-
-    bench: Literal["family_step"]
-    model: str
-    weights: WeightFormat
-    rank: int
-    prompts: int
-    group: int
-    prompt_tokens: int
-    completion_tokens: int
-    settings: EngineStepSettings
-    experts: bool
-    """Whether experts have adapters, too."""
-    sampler: str
-    steps: tuple[TimedStep, ...]
-    memory: StepMemory
     provenance: Provenance
 
 

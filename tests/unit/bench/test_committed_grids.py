@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl.checkpoints.model_shape import ModelShape
+from qerl.checkpoints.published import shape_of
 from qerl.plan import plan_from
 from qerl.plan.cost_model import total
 from qerl.plan.grid_costs import GridCosts
@@ -44,7 +45,25 @@ def test_families_are_decoded_by_committed_points():
     settings = committed_grid("families")
     jobs = {id: job for id, job in jobs_of(settings).items() if job.kind == "decode"}
     others = [id for id, job in jobs.items() if state(job, settings) != "committed"]
-    assert others == ["decode-vllm-gpt-oss-20b-mxfp4-r16"]  # docs/results/h100.md says so
+    assert others == [  # docs/results/h100.md says so
+        "decode-vllm-gpt-oss-20b-mxfp4-r16",
+        "decode-native-qwen3.5-27b-nvfp4-delta-nets",
+        "decode-vllm-qwen3.5-27b-nvfp4-delta-nets-r16",
+    ]
+
+
+def test_a_hybrid_with_packed_delta_nets_has_a_step_that_fits():
+    jobs = [job for job in jobs_of(committed_grid("families")).values() if job.kind == "grpo_step"]
+    [part] = [part for job in jobs for part in job.parts if part.work.pack_delta_nets]
+    assert memory_of(part, shape_of(part.work.size, pack_delta_nets=True)).verdict == "fits"
+
+
+def memory_of(part, shape):
+    """The predicted memory of a step under its cap, which doesn't count CUDA's context."""
+    asked = {**part.work.model_dump(), **part.settings.model_dump(), "max_tokens": part.work.completion_tokens}
+    names = {field.name for field in fields(StepSettings)}
+    settings = StepSettings(**{key: value for key, value in asked.items() if key in names})
+    return step_memory(shape, settings, part.settings.memory_gb * 1e9 + CONTEXT)
 
 
 def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():
@@ -70,12 +89,7 @@ def test_caps_have_settings_that_fit():
     ]
     verdicts = {}
     for job in jobs:
-        asked = {**job.work.model_dump(), **job.settings.model_dump()}
-        asked |= {"max_tokens": job.work.completion_tokens}
-        names = {field.name for field in fields(StepSettings)}
-        settings = StepSettings(**{key: value for key, value in asked.items() if key in names})
-        shape = ModelShape.of(model_config(job.work.size, "bf16"))
-        memory = step_memory(shape, settings, job.settings.memory_gb * 1e9 + CONTEXT)
+        memory = memory_of(job, ModelShape.of(model_config(job.work.size, "bf16")))
         verdicts[job.work.size, job.settings.memory_gb] = memory.verdict
     assert set(verdicts) == set(product(("1.5B", "3B", "7B", "8B", "14B"), (12, 16, 24, 32)))
     assert {key: verdict for key, verdict in verdicts.items() if verdict != "fits"} == {

@@ -43,6 +43,7 @@ def test_ranks_of_a_size_and_format_share_a_job():
     one = found["decode-native-tiny-nvfp4"]
     lengths = {"prompt": 128, "tokens": 256}
     work = {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, "kernels": "auto", **lengths}
+    work["pack_delta_nets"] = False
     assert one.parts[1].work.model_dump() == work
     assert one.parts[1].sequences == [1, 2]
     assert one.out == Path("work/decode-native-tiny-nvfp4")
@@ -61,6 +62,32 @@ def test_kernels_are_jobs_of_their_own():
     assert stepping.out.name == "step-qerl-portable-tiny-nvfp4-r16"
     assert stepping.files == [stepping.out / "step-qerl-portable-tiny-nvfp4-r16-16x8-128x1024-recompute.json"]
     assert parse_job(stepping.model_dump_json()) == stepping
+
+
+def test_packed_delta_nets_are_jobs_of_their_own():
+    decode, step = DECODE | {"sizes": ["qwen3.5-27b"], "weights": ["nvfp4"]}, STEP | {"sizes": ["qwen3.5-27b"]}
+    packed = [[one, one | {"pack_delta_nets": True}] for one in (decode, decode | {"engine": "vllm"}, step)]
+    asked = {"samples": ["committed"], "decode": packed[0] + packed[1], "steps": packed[2]}
+    found = jobs_of(parse(ShapesSettings, asked, "grid"))
+    assert files_of(found) == [
+        f"{name.format(weights)}"
+        for name in (
+            "decode-native-qwen3.5-27b-{}-r4-128x256",
+            "decode-vllm-qwen3.5-27b-{}-r4-128x256",
+            "step-qerl-qwen3.5-27b-{}-r16-16x8-128x1024-recompute",
+        )
+        for weights in ("nvfp4", "nvfp4-delta-nets")
+    ]
+    assert [part.work.pack_delta_nets for job in found.values() for part in job.parts] == [False, True] * 3
+
+
+@pytest.mark.parametrize(("size", "weights", "told"), [("qwen3.5-27b", "bf16", "bf16"), ("tiny", "nvfp4", "in tiny")])
+def test_packed_delta_nets_of_a_grid_need_some_and_a_packed_format(size, weights, told):
+    for asked in ({"decode": [DECODE]}, {"steps": [STEP]}):
+        [(key, [entry])] = asked.items()
+        changed = entry | {"sizes": [size], "weights": [weights], "pack_delta_nets": True}
+        with pytest.raises(ConfigError, match=f"pack_delta_nets asks for .*{told}; remove pack_delta_nets there"):
+            jobs_of(parse(ShapesSettings, {"samples": ["committed"], key: [changed]}, "grid"))
 
 
 def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():

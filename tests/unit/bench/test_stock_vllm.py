@@ -1,6 +1,7 @@
 """The checkpoint and the adapter with which stock vLLM is timed."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from qerl.bench import stock_vllm
 from qerl.checkpoints.published import PUBLISHED
+from qerl.layers.empty_model import empty_model
+from qerl.layers.experts import Float32Router
 from qerl.layers.structure import structure_of
 from tests.families import FAMILIES
 
@@ -72,6 +75,25 @@ def test_vllm_gets_packed_experts_as_published(tmp_path, monkeypatch):
     stored = json.loads((tmp_path / "model" / "config.json").read_text())
     assert stored["architectures"] == ["GptOssForCausalLM"]
     assert stored["quantization_config"] == {"quant_method": "mxfp4"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_vllm_is_told_which_layers_of_a_hybrid_stay_dense(tmp_path, monkeypatch, family, packed):
+    """All but those that this project's files pack, by the names of the model; vLLM runs b and a as one."""
+    config = FAMILIES[family].config()
+    monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
+    stock_vllm.write_model(tmp_path / "model", "small", "nvfp4", packed)
+    ignored = json.loads((tmp_path / "model/config.json").read_text())["quantization_config"]["ignore"]
+
+    def is_dense(name):
+        return any(re.match(pattern.removeprefix("re:"), name) for pattern in ignored)
+
+    modules = empty_model(config, torch.bfloat16).named_modules()
+    linears = {name for name, layer in modules if isinstance(layer, (torch.nn.Linear, Float32Router))}
+    assert {name for name in linears if not is_dense(name)} == structure_of(config).packed_layers(packed)
+    assert is_dense("model.layers.0.linear_attn.in_proj_ba")
+    assert is_dense("model.layers.0.linear_attn.in_proj_qkvz") != packed
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")])

@@ -8,7 +8,8 @@ from qerl.bench.grpo_step.work import memory_of
 from qerl.checkpoints.published import PUBLISHED
 from qerl.results import catalogue
 from qerl.results.files import read
-from qerl.results.schema.speed import FamilyDecodeResult, FamilyStepResult, TimedStep
+from qerl.results.schema.families import FamilyDecodeResult, FamilyStepResult
+from qerl.results.schema.speed import TimedStep
 from tests.families import FAMILIES
 from tests.gpu import time_families
 

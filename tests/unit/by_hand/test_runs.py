@@ -9,17 +9,21 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
+from typer.testing import CliRunner
 
 import qerl
 from qerl.checkpoints.folder import CheckpointError, weights_format_of
+from qerl.cli.commands import app
 from qerl.data.by_hand import parse_run
 from qerl.data.records import DataError
+from qerl.policy.loading import has_packed_delta_nets
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunFile
-from tests.tiny import edit_config, tiny_qwen2
+from tests.tiny import edit_config, tiny_family, tiny_qwen2, write_template
 from tests.unit.by_hand.conftest import ROWS
 
 SETTINGS = {
@@ -67,6 +71,22 @@ def test_a_packed_checkpoint_is_trained_as_it_is(packed, values):
     changed = {"model": str(packed), "weights": "nvfp4", "recipe": "awq", "out": run.folder.parent / "other"}
     with pytest.raises(ConfigError, match=r"recipe=awq quantizes a dense model.*leave recipe out"):
         qerl.train({**values, **changed})
+    changed |= {"recipe": "rtn", "pack_delta_nets": True}
+    with pytest.raises(ConfigError, match=r"pack_delta_nets=true quantizes a dense model.*leave pack_delta_nets out"):
+        qerl.train({**values, **changed})
+
+
+def test_a_hybrid_is_trained_and_quantized_with_packed_delta_nets(values, tmp_path):
+    model = tiny_family(tmp_path / "hybrid", "qwen3_5", dtype=torch.bfloat16)
+    write_template(model)
+    changes = {"model": str(model), "weights": "nvfp4", "pack_delta_nets": True, "out": tmp_path / "run"}
+    run = qerl.train({**values, **changes})
+    assert has_packed_delta_nets(run.checkpoint)
+    assert any("in_proj_qkv.lora_B" in name for name, _ in run.policy.lm.named_parameters())
+    told = CliRunner().invoke(app, ["quantize", str(model), "--pack-delta-nets", "--out", str(tmp_path / "packed")])
+    assert told.exit_code == 0, told.output
+    assert has_packed_delta_nets(tmp_path / "packed")
+    assert json.loads((tmp_path / "packed/report.json").read_text())["pack_delta_nets"]
 
 
 def test_only_an_unchanged_base_of_the_hub_is_named_by_its_repository(values, model, tmp_path, monkeypatch):

@@ -22,9 +22,10 @@ from qerl.layers.fused_linear import fuse, product_class
 from qerl.plan import doctor
 from qerl.plan.doctor import asked_model, diagnose, serving, unfit_libraries
 from qerl.policy.policy import choose_device
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_family, tiny_qwen2
 
 #: Which class multiplies packed weights, by compute capability (docs/kernels.md).
 NVFP4 = {
@@ -120,6 +121,21 @@ def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].config().to_dict()))
     with pytest.raises(CheckpointError, match="GatedDeltaNet"):
         asked_model(str(tmp_path), None)
+
+
+def test_packed_delta_nets_are_those_of_the_folder_or_asked_for(machine, tmp_path):
+    dense = tiny_family(tmp_path / "dense", "qwen3_5", dtype=torch.bfloat16)
+    quantize_checkpoint(dense, tmp_path / "packed", "nvfp4", pack_delta_nets=True)
+    machine((9, 0))
+    kept, asked = asked_model(str(dense), "nvfp4"), asked_model(str(dense), "nvfp4", pack_delta_nets=True)
+    assert (kept.shape.nets.packed, asked.shape.nets.packed) == (False, True)
+    assert asked_model(str(tmp_path / "packed"), None).shape == asked.shape
+    [gpu] = visible_gpus()
+    assert "and dense layers of delta nets" in serving(gpu, kept).products
+    assert "and narrow dense layers of delta nets" in serving(gpu, asked).products
+    for model, weights, reason in ((dense, "bf16", "weights of bf16 are not packed"), ("7B", "nvfp4", "7B has none")):
+        with pytest.raises(CheckpointError, match=f"{reason}; leave the option out"):
+            asked_model(str(model), weights, pack_delta_nets=True)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("minimax", "MiniMaxTopKRouter"), ("olmo_hybrid", "GatedDeltaNet")])

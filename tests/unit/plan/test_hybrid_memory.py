@@ -51,6 +51,11 @@ def test_weights_are_those_of_the_model(shape, model):
     packed = weight_bytes(shape, "bf16") - weight_bytes(shape, "nvfp4")
     linears = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
     assert packed == pytest.approx((linears - nets) * (2 - 4.5 / 8), rel=1e-3)
+    narrow = sum(m.weight.numel() for n, m in model.named_modules() if n.endswith(("in_proj_b", "in_proj_a")))
+    of_all = weight_bytes(shape, "bf16") - weight_bytes(shape.with_packed_nets(), "nvfp4")
+    assert of_all == pytest.approx((linears - narrow) * (2 - 4.5 / 8), rel=1e-3)
+    assert shape.with_packed_nets().adapter_numbers(4) == shape.adapter_numbers(4)
+    assert shape.with_packed_nets().products == shape.products
 
 
 def test_the_cache_has_pages_of_attention_and_states_of_all_nets(shape):
@@ -89,6 +94,9 @@ def test_a_27b_shape_trains_under_40_gb():
     assert memory.weights == pytest.approx(26.8e9, rel=0.01)
     assert memory.kv_cache < memory.kv_cache_wanted == pytest.approx(30.3e9, rel=0.02)
     assert 36e9 < memory.peak < 39e9
+    packed = step_memory(ModelShape.of(wide.to_dict()).with_packed_nets(), asked, 40e9)
+    assert packed.weights == pytest.approx(18.8e9, rel=0.01)
+    assert packed.kv_cache > 1.4 * memory.kv_cache
 
 
 def test_a_hybrid_of_experts_has_the_weights_of_its_model():

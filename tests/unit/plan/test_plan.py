@@ -253,6 +253,24 @@ def test_each_run_has_a_random_error_of_its_own_unless_a_seed_is_given():
     assert set(sheet(made, "h200").weights) == {"bf16-random"}
 
 
+def test_a_checkpoint_with_packed_delta_nets_has_its_own_folder():
+    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", "pack_delta_nets": True}}
+    made = planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
+    assert set(made.checkpoints) == {"miniature-bf16", "miniature-nvfp4", "miniature-nvfp4-delta-nets"}
+    jobs = Jobs(made)
+    packed = {name: jobs.quantize(name).pack_delta_nets for name in made.checkpoints}
+    assert packed == {name: name.endswith("delta-nets") for name in packed}
+    assert jobs.evaluate("base-miniature-nvfp4-delta-nets").policy.pack_delta_nets
+    assert set(sheet(made, "h200").weights) == {"nvfp4", "nvfp4-delta-nets"}
+
+
+@pytest.mark.parametrize("keys", [{"weights": "bf16"}, {"weights": "nvfp4", "recipe": "awq"}])
+def test_delta_nets_are_packed_by_rounding_to_nearest_alone(keys):
+    arms = {"a": {**keys, "pack_delta_nets": True}}
+    with pytest.raises(ConfigError, match=r"pack_delta_nets=true .*; use pack_delta_nets=false"):
+        planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("dataset", "numbers"), ("samples", 8), ("length", 100), ("seed", 3)],

@@ -92,6 +92,12 @@ def test_another_recipe_is_told_by_its_settings(tmp_path):
     assert "recipe: awq" in made.text
 
 
+def test_packed_delta_nets_are_an_option_of_the_command(tmp_path):
+    base = BaseModel("org/base", True, None, False)
+    made = card(adapter_card(facts(base, weights="mxfp4", pack_delta_nets=True), "me/mine"), tmp_path)
+    assert "qerl quantize org/base --weights mxfp4 --pack-delta-nets --out" in made.text
+
+
 def test_the_settings_have_no_path_of_what_a_thermostat_followed(tmp_path):
     thermostat = {"metrics": "/home/me/other/metrics.jsonl"}
     text = adapter_card(facts(BaseModel("org/base", True, None, True), thermostat=thermostat), "me/mine")

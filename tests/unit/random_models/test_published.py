@@ -48,7 +48,7 @@ def test_sizes_begin_with_those_of_qwen():
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "qwen3_moe", "qwen3_5", "gpt_oss"])
-@pytest.mark.parametrize("weights", ["bf16", "packed"])
+@pytest.mark.parametrize("weights", ["bf16", "packed", "nets packed"])
 def test_a_policy_of_a_published_shape(monkeypatch, family, weights):
     """Layers are packed as in the family's files, and the adapter counts."""
     config = FAMILIES[family].config()
@@ -56,9 +56,10 @@ def test_a_policy_of_a_published_shape(monkeypatch, family, weights):
     if family != "gemma3":  # a dense copy of the whole may be larger than the GPU
         monkeypatch.setattr(published, "AutoModelForCausalLM", None)
     asked = "mxfp4" if family == "gpt_oss" else "nvfp4"
-    policy = random_policy("published", asked if weights == "packed" else "bf16", 4, torch.device("cpu"))
+    nets = weights == "nets packed"
+    policy = random_policy("published", "bf16" if weights == "bf16" else asked, 4, torch.device("cpu"), nets)
     packed = {name for name, layer in policy.lm.named_modules() if isinstance(layer, PackedLinear)}
-    expected = {*structure_of(config).packed_layers()} if weights == "packed" else set()
+    expected = set() if weights == "bf16" else structure_of(config).packed_layers(nets)
     if family == "gpt_oss":
         expected = {name for name in expected if ".experts." in name}
     assert {name.replace(".base_layer", "") for name in packed} == expected

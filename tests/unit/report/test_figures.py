@@ -60,14 +60,15 @@ def test_an_arm_keeps_its_colour(tmp_path, metrics):
 
 
 def test_every_kind_of_run_has_a_colour_of_its_own():
-    """All weights, recipes, methods and noise that settings allow together."""
+    """All weights, recipes, methods, noise and delta nets that settings allow together."""
     kinds = set()
-    values = (get_args(WeightFormat), get_args(Recipe), ("lora", "full"), ("off", "exponential"))
-    for weights, recipe, method, schedule in product(*values):
+    values = (get_args(WeightFormat), get_args(Recipe), ("lora", "full"), ("off", "exponential"), (False, True))
+    for weights, recipe, method, schedule, nets in product(*values):
         run = {"model": "m", "dataset": "d", "weights": weights, "recipe": recipe, "method": method}
+        run["pack_delta_nets"] = nets
         with suppress(ConfigError):
             settings = parse(RunSettings, {**run, "noise": {"schedule": schedule}}, "")
-            name = weights_name(settings.weights, settings.recipe)
+            name = weights_name(settings.weights, settings.recipe, settings.pack_delta_nets)
             kinds.add((name, training_name(settings.method, settings.noise.schedule)))
     assert ("bf16-random", "lora") in kinds
     assert kinds == COLOURS.keys()

@@ -180,6 +180,19 @@ def test_states_of_delta_nets_are_read_and_written(monkeypatch):
     assert byte_parts("published", "nvfp4", 0, 5, 0)["states"] == 2 * 5 * each
 
 
+def test_bytes_of_packed_delta_nets_are_those_of_the_stored_layers(monkeypatch):
+    """All five layers but those of b and a, which stay bfloat16."""
+    config = FAMILIES["qwen3_5"].config()
+    monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
+    layers = dict(random_model(config).named_modules())
+    saved = sum(
+        2 * layers[name].weight.numel() - stored_bytes("nvfp4", [tuple(layers[name].weight.shape)])
+        for name in structure_of(config).layers_of_delta_nets()
+    )
+    dense, packed = (step_bytes("published", "nvfp4", RANK, 2, 9, nets) for nets in (False, True))
+    assert dense - packed == saved > 0
+
+
 def test_the_slower_ceiling_bounds_a_step():
     ceilings = Ceilings(copy_bytes_per_second=100.0, matmul_flops_per_second=1000.0)
     assert step_floor(50, 10, ceilings) == 0.5

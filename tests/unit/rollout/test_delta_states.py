@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qerl.layers.structure import Structure
+from qerl.formats.codecs import PACKED_FORMATS
 from qerl.policy.policy import with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rollout.engine.engine import EngineSampler
@@ -93,10 +93,9 @@ def test_states_take_their_part_of_the_memory(policy, whole):
     assert (slots_for(0, 9, 4, PAGE, STATE), slots_for(0, 9, 4, PAGE, 0)) == (1, 9)
 
 
-def test_layers_of_a_delta_net_that_are_packed_are_served(base, tmp_path, monkeypatch):
-    every = {f"model.layers.0.linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")}
-    monkeypatch.setattr(Structure, "packed_layers", lambda _: every)
-    quantize_checkpoint(base, tmp_path, "nvfp4")
+@pytest.mark.parametrize("weights", PACKED_FORMATS)
+def test_layers_of_a_delta_net_that_are_packed_are_served(base, tmp_path, weights):
+    quantize_checkpoint(base, tmp_path, weights, pack_delta_nets=True)
     packed = perturbed(tmp_path)
     groups = EngineSampler(packed, NativeSettings(), 8).generate(PROMPTS, PARAMS)
     for prompt, group in zip(PROMPTS, groups, strict=True):

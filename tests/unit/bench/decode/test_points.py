@@ -20,6 +20,7 @@ from qerl.host.profiling import Seconds
 from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding, enough_runs
 from qerl.policy.policy import choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
+from qerl.report import grid_tables
 from qerl.results import speed_readers
 from qerl.results.schema import speed
 from qerl.results.schema.speed import GpuState
@@ -27,7 +28,7 @@ from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
-NAMES = {"bench", "engine", "weights", *SETTINGS, "ceilings", "gpu", "points", "provenance"}
+NAMES = {"bench", "engine", "weights", "pack_delta_nets", *SETTINGS, "ceilings", "gpu", "points", "provenance"}
 PROMPTS = {"prompt_seconds", "prompt_samples"}
 POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_bytes", "weight_bytes"}
 #: Weights of q and o, k and v, gate, up and down in both blocks.
@@ -117,6 +118,30 @@ def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
     assert (result["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
     points = speed_readers.load_points([out])
     assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().tolist()) == ([8.0], [True])
+
+
+def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
+    """A file without the key has dense ones, as those that were committed before there was the key."""
+    monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
+    for module in (speed, speed_readers):
+        monkeypatch.setattr(module, "SIZES", (*SIZES, "hybrid"))
+    files = [tmp_path / "dense.json", tmp_path / "packed.json"]
+    for file, packed in zip(files, (False, True), strict=True):
+        work = Decoding(engine="native", weights="nvfp4", pack_delta_nets=packed, **SETTINGS | {"size": "hybrid"})
+        decode.measure_points(DecodeJob(parts=[DecodePart(file=file.name, work=work, sequences=[2])], out=tmp_path))
+    dense, packed = map(read, files)
+    numbers = 64 * (96 + 64) + 64 * 64
+    saved = dense["points"][0]["weight_bytes"] - packed["points"][0]["weight_bytes"]
+    assert saved == pytest.approx(numbers * (2 - 4.5 / 8), rel=0.01)
+    older = {key: value for key, value in dense.items() if key != "pack_delta_nets"}
+    files[0].write_text(json.dumps(older))
+    points = speed_readers.load_points(files)
+    assert points["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
+    table = grid_tables.decode_table(points, "hybrid")
+    assert table["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
+    other = work.model_copy(update={"pack_delta_nets": False})
+    with pytest.raises(ConfigError, match="points of pack_delta_nets=True, not False"):
+        decode_points.DecodePoints(files[1], other)
 
 
 @pytest.mark.parametrize("tokens", [100, 32000, 151936])

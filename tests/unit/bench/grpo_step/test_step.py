@@ -76,7 +76,8 @@ def written(tokenizer, monkeypatch):
 
 def test_every_step_has_the_work_that_was_asked_for(measured):
     result, rollouts = measured
-    assert result["work"] == {"size": "tiny", "weights": "nvfp4", "median": None, "sigma": None, **WORK}
+    dense = {"pack_delta_nets": False, "median": None, "sigma": None}
+    assert result["work"] == {"size": "tiny", "weights": "nvfp4", **dense, **WORK}
     assert len(rollouts) == 3
     for rollout in rollouts:
         assert [len(sample.prompt) for sample in rollout.samples] == [80] * 8
