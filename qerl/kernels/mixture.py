@@ -16,8 +16,7 @@ from qerl.kernels.launch import begin, dependent
 MOST_PAIRS = 2048
 #: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
 _LEAST_PAIRS = 128
-#: The scores that a program which routes all tokens has in registers, and its fewest tokens, one for each warp.
-_DISPATCHED_NUMBERS, _LEAST_TOKENS = 32 * 128, 4
+#: Below any score as an integer.
 _LOWEST = tl.constexpr(-(2**31))
 _BLOCK = 1024
 #: Tokens up to which one launch computes a router's scores, and the numbers of them that a program has in registers.
@@ -110,17 +109,20 @@ def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor
     return numbers, weights
 
 
-@triton.jit
-def _write_blocks(
-    pairs, owners, pair, mine, filled, expert, count, experts, blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr
-):
-    """Write the blocks of an expert, whose pairs are those of `pair` where `mine`. Each expert fills `filled` blocks.
-
-    The expert after the last one has the blocks without pairs.
-    """
-    e, block, slot = tl.arange(0, filled.shape[0]), tl.arange(0, BLOCKS), tl.arange(0, SIZE)
-    first = tl.sum(tl.where(e < expert, filled, 0), 0)
-    have = tl.sum(mine.to(tl.int32), 0)
+@triton.jit(do_not_specialize=["count", "blocks"])
+def _group(
+    numbers, pairs, owners, count, experts, blocks,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program writes the blocks of its expert; the one after the last expert's writes blocks without pairs."""
+    expert, e = tl.program_id(0), tl.arange(0, EXPERTS)
+    pair, block, slot = tl.arange(0, PAIRS), tl.arange(0, BLOCKS), tl.arange(0, SIZE)
+    begin(PDL)
+    # Pairs that don't exist count for an expert that doesn't exist.
+    number = tl.load(numbers + pair, pair < count, other=experts)
+    filled = (tl.histogram(number, EXPERTS) + SIZE - 1) // SIZE
+    mine = (number == expert) & (pair < count)
+    first, have = tl.sum(tl.where(e < expert, filled, 0), 0), tl.sum(mine.to(tl.int32), 0)
     end = first + (have + SIZE - 1) // SIZE
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(pairs + first * SIZE + place, pair, mine)
@@ -130,21 +132,6 @@ def _write_blocks(
     end = tl.where(expert < experts, end, blocks)
     owner = tl.where(expert < experts, expert, -1)
     tl.store(owners + block, block * 0 + owner, (block >= first) & (block < end))
-
-
-@triton.jit(do_not_specialize=["count", "blocks"])
-def _group(
-    numbers, pairs, owners, count, experts, blocks,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program writes the blocks of its expert."""
-    expert, pair = tl.program_id(0), tl.arange(0, PAIRS)
-    begin(PDL)
-    # Pairs that don't exist count for an expert that doesn't exist.
-    number = tl.load(numbers + pair, pair < count, other=experts)
-    filled = (tl.histogram(number, EXPERTS) + SIZE - 1) // SIZE
-    mine = (number == expert) & (pair < count)
-    _write_blocks(pairs, owners, pair, mine, filled, expert, count, experts, blocks, BLOCKS, SIZE)
 
 
 def group(numbers: Tensor, experts: int) -> Groups:
@@ -160,58 +147,6 @@ def group(numbers: Tensor, experts: int) -> Groups:
         BLOCKS=triton.next_power_of_2(blocks), SIZE=size, num_warps=4, **dependent(device),
     )  # fmt: skip
     return groups
-
-
-@triton.jit(do_not_specialize=["tokens", "blocks"])
-def _dispatch(
-    scores, weights, pairs, owners, tokens, experts, blocks,
-    CHOSEN: tl.constexpr, NORMALISED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program routes all tokens and writes the blocks of its expert; that without an expert writes all weights."""
-    expert = tl.program_id(0)
-    token, e = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
-    begin(PDL)
-    # Tokens that don't exist are read as the last one, and choose no expert.
-    row = scores + tl.minimum(token, tokens - 1) * experts
-    read = tl.load(row + e, e < experts, other=-float("inf"))
-    place = _places(read, e, CHOSEN)
-    if expert == experts:
-        probability = _probabilities(read, place, CHOSEN, NORMALISED)
-        tl.store(weights + token * CHOSEN + place, probability, (place < CHOSEN) & (token < tokens))
-    place = tl.where(token < tokens, place, CHOSEN)
-    filled = (tl.sum((place < CHOSEN).to(tl.int32), 0) + SIZE - 1) // SIZE
-    own = tl.min(tl.where(e == expert, place, CHOSEN), 1)
-    pair = tl.arange(0, TOKENS) * CHOSEN + own
-    _write_blocks(
-        pairs, owners, pair, own < CHOSEN, filled, expert, tokens * CHOSEN, experts, blocks, BLOCKS, SIZE
-    )  # fmt: skip
-
-
-def dispatch(scores: Tensor, chosen: int, normalised: bool) -> tuple[Groups, Tensor]:
-    """See `mixture_reference.dispatch`. Of equal scores the first wins."""
-    (tokens, experts), device = scores.shape, scores.device
-    if tokens > most_dispatched(experts):
-        numbers, weights = route(scores, chosen, normalised)
-        return group(numbers, experts), weights
-    groups = Groups.empty(tokens, chosen, experts, device)
-    blocks, size = groups.pairs.shape
-    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=device)
-    _dispatch[(experts + 1,)](
-        scores, weights, groups.pairs, groups.experts, tokens, experts, blocks,
-        CHOSEN=chosen, NORMALISED=normalised, TOKENS=max(triton.next_power_of_2(tokens), _LEAST_TOKENS),
-        EXPERTS=triton.next_power_of_2(experts), BLOCKS=triton.next_power_of_2(blocks), SIZE=size, num_warps=4,
-        **dependent(device),
-    )  # fmt: skip
-    return groups, weights
-
-
-def most_dispatched(experts: int) -> int:
-    """Tokens up to which one launch routes and groups: 32 of 128 experts. Beyond, two launches should take less time.
-
-    Each of its programs routes all tokens. There is one for each expert, and more than 128 share multiprocessors.
-    """
-    return min(32 * 128 * 128 // experts**2, _DISPATCHED_NUMBERS // triton.next_power_of_2(experts))
 
 
 @triton.jit

@@ -45,12 +45,6 @@ def group(numbers: Tensor, experts: int) -> Groups:
     return Groups(pairs.view(blocks, size), owner.where(owner < experts, -1), count, chosen)
 
 
-def dispatch(scores: Tensor, chosen: int, normalised: bool) -> tuple[Groups, Tensor]:
-    """The groups of the pairs that `route` chooses by scores [T, E], and its weights [T, k]."""
-    numbers, weights = route(scores, chosen, normalised)
-    return group(numbers, scores.shape[1]), weights
-
-
 def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
     """Write, or with `residual` add, the sums of y [T k, H] by weights [T, k] to out [T, H], in float32."""
     total = (y.view(*weights.shape, -1).float() * weights[..., None]).sum(1)

@@ -56,7 +56,7 @@ class MixtureOperations:
     """Operations of a mixture of experts beside its products, documented in `qerl.kernels.mixture_reference`."""
 
     scores: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    dispatch: Callable[[Tensor, int, bool], tuple[Groups, Tensor]]
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     group: Callable[[Tensor, int], Groups]
     combine: Callable[[Tensor, Tensor, Tensor, bool], None]
     combine_gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -67,7 +67,7 @@ def mixture_operations(device: torch.device) -> MixtureOperations:
     made: Any = mixture_reference
     if operations_name(device.type == "cuda") == "Triton":
         from qerl.kernels import mixture as made  # type: ignore[no-redef]
-    return MixtureOperations(made.scores, made.dispatch, made.group, made.combine, made.combine_gradients)
+    return MixtureOperations(made.scores, made.route, made.group, made.combine, made.combine_gradients)
 
 
 def _operations(

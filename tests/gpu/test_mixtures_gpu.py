@@ -13,9 +13,6 @@ from qerl.layers.grouped_linear import PortableGroupedLinear, grouped, grouped_p
 from qerl.layers.grouped_lora import ExpertFactors, GroupedAdapters, adapted_product
 from qerl.layers.packed_linear import PackedLinear
 
-pytest.importorskip("triton", reason="Triton isn't installed")
-from qerl.kernels.mixture import most_dispatched
-
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
@@ -45,8 +42,8 @@ def test_products_and_gradients_are_near_those_of_float64(weights):
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         scores = torch.randn(tokens, EXPERTS, device=DEVICE)
-        groups, _ = mixture_operations(DEVICE).dispatch(scores, CHOSEN, True)
-        numbers, _ = mixture_reference.route(scores, CHOSEN, True)
+        numbers, _ = mixture_operations(DEVICE).route(scores, CHOSEN, True)
+        groups = mixture_operations(DEVICE).group(numbers, EXPERTS)
         out = grouped_product(x, groups, linear)
         rows = torch.randn(out.shape, device=DEVICE, dtype=torch.bfloat16)
         [grad] = torch.autograd.grad(out, x, rows)
@@ -76,7 +73,7 @@ def test_adapters_of_experts_and_their_gradients_are_near_those_of_float64(weigh
     ups = [torch.randn(EXPERTS, WIDE, rank, device=DEVICE).requires_grad_() for _ in range(2)]
     factors = ExpertFactors(downs, ups, 0.5)
     for tokens, by_token in ((1, True), (13, False), (100, True), (1000, True), (2000, False)):
-        numbers, _ = mixture_reference.route(torch.randn(tokens, EXPERTS, device=DEVICE), CHOSEN, True)
+        numbers, _ = mixture_operations(DEVICE).route(torch.randn(tokens, EXPERTS, device=DEVICE), CHOSEN, True)
         groups, owner = mixture_operations(DEVICE).group(numbers, EXPERTS), numbers.flatten().long()
         rows = tokens if by_token else tokens * CHOSEN
         x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -117,7 +114,8 @@ def test_a_captured_graph_has_the_adapters_that_were_synced_last():
     out = torch.empty(32 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
 
     def compute() -> None:
-        groups, _ = operations.dispatch(scores, 8, True)
+        numbers, _ = operations.route(scores, 8, True)
+        groups = operations.group(numbers, EXPERTS)
         linear(x, groups, out, lora=adapters(x, groups))
 
     with torch.no_grad():
@@ -144,49 +142,21 @@ def test_scores_are_near_those_of_float64():
             assert (found.double() - expected).norm() < 1e-6 * expected.norm()
 
 
-def test_groups_and_sums_are_those_of_pytorch():
+def test_routes_groups_and_sums_are_those_of_pytorch():
     torch.manual_seed(1)
     operations = mixture_operations(DEVICE)
     for tokens in TOKENS:
-        numbers, weights = mixture_reference.route(torch.randn(tokens, 128, device=DEVICE), 8, True)
-        assert_same_groups(operations.group(numbers, 128), mixture_reference.group(numbers, 128))
+        scores = torch.randn(tokens, 128, device=DEVICE)
+        numbers, weights = operations.route(scores, 8, True)
+        expected = mixture_reference.route(scores, 8, True)
+        assert torch.equal(numbers, expected[0])
+        torch.testing.assert_close(weights, expected[1], rtol=1e-5, atol=0)
+        groups, exact = operations.group(numbers, 128), mixture_reference.group(numbers, 128)
+        assert torch.equal(groups.experts, exact.experts)
+        assert torch.equal(groups.pairs[exact.experts >= 0], exact.pairs[exact.experts >= 0])
         y = torch.randn(tokens * 8, HIDDEN, device=DEVICE)
         torch.testing.assert_close(weighted_sum(y, weights), (y.view(tokens, 8, -1) * weights[..., None]).sum(1))
     assert {block_size(tokens, CHOSEN, EXPERTS) for tokens in TOKENS} == {*BLOCK_SIZES}
-
-
-def assert_same_groups(found, expected):
-    assert torch.equal(found.experts, expected.experts)
-    assert torch.equal(found.pairs[expected.experts >= 0], expected.pairs[expected.experts >= 0])
-
-
-#: Experts, those of a token, and whether its weights are normalised: Qwen3, gpt-oss, Qwen3.5, and no power of two.
-DISPATCHED = [(128, 8, True), (32, 4, True), (256, 8, True), (60, 5, False), (12, 1, False)]
-
-
-@pytest.mark.parametrize(("experts", "chosen", "normalised"), DISPATCHED)
-def test_dispatches_are_those_of_pytorch_also_in_replayed_graphs(experts, chosen, normalised):
-    """In one launch and in two; a graph is replayed with other scores, also equal ones and the same for all tokens."""
-    torch.manual_seed(6)
-    operations, most = mixture_operations(DEVICE), most_dispatched(experts)
-    for tokens in sorted({1, 2, 7, 16, 32, 33, 100, 1000, most, most + 1}):
-        scores, results = torch.empty(tokens, experts, device=DEVICE), []
-
-        def compute(scores=scores, results=results) -> None:
-            results.append(operations.dispatch(scores, chosen, normalised))
-
-        scores.normal_()
-        replay = captured(compute)
-        groups, weights = results[-1]
-        drawn = [3 * torch.randn(tokens, experts, device=DEVICE) for _ in range(4)]
-        for choice in (*drawn, drawn[0][:1].expand(tokens, -1), drawn[1].round()):
-            scores.copy_(choice)
-            replay()
-            numbers = scores.sort(dim=1, descending=True, stable=True)[1][:, :chosen]
-            assert_same_groups(groups, mixture_reference.group(numbers, experts))
-            shares = torch.softmax(scores.double(), 1).gather(1, numbers)
-            expected = shares / shares.sum(1, keepdim=True) if normalised else shares
-            torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_a_captured_graph_follows_another_choice_of_experts():
@@ -197,7 +167,8 @@ def test_a_captured_graph_follows_another_choice_of_experts():
     out = torch.empty(300 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
 
     def compute() -> None:
-        linear(x, operations.dispatch(scores, 8, True)[0], out)
+        numbers, _ = operations.route(scores, 8, True)
+        linear(x, operations.group(numbers, EXPERTS), out)
 
     with torch.no_grad():
         replay = captured(compute)

@@ -71,7 +71,7 @@ class MixtureMlp:
     def __init__(
         self, router: Float32Router, experts: Experts, dtype: torch.dtype, lora: ExpertLora | None = None
     ) -> None:
-        self._router, self._products = router, experts.products(dtype)
+        self._router, self._products, self._count = router, experts.products(dtype), len(experts)
         products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
         self._of_gate_up = _copies(lora.gate_up, products[0], dtype)
         self._of_down = _copies(lora.down, products[1], dtype)
@@ -89,7 +89,8 @@ class MixtureMlp:
         """See `Mlp`."""
         router, products = self._router, self._products
         scores = self._mixture.scores(x, router.weight, getattr(router, "bias", None))
-        groups, weights = self._mixture.dispatch(scores, router.top_k, router.normalised)
+        numbers, weights = self._mixture.route(scores, router.top_k, router.normalised)
+        groups = self._mixture.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)
         products.gate_up(x, groups, inner, clamped is None, _added(self._of_gate_up, x, groups))
