@@ -27,6 +27,7 @@ LIBRARIES = (
     "compressed-tensors",
     "bitsandbytes",
     "triton",
+    "flash-linear-attention",
     "vllm",
     "lm-eval",
     "lighteval",
