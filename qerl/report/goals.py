@@ -14,15 +14,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qerl.report.formatting import times, with_gpus
+from qerl.report.formatting import times, weights_label, with_gpus
 from qerl.report.mixes import mix_speedup
 from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio, stated
 from qerl.report.tables import caption_text, write_table
+from qerl.results.names import weights_name
 from qerl.results.schema.stored import OK
 
 _PROMPT, _TOKENS = 128, 256
 _WORK = {"rank": 16, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024, "median": 0}
-#: Decode goals of our NVFP4: size, sequences, vLLM's weight formats (the faster one counts), and the least speed ratio.
+#: A hybrid's weights with packed delta nets.
+_PACKED_NETS = weights_name("nvfp4", pack_delta_nets=True)
+#: Decode goals of our NVFP4, or of the last of vLLM's weight formats: size, sequences, these formats (the faster one
+#: counts), and the least speed ratio.
 _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("7B", (1,), ("nvfp4",), 2.5),
     ("7B", (8, 32), ("nvfp4",), 2.0),
@@ -32,7 +36,7 @@ _DECODE: tuple[tuple[str, tuple[int, ...], tuple[str, ...], float], ...] = (
     ("qwen3-30b-a3b", (1, 8), ("bf16", "nvfp4"), 2.0),
     ("qwen3-30b-a3b", (32,), ("bf16", "nvfp4"), 1.7),
     ("qwen3-30b-a3b", (128,), ("bf16", "nvfp4"), 1.3),
-    ("qwen3.5-27b", (1, 8, 32), ("bf16", "nvfp4"), 1.8),
+    ("qwen3.5-27b", (1, 8, 32), ("bf16", "nvfp4", _PACKED_NETS), 1.8),
 )
 #: The least tokens/s of our NVFP4 at 512 sequences, 7B.
 _MANY, _MANY_RATE = 512, 45000.0
@@ -106,11 +110,15 @@ def _decode_rows(points: pd.DataFrame) -> Iterator[Row]:
     rows = [point for point in points.to_dict("records") if (point["prompt"], point["tokens"]) == (_PROMPT, _TOKENS)]
     cells = {tuple(point[key] for key in ("engine", "size", "weights", "rank", "sequences")): point for point in rows}
     for size, counts, bases, limit in _DECODE:
-        against = "vLLM's NVFP4" if len(bases) == 1 else "the faster of vLLM's BF16 and NVFP4"
+        labels = [weights_label(weights) for weights in bases]
+        against = (
+            f"the faster of vLLM's {', '.join(labels[:-1])} and {labels[-1]}" if len(bases) > 1 else "vLLM's NVFP4"
+        )
+        name = size if bases[-1] == "nvfp4" else f"{size} {labels[-1]}"
         for count in counts:
-            ours = cells.get(("native", size, "nvfp4", 16, count))
+            ours = cells.get(("native", size, bases[-1], 16, count))
             base = faster([cells.get(("vllm", size, weights, 16, count)) for weights in bases])
-            yield _row(size, f"{size} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
+            yield _row(size, f"{name} decode, {_sequences(count)}, over {against}", limit, True, "×", ours, base)
     many = cells.get(("native", "7B", "nvfp4", 16, _MANY))
     yield _told("7B", f"7B decode, {_sequences(_MANY)}", _MANY_RATE, True, "tokens/s", _rate(many), [many])
     for rank, limit in _COST.items():

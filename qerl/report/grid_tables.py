@@ -38,7 +38,8 @@ def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
     """Speed ratios of the native engine to vLLM at one size and the same rank, with 95 % intervals.
 
     Each (weights, rank) has two rows: against the faster of vLLM's BF16 and NVFP4 for each number of sequences, and
-    against vLLM on the same weights. A row without any base is left out.
+    against vLLM on the same weights. Where ours has packed delta nets, vLLM's with them is among the former. A row
+    without any base is left out.
     """
     chosen = _of_size(points, size)
     cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
@@ -46,9 +47,11 @@ def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
     rows = []
     for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in cells if engine == "native"):
         ours = [cells.get(("native", weights, rank, count)) for count in counts]
-        fastest = [faster([cells.get(("vllm", base, rank, count)) for base in ("bf16", "nvfp4")]) for count in counts]
+        rivals = dict.fromkeys(("bf16", "nvfp4", *([weights] if weights.startswith("nvfp4") else ())))
+        fastest = [faster([cells.get(("vllm", base, rank, count)) for base in rivals]) for count in counts]
         same = [cells.get(("vllm", weights, rank, count)) for count in counts]
-        for against, bases in (("faster of BF16, NVFP4", fastest), (weights_label(weights), same)):
+        of = f"faster of {', '.join(map(weights_label, rivals))}"
+        for against, bases in ((of, fastest), (weights_label(weights), same)):
             key = {"weights": weights, "rank": rank, "against vLLM": against}
             rows.append(key | _ratio_columns(counts, ours, bases))
     return _measured_rows(rows, counts)

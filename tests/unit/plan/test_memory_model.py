@@ -39,6 +39,8 @@ CACHE_KEPT = "step-qerl-32B-nvfp4-r16-16x8-128x1024-recompute-80gb"
 OUT_OF_MEMORY = {
     "step-qerl-7B-nvfp4-r16-16x8-128x1024-recompute-12gb": "tight",
     "step-qerl-7B-nvfp4-r16-8x8-256x2048-no-recompute": "doesn't fit",
+    "step-qerl-7B-bf16-r16-2x8-256x2048-no-recompute": "tight",
+    "step-qerl-7B-bf16-r16-8x8-256x2048-no-recompute": "doesn't fit",
 }
 
 
@@ -68,10 +70,10 @@ def recompute_of(result):
 
 
 def test_the_measurements_are_there():
-    mixtures = {"qwen3-30b-a3b", "gpt-oss-20b"}
-    assert {result.work.size for result in MEASURED.values()} == {"1.5B", "3B", "7B", "8B", "14B", "32B"} | mixtures
+    others = {"qwen3-30b-a3b", "gpt-oss-20b", "mistral-7b"}
+    assert {result.work.size for result in MEASURED.values()} == {"1.5B", "3B", "7B", "8B", "14B", "32B"} | others
     assert set(map(recompute_of, MEASURED.values())) == {"auto", "true", "false"}
-    assert len(MEASURED) == 45  # docs/doctor.md states the number
+    assert len(MEASURED) == 65  # docs/doctor.md states the number
 
 
 @pytest.mark.parametrize("name", MEASURED)

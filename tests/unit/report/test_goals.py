@@ -52,6 +52,24 @@ def test_a_published_shape_has_its_goals(tmp_path):
     assert all(goal.startswith(shape) for goal in found)
 
 
+def test_the_goal_of_a_hybrid_is_that_of_packed_delta_nets(tmp_path):
+    made = [
+        decode_file(
+            tmp_path / f"{packed}", engine, weights, {1: [rate] * 3}, size="qwen3.5-27b", pack_delta_nets=packed
+        )
+        for engine, weights, packed, rate in (
+            ("native", "nvfp4", False, 900.0),
+            ("native", "nvfp4", True, 200.0),
+            ("vllm", "nvfp4", True, 100.0),
+            ("vllm", "nvfp4", False, 50.0),
+            ("vllm", "bf16", False, 40.0),
+        )
+    ]
+    found = reached(goals(speed_readers.load_points(made), NOTHING, NOTHING))
+    goal = "qwen3.5-27b NVFP4-DELTA-NETS decode, 1 sequence, over the faster of vLLM's BF16, NVFP4 and NVFP4-DELTA-NETS"
+    assert found[goal] == (2.0, "yes")
+
+
 def test_an_adapter_costs_percent_of_the_speed_without(points):
     table = goals(points, NOTHING, NOTHING)
     found = reached(table)

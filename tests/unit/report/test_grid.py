@@ -226,18 +226,22 @@ def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
         for packed, nets in enumerate(({}, {"pack_delta_nets": True}))
         for engine, rate in engines.items()
     ]
+    made.append(decode_file(tmp_path / "dense", "vllm", "bf16", {1: [150.0] * 3}, **hybrid))
     step = step_file(tmp_path, "qerl NVFP4 LoRA, packed delta nets", "qwen3.5-27b", [1.0], "auto")
     points = speed_readers.load_points(made)
     table = grid_tables.decode_table(points, "qwen3.5-27b")
     named = ["nvfp4", "nvfp4-delta-nets"]
     assert list(zip(table["engine"], table["weights"], table["1"], strict=True)) == [
         *(("native", name, 100.0 * count) for count, name in enumerate(named, 1)),
+        ("vllm", "bf16", 150.0),
         *(("vllm", name, 50.0 * count) for count, name in enumerate(named, 1)),
     ]
     floors = points.set_index(["engine", "weights"])["floor_ms"]
     assert floors["native", "nvfp4-delta-nets"] < 0.75 * floors["native", "nvfp4"]
     ratios = rows_of(grid_tables.ratio_table(points, "qwen3.5-27b"), "weights", "against vLLM")
     assert ratios["nvfp4-delta-nets", "NVFP4-DELTA-NETS"]["1"] == pytest.approx(2.0)
+    assert ratios["nvfp4-delta-nets", "faster of BF16, NVFP4, NVFP4-DELTA-NETS"]["1"] == pytest.approx(200 / 150)
+    assert ratios["nvfp4", "faster of BF16, NVFP4"]["1"] == pytest.approx(100 / 150)
     grid.write_all([*made, step], tmp_path / "out")
     assert "NVFP4-DELTA-NETS" in (tmp_path / "out/decode-qwen3.5-27b-128x256.md").read_text()
     assert "packed delta nets" in (tmp_path / "out/steps.md").read_text()
