@@ -59,19 +59,34 @@ def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, cou
 @pytest.mark.parametrize(
     ("size", "name"),
     [
+        ("7B", "Qwen2.5-7B"),
         ("mistral-7b", "Mistral 7B"),
         ("gemma-3-12b", "Gemma 3 12B"),
         ("qwen3.5-27b", "Qwen3.5-27B"),
         ("qwen3-30b-a3b", "Qwen3-30B-A3B"),
+        ("gpt-oss-20b", "gpt-oss-20b"),
     ],
 )
 def test_ratios_of_other_families_in_the_readme_are_those_of_the_workflow(size, name):
-    points = grid.load_points(sorted(FAMILIES.glob("decode-*.json")))
-    ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
-    expected = [f"{ratios.loc[('nvfp4', 'faster of BF16, NVFP4'), count]:.2f}" for count in ("1", "8", "32", "128")]
+    key = ("mxfp4", "MXFP4") if size == "gpt-oss-20b" else ("nvfp4", "faster of BF16, NVFP4")
     text = " ".join((ROOT / "README.md").read_text().split())
     [found] = re.findall(rf"([\d.]+, [\d.]+, [\d.]+ and [\d.]+) for {re.escape(name)}", text)
-    assert re.findall(r"\d\.\d+", found) == expected
+    assert re.findall(r"\d\.\d+", found) == family_ratios(size, key, ("1", "8", "32", "128"))
+
+
+def family_ratios(size, key, counts):
+    """Ratios to vLLM's speed as the README has them."""
+    points = grid.load_points(sorted(FAMILIES.glob("decode-*.json")))
+    ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
+    return [f"{ratios.loc[key, count]:.2f}" for count in counts]
+
+
+def test_ratios_of_packed_delta_nets_in_the_readme_are_those_of_the_workflow():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    [found] = re.findall(r"the latter are ([\d.]+, [\d.]+ and [\d.]+) at 1, 8 and 32", text)
+    assert re.findall(r"\d\.\d+", found) == family_ratios(
+        "qwen3.5-27b", ("nvfp4-delta-nets", "NVFP4-DELTA-NETS"), ("1", "8", "32")
+    )
 
 
 @pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])
