@@ -29,7 +29,8 @@ Recompute = Literal["auto", "true", "false"]
 
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="A size such as 7B, a folder, or org/name of the hub; no weights are loaded.")
+        str | None,
+        typer.Option(help="A size such as 7B or mistral-7b, a folder, or org/name of the hub; loads no weights."),
     ] = None,
     weights: Annotated[
         WeightFormat | None, typer.Option(help="Default: the checkpoint's if it is packed, else a run's.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from huggingface_hub import constants, hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.by_hand.models import HUB_MODEL
-from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.checkpoints.folder import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.checkpoints.model_shape import ModelShape
+from qerl.checkpoints.published import PUBLISHED, SIZES, has_packed_experts_alone
 from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
 from qerl.host.hub import hub_unreachable
 from qerl.host.imports import extras, installed_version, requirements
@@ -115,17 +115,18 @@ class Diagnosis:
 
 
 def asked_model(model: str, weights: str | None, pack_delta_nets: bool = False) -> AskedModel:
-    """The shape and weights of a size such as 7B, of a folder or of a model of the hub.
+    """The shape and weights of a size such as 7B or mistral-7b, of a folder or of a model of the hub.
 
     `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Delta nets count as packed
     where `pack_delta_nets` asks for that, or where the folder has them packed. Raises `CheckpointError` for
     a model whose structure isn't handled.
     """
     default = weights or RunSettings.model_fields["weights"].default
-    if model in ARCHITECTURES:
-        asked = _of_size(model, default)
-        _check_nets(model, asked.shape, default, pack_delta_nets)
-        return asked
+    if model in SIZES:
+        used = weights or ("mxfp4" if has_packed_experts_alone(model) else default)
+        asked = _of_size(model, used)
+        _check_nets(model, asked.shape, used, pack_delta_nets)
+        return replace(asked, shape=asked.shape.with_packed_nets(pack_delta_nets))
     local = Path(model).is_dir()
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
@@ -150,13 +151,13 @@ def _check_nets(model: str, shape: ModelShape, weights: str, pack_delta_nets: bo
 
 
 def _of_size(size: str, weights: str) -> AskedModel:
-    config = model_config(size, "bf16")
+    config = dict(PUBLISHED[size]) if size in PUBLISHED else model_config(size, "bf16")
     return AskedModel(ModelShape.of(config), weights, None, AutoConfig.for_model(**config))
 
 
 def _config_of_hub(model: str) -> Path:
     """The folder of the hub's cache with the config.json of org/name or org/name@revision."""
-    sizes = ", ".join(ARCHITECTURES)
+    sizes = ", ".join(SIZES)
     named = HUB_MODEL.fullmatch(model)
     if named is None:
         raise CheckpointError(f"--model {model} is neither a size ({sizes}), nor a folder, nor org/name of the hub")

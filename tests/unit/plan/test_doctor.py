@@ -14,6 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from qerl.checkpoints.folder import CheckpointError
+from qerl.checkpoints.published import PUBLISHED, shape_of
 from qerl.cli.commands import app
 from qerl.host import gpus
 from qerl.host.gpus import visible_gpus
@@ -200,6 +201,17 @@ def test_a_folder_says_its_shape_and_weights(tmp_path):
     assert (model.weights, model.repo) == ("nvfp4", None)
     with pytest.raises(CheckpointError, match="--model 8Q is neither a size"):
         asked_model("8Q", None)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_shape_has_a_name(name):
+    """As in grids; gpt-oss has the weights that it is published with."""
+    model = asked_model(name, None)
+    assert (model.shape, model.repo) == (shape_of(name), None)
+    assert model.weights == ("mxfp4" if name == "gpt-oss-20b" else "nvfp4")
+    assert serving(None, model).unsupported is None
+    if model.shape.nets:
+        assert asked_model(name, None, pack_delta_nets=True).shape == shape_of(name, pack_delta_nets=True)
 
 
 @pytest.mark.parametrize(("size", "memory", "code"), [("7B", "80", 0), ("32B", "12", 1), ("7B", None, 1)])
