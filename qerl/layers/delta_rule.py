@@ -1,13 +1,13 @@
 """The gated delta rule by chunks of tokens, in PyTorch with one product for each chunk in each direction.
 
-A state S [K, V] has the value of each key. A token with key k, value v, log-decay g and rate b changes it to
-S' = e^g S + b k (v - e^g S^T k)^T, and its query q reads S'^T q. Within a chunk all tokens' changes solve a triangular
-system, which gives `u` and `w`: a chunk that starts with S writes the values u - w S. The state after it is then
-(d - k^T w) S + k^T u, with the chunk's decay d and with keys that have the decay until its end. Matrices and sums of
-all chunks are computed together, so the loop over chunks has a single product, forward and backward.
+A state S [K, V] has the value of each key. A token decays it to D = e^g S, by its log-decay g. With key k, value v and
+rate b the token then changes it to D + b k (v - D^T k)^T, which its query reads. Within a chunk these changes solve a
+triangular system, whose solution is `u` and `w`: a chunk that starts with S writes the values u - w S. The state after
+it is (d - k^T w) S + k^T u, with the chunk's decay d and keys that decay until its end. Matrices and sums of all chunks
+are computed together. The loop over chunks has a single product for each, forward and backward.
 
-In the shapes B are sequences, T tokens, N chunks of C tokens, G heads of keys, H heads of values, K features of a key
-and V of a value. R = H / G heads of values share a head of keys.
+In the shapes B are sequences, T tokens, and N chunks of C tokens. G are heads of keys with K features, and H heads of
+values with V features. R = H / G heads of values share a head of keys.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def gated_delta_rule(
     heads, width = value.shape[2:]
     both = _chunks(torch.stack((query, key), 3).flatten(2, 3)).to(dtype, memory_format=torch.contiguous_format)
     both = _unit(both) if use_qk_l2norm_in_kernel else both
-    decays = _chunks(g.to(dtype)).unflatten(2, (groups, -1)).cumsum(-1)
-    values, rates = (_chunks(x).unflatten(2, (groups, -1)) for x in (value, beta.to(dtype)))
+    values, decays, rates = (_chunks(x).unflatten(2, (groups, -1)) for x in (value, g.to(dtype), beta.to(dtype)))
     parts = _prepared(both.contiguous().unflatten(2, (groups, 2)), values, decays, rates)
     if initial_state is None:
         initial_state = torch.zeros(sequences, heads, features, width, dtype=dtype, device=key.device)
@@ -74,27 +73,34 @@ def _unit(x: Tensor) -> Tensor:
 def _prepared(both: Tensor, values: Tensor, decays: Tensor, rates: Tensor) -> tuple[Tensor, ...]:
     """What chunks need of their own tokens: decayed queries and keys, products of these, u and w, and decays.
 
-    both [N, B, G, 2, C, K] are queries and keys; values are [N, B, G, R, C, V]. Sums of log-decays from the start of a
-    chunk, and rates, are [N, B, G, R, C].
+    both [N, B, G, 2, C, K] are queries and keys; values are [N, B, G, R, C, V]. Log-decays and rates are
+    [N, B, G, R, C].
     """
     query, key = (x.unsqueeze(3) for x in both.unbind(3))
     products = (both.flatten(3, 4) @ key.squeeze(3).mT).unflatten(3, (2, CHUNK)).unsqueeze(3)
-    # Masked before the exponential, since a decay from a later token would be a growth.
-    later = torch.full((CHUNK, CHUNK), -torch.inf, dtype=decays.dtype, device=decays.device).triu_(1)
-    between = (decays.unsqueeze(-1) - decays.unsqueeze(-2)).add_(later).exp_()
+    between = _between(decays)
     attention, overlap = (products * between.unsqueeze(4)).unbind(4)
-    read, write = decays.exp(), (decays[..., -1:] - decays).exp()
+    read, write = decays.cumsum(-1).exp(), between[..., -1, :]
     right = torch.cat((values * rates.unsqueeze(-1), key * (read * rates).unsqueeze(-1)), -1)
     solved = torch.linalg.solve_triangular(overlap * rates.unsqueeze(-1), right, upper=False, unitriangular=True)
     return query * read.unsqueeze(-1), key * write.unsqueeze(-1), attention, solved, read[..., -1]
 
 
+def _between(decays: Tensor) -> Tensor:
+    """The decay [..., C, C] from the token of each column to that of each row, of log-decays [..., C]; 0 to earlier ones.
+
+    Each is a sum of its own. A difference of sums from a chunk's start would lose small decays beside large ones.
+    """
+    later = torch.full((CHUNK, CHUNK), -torch.inf, dtype=decays.dtype, device=decays.device).triu_(1)
+    return decays.unsqueeze(-1).expand(*decays.shape, CHUNK).tril(-1).cumsum(-2).add_(later).exp_()
+
+
 class _Scan(torch.autograd.Function):
     """The outputs [N · B · H, C, V] of all chunks and the last states [B · H, K, V].
 
-    Its inputs are a factor of the outputs, decayed queries and keys [N · B · H, C, K], attention [N · B · H, C, C], and
-    u and w as one tensor [N · B · H, C, V + K]. Decays of chunks [N · B · H] and initial states [B · H, K, V] follow.
-    Chunks are the slowest index, so each has a contiguous part.
+    Its inputs start with a factor of the outputs, decayed queries and keys [N · B · H, C, K] and attention
+    [N · B · H, C, C]. Then come u and w as one tensor [N · B · H, C, V + K], decays of chunks [N · B · H], and initial
+    states. Chunks are the slowest index, so each has a contiguous part.
     """
 
     @staticmethod
