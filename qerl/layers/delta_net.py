@@ -1,8 +1,8 @@
 """Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
 
 In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from that of its prompt.
-transformers' own functions compute the convolution and the recurrence. On a GPU they are kernels of causal-conv1d and
-flash-linear-attention, where these are installed.
+transformers' functions compute the convolution and steps of one token, and `qerl.layers.delta_rule` more tokens. On a
+GPU, kernels of causal-conv1d and flash-linear-attention take their places where these are installed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 
 from qerl.kernels.packed_sequences import Packing
+from qerl.layers import delta_library
+from qerl.layers.delta_rule import gated_delta_rule
 
 
 class Functions(NamedTuple):
@@ -35,15 +37,18 @@ class Functions(NamedTuple):
     step: Callable[..., Any]
 
 
+#: Functions in PyTorch, whatever is installed.
+PLAIN = Functions(unwrap(causal_conv1d_fn), gated_delta_rule, unwrap(torch_recurrent_gated_delta_rule))
 #: transformers' functions, which a library replaces where it is installed.
 INSTALLED = Functions(causal_conv1d_fn, torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
-#: The same in PyTorch, whatever is installed.
-PLAIN = Functions(*map(unwrap, INSTALLED))
 
 
 def functions_for(x: Tensor) -> Functions:
     """The functions that take x: kernels of the libraries take 16-bit tensors on a GPU alone."""
-    return INSTALLED if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else PLAIN
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return PLAIN
+    usable = delta_library.is_installed() and (not torch.is_grad_enabled() or delta_library.trains_on(x.device))
+    return INSTALLED if usable else INSTALLED._replace(chunks=PLAIN.chunks)
 
 
 #: The linear layers of a delta net that are wide enough to be packed. The others give b and a, a number for each head.
@@ -140,8 +145,9 @@ class PackedDeltaNet(nn.Module):
             parts = row[..., -tokens:].transpose(1, 2).split([self.key_dim, self.key_dim, self.value_dim], -1)
             sizes = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
             query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
-            query, key = (heads.repeat_interleave(value.shape[2] // heads.shape[2], 2) for heads in (query, key))
             rule = functions.chunks if state is None or tokens > 1 else functions.step
+            if rule is not gated_delta_rule:  # it alone takes fewer heads of keys than of values
+                query, key = (heads.repeat_interleave(value.shape[2] // heads.shape[2], 2) for heads in (query, key))
             out, last = rule(
                 query,
                 key,

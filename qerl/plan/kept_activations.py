@@ -25,11 +25,13 @@ def kept_bytes(shape: ModelShape) -> int:
 def net_kept_bytes(nets: DeltaNets) -> int:
     """Bytes per token that a delta net keeps, without its input.
 
-    They were counted in transformers' rule for chunks of 64 tokens. It keeps float32 copies of queries, keys and
-    values for each value head, matrices of a chunk, and the state before it.
+    They were counted in `qerl.layers.delta_rule`, whose chunks have 64 tokens. For each value head it keeps matrices of
+    a chunk, decayed queries and keys, what the chunk's system gives, and the state before it, all in float32. Queries,
+    keys and their products are kept for each key head. The rest are the 16-bit row of the convolution and the norm.
     """
-    head = 32 * nets.key_dim + 30 * nets.value_dim + nets.key_dim * nets.value_dim // 16 + 1314
-    return nets.value * head + 8 * nets.key * nets.key_dim
+    value_head = 12 * nets.key_dim + 24 * nets.value_dim + nets.key_dim * nets.value_dim // 16 + 1054
+    key_head = 28 * nets.key_dim + 520
+    return nets.value * value_head + nets.key * key_head
 
 
 def _kept_of_mlp(shape: ModelShape) -> int:

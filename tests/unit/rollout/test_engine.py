@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qerl.host.profiling import seconds
-from qerl.layers import delta_net
 from qerl.policy.policy import load_policy, trained_in_full, weight_bytes, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.failures import failure, noted
@@ -34,27 +33,6 @@ MODELS |= {
     for name in ("mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5", "qwen3_5_moe")
 }
 MODELS["gpt_oss"] = tiny_gpt_oss
-
-
-def delta_rule(query, key, value, g, beta, initial_state=None, output_final_state=False, **settings):
-    """The gated delta rule by tokens in float64; transformers computes in float32 whatever it is given."""
-    assert settings["use_qk_l2norm_in_kernel"]
-    query, key = (x.double() * torch.rsqrt(x.double().square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    state = torch.zeros(*key.shape[::2], key.shape[-1], value.shape[-1], dtype=torch.float64)
-    state = state if initial_state is None else initial_state.double()
-    outs = []
-    for q, k, v, decay, rate in zip(*(x.double().unbind(1) for x in (query, key, value, g, beta)), strict=True):
-        state = state * decay.exp()[..., None, None]
-        change = (v - torch.einsum("bhkv,bhk->bhv", state, k)) * rate[..., None]
-        state = state + torch.einsum("bhk,bhv->bhkv", k, change)
-        outs.append(torch.einsum("bhkv,bhk->bhv", state, q) / k.shape[-1] ** 0.5)
-    return torch.stack(outs, 1).to(value.dtype), state if output_final_state else None
-
-
-@pytest.fixture(autouse=True)
-def exact_delta_nets(monkeypatch):
-    """transformers' rule for chunks solves systems of equations in float32, and loses 5e-4."""
-    monkeypatch.setattr(delta_net, "PLAIN", delta_net.PLAIN._replace(chunks=delta_rule))
 
 
 def perturbed(policy):
