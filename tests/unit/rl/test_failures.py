@@ -70,8 +70,8 @@ def train(folder: Path, name: str = "run", changes: dict | None = None, **row) -
 
 def evaluate(folder: Path, name: str | None) -> Path:
     settings = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 4}, "dtype": "float32"}
-    row = {"model": "tiny", "weights": "bf16", "recipe": "rtn", "run": name, "arm": name and "bf16-lora"}
-    row |= {"experiment": name and "e", "varied": {"seed": 0} if name else {}}
+    row = {"model": "tiny", "weights": "bf16", "recipe": "rtn", "pack_delta_nets": False}
+    row |= {"run": name, "arm": name and "bf16-lora", "experiment": name and "e", "varied": {"seed": 0} if name else {}}
     job = EvaluateJob(
         policy=PlannedPolicy(eval=name or "base", **row),
         settings=EvaluationSettings(**settings, repeats=1),
