@@ -1,6 +1,6 @@
 """The operations of a mixture of experts in plain PyTorch.
 
-CPUs use them, updates group their pairs by them, and the kernels are tested against them.
+CPUs use them, and the kernels are tested against them.
 """
 
 from __future__ import annotations

@@ -265,4 +265,4 @@ def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
 
 def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     """Sums [T, H] of outputs y [T k, H] by weights float32 [T, k], with gradients of both."""
-    return _WeightedSum.apply(y, weights)
+    return _WeightedSum.apply(y, weights.contiguous())
