@@ -26,7 +26,7 @@ from qerl.jobs.shapes import (
 )
 from qerl.results.files import read
 from qerl.results.names import decode_name, step_name, weights_name, with_kernels
-from qerl.results.schema.speed import DecodeResult, PromptsResult
+from qerl.results.schema.speed import DecodeResult, GrpoStepResult, PromptsResult
 from qerl.settings.base import ConfigError
 from qerl.settings.benches import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
 from qerl.settings.rollout import Kernels
@@ -129,7 +129,12 @@ def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
 
 
 def _keys(job: PointJob, file: Path) -> list[object]:
-    """The keys of the points that a job's file has."""
+    """The keys of the points that a job's file has; none if its step had other settings, which no name tells."""
+    if isinstance(job, GrpoStepJob):
+        [asked] = (part.settings for part in job.parts if part.file == file.name)
+        used = read(GrpoStepResult, file).settings.model_dump()
+        same = all(str(used.get(key)).lower() == str(value).lower() for key, value in asked.model_dump().items())
+        return [None] if same else []  # older files have `recompute` as text
     if isinstance(job, DecodeJob):
         return [point.sequences for point in read(DecodeResult, file).points]
     if isinstance(job, PromptsJob):

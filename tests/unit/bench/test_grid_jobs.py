@@ -17,7 +17,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.benches import ShapesSettings
 from qerl.settings.config import Config
 from qerl.settings.run import RunSettings
-from tests.synthetic_results import PROVENANCE, decode_file, write_json
+from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}
@@ -193,6 +193,23 @@ def test_steps_of_equal_groups_are_points_of_their_own():
         jobs_of(of(equal_groups=[0.5], prompts=[1]))
 
 
+def committed(folder, part, **settings):
+    """A committed file of a step, with settings of the part or others."""
+    made = step_file(folder, "qerl NVFP4 LoRA", part.work.size, [1.0], part.settings.recompute)
+    return moved(made, "GPU", **part.settings.model_dump() | settings).rename(folder / part.file)
+
+
+@pytest.mark.parametrize("other", [{"micro_batch_tokens": 1152}, {"sleep": True}, {"kv_cache_gib": 2.0}])
+def test_a_committed_step_with_other_settings_is_missing(tmp_path, other):
+    settings = parse(ShapesSettings, {"samples": [str(tmp_path)], "steps": [STEP]}, "grid")
+    [job] = jobs_of(settings).values()
+    [part] = job.parts
+    committed(tmp_path, part, **other)
+    assert (state(job, settings), remaining(job, settings)) == ("missing", job)
+    committed(tmp_path, part, recompute=str(part.settings.recompute).lower())  # as older files have it
+    assert (state(job, settings), remaining(job, settings)) == ("committed", None)
+
+
 def test_steps_of_the_same_weights_are_one_job_whose_measured_files_are_left_out(tmp_path):
     steps = [STEP | {"recompute": [True, False]}, STEP | {"prompts": [2], "memory_gb": [12]}, STEP | {"prompts": [2]}]
     settings = parse(ShapesSettings, {"samples": [str(tmp_path)], "steps": steps}, "grid")
@@ -203,7 +220,7 @@ def test_steps_of_the_same_weights_are_one_job_whose_measured_files_are_left_out
         "2x8-128x1024-recompute",
     ]
     assert [file.stem for file in capped.files] == ["step-qerl-tiny-nvfp4-r16-2x8-128x1024-recompute-12gb"]
-    (tmp_path / shared.files[1].name).touch()
+    committed(tmp_path, shared.parts[1])
     assert remaining(shared, settings).files == [shared.files[0], shared.files[2]]
     assert state(shared, settings) == "committed, 2 of 3 points missing"
     with pytest.raises(ConfigError, match="step-qerl-tiny-nvfp4-r16-16x8-128x1024-recompute occurs twice"):
