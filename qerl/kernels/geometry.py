@@ -1,4 +1,4 @@
-"""Sizes shared by the operations of a decode step."""
+"""Sizes and norms that the operations of a decode step share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from torch import Tensor
 PAGE = 64
 #: Logits that one program reads when a token is drawn. The random numbers of a token depend on it.
 CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm's tensors, which are the policy's own: (offset + weight + noise) x / rms(x)."""
+
+    weight: Tensor
+    noise: Tensor | None
+    eps: float
+    offset: float
 
 
 @dataclass(frozen=True)

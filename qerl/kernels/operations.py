@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qerl.kernels import delta_reference, drafts_reference, mixture_reference, reference
 from qerl.kernels.draft_state import Guesses
+from qerl.kernels.geometry import Norm
 from qerl.kernels.groups import Groups
 
 
@@ -21,8 +22,8 @@ class Operations:
     """
 
     name: str
-    rms_norm: Callable[..., Tensor]
-    geglu: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Norm], Tensor]
+    add_normed: Callable[[Tensor, Tensor, Norm, Norm], Tensor]
     clamped_glu: Callable[[Tensor, float, float], Tensor]
     attend: Callable[..., Tensor]
     attend_prompts: Callable[..., Tensor]
@@ -46,9 +47,9 @@ def operations(device: torch.device) -> Operations:
     if name == "PyTorch":
         ref = reference
         return _operations(name, ref, ref, ref, ref, delta_reference, ref, drafts_reference)
-    from qerl.kernels import attention, delta, drafts, geglu, norm, prompt_attention, sampling
+    from qerl.kernels import attention, clamped_glu, delta, drafts, norm, prompt_attention, sampling
 
-    return _operations(name, norm, geglu, attention, prompt_attention, delta, sampling, drafts)
+    return _operations(name, norm, clamped_glu, attention, prompt_attention, delta, sampling, drafts)
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ def mixture_operations(device: torch.device) -> MixtureOperations:
 
 
 def _operations(
-    name: str, norm: Any, geglu: Any, attention: Any, prompts: Any, delta: Any, sampling: Any, drafts: Any
+    name: str, norm: Any, glu: Any, attention: Any, prompts: Any, delta: Any, sampling: Any, drafts: Any
 ) -> Operations:
     return Operations(
         name=name,
         rms_norm=norm.rms_norm,
-        geglu=geglu.geglu,
-        clamped_glu=geglu.clamped_glu,
+        add_normed=norm.add_normed,
+        clamped_glu=glu.clamped_glu,
         attend=attention.attend,
         attend_prompts=prompts.attend_prompts,
         delta_step=delta.delta_step,

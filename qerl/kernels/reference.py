@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.geometry import CHUNK, PAGE, Heads
+from qerl.kernels.geometry import CHUNK, PAGE, Heads, Norm
 from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.packed_sequences import attend_masked, attend_packed
 from qerl.kernels.prompts import PromptRow
@@ -19,24 +19,17 @@ from qerl.kernels.prompts import PromptRow
 _WORD = 0xFFFFFFFF
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, noise: Tensor | None, eps: float, offset: float = 0.0, to: Tensor | None = None
-) -> Tensor:
-    """RMSNorm of x [B, H] with weight [H] (+ noise [H], float32) + offset, in float32, rounded to the dtype of x.
-
-    With `to` [B, H] the result is added to it in place, and `to` is returned.
-    """
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm of x [B, H] in float32, rounded to the dtype of x."""
     wide = x.float()
-    scale = weight.float() if noise is None else weight.float() + noise
-    scale = scale + offset if offset else scale
-    out = (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
-    return out if to is None else to.add_(out)
+    scale = norm.weight.float() if norm.noise is None else norm.weight.float() + norm.noise
+    scale = scale + norm.offset if norm.offset else scale
+    return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps))).to(x.dtype)
 
 
-def geglu(both: Tensor) -> Tensor:
-    """gelu(gate) * up [B, N / 2] of gate and up [B, N], by the approximation of gelu with tanh."""
-    gate, up = both.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+def add_normed(to: Tensor, x: Tensor, norm: Norm, then: Norm) -> Tensor:
+    """Add the norm of x [B, H] to `to` [B, H] in place; returns the norm `then` of the sum."""
+    return rms_norm(to.add_(rms_norm(x, norm)), then)
 
 
 def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl.formats import nf4
+from qerl.kernels.activations import Activation, gated
 from qerl.layers.adapters import StackedAdapters, unwrap
 from qerl.layers.packed_linear import PackedLinear
 
@@ -41,13 +42,12 @@ class TorchLinear:
                 if base.bias is not None:
                     part.copy_(base.bias)
 
-    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`."""
-        if silu:
+        if activation:
             both = torch.empty(len(x), self.out_features, dtype=out.dtype, device=out.device)
             self._product(x, both, residual=False)
-            gate, up = both.chunk(2, dim=-1)
-            torch.mul(nn.functional.silu(gate), up, out=out)
+            gated(both, activation, out)
         else:
             self._product(x, out, residual)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from qerl.kernels.activations import Activation
 from qerl.layers.adapters import unwrap
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
 from qerl.layers.packed_linear import PackedLinear
@@ -26,10 +27,11 @@ class FusedLinear(Protocol):
         """Copy the present adapters and biases."""
         ...
 
-    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """Write out [B, N] = W x + b + B (A x) for x [B, K], all contiguous in the model's dtype.
 
-        With `residual` the result is added to `out`. With `silu`, out [B, N/2] = silu(first half) * second half.
+        With `residual` the result is added to `out`. With `activation`, out [B, N / 2] is activation(first half) *
+        second half.
         """
         ...
 
@@ -61,7 +63,7 @@ def fuse(
     """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
     `dtype` is the activations' dtype. `gated` layers are gate and up, or one with both as its halves, called with
-    `silu`. `kernels` is the setting.
+    an activation. `kernels` is the setting.
     """
     bases = [unwrap(layer).base for layer in layers]
     formats = {base.weights_format if isinstance(base, PackedLinear) else "bf16" for base in bases}

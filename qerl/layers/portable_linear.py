@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qerl.formats import words as layout
 from qerl.formats.words import Words
+from qerl.kernels.activations import Activation
 from qerl.kernels.portable.variants import PortableOperands
 from qerl.layers.adapters import StackedAdapters, unwrap
 from qerl.layers.packed_linear import PackedLinear
@@ -60,17 +61,17 @@ class PortableLinear:
                 if base.bias is not None:
                     part.copy_(base.bias)
 
-    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
-        """See `FusedLinear`; x [m, in] and out [m, outs] (with `silu` [m, outs / 2]) are contiguous."""
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous."""
         from qerl.kernels.portable.launches import multiply
 
-        width = self.out_features // 2 if silu else self.out_features
+        width = self.out_features // 2 if activation else self.out_features
         if x.shape[1] != self._words.columns or out.shape != (len(x), width):
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer (silu={silu})")
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
         for tensor in (x, out):
             if tensor.dtype != self._dtype or not tensor.is_contiguous():
                 raise ValueError(f"activations must be contiguous {self._dtype}")
-        multiply(self.operands, x, out, residual, silu)
+        multiply(self.operands, x, out, residual, activation)
 
 
 def words_of(bases: Sequence[PackedLinear]) -> Words:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qerl.formats import tiles as layout
 from qerl.formats.codecs import split_rows
 from qerl.formats.tiles import Tiles
+from qerl.kernels.activations import Activation
 from qerl.kernels.w4a16.product import Mode, Operands, multiply
 from qerl.layers.adapters import Lora, unwrap
 from qerl.layers.packed_linear import PackedLinear
@@ -32,7 +33,7 @@ class W4Linear:
     """
 
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
-        """With `interleaved`, the layers are gate and up, or one with both as its halves, to be called with `silu`."""
+        """With `interleaved`, the layers are gate and up, or one with both as its halves, called with an activation."""
         adapted = [unwrap(layer) for layer in layers]
         bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
         self.tiles = _tiles_of(bases, interleaved)
@@ -68,16 +69,19 @@ class W4Linear:
         for to, from_ in self.copies():
             to.copy_(from_)
 
-    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, silu: bool = False) -> None:
-        """See `FusedLinear`; x [m, in] and out [m, outs] (with `silu` [m, outs / 2]) are contiguous bfloat16."""
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous bfloat16."""
         m, columns = x.shape
-        width = self.tiles.rows // 2 if silu else self.tiles.rows
-        if silu != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer (silu={silu})")
+        width = self.tiles.rows // 2 if activation else self.tiles.rows
+        if bool(activation) != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
         for tensor in (x, out):
             if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
                 raise ValueError("activations must be contiguous bfloat16")
-        multiply(self.operands, x, out, Mode.SILU if silu else Mode.RESIDUAL if residual else Mode.PLAIN)
+        if activation:
+            multiply(self.operands, x, out, Mode.GATED, activation)
+        else:
+            multiply(self.operands, x, out, Mode.RESIDUAL if residual else Mode.PLAIN)
 
 
 def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:

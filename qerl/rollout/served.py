@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from qerl.checkpoints.folder import whole_model
+from qerl.kernels.activations import Activation
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
 from qerl.layers.empty_model import rope_types
 
@@ -15,7 +16,6 @@ _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 _HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
 #: Those with which the engine is tested.
 _ENGINE = (*_VLLM, "qwen3_moe", "gpt_oss", *_HYBRIDS)
-_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 #: A type of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = "dynamic"
 
@@ -29,8 +29,8 @@ def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
         return "the native engine has no grouped product of nf4 experts"
     if _CHANGING_ROPE in rope_types(config):
         return f"the native engine has no {_CHANGING_ROPE} rotary positions"
-    if (activation := activation_of(config)) not in _ACTIVATIONS:
-        return f"the native engine supports {' and '.join(_ACTIVATIONS)} as the activation, not {activation!r}"
+    if (activation := activation_of(config)) not in get_args(Activation):
+        return f"the native engine supports {' and '.join(get_args(Activation))} as the activation, not {activation!r}"
     if kind in _HYBRIDS and activation != "silu":
         return f"the native engine supports silu as the activation of delta nets, not {activation!r}"
     return None

@@ -6,7 +6,7 @@ import torch
 
 from qerl.kernels import reference
 from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.geometry import CHUNK, PAGE, Heads, splits_of
+from qerl.kernels.geometry import CHUNK, PAGE, Heads, Norm, splits_of
 from qerl.kernels.kv_cache import KVCache
 from qerl.policy.policy import with_adapter
 from qerl.random_models.checkpoint import write_checkpoint
@@ -45,34 +45,29 @@ def tolerance(dtype):
     return {"atol": 2e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
 
 
+def normed(x, norm):
+    scale = norm.weight.double() + norm.offset + (0 if norm.noise is None else norm.noise.double())
+    return scale * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (7, 1537), (256, 3584), (5, 8192)])
 @pytest.mark.usefixtures("dependent_launch")
 def test_rms_norm(dtype, rows, width):
-    from qerl.kernels.norm import rms_norm
+    from qerl.kernels.norm import add_normed, rms_norm
 
     x = torch.randn(rows, width, device=CUDA).mul_(3).to(dtype)
     for weight_dtype in DTYPES:
         weight = (1 + torch.randn(width, device=CUDA) * 0.3).to(weight_dtype)
         for noise in (None, torch.randn(width, device=CUDA) * 0.1):
-            scale = weight.double() + (0 if noise is None else noise.double())
-            expected = scale * x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-            torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6).double(), expected, **tolerance(dtype))
+            norm, then = Norm(weight, noise, 1e-6, 0.0), Norm(weight, None, 1e-5, 1.0)
+            expected = normed(x.double(), norm)
+            torch.testing.assert_close(rms_norm(x, norm).double(), expected, **tolerance(dtype))
             to = torch.randn(rows, width, device=CUDA).to(dtype)
-            added = rms_norm(x, weight, noise, 1e-6, 1.0, to.clone())
-            expected = to.double() + expected * (1 + scale) / scale
-            torch.testing.assert_close(added.double(), expected, **tolerance(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("dependent_launch")
-def test_geglu(dtype):
-    from qerl.kernels.geglu import geglu
-
-    both = torch.randn(7, 2 * 6912, device=CUDA).mul_(4).to(dtype)
-    gate, up = both.double().chunk(2, -1)
-    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
-    torch.testing.assert_close(geglu(both).double(), expected, **tolerance(dtype))
+            total = to.double() + expected
+            after = add_normed(to, x, norm, then)
+            torch.testing.assert_close(to.double(), total, **tolerance(dtype))
+            torch.testing.assert_close(after.double(), normed(to.double(), then), **tolerance(dtype))
 
 
 # --- attention ---

@@ -6,6 +6,7 @@ Both classes of products run on Hopper; the portable one alone elsewhere.
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from qerl.formats import tiles as tile_layout
 from qerl.formats import words as word_layout
@@ -31,8 +32,8 @@ TOLERANCE = 6e-3
 SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
 #: q, k and v have three blocks of rows together, of which a cluster of two has one and a half.
 ODD = (256, 64, 512)
-#: Gate and up as two layers, and as one.
-GATED = ("gate_up", "fused gate_up")
+#: Gate and up as two layers, and as one, with an activation of each.
+GATED = {"gate_up": "silu", "fused gate_up": "gelu_pytorch_tanh"}
 HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 BACKENDS = [pytest.param(W4Linear, marks=on_hopper, id="hopper"), pytest.param(PortableLinear, id="portable")]
@@ -100,7 +101,7 @@ def reference(layers, weights, x, kind, before):
     y = torch.cat(outputs, dim=1)
     if kind in GATED:
         gate, up = y.chunk(2, dim=1)
-        return nn.functional.silu(gate) * up
+        return ACT2FN[GATED[kind]](gate) * up
     return y if before is None else y + before.double()
 
 
@@ -127,7 +128,7 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks, backen
             x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
             width = product.out_features // (2 if kind in GATED else 1)
             before = torch.randn(rows, width, device=DEVICE).bfloat16() if kind in ("o", "down") else None
-            options = {"residual": before is not None, "silu": kind in GATED}
+            options = {"residual": before is not None, "activation": GATED.get(kind)}
             outs = []
             for _ in range(2):
                 out = x.new_full((rows, width), float("nan")) if before is None else before.clone()

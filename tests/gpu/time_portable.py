@@ -80,12 +80,12 @@ def random_operands(shape: Shape) -> Both:
     words = word_layout.pack(packed)
     factors = torch.cat([torch.full((n,), f, device=DEVICE) for n, f in zip(words.parts, words.factors, strict=True)])
     portable = PortableOperands(words, factors, bias, down.flatten(0, 1), torch.block_diag(*(2 * up for up in ups)))
-    tiles = tile_layout.pack(packed, shape.mode == Mode.SILU)
+    tiles = tile_layout.pack(packed, shape.mode == Mode.GATED)
     return Both(portable, hopper.Operands(tiles, bias, down, ups, (2.0,) * len(ups)))
 
 
 def multiply(operands: PortableOperands, x: Tensor, out: Tensor, mode: Mode, tile: Tile | None) -> None:
-    launches.multiply(operands, x, out, mode == Mode.RESIDUAL, mode == Mode.SILU, tile)
+    launches.multiply(operands, x, out, mode == Mode.RESIDUAL, "silu" if mode == Mode.GATED else None, tile)
 
 
 def error(operands: PortableOperands, x: Tensor, mode: Mode, tile: Tile, before: Tensor, reference: Tensor) -> float:

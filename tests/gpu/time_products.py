@@ -49,13 +49,13 @@ class Shape:
     @property
     def width(self) -> int:
         """Columns of the output."""
-        return sum(self.rows) // (2 if self.mode == Mode.SILU else 1)
+        return sum(self.rows) // (2 if self.mode == Mode.GATED else 1)
 
 
 SHAPES = {
     "qkv": Shape((HIDDEN, NARROW, NARROW), HIDDEN, Mode.PLAIN, 12),
     "o": Shape((HIDDEN,), HIDDEN, Mode.RESIDUAL, 16),
-    "gate_up": Shape((WIDE, WIDE), HIDDEN, Mode.SILU, 4),
+    "gate_up": Shape((WIDE, WIDE), HIDDEN, Mode.GATED, 4),
     "down": Shape((HIDDEN,), WIDE, Mode.RESIDUAL, 4),
 }
 
@@ -67,7 +67,7 @@ def random_operands(shape: Shape, rank: int) -> Operands:
     packed = [quantize(weight, "nvfp4", global_scale=scale) for weight in weights]
     lora_a = torch.randn(len(shape.rows), rank, shape.columns, device=DEVICE) * shape.columns**-0.5
     return Operands(
-        layout.pack(packed, shape.mode == Mode.SILU),
+        layout.pack(packed, shape.mode == Mode.GATED),
         torch.randn(sum(shape.rows), device=DEVICE) if shape.mode == Mode.PLAIN else None,
         lora_a.bfloat16(),
         [(torch.randn(rows, rank, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows],
@@ -82,7 +82,7 @@ def exact(operands: Operands, x: Tensor, mode: Mode, before: Tensor) -> Tensor:
         y = x.double() @ dense(operands.tiles, part).double().T
         shrunk = (x.double() @ operands.lora_a[part].double().T * scale).bfloat16()
         outputs.append(y + shrunk.double() @ b.double().T)
-    if mode == Mode.SILU:
+    if mode == Mode.GATED:
         return nn.functional.silu(outputs[0]) * outputs[1]
     y = torch.cat(outputs, dim=1)
     y = y if operands.bias is None else y + operands.bias.double()

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from qerl.formats.words import BLOCK_COLUMNS
+from qerl.kernels.activations import Activation
 from qerl.kernels.launch import dependent
 from qerl.kernels.portable.products import SHRINK_ROWS, fused_product
 from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
@@ -21,7 +22,7 @@ def multiply(
     x: Tensor,
     out: Tensor,
     residual: bool = False,
-    silu: bool = False,
+    activation: Activation | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write the product with x [m, columns] to out [m, width], both bfloat16 and contiguous; see `FusedLinear`.
@@ -34,7 +35,7 @@ def multiply(
     blocks, pdl, space = words.columns // BLOCK_COLUMNS, dependent(x.device), workspace(x.device)
     span = -(-blocks // tile.splits(rows, words.rows, blocks, space.processors))
     splits, row_blocks = -(-blocks // span), triton.cdiv(rows, tile.m)
-    tiles = triton.cdiv(width, tile.n // 2 if silu else tile.n)
+    tiles = triton.cdiv(width, tile.n // 2 if activation else tile.n)
     divided = splits if splits > 1 else 0
     sums = torch.empty(row_blocks * tiles * divided * tile.n * tile.m, dtype=torch.float32, device=x.device)
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
@@ -44,8 +45,8 @@ def multiply(
         x, out, sums, shrunk, space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks,
         tiles, span, row_blocks, width,
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
-        RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, SILU=silu, RESIDUAL=residual,
-        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
+        RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, ACTIVATION=activation or "",
+        RESIDUAL=residual, N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qerl.kernels.activations import COEFFICIENTS
 from qerl.kernels.launch import let_next_start, wait_for_earlier
 from qerl.kernels.portable.decoding import wait_for_products, weight_values
 
@@ -22,6 +23,7 @@ SHRINK_ROWS = tl.constexpr(16)
 _FINISHED = tl.constexpr(1 << 16)
 #: Blocks of columns whose codes come into L2 while the previous kernel ends.
 EARLY_BLOCKS = tl.constexpr(4)
+_GELU_A, _GELU_B = map(tl.constexpr, COEFFICIENTS["gelu_pytorch_tanh"])
 
 
 @triton.jit
@@ -46,12 +48,12 @@ def _product(
 
 
 @triton.jit
-def _row(tile, r, width, N: tl.constexpr, SILU: tl.constexpr):
-    """The rows of W that are rows r of a tile; with SILU, half of them are gate's and half are up's.
+def _row(tile, r, width, N: tl.constexpr, GATED: tl.constexpr):
+    """The rows of W that are rows r of a tile; with GATED, half of them are gate's and half are up's.
 
     Rows that don't exist are read as the last one, and not written.
     """
-    if SILU:
+    if GATED:
         row = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
     else:
         row = tl.minimum(tile * N + r, width - 1)
@@ -59,12 +61,12 @@ def _row(tile, r, width, N: tl.constexpr, SILU: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(codes, tile, rows_of_w, first, last, width, N: tl.constexpr, SILU: tl.constexpr):
+def _prefetch(codes, tile, rows_of_w, first, last, width, N: tl.constexpr, GATED: tl.constexpr):
     """Bring the codes of a tile's first blocks of columns into L2, 128 bytes a time."""
     lines: tl.constexpr = N // 2  # of a block; a row has 64 bytes
     line = tl.arange(0, EARLY_BLOCKS * lines)
     block = tl.minimum(first + line // lines, last - 1)
-    row = _row(tile, line % lines * 2, width, N, SILU)
+    row = _row(tile, line % lines * 2, width, N, GATED)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(codes + (block * rows_of_w + row) * 16).to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -163,7 +165,7 @@ def _summed(place, SPLITS: tl.constexpr):
 def _finish(
     y, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
     RANK: tl.constexpr, RANKS: tl.constexpr, SENDERS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
-    SILU: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of a tile, of its sums y [N, M] of all columns."""
     N: tl.constexpr = y.shape[0]
@@ -172,10 +174,12 @@ def _finish(
     y = _scaled(y, factors, bias, n, BIASED)
     if RANK:
         y = _plus_adapter(y, up, shrink_sums, n, tl.minimum(m, rows - 1), rows, RANK, RANKS, SPLITS)
-    if SILU:
+    if ACTIVATION != "":
         gate, above = tl.split(y.reshape(2, N // 2, y.shape[1]).permute(1, 2, 0))
-        gated = gate * tl.sigmoid(gate) * above
-        _store(gated, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL)
+        inner = gate
+        if ACTIVATION == "gelu_pytorch_tanh":
+            inner = gate * (gate * gate * _GELU_B + _GELU_A)
+        _store(gate * tl.sigmoid(inner) * above, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL)
     else:
         _store(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
 
@@ -185,7 +189,7 @@ def fused_product(
     codes, scales, factors, bias, down, up, x, out, sums, shrink_sums, counters,
     rows, rows_of_w, columns, blocks, tiles, span, row_blocks, width,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SPLITS: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The outputs [rows, width]. A split has `span` blocks of columns.
@@ -212,10 +216,10 @@ def fused_product(
         _arrive(shrunk_counter)
     else:
         if PDL:  # earlier kernels don't write weights
-            _prefetch(codes, tile, rows_of_w, first, last, width, N, SILU)
+            _prefetch(codes, tile, rows_of_w, first, last, width, N, ACTIVATION != "")
         wait_for_earlier(PDL)
         r = tl.arange(0, N)
-        n = _row(tile, r, width, N, SILU)
+        n = _row(tile, r, width, N, ACTIVATION != "")
         total = _product(
             codes, scales, x, n, m_read, rows_of_w, columns, first, last, GROUPS, MULTIPLIER, OFFSET, STAGES
         )
@@ -231,5 +235,5 @@ def fused_product(
                 total = _summed(place, SPLITS)
             _finish(
                 total, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
-                RANK, RANKS, SHRINKS * SPLITS, SPLITS, BIASED, SILU, RESIDUAL,
+                RANK, RANKS, SHRINKS * SPLITS, SPLITS, BIASED, ACTIVATION, RESIDUAL,
             )  # fmt: skip

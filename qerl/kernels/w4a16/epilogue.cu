@@ -1,4 +1,4 @@
-// The epilogue of a row of blocks adds other workers' sums, B (A x) and bias, and applies residual or SiLU.
+// The epilogue of a row of blocks adds other workers' sums, B (A x) and bias, and applies residual or gate.
 
 // Reads the values of `out` that this lane will overwrite.
 template <int COUNT>
@@ -13,12 +13,12 @@ __device__ __forceinline__ void load_residual(const Params& p, const Tile& tile,
     }
 }
 
-// x / (1 + e^-x) without the branches of exact division; its relative error is about 2^-22.
-__device__ __forceinline__ float silu(float x) {
+// The gate's activation times up, without the branches of exact division; its relative error is about 2^-22.
+__device__ __forceinline__ float gated(const Params& p, float x, float up) {
     float power, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.442695041f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * (p.gate[0] + p.gate[1] * x * x)));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + power));
-    return x * inverse;
+    return x * inverse * up;
 }
 
 template <int COUNT>
@@ -30,8 +30,8 @@ __device__ __forceinline__ void finish_tile(const Params& p, const Tile& tile, i
     for (int n = 0; n < COUNT; n++) {
         c[n].x += tile.low_bias, c[n].y += tile.low_bias, c[n].z += tile.high_bias, c[n].w += tile.high_bias;
         const int x_row = first_x_row + n * 8 + g;
-        if (p.mode == SILU) {
-            const float even = silu(c[n].x) * c[n].z, odd = silu(c[n].y) * c[n].w;
+        if (p.mode == GATED) {
+            const float even = gated(p, c[n].x, c[n].z), odd = gated(p, c[n].y, c[n].w);
             const u32 pair = transpose_matrix(to_bf16x2(even, odd));
             if (x_row < p.m) *(u32*)(p.out + (size_t)x_row * (p.rows / 2) + tile.row / 2 + 2 * t) = pair;
             continue;

@@ -152,8 +152,8 @@ struct ManyRowsEpilogue {
         for (int i = 1; i < split.count; i++) add_sums(at, c);
         at.wait();
         const u32 rows = at.address + WEIGHT_BYTES, empty = at.empty();
-        if (p.mode == SILU)
-            write_silu(rows, c);
+        if (p.mode == GATED)
+            write_gated(rows, c);
         else
             write(rows, c);
         show_to_copies();
@@ -205,8 +205,8 @@ struct ManyRowsEpilogue {
         }
     }
 
-    // The same for silu(gate) * up, 8 columns.
-    __device__ __forceinline__ void write_silu(u32 rows, const float4 c[X_TILES]) const {
+    // The same for the gate's activation times up, 8 columns.
+    __device__ __forceinline__ void write_gated(u32 rows, const float4 c[X_TILES]) const {
         u32 to = rows + lane * 128 + (place / 32 ^ lane % 8) * 16;
 #pragma unroll
         for (int n = 0; n < X_TILES; n += 4, to += 4096) {
@@ -214,8 +214,8 @@ struct ManyRowsEpilogue {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float4& sum = c[n + i];
-                const float even = silu(sum.x + tile.low_bias) * (sum.z + tile.high_bias);
-                pairs[i] = to_bf16x2(even, silu(sum.y + tile.low_bias) * (sum.w + tile.high_bias));
+                const float even = gated(p, sum.x + tile.low_bias, sum.z + tile.high_bias);
+                pairs[i] = to_bf16x2(even, gated(p, sum.y + tile.low_bias, sum.w + tile.high_bias));
             }
             store_transposed(to, pairs);
         }
@@ -223,7 +223,7 @@ struct ManyRowsEpilogue {
 
     // Run by the first thread, which has the first tile.
     __device__ __forceinline__ void copy_to_out(u32 rows) const {
-        const int first = p.mode == SILU ? tile.row / 2 : tile.row, parts = p.mode == SILU ? 1 : BLOCK_ROWS / 64;
+        const int first = p.mode == GATED ? tile.row / 2 : tile.row, parts = p.mode == GATED ? 1 : BLOCK_ROWS / 64;
         for (int part = 0; part < parts; part++)
             tile_store(rows + part * X_PART_BYTES, &p.out_map, first + part * 64, share.row_block * ROWS);
         commit_stores();

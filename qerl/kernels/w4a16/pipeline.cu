@@ -90,16 +90,16 @@ __device__ void copy(const Params& p, const Share& share, u8* stages, u64* full,
 
 // A tile's rows in their layers, and the operands of the epilogue that don't depend on the sums.
 struct Tile {
-    int row, low_part, high_part;  // with SILU a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
+    int row, low_part, high_part;  // with GATED a tile has 8 rows of gate and then 8 of up, otherwise all are of one part
     const u16 *b_low, *b_high;     // of B, at this lane's place
     float low_bias, high_bias;
 
     __device__ Tile(const Params& p, int row, int lane) : row(row) {
         const int g = lane / 4;
-        low_part = p.mode == SILU ? 0 : part_of(p, row), high_part = p.mode == SILU ? 1 : low_part;
-        const int in_part = p.mode == SILU ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
+        low_part = p.mode == GATED ? 0 : part_of(p, row), high_part = p.mode == GATED ? 1 : low_part;
+        const int in_part = p.mode == GATED ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
         b_low = p.lora_b[low_part] + (size_t)(in_part + g) * RANK;
-        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == SILU ? 0 : 8)) * RANK;
+        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == GATED ? 0 : 8)) * RANK;
         const bool biased = p.bias && row < p.rows;
         low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
     }

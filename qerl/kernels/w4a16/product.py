@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import e, log2
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from qerl.formats import tiles as layout
 from qerl.formats.tiles import Tiles
+from qerl.kernels.activations import COEFFICIENTS, Activation
 from qerl.kernels.jit import address, compile_all, defines, flat_tensor_map, launch, load, params_struct, tensor_map
 from qerl.kernels.w4a16.variants import MOST_ROWS, SHRINK_ROWS, VARIANTS, KernelVariant, limits, variant_for
 from qerl.kernels.workspace import Workspace, workspace
@@ -42,6 +44,7 @@ _Params = params_struct(
     counters=_POINTER,
     factor=ctypes.c_float * 3,
     lora_factor=ctypes.c_float * 3,
+    gate=ctypes.c_float * 2,
     part_end=ctypes.c_int * 3,
     **dict.fromkeys(
         (
@@ -68,8 +71,8 @@ class Mode(IntEnum):
     PLAIN = 0
     #: Adds the product to `out`.
     RESIDUAL = 1
-    #: out = silu(gate) * up.
-    SILU = 2
+    #: out = activation(gate) * up.
+    GATED = 2
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,14 @@ class Operands:
         return len(self.tiles.parts) * self.rank
 
 
-def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
-    """Write the product with x [m, columns] to out [m, rows] (with SILU [m, rows / 2]), both bfloat16 and
-    contiguous.
+def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation: Activation = "silu") -> None:
+    """Write the product with x [m, columns] to out [m, rows], with GATED [m, rows / 2], both bfloat16 and contiguous.
+
+    `activation` is that of GATED.
     """
     most = workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
     for rows, outs in zip(x.split(most), out.split(most), strict=True):
-        _launch(operands, rows, outs, mode)
+        _launch(operands, rows, outs, mode, activation)
 
 
 def compile_ahead(products: Iterable[Operands], rows: int) -> None:
@@ -124,19 +128,26 @@ def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode) -> None:
+def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation: Activation) -> None:
     tiles, processors = operands.tiles, workspace(x.device).processors
     variant, blocks = variant_for(len(x), tiles.rows, tiles.columns, processors)
     row_blocks = -(-len(x) // variant.rows)
     workers = variant.workers(blocks, processors // row_blocks)
-    params = _params(operands, x, out, mode, variant, row_blocks, workers)
+    params = _params(operands, x, out, mode, activation, variant, row_blocks, workers)
     shared_bytes = variant.shared_bytes(operands.lora_columns)
     function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
     launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
 def _params(
-    operands: Operands, x: Tensor, out: Tensor, mode: Mode, variant: KernelVariant, row_blocks: int, workers: int
+    operands: Operands,
+    x: Tensor,
+    out: Tensor,
+    mode: Mode,
+    activation: Activation,
+    variant: KernelVariant,
+    row_blocks: int,
+    workers: int,
 ) -> ctypes.Structure:
     tiles, parts, space = operands.tiles, len(operands.tiles.parts), workspace(x.device)
     width = operands.lora_columns
@@ -161,6 +172,7 @@ def _params(
         counters=address(space.get("counters", 2 * row_blocks)),
         factor=(ctypes.c_float * 3)(*tiles.factors),
         lora_factor=(ctypes.c_float * 3)(*operands.lora_scales),
+        gate=(ctypes.c_float * 2)(*(-log2(e) * one for one in COEFFICIENTS[activation])),
         part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
         m=len(x),
         rows=tiles.rows,

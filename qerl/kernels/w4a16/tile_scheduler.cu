@@ -35,7 +35,7 @@ constexpr int SUMS = MMA_SYNC ? X_TILES : X_TILES == 4 ? 1 : 2, CHUNKS = X_TILES
 constexpr int SUM_STAGES = 2, SUM_STAGE_BYTES = BLOCK_ROWS * ROWS * 4 / SUM_STAGES;
 constexpr u32 SECOND_HALF = 16 * STAGES;
 
-enum Mode { PLAIN, RESIDUAL, SILU };
+enum Mode { PLAIN, RESIDUAL, GATED };
 
 struct Params {
     TensorMap x_map;        // x as [columns / 64, m, 64], in boxes of a stage's columns and ROWS rows, 128-byte swizzle
@@ -43,7 +43,7 @@ struct Params {
     TensorMap out_map;      // with many rows, out in boxes of 64 columns and ROWS rows, 128-byte swizzle
     const u8* weights;
     const u16* x;           // [m, columns]
-    u16* out;               // [m, rows], with SILU [m, rows / 2]
+    u16* out;               // [m, rows], with GATED [m, rows / 2]
     const float* bias;      // [rows] in the order of the tiles, or null
     const u16* lora_a;      // [parts * RANK, columns]
     const u16* lora_b[3];   // of each part, [rows of the part, RANK]
@@ -54,6 +54,7 @@ struct Params {
     int* counters;          // [row blocks of x][2]: parts of A x that are there, workers that saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
     float lora_factor[3];   // of each part, multiplies A x
+    float gate[2];          // a and b: with GATED out = gate / (1 + 2^(a gate + b gate^3)) * up
     int part_end[3];        // row behind each part
     int m, rows, columns, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
@@ -154,8 +155,8 @@ struct Expansion {
     int first, tiles;
 
     __device__ __forceinline__ Expansion(const Params& p, int row) {
-        const int low = p.mode == SILU ? 0 : part_of(p, row * SPAN_ROWS);
-        const int high = p.mode == SILU ? 1 : part_of(p, min((row + 1) * SPAN_ROWS, p.rows) - 1);
+        const int low = p.mode == GATED ? 0 : part_of(p, row * SPAN_ROWS);
+        const int high = p.mode == GATED ? 1 : part_of(p, min((row + 1) * SPAN_ROWS, p.rows) - 1);
         first = low * RANK_TILES, tiles = SMALL_BATCH ? 0 : (high + 1 - low) * RANK_TILES;
     }
     __device__ __forceinline__ int stages() const { return (tiles + EXPAND_TILES - 1) / EXPAND_TILES; }

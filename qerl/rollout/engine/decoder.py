@@ -12,7 +12,7 @@ from torch import Tensor
 from qerl.checkpoints.context import context_length
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.delta_state import DeltaStates, state_bytes
-from qerl.kernels.geometry import Heads
+from qerl.kernels.geometry import Heads, Norm
 from qerl.kernels.graphs import captured
 from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.operations import operations
@@ -35,7 +35,7 @@ from qerl.rollout.engine.mixers import (
     delta_net_of,
 )
 from qerl.rollout.engine.mlps import Mlp, Product, mlp_of
-from qerl.rollout.engine.norms import Norm, norm_of
+from qerl.rollout.engine.norms import norm_of
 from qerl.rollout.served import activation_of, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import Kernels
@@ -67,9 +67,9 @@ class Decoder:
         self._embedding = embedding_weight(embedding)
         scale: Tensor | None = getattr(embedding, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
-        geglu = None if activation_of(config) == "silu" else self.operations.geglu
+        activation: Any = activation_of(config)
         self._blocks = [
-            _block(layer, number, config, mlp_of(layer.mlp, geglu, self.dtype, kernels), self.dtype, kernels)
+            _block(layer, number, config, mlp_of(layer.mlp, activation, self.dtype, kernels), self.dtype, kernels)
             for number, layer in enumerate(self._model.layers)
         ]
         self._norm = norm_of(self._model.norm)
@@ -197,7 +197,7 @@ class Decoder:
         self.operations.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
-        """Hidden states [prompts, H] after the last block, at each prompt's last token.
+        """Hidden states [prompts, H] after the last norm, at each prompt's last token.
 
         `cache` then holds the keys and values of all tokens, and `states` those after the prompts.
         """
@@ -205,9 +205,9 @@ class Decoder:
         return self._through_blocks(self._embedded(row.ids), cache, states, tokens, row.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of hidden states [B, H] after the last block."""
+        """Logits [B, V] of hidden states [B, H] after the last norm."""
         logits = hidden.new_empty(len(hidden), self._vocabulary)
-        self._head(self._normed(hidden, self._norm), logits)
+        self._head(hidden, logits)
         return logits
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -222,29 +222,31 @@ class Decoder:
         tokens: Tokens,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last block, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
+        """Hidden states after the last norm, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
-        for block in self._blocks:
+        following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
+        normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
+        for block, then in zip(self._blocks, following, strict=True):
             kept: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
-            mixed = block.mixer(self._normed(x, block.input_norm), tokens, kept, self._ropes)
+            mixed = block.mixer(normed, tokens, kept, self._ropes)
             if wanted is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
                 x, mixed = x[wanted], mixed[wanted]
-            self._add(x, block.mixer.out, mixed, block.after_attention)
-            self._add(x, block.mlp, self._normed(x, block.mlp_norm), block.after_mlp)
-        return x
+            normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
+            normed = self._add(x, block.mlp, normed, block.after_mlp, then)
+        return normed
 
-    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None) -> None:
-        """Add a product or an MLP, with a norm its normalised output, to the hidden states `to` [B, H] in place."""
+    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None, then: Norm) -> Tensor:
+        """Add a product or an MLP, with `norm` its normalised output, to the hidden states `to` [B, H] in place.
+
+        Returns the norm `then` of the sum.
+        """
         if norm is None:
             linear(x, to, residual=True)
-        else:
-            out = torch.empty_like(to)
-            linear(x, out)
-            self._normed(out, norm, to)
-
-    def _normed(self, x: Tensor, norm: Norm, to: Tensor | None = None) -> Tensor:
-        return self.operations.rms_norm(x, norm.weight, norm.noise, norm.eps, norm.offset, to)
+            return self.operations.rms_norm(to, then)
+        out = torch.empty_like(to)
+        linear(x, out)
+        return self.operations.add_normed(to, out, norm, then)
 
 
 def _changes(config: Any) -> bool:

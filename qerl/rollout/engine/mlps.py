@@ -5,12 +5,13 @@ A shared expert of a mixture is an MLP of the former kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from qerl.kernels.activations import Activation
 from qerl.kernels.groups import GroupedLora, Groups
 from qerl.kernels.operations import mixture_operations, operations
 from qerl.layers.adapted_experts import AdaptedExperts
@@ -39,27 +40,18 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """down(silu(gate x) * up x); with `geglu`, which takes gate and up [B, 2 I], down(gelu(gate x) * up x)."""
+    """down(activation(gate x) * up x)."""
 
-    def __init__(self, gate_up: FusedLinear, down: FusedLinear, geglu: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, gate_up: FusedLinear, down: FusedLinear, activation: Activation) -> None:
         self.linears: Sequence[Product] = (gate_up, down)
         self._gate_up, self._down = gate_up, down
-        self._geglu = geglu
+        self._activation = activation
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
         """See `Mlp`."""
-        self._down(self._gated(x), out, residual)
-
-    def _gated(self, x: Tensor) -> Tensor:
-        """The hidden features [B, I] of x [B, H]."""
-        width = self._gate_up.out_features
-        if self._geglu is not None:
-            both = x.new_empty(len(x), width)
-            self._gate_up(x, both)
-            return self._geglu(both)
-        gated = x.new_empty(len(x), width // 2)
-        self._gate_up(x, gated, silu=True)
-        return gated
+        inner = x.new_empty(len(x), self._gate_up.out_features // 2)
+        self._gate_up(x, inner, activation=self._activation)
+        self._down(inner, out, residual)
 
 
 class MixtureMlp:
@@ -124,23 +116,22 @@ def _added(adapters: GroupedAdapters | None, x: Tensor, groups: Groups) -> Group
     return None if adapters is None else adapters(x, groups)
 
 
-def mlp_of(mlp: Any, geglu: Callable[[Tensor], Tensor] | None, dtype: torch.dtype, kernels: Kernels) -> Mlp:
-    """The MLP of a model's module, which shares its weights; without `geglu` its activation is silu."""
+def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:
+    """The MLP of a model's module, which shares its weights. Mixtures have silu, or gpt-oss's clamped gate."""
     parts = list(mlp.children())
     routers = [part for part in parts if isinstance(part, Float32Router)]
     experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
     if not (routers and experts):
-        return _dense_of(mlp, geglu, dtype, kernels)
+        return _dense_of(mlp, activation, dtype, kernels)
     mixture = _mixture_of(routers[0], experts[0], dtype)
     if not hasattr(mlp, "shared_expert"):
         return mixture
-    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, geglu, dtype, kernels), mlp.shared_expert_gate)
+    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, dtype, kernels), mlp.shared_expert_gate)
 
 
-def _dense_of(mlp: Any, geglu: Callable[[Tensor], Tensor] | None, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
-    both, gated = projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), geglu is None
-    gate_up = fuse(both, dtype, gated=gated, kernels=kernels)
-    return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), geglu)
+def _dense_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
+    gate_up = fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=True, kernels=kernels)
+    return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), activation)
 
 
 def _mixture_of(router: Float32Router, experts: Experts | AdaptedExperts, dtype: torch.dtype) -> MixtureMlp:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor
 
+from qerl.kernels.geometry import Norm
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.layers.structure import epsilon_of, offset_of
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMSNorm's tensors, which are the policy's own: (offset + weight + noise) x / rms(x)."""
-
-    weight: Tensor
-    noise: Tensor | None
-    eps: float
-    offset: float
 
 
 def norm_of(norm: Any) -> Norm:

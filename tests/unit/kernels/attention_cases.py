@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from qerl.kernels import attention, prompt_attention, reference
+from qerl.kernels.clamped_glu import clamped_glu
 from qerl.kernels.decode_state import IDLE, DecodeState
-from qerl.kernels.geglu import clamped_glu, geglu
-from qerl.kernels.geometry import PAGE, Heads, splits_of
+from qerl.kernels.geometry import PAGE, Heads, Norm, splits_of
 from qerl.kernels.kv_cache import FP8, KVCache, rounded
-from qerl.kernels.norm import rms_norm
+from qerl.kernels.norm import add_normed, rms_norm
 from qerl.kernels.packed_sequences import Packing, attend_packed
 from qerl.kernels.prompts import PromptRow, pack
 
@@ -203,16 +203,16 @@ def test_prompts_attend(shape):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_norms(offset, noisy):
-    x, weight, before = torch.randn(3, 80), torch.randn(80), torch.randn(3, 80)
-    noise = torch.randn(80) if noisy else None
-    expected = reference.rms_norm(x, weight, noise, 1e-6, offset)
-    torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6, offset), expected)
-    torch.testing.assert_close(rms_norm(x, weight, noise, 1e-6, offset, before.clone()), before + expected)
-
-
-def test_geglu():
-    both = torch.randn(3, 2 * 1100) * 4
-    torch.testing.assert_close(geglu(both), reference.geglu(both))
+    x, before = torch.randn(3, 80), torch.randn(3, 80)
+    norm = Norm(torch.randn(80), torch.randn(80) if noisy else None, 1e-6, offset)
+    then = Norm(torch.randn(80), None, 0.1, 1.0)
+    expected = reference.rms_norm(x, norm)
+    torch.testing.assert_close(rms_norm(x, norm), expected)
+    for first, second in ((norm, then), (then, norm)):
+        to, expected_to = before.clone(), before.clone()
+        normed = add_normed(to, x, first, second)
+        torch.testing.assert_close(normed, reference.add_normed(expected_to, x, first, second))
+        torch.testing.assert_close(to, expected_to)
 
 
 def test_the_gate_of_gpt_oss():

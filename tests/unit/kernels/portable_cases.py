@@ -3,13 +3,17 @@
 The interpreter has no arithmetic of bfloat16, so activations are float32 here; `tests/gpu` has bfloat16.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.activations import ACT2FN
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
+from qerl.kernels.activations import Activation
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
 from qerl.kernels.portable.variants import Tile, tile_for
@@ -100,15 +104,16 @@ def test_the_residual_is_added(weights_format, rank):
 @pytest.mark.parametrize("weights_format", FORMATS)
 @pytest.mark.parametrize("rank", [0, 4])
 @torch.no_grad()
-def test_silu_of_the_gate_times_up(weights_format, rank):
+def test_activations_of_the_gate_times_up(weights_format, rank):
     layers = layers_of(weights_format, (136, 136), 256, rank=rank)
     product = PortableLinear(layers, torch.float32)
     for rows in (3, 70, 130):
         x = torch.randn(rows, 256)
         out = torch.full((rows, 136), torch.nan)
-        product(x, out, silu=True)
         gate, up = exact(layers, x)
-        assert_close(out, nn.functional.silu(gate) * up)
+        for activation in get_args(Activation):
+            product(x, out, activation=activation)
+            assert_close(out, ACT2FN[activation](gate) * up)
 
 
 @torch.no_grad()

@@ -14,10 +14,10 @@ from qerl.formats import words as layout
 from qerl.formats.codecs import quantize
 from qerl.kernels import (
     attention,
+    clamped_glu,
     copies,
     delta,
     drafts,
-    geglu,
     group_many,
     logits,
     mixture,
@@ -32,7 +32,7 @@ from qerl.kernels import (
 from qerl.kernels.decode_state import DecodeState, SamplingState
 from qerl.kernels.delta_state import DeltaHeads, DeltaStates
 from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
-from qerl.kernels.geometry import PAGE, Heads
+from qerl.kernels.geometry import PAGE, Heads, Norm
 from qerl.kernels.groups import BLOCK_SIZES, GroupedLora
 from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache
 from qerl.kernels.portable import grouped_launches
@@ -78,7 +78,7 @@ def products():
         words = layout.pack([quantize(torch.randn(256, 1024), weights_format)])
         operands = PortableOperands(words, torch.ones(256), torch.ones(256), zeros(48, 1024), zeros(256, 48))
         for tile in tiles():
-            multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 128), silu=True, tile=tile)
+            multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 128), activation="gelu_pytorch_tanh", tile=tile)
             multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 256), residual=True, tile=tile)
         dense(words, 0, torch.bfloat16)
 
@@ -156,10 +156,10 @@ def decode_steps():
     rows = torch.zeros(2, dtype=torch.int32)
     for truncated in (False, True):
         sampling.draw(zeros(2, VOCABULARY), rows, state, sampling_state, truncated)
-    norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6)
-    norm.rms_norm(zeros(4, HIDDEN), zeros(HIDDEN), None, 1e-6, 1.0, zeros(4, HIDDEN))
-    geglu.geglu(zeros(4, 2 * HIDDEN))
-    geglu.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
+    noisy, plain = Norm(zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6, 0.0), Norm(zeros(HIDDEN), None, 1e-6, 1.0)
+    norm.rms_norm(zeros(4, HIDDEN), noisy)
+    norm.add_normed(zeros(4, HIDDEN), zeros(4, HIDDEN), plain, noisy)
+    clamped_glu.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
     copies.Copies([zeros(8)], [torch.zeros(8)])()
     texts, totals = TextState.empty(64, 64, CPU), DraftTotals.empty(CPU)
     drafted, slots = DraftRows.empty(16, 8, 8, CPU), torch.zeros(16, dtype=torch.int64)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 BY_NAME = {f"{pair[0].x_tiles} in clusters of {pair[0].cluster}": pair for pair in VARIANTS}
 RANKS = (0, 16, 64, 128)
 BLOCK_ROWS, EXPAND_TILES = 128, 8
-PLAIN, SILU = 0, 2
+PLAIN, GATED = 0, 2
 
 PRELUDE = """
 #include <algorithm>
@@ -131,7 +131,7 @@ def sizes_of(library, variant, rank):
 
 
 def parts_of(variant, row, ends, mode):
-    if mode == SILU:
+    if mode == GATED:
         return 2
     span = BLOCK_ROWS * variant.cluster
     first, last = row * span, min((row + 1) * span, ends[-1]) - 1
@@ -175,7 +175,7 @@ def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
 LAYERS = {
     "7B q,k,v": ([3584, 4096, 4608], 3584, PLAIN),
     "7B o": ([3584], 3584, PLAIN),
-    "7B gate,up": ([18944, 37888], 3584, SILU),
+    "7B gate,up": ([18944, 37888], 3584, GATED),
     "7B down": ([3584], 18944, PLAIN),
     "32B q,k,v": ([5120, 6144, 7168], 5120, PLAIN),
     "small": ([256], 512, PLAIN),

@@ -1,13 +1,16 @@
 """Layers computed as one product against the same layers one by one."""
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.activations import ACT2FN
 
 from qerl.formats.codecs import PACKED_FORMATS, quantize, split_rows
+from qerl.kernels.activations import Activation
 from qerl.layers import fused_linear
 from qerl.layers.fused_linear import fuse, product_class
 from qerl.layers.lora import register_lora
@@ -67,8 +70,9 @@ def test_the_product_is_that_of_the_layers_with_their_adapters(weights, bias):
     linear(x, out, residual=True)
     torch.testing.assert_close(out, residual + expected, atol=1e-5, rtol=1e-5)
     gated = torch.full((5, 64), torch.nan)
-    linear(x, gated, silu=True)
-    torch.testing.assert_close(gated, nn.functional.silu(expected[:, :64]) * expected[:, 64:], atol=1e-5, rtol=1e-5)
+    for activation in get_args(Activation):
+        linear(x, gated, activation=activation)
+        torch.testing.assert_close(gated, ACT2FN[activation](expected[:, :64]) * expected[:, 64:], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

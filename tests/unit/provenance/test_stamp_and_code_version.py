@@ -62,7 +62,7 @@ def test_an_imported_module_counts_unless_it_only_reports(copy):
 
 def test_a_changed_cuda_source_changes_the_versions_that_use_it(copy):
     before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.quantization.checkpoint")
-    edit(copy, "kernels/w4a16/tile_scheduler.cu", "Mode { PLAIN, RESIDUAL, SILU };", "Mode { PLAIN, SILU, RESIDUAL };")
+    edit(copy, "kernels/w4a16/tile_scheduler.cu", "{ PLAIN, RESIDUAL, GATED };", "{ PLAIN, GATED, RESIDUAL };")
     assert version_in(copy, "qerl.rl.train") != before[0]
     edit(copy, "kernels/unpack.cu", "WARPS = 8", "WARPS = 4")
     assert version_in(copy, "qerl.quantization.checkpoint") != before[1]
