@@ -4,7 +4,8 @@ A head is read in two halves whose elements rotate in pairs. Where only some ele
 rest of both halves, and the cache has keys in this order.
 
 A program computes the query heads of one KV head, over one or two whole sequences (`whole_attention`), or over some
-pages of one where there are few (`split_attention`). A head's sink is added to the sum of its weights in the end. The
+pages of one where there are few (`split_attention`). A head's sink is added to the sum of its weights in the end, and
+its results are multiplied by the sigmoid of its gate, if it has one. The
 program with the new token rotates its key and appends it to the cache. Rows of one sequence, which verify drafts,
 attend to each other's tokens, so a launch before appends all of them. A sequence's result depends on that sequence and
 on the batch size, not on other sequences, unless these have infinite or undefined values in the cache.
@@ -56,7 +57,7 @@ def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl
     wait_for_earlier(PDL)
     if position >= 0:
         c, s = angles(rope.cos, rope.sin, position, tl.arange(0, shape.half_block), shape.dim, shape.rotary)
-        token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
+        token = qkv + row * shape.width
         pages = sequences.pages + slot * sequences.pages_stride
         append(token, cache, pages, head, position, c, s, norms, shape, True)
 
@@ -110,6 +111,9 @@ def _shape(
         rows=rows,
         members=max(_MEMBERS, triton.next_power_of_2(rows * group)),
         dim=heads.dim,
+        pitch=heads.pitch,
+        keys=heads.query * heads.pitch,
+        width=heads.width,
         dim_block=max(16, dim_block),
         half_block=max(16, dim_block // 2),
         page=PAGE,
@@ -159,5 +163,5 @@ def attend(
     attend_split[(batch, heads.kv, shape.splits)](
         qkv, parts, sequences, tables, norms, sums, scale, shape=shape, num_warps=4, **pdl
     )
-    combine[(batch, heads.query)](rows, state.position, sinks, sums, out, shape=shape, num_warps=1, **pdl)
+    combine[(batch, heads.query)](qkv, rows, state.position, sinks, sums, out, shape=shape, num_warps=1, **pdl)
     return out

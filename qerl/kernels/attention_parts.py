@@ -59,6 +59,9 @@ class Shape:
     rows: int  # rows to which one program attends
     members: int  # query heads of a KV head in all these rows, padded to the least size of a matrix product
     dim: int
+    pitch: int  # features of qkv from one query head to the next; behind each its gate, if it is more than `dim`
+    keys: int  # features of qkv before the keys
+    width: int  # of qkv
     dim_block: int  # padded
     half_block: int  # half of the dimension, padded
     page: int
@@ -110,3 +113,9 @@ def attend_to_page(
         weights *= v_scale[None, :]
     summed = summed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return rising, total, summed
+
+
+@triton.jit
+def gate_of(query, inside, shape: tl.constexpr):
+    """The factors of a head's results, of the places of its query: the sigmoid of the gate behind it."""
+    return tl.sigmoid(tl.load(query + shape.dim, inside, other=0.0).to(tl.float32))

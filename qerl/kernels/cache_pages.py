@@ -43,13 +43,13 @@ def append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr
     """
     half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
     in_half = (half < shape.dim // 2)[None, :]
-    key = token + (shape.query + head) * shape.dim + half[None, :]
+    key = token + shape.keys + head * shape.dim + half[None, :]
     dtype: tl.constexpr = token.dtype.element_ty
     k1, k2 = rotated(
         key, in_half, half, c, s, norms.key, norms.eps,
         shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
     )  # fmt: skip
-    value = tl.load(token + (shape.query + shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
+    value = tl.load(token + shape.keys + (shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
     kept: tl.constexpr = cache.data.dtype.element_ty
     s1, s2, stored = k1, k2, value
     if shape.rounded:

@@ -39,6 +39,24 @@ class Heads:
     window: int | None = None
     #: The score [query] of a further key without a value, if any.
     sinks: Tensor | None = None
+    #: Whether a gate of its results follows each query head, as in Qwen3.5: they are multiplied by the gate's sigmoid.
+    gated: bool = False
+
+    @property
+    def pitch(self) -> int:
+        """Features of qkv from one query head to the next."""
+        return 2 * self.dim if self.gated else self.dim
+
+    @property
+    def width(self) -> int:
+        """Features of qkv: query heads, each with its gate if there are any, then keys and values."""
+        return self.query * self.pitch + 2 * self.kv * self.dim
+
+    def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries [n, query, dim], keys and values [n, kv, dim], and gates as queries or None, of qkv [n, width]."""
+        heads = qkv.view(len(qkv), -1, self.dim)
+        queries, keys, values = heads.split([self.query * self.pitch // self.dim, self.kv, self.kv], dim=1)
+        return (queries[:, ::2], keys, values, queries[:, 1::2]) if self.gated else (queries, keys, values, None)
 
 
 def pages_per_split(pages: int) -> int:

@@ -54,8 +54,9 @@ def _add_normed(
     then_scale = _scale(then_weight, then_noise, column, mask, THEN_NOISY, THEN_OFFSET)
     dtype: tl.constexpr = to.dtype.element_ty
     begin(PDL)
-    added = _normed(tl.load(x + place, mask, other=0.0), scale, width, eps, dtype)
-    total = (tl.load(to + place, mask, other=0.0).to(tl.float32) + added.to(tl.float32)).to(dtype)
+    wide, before = tl.load(x + place, mask, other=0.0), tl.load(to + place, mask, other=0.0)
+    added = _normed(wide, scale, width, eps, dtype)
+    total = (before.to(tl.float32) + added.to(tl.float32)).to(dtype)
     tl.store(to + place, total, mask)
     tl.store(out + place, _normed(total, then_scale, width, then_eps, dtype), mask)
 

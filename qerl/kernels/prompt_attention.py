@@ -21,6 +21,7 @@ from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.launch import begin, dependent
 from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.prompts import QUERY_BLOCK, PromptRow
+from qerl.kernels.reference import gated
 from qerl.kernels.token_heads import angles, in_fp8, in_halves, power_scale, rotated, sink_weight
 
 #: Keys that a program reads at a time, and stages of its pipeline; the first pair that fits shared memory is used.
@@ -48,7 +49,7 @@ def _store_rounded(first, second, p1, p2, page, scales, mask, exists, DIM: tl.co
 def _rotate_and_store(
     qkv, cache, scales, positions, places, cos, sin, q_norm, k_norm, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROTARY: tl.constexpr,
+    DIM: tl.constexpr, PITCH: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROTARY: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -58,12 +59,12 @@ def _rotate_and_store(
     begin(PDL)
     c, s = angles(cos, sin, tl.load(positions + token).to(tl.int64), half, DIM, ROTARY)
     place = tl.load(places + token).to(tl.int64)
-    queries = qkv + token * (QUERY + 2 * KV) * DIM
-    keys = queries + QUERY * DIM
+    queries = qkv + token * (QUERY * PITCH + 2 * KV * DIM)
+    keys = queries + QUERY * PITCH
 
     head = tl.arange(0, QUERY_BLOCK)
     mask = (head < QUERY)[:, None] & in_half[None, :]
-    target = queries + head[:, None] * DIM + half[None, :]
+    target = queries + head[:, None] * PITCH + half[None, :]
     first, second = rotated(target, mask, half, c, s, q_norm, eps, DIM, ROTARY, NORM, OFFSET, dtype)
     # A thread writes only elements that it has read.
     p1, p2 = in_halves(target, half[None, :], DIM, ROTARY)
@@ -121,8 +122,9 @@ def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.con
 @triton.jit
 def _attend(
     qkv, out, blocks, sinks, scale,
-    QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    QUERY: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PITCH: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     block = blocks + 3 * tl.program_id(1)
@@ -130,7 +132,7 @@ def _attend(
     start, first, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     if start >= end:
         return
-    WIDTH: tl.constexpr = (QUERY + 2 * KV) * DIM
+    WIDTH: tl.constexpr = QUERY * PITCH + 2 * KV * DIM
     # Positions are relative to the prompt's first token.
     qkv += first.to(tl.int64) * WIDTH
     out += first.to(tl.int64) * (QUERY * DIM)
@@ -138,9 +140,10 @@ def _attend(
     whole = tl.arange(0, DIM_BLOCK)
     query = start + tl.arange(0, QUERIES)
     mask = (query < end)[:, None] & (whole < DIM)[None, :]
-    q = tl.load(qkv + query[:, None] * WIDTH + head * DIM + whole[None, :], mask, other=0.0)
+    own = qkv + query[:, None] * WIDTH + head * PITCH + whole[None, :]
+    q = tl.load(own, mask, other=0.0)
     key = tl.arange(0, KEYS)
-    keys = qkv + (QUERY + head // (QUERY // KV)) * DIM
+    keys = qkv + QUERY * PITCH + head // (QUERY // KV) * DIM
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
@@ -166,7 +169,10 @@ def _attend(
     if SINKS:
         total += sink_weight(sinks, head, True, highest)
     target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
-    tl.store(target, (summed / total[:, None]).to(out.dtype.element_ty), mask)
+    result = summed / total[:, None]
+    if PITCH > DIM:  # the gate behind the query
+        result *= tl.sigmoid(tl.load(own + DIM, mask, other=0.0).to(tl.float32))
+    tl.store(target, result.to(out.dtype.element_ty), mask)
 
 
 @cache
@@ -183,8 +189,8 @@ def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     keys, stages = _reads(dim_block, qkv.device)
     _attend[(heads.query, len(blocks))](
         qkv, out, blocks, qkv if heads.sinks is None else heads.sinks, heads.scale * 1.4426950408889634,
-        QUERY=heads.query, KV=heads.kv, DIM=heads.dim, DIM_BLOCK=dim_block, WINDOW=heads.window or 0,
-        SINKS=heads.sinks is not None, QUERIES=QUERY_BLOCK, KEYS=keys, STAGES=stages,
+        QUERY=heads.query, KV=heads.kv, DIM=heads.dim, PITCH=heads.pitch, DIM_BLOCK=dim_block,
+        WINDOW=heads.window or 0, SINKS=heads.sinks is not None, QUERIES=QUERY_BLOCK, KEYS=keys, STAGES=stages,
         num_warps=8, **dependent(qkv.device),
     )  # fmt: skip
     return out
@@ -197,12 +203,14 @@ def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tens
         # Placeholders, which aren't read without scales and norms.
         qkv, cache.data, cache.data if cache.scales is None else cache.scales, row.positions, row.places, *rope,
         qkv if heads.q_norm is None else heads.q_norm, qkv if heads.k_norm is None else heads.k_norm, heads.eps,
-        QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim, HALF_BLOCK=blocks[2],
-        PAGE=PAGE, ROTARY=2 * rope[0].shape[1], NORM=heads.q_norm is not None, OFFSET=heads.norm_offset,
+        QUERY=heads.query, QUERY_BLOCK=blocks[0], KV=heads.kv, KV_BLOCK=blocks[1], DIM=heads.dim,
+        PITCH=heads.pitch, HALF_BLOCK=blocks[2], PAGE=PAGE,
+        ROTARY=2 * rope[0].shape[1], NORM=heads.q_norm is not None, OFFSET=heads.norm_offset,
         ROUNDED=cache.scales is not None, num_warps=4, **dependent(qkv.device),
     )  # fmt: skip
     if qkv.element_size() == 2:
         return _attend_to_prompts(qkv, row.blocks, heads)
-    query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+    query, key, value, gates = heads.parts(qkv)
     assert row.packing is not None
-    return attend_packed(query, key, value, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
+    out = attend_packed(query, key, value, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
+    return gated(out, gates)

@@ -54,8 +54,8 @@ def attend(
 ) -> Tensor:
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
-    Returns [B, Hq * D], 0 for idle rows. `qkv` is [B, (Hq + 2 Hkv) * D] of the slots `rows` [B], and `cache` that of
-    the block. `rope` has cosines and sines [positions, R / 2] for the first R of a head's D elements;
+    Returns [B, Hq * D], 0 for idle rows. `qkv` [B, `heads.width`] is of the slots `rows` [B], and `cache` that of the
+    block. `rope` has cosines and sines [positions, R / 2] for the first R of a head's D elements;
     the others don't rotate. `splits` bounds the kernel's grid, and
     `drafted` says that slots may share pages that they write to, so that a row attends to tokens of other rows. Both
     have no effect here, where all tokens are appended first.
@@ -66,27 +66,33 @@ def attend(
     out = qkv.new_zeros(len(rows), heads.query * heads.dim)
     if live.any():
         rows, position = rows[live].long(), position[live]
-        parts = qkv[live].view(len(rows), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+        queries, keys, values, gates = heads.parts(qkv[live])
         angles = rope[0][position][:, None], rope[1][position][:, None]
-        query = _rotate(_head_norm(parts[0], heads.q_norm, heads), *angles)
-        key = _rotate(_head_norm(parts[1], heads.k_norm, heads), *angles)
-        cache.put(state.pages[rows, position // PAGE].long(), position % PAGE, key, parts[2])
-        out[live] = _over_pages(query, cache, state.pages[rows], position, heads)
+        query = _rotate(_head_norm(queries, heads.q_norm, heads), *angles)
+        key = _rotate(_head_norm(keys, heads.k_norm, heads), *angles)
+        cache.put(state.pages[rows, position // PAGE].long(), position % PAGE, key, values)
+        out[live] = gated(_over_pages(query, cache, state.pages[rows], position, heads), gates)
     return out
 
 
 def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
     """Write keys and values of prompts to the cache and attend within each prompt; returns [n, Hq * D].
 
-    qkv is [n, (Hq + 2 Hkv) * D] and may be overwritten; cache and rope are as in `attend`.
+    qkv is [n, `heads.width`] and may be overwritten; cache and rope are as in `attend`.
     """
-    parts = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+    queries, keys, values, gates = heads.parts(qkv)
     angles = rope[0][row.positions][:, None], rope[1][row.positions][:, None]
-    query = _rotate(_head_norm(parts[0], heads.q_norm, heads), *angles)
-    key = _rotate(_head_norm(parts[1], heads.k_norm, heads), *angles)
-    key, value = cache.put(row.places // PAGE, row.places % PAGE, key, parts[2])
+    query = _rotate(_head_norm(queries, heads.q_norm, heads), *angles)
+    key = _rotate(_head_norm(keys, heads.k_norm, heads), *angles)
+    key, value = cache.put(row.places // PAGE, row.places % PAGE, key, values)
     assert row.packing is not None
-    return attend_packed(query, key, value, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
+    out = attend_packed(query, key, value, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
+    return gated(out, gates)
+
+
+def gated(out: Tensor, gates: Tensor | None) -> Tensor:
+    """out [n, Hq * D] times the sigmoid of the gates [n, Hq, D], if there are any."""
+    return out if gates is None else out * gates.flatten(1).sigmoid()
 
 
 def _over_pages(query: Tensor, cache: KVCache, pages: Tensor, position: Tensor, heads: Heads) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qerl.kernels.attention_parts import attend_to_page, first_seen, seen
+from qerl.kernels.attention_parts import attend_to_page, first_seen, gate_of, seen
 from qerl.kernels.cache_pages import append, load_page, load_scales
 from qerl.kernels.launch import let_next_start, wait_for_earlier
 from qerl.kernels.token_heads import angles, rotated, sink_weight
@@ -52,8 +52,8 @@ def attend_split(
     c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
     wait_for_earlier(PDL)
 
-    token = qkv + row * (shape.query + 2 * shape.kv) * shape.dim
-    query = token + (head * shape.group + member)[:, None] * shape.dim + half[None, :]
+    token = qkv + row * shape.width
+    query = token + (head * shape.group + member)[:, None] * shape.pitch + half[None, :]
     q_mask = (member < shape.group)[:, None] & in_half[None, :]
     dtype: tl.constexpr = qkv.dtype.element_ty
     q1, q2 = rotated(
@@ -95,7 +95,7 @@ def attend_split(
 
 
 @triton.jit
-def combine(rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl.constexpr):
+def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl.constexpr):
     """Combine the splits of a row's query head."""
     row, head = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
@@ -126,4 +126,6 @@ def combine(rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl.cons
     if shape.sinks:
         total += sink_weight(sinks, head, True, highest)
     result = tl.where(position < 0, 0.0, summed / total)
+    if shape.pitch > shape.dim:
+        result *= gate_of(qkv + row * shape.width + head * shape.pitch + whole, inside, shape)
     tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)

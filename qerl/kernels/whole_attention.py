@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qerl.kernels.attention_parts import attend_to_page, first_seen, seen
+from qerl.kernels.attention_parts import attend_to_page, first_seen, gate_of, seen
 from qerl.kernels.cache_pages import append, load_page, load_scales
 from qerl.kernels.launch import let_next_start, wait_for_earlier
 from qerl.kernels.token_heads import angles, rotated, sink_weight
@@ -37,14 +37,14 @@ def _new_tokens(
 ):  # fmt: skip
     """Append the rows' new tokens to the cache, and begin the sums of each query head with that of its row."""
     ROWS: tl.constexpr = shape.rows
-    half, width = tl.arange(0, shape.half_block), (shape.query + 2 * shape.kv) * shape.dim
+    half = tl.arange(0, shape.half_block)
     highest = tl.full([shape.members], float("-inf"), tl.float32)
     total = tl.full([shape.members], 0.0, tl.float32)
     summed = tl.full([shape.members, shape.dim_block], 0.0, tl.float32)
     for row in tl.static_range(ROWS):
         position, table = positions[row], sequences.pages + slots[row] * sequences.pages_stride
         if position >= 0:
-            token, of_it = qkv + (first_row + row) * width, row_of == row
+            token, of_it = qkv + (first_row + row) * shape.width, row_of == row
             c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
             n1, n2, value = append(token, cache, table, head, position, c, s, norms, shape, shape.appends)
             products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
@@ -90,16 +90,15 @@ def attend_whole(
     exists = member < ROWS * shape.group
     row_of = tl.where(exists, member // shape.group, 0)
     place = tl.load(sequences.position + tl.load(sequences.rows + first_row + row_of))
-    width = (shape.query + 2 * shape.kv) * shape.dim
     in_half = exists[:, None] & (half < shape.dim // 2)[None, :]
     c, s = angles(rope.cos, rope.sin, tl.maximum(place, 0)[:, None], half, shape.dim, shape.rotary)
     wait_for_earlier(PDL)
 
     query_head = head * shape.group + member % shape.group
-    query = qkv + ((first_row + row_of) * width + query_head * shape.dim)[:, None] + half[None, :]
+    heads = qkv + ((first_row + row_of) * shape.width + query_head * shape.pitch)[:, None]
     dtype: tl.constexpr = qkv.dtype.element_ty
     q1, q2 = rotated(
-        query, in_half, half, c, s, norms.query, norms.eps,
+        heads + half[None, :], in_half, half, c, s, norms.query, norms.eps,
         shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
     )  # fmt: skip
     highest, total, summed = _new_tokens(
@@ -127,6 +126,9 @@ def attend_whole(
     if shape.sinks:
         total += sink_weight(sinks, query_head, exists, highest)
     whole = tl.arange(0, shape.dim_block)
-    result = tl.where((place < 0)[:, None], 0.0, summed / total[:, None]).to(out.dtype.element_ty)
+    inside = exists[:, None] & (whole < shape.dim)[None, :]
+    result = tl.where((place < 0)[:, None], 0.0, summed / total[:, None])
+    if shape.pitch > shape.dim:
+        result *= gate_of(heads + whole[None, :], inside, shape)
     target = out + ((first_row + row_of) * shape.query + query_head)[:, None] * shape.dim + whole[None, :]
-    tl.store(target, result, exists[:, None] & (whole < shape.dim)[None, :])
+    tl.store(target, result.to(out.dtype.element_ty), inside)

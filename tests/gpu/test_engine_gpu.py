@@ -70,6 +70,23 @@ def test_rms_norm(dtype, rows, width):
             torch.testing.assert_close(after.double(), normed(to.double(), then), **tolerance(dtype))
 
 
+@pytest.mark.usefixtures("dependent_launch")
+@pytest.mark.parametrize("rank", [0, 20, 32])
+def test_narrow_products(rank):
+    from qerl.kernels.narrow import narrow_product
+
+    weight, down = torch.randn(96, 5120, device=CUDA).bfloat16(), torch.randn(rank, 5120, device=CUDA).bfloat16()
+    up = torch.randn(96, rank, device=CUDA).bfloat16()
+    for rows in (1, 8, 17, 64, 128):
+        x = torch.randn(rows, 5120, device=CUDA).bfloat16()
+        exact = x.double() @ weight.double().T + (x.double() @ down.double().T).bfloat16().double() @ up.double().T
+        outs = [x.new_full((rows, 96), torch.nan) for _ in range(2)]
+        for out in outs:
+            narrow_product(x, weight, down, up, out)
+        assert (outs[0].double() - exact).norm() < 6e-3 * exact.norm()
+        assert torch.equal(*outs), "not deterministic"
+
+
 # --- attention ---
 
 

@@ -83,7 +83,7 @@ def test_steps(shape, dtype, least_programs, pdl, monkeypatch):
     state.position[:-1] = torch.tensor(LENGTHS, device=CUDA).int() - 1
     before = cache_of(1 + len(LENGTHS) * each, heads)
     rows = torch.randperm(len(LENGTHS), device=CUDA).int()
-    qkv = torch.randn(len(rows), (heads.query + 2 * heads.kv) * heads.dim, device=CUDA).to(dtype)
+    qkv = torch.randn(len(rows), heads.width, device=CUDA).to(dtype)
     outcomes = []
     for drafted in (False, True):
         ours, plain = copied(before), copied(before)
@@ -115,7 +115,7 @@ def test_prompts(shape, dtype, pdl, monkeypatch):
     packed = torch.from_numpy(pack([[1] * n for n in lengths], pages, PAGE, sum(lengths))).to(CUDA)
     row = PromptRow.of(packed, sum(lengths), len(lengths), Packing.of(lengths, [None] * len(lengths), CUDA))
     before = cache_of(21, heads)
-    qkv = torch.randn(sum(lengths), (heads.query + 2 * heads.kv) * heads.dim, device=CUDA).to(dtype)
+    qkv = torch.randn(sum(lengths), heads.width, device=CUDA).to(dtype)
     ours, plain = copied(before), copied(before)
     found = attend_prompts(qkv.clone(), ours, row, rope, heads)
     reference.attend_prompts(qkv, plain, row, rope, heads)

@@ -16,6 +16,7 @@ from qerl.kernels.operations import Operations
 from qerl.kernels.prompts import PromptRow
 from qerl.layers.adapters import unwrap
 from qerl.layers.fused_linear import FusedLinear, fuse
+from qerl.layers.narrow_linear import NarrowLinear
 from qerl.layers.packed_linear import PackedLinear
 from qerl.rollout.engine.mlps import projections
 from qerl.rollout.engine.norms import norm_of
@@ -29,7 +30,7 @@ class Tokens(Protocol):
     """The tokens of a pass: one of each slot, or those of prompts."""
 
     def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention [n, Hq * D] of q, k and v [n, (Hq + 2 Hkv) * D], which a block's cache gets."""
+        """Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets."""
         ...
 
     def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
@@ -81,8 +82,6 @@ class Attention:
     kind: str | None
     qkv: FusedLinear
     out: FusedLinear
-    #: Whether each query head has a gate of its results beside its query, as in Qwen3.5.
-    gated: bool
 
     @property
     def linears(self) -> list[FusedLinear]:
@@ -91,14 +90,9 @@ class Attention:
 
     def __call__(self, x: Tensor, tokens: Tokens, cache: Any, ropes: Ropes) -> Tensor:
         """What `out` reads [n, Hq * D], from normalised hidden states x [n, hidden] and the block's cache."""
-        qkv, gate = x.new_empty(len(x), self.qkv.out_features), None
+        qkv = x.new_empty(len(x), self.qkv.out_features)
         self.qkv(x, qkv)
-        if self.gated:
-            heads, dim = self.heads.query, self.heads.dim
-            query, gate = qkv[:, : 2 * heads * dim].unflatten(1, (heads, 2, dim)).unbind(2)
-            qkv = torch.cat([query.flatten(1), qkv[:, 2 * heads * dim :]], 1)
-        attended = tokens.attend(qkv, cache, self.heads, ropes[self.kind])
-        return attended if gate is None else attended.mul_(gate.flatten(1).sigmoid())
+        return tokens.attend(qkv, cache, self.heads, ropes[self.kind])
 
 
 @dataclass(frozen=True)
@@ -119,10 +113,11 @@ class DeltaNet:
         """What `out` reads [n, H * V], from normalised hidden states x [n, hidden] and the net's states."""
         del ropes
         parts: list[Tensor] = []
-        for linear, widths in self.projections:
+        # The narrow product is first: while it runs, the packed one after it copies its first weights.
+        for linear, widths in reversed(self.projections):
             joint = x.new_empty(len(x), linear.out_features)
             linear(x, joint)
-            parts += joint.split(list(widths), 1)
+            parts = [*joint.split(list(widths), 1), *parts]
         return tokens.recur(parts, self.heads, net)
 
 
@@ -133,8 +128,8 @@ def attention_of(
     heads = _heads(attention, config, window)
     layers = projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
     qkv = fuse(layers, dtype, kernels=kernels)
-    gated = qkv.out_features == 2 * (heads.query + heads.kv) * heads.dim
-    return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels), gated)
+    heads = replace(heads, gated=qkv.out_features > heads.width)
+    return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels))
 
 
 def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
@@ -154,7 +149,7 @@ def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
     widths = [heads.channels, heads.parts[2]], [heads.value] * 2
     if any(isinstance(unwrap(layer).base, PackedLinear) for layer in wide + narrow):
         # Layers in several formats have no common kernel, and b and a are too narrow to be packed.
-        products = [(fuse(wide, dtype, kernels=kernels), widths[0]), (fuse(narrow, dtype, kernels=kernels), widths[1])]
+        products = [(fuse(wide, dtype, kernels=kernels), widths[0]), (NarrowLinear(narrow, dtype), widths[1])]
     else:
         products = [(fuse(wide + narrow, dtype, kernels=kernels), widths[0] + widths[1])]
     return DeltaNet(heads, products, fuse([net.out_proj], dtype, kernels=kernels))

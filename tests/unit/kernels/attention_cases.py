@@ -15,6 +15,7 @@ from qerl.kernels.clamped_glu import clamped_glu
 from qerl.kernels.decode_state import IDLE, DecodeState
 from qerl.kernels.geometry import PAGE, Heads, Norm, splits_of
 from qerl.kernels.kv_cache import FP8, KVCache, rounded
+from qerl.kernels.narrow import narrow_product
 from qerl.kernels.norm import add_normed, rms_norm
 from qerl.kernels.packed_sequences import Packing, attend_packed
 from qerl.kernels.prompts import PromptRow, pack
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 #: Sequences of less than a page to so many pages that some splits are of two.
 LENGTHS = [1, 3, 64, 129, 600]
 #: Query heads, KV heads, their size, how much of it rotates, offset of the norms or None, window, and whether they have
-#: sinks.
+#: sinks and gates.
 HEADS = [
     (4, 2, 16, 16, None, None, False),
     (4, 2, 16, 12, None, 8, False),
@@ -33,6 +34,7 @@ HEADS = [
     (2, 1, 16, 12, 1.0, 1000, False),
     (16, 2, 64, 64, None, 8, True),
     (8, 1, 16, 16, None, None, True),
+    (6, 2, 24, 8, 1.0, None, False, True),
 ]
 
 
@@ -47,9 +49,9 @@ def gpu(monkeypatch):
     torch.manual_seed(0)
 
 
-def heads_of(query, kv, dim, rotary, offset, window, has_sinks):
+def heads_of(query, kv, dim, rotary, offset, window, has_sinks, gated=False):
     norms = [None if offset is None else 1 - offset + 0.3 * torch.randn(dim) for _ in range(2)]
-    made = Heads(query, kv, dim, 0.3, *norms, eps=1e-6, norm_offset=offset or 0.0, window=window)
+    made = Heads(query, kv, dim, 0.3, *norms, eps=1e-6, norm_offset=offset or 0.0, window=window, gated=gated)
     if has_sinks:  # far below and far above scores, too
         made = replace(made, sinks=torch.linspace(-200, 20, query)[torch.randperm(query)])
     angle = torch.rand(1024, rotary // 2) * 6
@@ -117,7 +119,7 @@ def test_steps(shape, least_programs, drafted, fp8, monkeypatch):
     state.position[2] = IDLE
     ours, plain = both_caches(1 + len(LENGTHS) * each, heads, order, fp8)
     rows = torch.tensor([3, 2, 0, 4, 1], dtype=torch.int32)
-    qkv = torch.randn(len(rows), (heads.query + 2 * heads.kv) * heads.dim)
+    qkv = torch.randn(len(rows), heads.width)
     found = attention.attend(qkv, ours, state, rows, rope, heads, splits_of(each), drafted)
     expected = reference.attend(qkv, plain, state, rows, rope, heads, splits_of(each), drafted)
     compare(ours, plain, order)
@@ -156,7 +158,7 @@ def test_rows_that_share_pages(heads, fp8, idle, monkeypatch):
         state.position[idle] = IDLE
     ours, plain = both_caches(21, heads, order, fp8)
     rows = torch.arange(len(SHARED), dtype=torch.int32)
-    qkv = torch.randn(len(rows), (heads.query + 2 * heads.kv) * heads.dim)
+    qkv = torch.randn(len(rows), heads.width)
     assert attention._rows_together(heads, len(rows), 8) == 2
     found = attention.attend(qkv, ours, state, rows, rope, heads, 8)
     expected = reference.attend(qkv, plain, state, rows, rope, heads, 8)
@@ -177,7 +179,7 @@ def prompts_of(lengths, pages):
 def test_prompts_are_rotated_and_stored(shape, fp8, monkeypatch):
     (heads, rope), order = heads_of(*shape), kernels_order(*shape[2:4])
     row, (ours, plain) = prompts_of([1, 12], [[2], [1]]), both_caches(3, heads, order, fp8)
-    qkv = torch.randn(13, (heads.query + 2 * heads.kv) * heads.dim)
+    qkv = torch.randn(13, heads.width)
     found = prompt_attention.attend_prompts(qkv.clone(), ours, row, rope, heads)
     expected = reference.attend_prompts(qkv, plain, row, rope, heads)
     compare(ours, plain, order)
@@ -192,10 +194,10 @@ def test_prompts_attend(shape):
     heads, _ = heads_of(*shape)
     lengths = [1, 200]
     row = prompts_of(lengths, [[1], [2, 3, 4, 5]])
-    qkv = torch.randn(sum(lengths), (heads.query + 2 * heads.kv) * heads.dim)
-    query, key, value = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
-    exact = (part.double() for part in (query, key, value))
+    qkv = torch.randn(sum(lengths), heads.width)
+    *exact, gates = (part if part is None else part.double() for part in heads.parts(qkv))
     expected = attend_packed(*exact, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
+    expected = expected if gates is None else expected / (1 + (-gates).exp().flatten(1))
     found = prompt_attention._attend_to_prompts(qkv, row.blocks, heads)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -213,6 +215,16 @@ def test_norms(offset, noisy):
         normed = add_normed(to, x, first, second)
         torch.testing.assert_close(normed, reference.add_normed(expected_to, x, first, second))
         torch.testing.assert_close(to, expected_to)
+
+
+@pytest.mark.parametrize(("rows", "width", "columns", "rank"), [(1, 96, 1536, 32), (70, 20, 700, 5), (129, 33, 640, 0)])
+def test_narrow_products(rows, width, columns, rank):
+    x, weight = torch.randn(rows, columns), torch.randn(width, columns)
+    down, up = torch.randn(rank, columns), torch.randn(width, rank)
+    out = torch.full((rows, width), torch.nan)
+    narrow_product(x, weight, down, up, out)
+    exact = x.double() @ weight.double().T + (x.double() @ down.double().T).float().double() @ up.double().T
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
 
 
 def test_the_gate_of_gpt_oss():

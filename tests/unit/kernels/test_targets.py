@@ -21,6 +21,7 @@ from qerl.kernels import (
     group_many,
     logits,
     mixture,
+    narrow,
     norm,
     norm_training,
     normed_rope,
@@ -61,7 +62,7 @@ GPT_OSS = Heads(64, 8, 64, 0.125, window=128, sinks=zeros(64))
 
 
 #: The heads of Qwen3.5-27B's attention.
-QWEN = Heads(24, 4, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0)
+QWEN = Heads(24, 4, 256, 0.0625, zeros(256), zeros(256), 1e-6, norm_offset=1.0, gated=True)
 
 
 def rope_of(rotary):
@@ -70,7 +71,7 @@ def rope_of(rotary):
 
 def row_of(count, heads, dtype=torch.bfloat16):
     """Queries, keys and values of `count` tokens, and a block's cache."""
-    return zeros(count, (heads.query + 2 * heads.kv) * heads.dim), next(KVCache.empty(1, 9, heads, dtype, CPU).blocks())
+    return zeros(count, heads.width), next(KVCache.empty(1, 9, heads, dtype, CPU).blocks())
 
 
 def products():
@@ -159,6 +160,8 @@ def decode_steps():
     noisy, plain = Norm(zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6, 0.0), Norm(zeros(HIDDEN), None, 1e-6, 1.0)
     norm.rms_norm(zeros(4, HIDDEN), noisy)
     norm.add_normed(zeros(4, HIDDEN), zeros(4, HIDDEN), plain, noisy)
+    for rows in (1, 64):
+        narrow.narrow_product(zeros(rows, 5120), zeros(96, 5120), zeros(32, 5120), zeros(96, 32), zeros(rows, 96))
     clamped_glu.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
     copies.Copies([zeros(8)], [torch.zeros(8)])()
     texts, totals = TextState.empty(64, 64, CPU), DraftTotals.empty(CPU)
