@@ -140,8 +140,8 @@ def _attend(
     whole = tl.arange(0, DIM_BLOCK)
     query = start + tl.arange(0, QUERIES)
     mask = (query < end)[:, None] & (whole < DIM)[None, :]
-    own = qkv + query[:, None] * WIDTH + head * PITCH + whole[None, :]
-    q = tl.load(own, mask, other=0.0)
+    queries = qkv + query[:, None] * WIDTH + head * PITCH + whole[None, :]
+    q = tl.load(queries, mask, other=0.0)
     key = tl.arange(0, KEYS)
     keys = qkv + QUERY * PITCH + head // (QUERY // KV) * DIM
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -171,7 +171,7 @@ def _attend(
     target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
     result = summed / total[:, None]
     if PITCH > DIM:  # the gate behind the query
-        result *= tl.sigmoid(tl.load(own + DIM, mask, other=0.0).to(tl.float32))
+        result *= tl.sigmoid(tl.load(queries + DIM, mask, other=0.0).to(tl.float32))
     tl.store(target, result.to(out.dtype.element_ty), mask)
 
 
