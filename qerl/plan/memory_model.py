@@ -38,6 +38,8 @@ WORKSPACE = 300_000_000
 _OPTIMIZER_BLOCK = 256
 #: Bytes of the tables of an 8-bit optimizer's two codes, which each tensor has.
 _OPTIMIZER_TABLES = 2 * 256 * 4
+#: Numbers of the smallest tensor whose moments an 8-bit optimizer has in 8 bits; those of smaller ones are float32.
+_LEAST_IN_8_BITS = 4096
 
 
 @dataclass(frozen=True)
@@ -225,12 +227,22 @@ def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
 
 
 def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
-    numbers = shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings)
     if settings.optimizer == "adamw":
+        return 2 * 4 * (shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings))
+    linears = [*shape.packable, *shape.dense]
+    if settings.experts and shape.mixture is not None:  # all experts' A are one tensor, and all B
+        stacked = [
+            (shape.mixture.experts * rows, shape.mixture.experts * width) for rows, width in shape.adapted_of_experts
+        ]
+        linears += stacked * shape.layers
+    return sum(_moments_in_8_bits(settings.rank * width) for linear in linears for width in linear)
+
+
+def _moments_in_8_bits(numbers: int) -> int:
+    """Bytes of the two moments of a tensor with so many numbers."""
+    if numbers < _LEAST_IN_8_BITS:
         return 2 * 4 * numbers
-    stacks = len(shape.adapted_of_experts) * shape.layers if settings.experts else 0
-    tensors = 2 * (len((*shape.packable, *shape.dense)) + stacks) if settings.rank else 0
-    return 2 * numbers + 2 * 4 * numbers // _OPTIMIZER_BLOCK + _OPTIMIZER_TABLES * tensors
+    return 2 * numbers + 2 * 4 * -(-numbers // _OPTIMIZER_BLOCK) + _OPTIMIZER_TABLES
 
 
 def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
