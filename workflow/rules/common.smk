@@ -21,13 +21,12 @@ from qerl.settings.models import HubModel, PretrainSettings
 from qerl.host.gpu_lease import devices
 from qerl.data.hub_lock import check_pinned
 from qerl.plan import check_engines, fitting
-from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
-from qerl.plan.files import figure_category, printed_files, table_category
+from qerl.plan.files import FINISHED, PLANNED, PUBLISHED, figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
 from qerl.plan.machines import check_machines, launcher, resources_of_machines
 from qerl.plan.origins import Origins
 from qerl.plan.stored import store
-from qerl.plan.workflow import models_of, one_of, with_signature, workflow_plan
+from qerl.plan.workflow import check_interpreter, models_of, one_of, with_signature, workflow_plan
 from qerl.results import paths
 
 
@@ -45,6 +44,7 @@ def refuse_what_cannot_run() -> None:
         check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
         environments = workflow.deployment_settings.deployment_method
         if not environments:  # else jobs have environments of their own
+            check_interpreter()
             check_engines(PLAN)
         if workflow.local_exec:
             check_machines(PLAN)
