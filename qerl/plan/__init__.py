@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qerl.plan.checks import check_engines, check_inputs
+from qerl.plan.checks import check_engines, check_inputs, check_interpreter
 from qerl.plan.experiments import nested
 from qerl.plan.make import fitting, plan, plan_from
 from qerl.plan.sheets import Checkpoint, Plan, PlannedEvaluation, PlannedRun
@@ -14,6 +14,7 @@ __all__ = [
     "PlannedRun",
     "check_engines",
     "check_inputs",
+    "check_interpreter",
     "fitting",
     "nested",
     "plan",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.context import check_room, usable_length
@@ -139,6 +143,20 @@ def _check_test_splits(plan_: Plan) -> None:
             raise ConfigError(
                 f"evaluation.tasks: {name} has no test split, since its origin.test_fraction is 0; raise it"
             )
+
+
+def check_interpreter() -> None:
+    """Raise ValueError if the `python` that rules run can't import this package and what it needs."""
+    python = shutil.which("python")
+    if python is not None:
+        if Path(python).parent == Path(sys.executable).parent:
+            return
+        if not subprocess.run([python, "-c", "import qerl.cli.commands"], capture_output=True).returncode:
+            return
+    refused = "no python is on the PATH" if python is None else f"the PATH's first, {python}, can't import qerl"
+    activate = Path(sys.executable).with_name("activate")
+    how = f" (source {activate})" if activate.is_file() else ""
+    raise ValueError(f"rules run `python`, and {refused}: activate the environment of Snakemake first{how}")
 
 
 def check_engines(plan_: Plan) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -17,20 +14,6 @@ from qerl.provenance.files import check_clock
 from qerl.settings.reading import read_yaml
 
 Asked = TypeVar("Asked", bound=Callable[..., Any])
-
-
-def check_interpreter() -> None:
-    """Raise ValueError if the `python` that rules run can't import this package and what it needs."""
-    python = shutil.which("python")
-    if python is not None:
-        if Path(python).parent == Path(sys.executable).parent:
-            return
-        if not subprocess.run([python, "-c", "import qerl.cli.commands"], capture_output=True).returncode:
-            return
-    refused = "no python is on the PATH" if python is None else f"the PATH's first, {python}, can't import qerl"
-    activate = Path(sys.executable).with_name("activate")
-    how = f" (source {activate})" if activate.is_file() else ""
-    raise ValueError(f"rules run `python`, and {refused}: activate the environment of Snakemake first{how}")
 
 
 def with_signature(function: Asked) -> Asked:

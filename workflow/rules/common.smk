@@ -11,8 +11,7 @@ gc.disable()
 BASE = Path(workflow.current_basedir).resolve()
 ROOT = next(folder for folder in (BASE, *BASE.parents) if (folder / "qerl").is_dir())
 sys.path.insert(0, str(ROOT))
-# Jobs load it too, from whatever directory.
-OTHERS = filter(None, [os.environ.get("PYTHONPATH")])
+OTHERS = filter(None, [os.environ.get("PYTHONPATH")])  # jobs load it, too
 os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]))
 
 from snakemake.exceptions import WorkflowError
@@ -20,13 +19,14 @@ from snakemake.exceptions import WorkflowError
 from qerl.settings.models import HubModel, PretrainSettings
 from qerl.host.gpu_lease import devices
 from qerl.data.hub_lock import check_pinned
-from qerl.plan import check_engines, fitting
-from qerl.plan.files import FINISHED, PLANNED, PUBLISHED, figure_category, printed_files, table_category
+from qerl.plan import check_engines, check_interpreter, fitting
+from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
+from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
 from qerl.plan.machines import check_machines, launcher, resources_of_machines
 from qerl.plan.origins import Origins
 from qerl.plan.stored import store
-from qerl.plan.workflow import check_interpreter, models_of, one_of, with_signature, workflow_plan
+from qerl.plan.workflow import models_of, one_of, with_signature, workflow_plan
 from qerl.results import paths
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.plan.workflow import check_interpreter
+from qerl.plan import check_interpreter
 
 
 def interpreter(folder: Path, command: str) -> str:
