@@ -87,8 +87,7 @@ def products():
 def mixtures():
     """Qwen3-30B-A3B's numbers of experts, with narrow ones, and all sizes of blocks; columns that end within one.
 
-    Dense weights, adapters, which are dense too, and biases have the same tiles: the smallest and the largest suffice,
-    but for nightly runs.
+    Dense weights, and adapters, which are dense too, have the same tiles: the smallest and the largest suffice.
     """
     words = layout.pack([quantize(torch.randn(256, 256), "nvfp4")])
     ones = torch.ones(256)
@@ -102,7 +101,7 @@ def mixtures():
         groups = mixture.group(torch.zeros(tokens, 8, dtype=torch.int32), 128)
         x, pairs = zeros(tokens, 256), 8 * tokens
         ends = NIGHTLY or tokens in (128, 1025)
-        for operands in (packed, biased, dense_weights) if ends else (packed,):
+        for operands in (packed, biased, dense_weights) if ends else (packed, biased):
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
             grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
