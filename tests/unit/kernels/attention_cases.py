@@ -144,12 +144,14 @@ SHARED = [
 
 @pytest.mark.parametrize("idle", [None, 1])
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("heads", [(4, 1), (14, 2), (10, 2)], ids=str)
-def test_rows_that_share_pages(heads, fp8, idle, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "gated"), [((4, 1), False), ((14, 2), False), ((10, 2), False), ((6, 1), True)], ids=str
+)
+def test_rows_that_share_pages(heads, gated, fp8, idle, monkeypatch):
     """Two rows to a program. That bits equal those of each row alone is a case of `tests/gpu`."""
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 0)
     monkeypatch.setattr(attention, "_LEAST_SHARED_PROGRAMS", 1e-3)
-    (heads, rope), order = heads_of(*heads, 32, 24, None, None, False), kernels_order(32, 24)
+    (heads, rope), order = heads_of(*heads, 32, 24, None, None, False, gated), kernels_order(32, 24)
     state = DecodeState.empty(len(SHARED), 1, max(len(pages) for _, pages in SHARED), CPU)
     for slot, (length, pages) in enumerate(SHARED):
         state.position[slot] = length - 1
