@@ -9,6 +9,9 @@ from typing import ClassVar, Literal
 from qerl.jobs.base import Job, Lock, Part
 from qerl.settings.rollout import Kernels
 
+#: The most tokens of each sequence that the warm-up of a decode point decodes.
+WARM_UP = 256
+
 
 def enough_runs(seconds: Sequence[float]) -> bool:
     """Whether a decode point has enough timed runs, by their seconds.

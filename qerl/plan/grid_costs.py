@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from qerl.checkpoints.published import shape_of
 from qerl.jobs.shapes import (
+    WARM_UP,
     DecodeJob,
     Decoding,
     GrpoStepJob,
@@ -84,11 +85,13 @@ class GridCosts:
     def _point(self, work: Decoding, sequences: int) -> Hours:
         """The hours of a decode point: a warm-up and repeats, beside each of which the prompts are timed alone."""
         policy = (with_kernels(work.engine, work.kernels), work.size, _weights(work), work.rank)
-        step = self._price(Timed(f"decode {policy[0]}", *policy[1:], sequences), work.tokens, grows=False)
+        decoded = Timed(f"decode {policy[0]}", *policy[1:], sequences)
+        step = self._price(decoded, work.tokens, grows=False)
         prompts = self._price(Timed(f"prefill {policy[0]}", *policy[1:], sequences * work.prompt))
         taken = 3600 * (step.measured + step.estimated + prompts.measured + prompts.estimated)
         repeats = next(count for count in itertools.count(1) if enough_runs([taken] * count))
-        return total([step, prompts] * (1 + repeats) + [prompts] * repeats)
+        warm_up = self._price(decoded, min(work.tokens, WARM_UP), grows=False)
+        return total([warm_up, prompts] + [step, prompts, prompts] * repeats)
 
     def _price(self, piece: Timed, times: int = 1, grows: bool = True) -> Hours:
         """The hours of a piece of work that is done so many times.

@@ -28,7 +28,11 @@ def measure(policy: Policy, sequences: int, prompt: int, tokens: int, kernels: K
     sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=kernels), sequences)
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
-        groups = sampler.generate(prompts, SamplingParams(max_tokens=count, seed=seed, ignore_eos=True))
+        # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
+        shorter = 1 < count <= tokens
+        lengths = ((count,),) * len(prompts) if shorter else None
+        room = tokens + 1 if shorter else count
+        groups = sampler.generate(prompts, SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True))
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
     timing = timed(draw, sequences, prompt, tokens, policy.lm.config.vocab_size)

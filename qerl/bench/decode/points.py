@@ -19,7 +19,7 @@ from qerl.bench.ceilings import ceilings, gpu_state
 from qerl.checkpoints.published import prompt_ids
 from qerl.host.profiling import free_memory, reset_peak_memory, seconds
 from qerl.host.progress import log, track
-from qerl.jobs.shapes import Decoding, enough_runs
+from qerl.jobs.shapes import WARM_UP, Decoding, enough_runs
 from qerl.policy.policy import choose_device
 from qerl.provenance.files import check_writable
 from qerl.provenance.stamp import machine
@@ -178,8 +178,8 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
 
 
 def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int) -> Timing:
-    """Time decoding, after subtracting the median time of the prompts alone, whose ids a `vocabulary` of so many tokens
-    has.
+    """Time decoding after a warm-up of at most `WARM_UP` tokens. The median time of the prompts alone, whose ids a
+    `vocabulary` of so many tokens has, is subtracted.
     """
 
     def taken(count: int, round_: int) -> float:
@@ -191,7 +191,7 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int)
             raise RuntimeError(f"{drawn} tokens were drawn instead of {sequences * count}: their time says nothing")
         return elapsed.value
 
-    taken(tokens + 1, 0)
+    taken(min(tokens, WARM_UP) + 1, 0)
     # Alternately, so that a busy CPU, which launches the prompts, slows both kinds of samples alike.
     both: list[tuple[float, float]] = []
     while not enough_runs([whole for _, whole in both]):

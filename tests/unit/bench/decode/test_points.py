@@ -24,6 +24,7 @@ from qerl.report import grid_tables
 from qerl.results import speed_readers
 from qerl.results.schema import speed
 from qerl.results.schema.speed import GpuState
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
 
@@ -351,6 +352,21 @@ def test_a_long_run_is_timed_once(clock):
     """By that clock, 33 tokens take 10 s, the first one with the prompts."""
     assert decode_points.timed(clock, 6, 10, 32, 100).samples == [24.0]
     assert decode_points.timed(clock, 6, 10, 31, 100).samples == [24.0] * 3
+
+
+def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(clock, tmp_path, monkeypatch):
+    """The engine captures its graphs by the tokens that there is room for, so that no timed run captures any."""
+    asked, generate = [], EngineSampler.generate
+
+    def seen(self, prompts, params):
+        asked.append((params.max_tokens, params.lengths))
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(EngineSampler, "generate", seen)
+    monkeypatch.setattr(decode_points, "WARM_UP", 3)
+    measure(decode, tmp_path / "out.json", [2])
+    whole = SETTINGS["tokens"] + 1
+    assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
 
 
 def test_work_that_was_not_done_is_not_timed(clock):
