@@ -10,8 +10,8 @@ from qerl.plan.cost_model import SPEEDS
 from qerl.results.speed_readers import load_points, load_steps
 
 ROOT = Path(__file__).parents[1]
-#: Those of an H100 would price its rollouts by one sequence, because no others of Qwen2.5 are measured there.
-MACHINE, POINTS = "h200", ROOT / "results/reference/h200/shapes"
+#: The folders of points by machine.
+POINTS = {machine: ROOT / "results/reference" / machine / "shapes" for machine in ("h100", "h200")}
 #: The miniature's table of the default run, which measures rollouts alone.
 CPU = ROOT / "results/reference/cpu/tables/throughput.csv"
 KEY = ["machine", "model", "weights", "method", "rank", "engine", "sequences", "tokens", "gradient_checkpointing"]
@@ -25,11 +25,11 @@ def table() -> pd.DataFrame:
 
 
 def _decoded() -> Iterator[dict[str, Any]]:
-    for file in sorted(POINTS.glob("decode-*.json")):
+    for machine, file in _files("decode"):
         for row in load_points([file]).to_dict("records"):
             if row["engine"] in ("native", "vllm") and row["samples"]:
                 yield {
-                    **_identity(row, file, row["engine"], int(row["sequences"]), ""),
+                    **_identity(row, machine, file, row["engine"], int(row["sequences"]), ""),
                     "phase": "rollout",
                     "tokens": row["prompt"] + row["tokens"],
                     RATES[0]: round(row["tokens_per_second"]),
@@ -39,13 +39,13 @@ def _decoded() -> Iterator[dict[str, Any]]:
 
 def _updates() -> Iterator[dict[str, Any]]:
     """Updates of steps without a cap of memory, in which every group teaches: completions' tokens over seconds."""
-    for file in sorted(POINTS.glob("step-*.json")):
+    for machine, file in _files("step"):
         [row] = load_steps([file]).to_dict("records")
         if row["samples"] and not row["cap"] and not row["equal_groups"] and not row["median"]:
             engine = "native" if row["system"].startswith("qerl") else "trl"
             completions = row["prompts"] * row["group_size"]
             yield {
-                **_identity(row, file, engine, completions, row["recompute"]),
+                **_identity(row, machine, file, engine, completions, row["recompute"]),
                 "phase": "update",
                 "tokens": row["prompt"] + row["tokens"],
                 RATES[0]: "",
@@ -53,9 +53,17 @@ def _updates() -> Iterator[dict[str, Any]]:
             }
 
 
-def _identity(row: dict[str, Any], file: Path, engine: str, sequences: int, checkpointing: str) -> dict[str, Any]:
+def _files(bench: str) -> Iterator[tuple[str, Path]]:
+    for machine, folder in POINTS.items():
+        for file in sorted(folder.glob(f"{bench}-*.json")):
+            yield machine, file
+
+
+def _identity(
+    row: dict[str, Any], machine: str, file: Path, engine: str, sequences: int, checkpointing: str
+) -> dict[str, Any]:
     return {
-        "machine": MACHINE,
+        "machine": machine,
         "model": f"qwen2.5-{row['size'].lower()}",
         "weights": row["weights"],
         "method": "lora" if row["rank"] else "none",

@@ -28,6 +28,8 @@ UNMEASURED = "unmeasured"
 
 #: Dense bf16 FLOP/s of one device, by its data sheet.
 PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
+#: A device with the same processor and slower memory, by the one whose hours its speeds bound from above, too.
+SLOWER = {"h200": "h100"}
 #: Bytes of a device's memory, as PyTorch reports them.
 MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
 #: The share of this peak that estimates assume for an update, where no LoRA update of the system was measured.
@@ -41,12 +43,13 @@ System = Literal["qerl", "trl"]
 Recompute = Literal["true", "false", "auto"]
 ASSUMED = (
     "Rollouts run at the engine's measured rate of the model of the nearest size, with the largest batch that isn't "
-    "larger and a rank that isn't smaller. Time per token grows with the parameters, but doesn't shrink for smaller "
-    "models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to 40 % too "
-    "long, where both have the same lengths, and 22 % too short for 14B in NVFP4 at 256 sequences, whose points "
-    "precede faster kernels. "
+    "larger and the nearest rank, one that isn't smaller if there is any. Time per token grows with the parameters, "
+    "but doesn't shrink for smaller models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to "
+    "40 % too long, where both have the same lengths, and 22 % too short for 14B in NVFP4 at 256 sequences, whose "
+    "points precede faster kernels. "
     f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
-    "LoRA's run at the lowest share of the device's bf16 peak at which one of the same system was measured, others at "
+    "LoRA's run at the lowest share of the device's bf16 peak at which those of the nearest size and the same system "
+    "were measured, with the largest batch that isn't larger; others run at "
     f"{UTILIZATION:.0%}. The operations count a gradient of every weight, which LoRA doesn't compute."
 )
 
@@ -118,7 +121,10 @@ class Speed:
 
 
 class Costs:
-    """The speeds of one machine and system. TRL trains no NVFP4 and no MXFP4, so its updates of these are NF4's."""
+    """The speeds of one machine and system, and those of a slower one. The machine's own count where both are as near.
+
+    TRL trains no NVFP4 and no MXFP4, so its updates of these are NF4's.
+    """
 
     def __init__(self, machine: str, system: System = "qerl") -> None:
         self._system = system
@@ -126,7 +132,7 @@ class Costs:
         known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
         if machine not in known:
             raise ConfigError(f"there are no speeds of the machine {machine!r}; use one of {', '.join(known)}")
-        rows = [row for row in measured if row["machine"] == machine]
+        rows = [row for name in (machine, SLOWER.get(machine)) for row in measured if row["machine"] == name]
         self._rollouts, self._updates = (
             [_speed(row, phase) for row in rows if row[f"{phase}_tokens_per_second"]] for phase in ("rollout", "update")
         )
@@ -166,35 +172,46 @@ class Costs:
 
     def _rollout_rate(self, work: PlannedWork) -> float:
         work = self._sampled(work)
-        speeds = [
-            s
-            for s in self._rollouts
-            if s.engine == work.engine and s.sequences <= work.sequences and s.model in self._parameters
-        ]
-        speeds = [s for s in speeds if s.rank >= work.rank] or speeds
+        speeds = [s for s in self._rollouts if s.engine == work.engine and s.sequences <= work.sequences]
         same = [s for s in speeds if s.weights == work.weights]
-        alike = same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)]
-        size = self._parameters.get(work.model)
-        if not alike or size is None:
+        alike = self._of_nearest_size(work, same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)])
+        if not alike:
             return math.nan
-        distances = {s.model: abs(math.log(self._parameters[s.model] / size)) for s in alike}
-        nearest = min(distances, key=distances.__getitem__)
-        of_nearest = (s for s in alike if s.model == nearest)
-        chosen = min(of_nearest, key=lambda speed: (-speed.sequences, speed.rank, -speed.tokens))
-        return chosen.rate * min(1.0, self._parameters[nearest] / size)
+        order = {s: (-s.sequences, s.rank < work.rank, abs(s.rank - work.rank), -s.tokens) for s in alike}
+        chosen = min(order, key=order.__getitem__)
+        return chosen.rate * min(1.0, self._parameters[chosen.model] / self._parameters[work.model])
 
     def _update_rate(self, work: PlannedWork) -> float:
         operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
         return self._utilization(work) * self._peak / operations
 
     def _utilization(self, work: PlannedWork) -> float:
-        """The share of the peak that an update of this training reaches at least, by the measured ones."""
+        """The lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
+        alike = [
+            speed
+            for speed in self._updates
+            if (speed.engine, speed.method) == (work.engine, work.method)
+            and speed.gradient_checkpointing != "auto"
+            and speed.sequences <= work.sequences
+        ]
+        largest = {
+            (speed.weights, speed.gradient_checkpointing): speed
+            for speed in sorted(self._of_nearest_size(work, alike), key=lambda speed: speed.sequences)
+        }
         shares = (
             speed.rate * _operations(speed.gradient_checkpointing) * self._parameters[speed.model] / self._peak
-            for speed in self._updates
-            if (speed.engine, speed.method) == (work.engine, work.method) and speed.gradient_checkpointing != "auto"
+            for speed in largest.values()
         )
         return min(shares, default=UTILIZATION)
+
+    def _of_nearest_size(self, work: PlannedWork, speeds: Iterable[Speed]) -> list[Speed]:
+        """Those speeds whose model has a size next to the work's; none if its size isn't known."""
+        size = self._parameters.get(work.model)
+        known = [speed for speed in speeds if speed.model in self._parameters]
+        if size is None or not known:
+            return []
+        nearest = min({s.model for s in known}, key=lambda name: (abs(math.log(self._parameters[name] / size)), name))
+        return [speed for speed in known if speed.model == nearest]
 
 
 def _operations(gradient_checkpointing: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.plan import Plan, PlannedEvaluation, PlannedRun
-from qerl.plan.cost_model import ASSUMED, Costs, PlannedWork, problem_counts, total
+from qerl.plan.cost_model import ASSUMED, SLOWER, Costs, PlannedWork, problem_counts, total
 from qerl.plan.run_table import disk_total, engine_of, omitted, run_work, sharded
 from qerl.report.paper import fits, identity
 from qerl.results.names import variant, weights_name
@@ -208,13 +208,18 @@ def _names(plan: Plan, need: Need) -> str:
     return ", ".join(f"`{name}`" for name in [*experiments, *benches]) or "nothing to run"
 
 
+def _of_slower(machine: str) -> str:
+    slower = SLOWER.get(machine)
+    return f". Some are of an {slower.upper()}, which is slower" if slower else ""
+
+
 def page(plan: Plan, machine: str) -> str:
     """The costs by table as Markdown, with an explanation of the numbers."""
     lines = [
         f"# GPU-hours of {plan.config.name}, by table and figure",
         f"`qerl plan CONFIG --by table` prints this page. Hours are of one {machine.upper()}, and every "
         "completion counts at its longest. Numbers without a mark follow from measured "
-        "speeds (results/reference/speeds.csv) and so are upper limits. Numbers after ~ are "
+        "speeds (results/reference/speeds.csv) and so are upper limits" + _of_slower(machine) + ". Numbers after ~ are "
         "estimates, where no speed was measured. Time to start, "
         "load, compile and quantize is not counted. Work that several tables share is counted in the row of each.",
         "The last column prices the same runs and evaluations with rollouts by vLLM and updates by TRL. TRL trains "

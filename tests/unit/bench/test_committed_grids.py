@@ -34,7 +34,9 @@ def test_the_committed_grid_takes_four_hours():
     assert 3 < whole.measured + whole.estimated <= 4
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("families", ["H100"]), ("cards", ["H200"]), ("shapes", ["H200", "H100"])])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("families", ["H200", "H100"]), ("cards", ["H200"]), ("shapes", ["H200", "H100"])]
+)
 def test_the_committed_points_are_of_these_gpus(name, gpus):
     files = measured_files(committed_grid(name), Path("work"))
     labels = [json.loads(file.read_text())["provenance"]["machine"]["label"] for file in files]
