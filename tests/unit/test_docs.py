@@ -12,15 +12,16 @@ import pandas as pd
 import pytest
 import yaml
 
+from qerl.plan.shapes import committed_files
 from qerl.report import grid
 from qerl.report.mixes import mix_table
 from qerl.report.portable import portable_table
 from qerl.results.speed_readers import load_mixes
 
 ROOT = Path(__file__).parents[2]
-SHAPES, CARDS, OF_H100, FAMILIES = (
-    ROOT / "results/reference" / name for name in ("h200/shapes", "h200/cards", "h100/shapes", "h100/families")
-)
+SHAPES, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/shapes", "h200/cards", "h100/shapes"))
+#: The folders of config/families.yaml, in its order.
+FAMILIES = [ROOT / "results/reference" / name for name in ("h200/families", "h100/families")]
 #: Most words of a sentence.
 WORDS = 30
 
@@ -76,14 +77,14 @@ def test_ratios_of_other_families_in_the_readme_are_those_of_the_workflow(size, 
 
 def family_ratios(size, key, counts):
     """Ratios to vLLM's speed as the README has them."""
-    points = grid.load_points(sorted(FAMILIES.glob("decode-*.json")))
+    points = grid.load_points([file for file in committed_files(FAMILIES) if file.name.startswith("decode-")])
     ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
     return [f"{ratios.loc[key, count]:.2f}" for count in counts]
 
 
 def test_ratios_of_packed_delta_nets_in_the_readme_are_those_of_the_workflow():
     text = " ".join((ROOT / "README.md").read_text().split())
-    [found] = re.findall(r"the latter are ([\d.]+, [\d.]+ and [\d.]+) at 1, 8 and 32", text)
+    [found] = re.findall(r"those of Qwen3.5-27B are ([\d.]+, [\d.]+ and [\d.]+) at 1, 8 and 32", text)
     assert re.findall(r"\d\.\d+", found) == family_ratios(
         "qwen3.5-27b", ("nvfp4-delta-nets", "NVFP4-DELTA-NETS"), ("1", "8", "32")
     )
