@@ -151,14 +151,18 @@ class Costs:
     def update(self, work: PlannedWork) -> Hours:
         """Hours of the updates."""
         work = self._updated(work)
-        speed = _nearest(work, [s for s in self._updates if s.gradient_checkpointing == work.gradient_checkpointing])
+        alike = (work.method, work.gradient_checkpointing)
+        speed = _nearest(work, [s for s in self._updates if (s.method, s.gradient_checkpointing) == alike])
         if speed is not None:
             return Hours(measured=_hours(work.trained, speed.rate))
         return Hours(estimated=_hours(work.trained, self._update_rate(work)))
 
     def measured_rollout(self, work: PlannedWork) -> Speed | None:
-        """The measured speed that gives the hours of rollouts, or None."""
-        return _nearest(self._sampled(work), self._rollouts)
+        """The measured speed that gives the hours of rollouts, or None.
+
+        An adapter slows rollouts, so that speeds with one bound the hours of work without, too.
+        """
+        return _nearest(self._sampled(work), [s for s in self._rollouts if s.method == "lora" or work.method != "lora"])
 
     def _sampled(self, work: PlannedWork) -> PlannedWork:
         """The work by the engine that draws its completions."""
@@ -219,7 +223,7 @@ def _operations(gradient_checkpointing: str) -> int:
 
 
 def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
-    """The measured speed of this model, weights, training and engine with the largest fitting batch and nearest rank.
+    """The measured speed of this model, weights and engine with the largest fitting batch and nearest rank.
 
     No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits. The
     batch counts first, because rates of batches differ by factors, and those of ranks by percents. Of speeds that
@@ -228,8 +232,7 @@ def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
     same = [
         speed
         for speed in speeds
-        if (speed.model, speed.weights, speed.method, speed.engine)
-        == (work.model, work.weights, work.method, work.engine)
+        if (speed.model, speed.weights, speed.engine) == (work.model, work.weights, work.engine)
         and speed.sequences <= work.sequences
     ]
     return min(same, key=lambda speed: (-speed.sequences, abs(speed.rank - work.rank), -speed.tokens), default=None)

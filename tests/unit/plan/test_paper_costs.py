@@ -230,6 +230,19 @@ def test_speeds_of_a_slower_gpu_bound_the_hours_where_a_gpu_has_none_as_near(mon
     assert rates == {"h100": [300, 1000], "h200": [400, 1000]}
 
 
+def test_rollouts_with_an_adapter_bound_those_without_one(monkeypatch, tmp_path):
+    row = {**h200(), "model": "qwen2.5-7b", "weights": "bf16", "engine": "native", "sequences": "8", "rank": "0"}
+    row |= {"gradient_checkpointing": "", "update_tokens_per_second": "", "source": "here", "tokens": "384"}
+    rates = {"lora": "300", "none": "400"}
+    for known in (["lora"], ["none"]):
+        write(monkeypatch, tmp_path, [row | {"method": m, "rollout_tokens_per_second": rates[m]} for m in known])
+        speeds = [
+            Costs("h200").measured_rollout(work(weights="bf16", method=m, rank=0)) for m in ("full", "none", "lora")
+        ]
+        rate = float(rates[known[0]])
+        assert [speed and speed.rate for speed in speeds] == [rate, rate, rate if known == ["lora"] else None]
+
+
 def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path, papers):
     row = {**h200(), "model": "qwen2.5-7b", "weights": "nvfp4", "sequences": "8", "rollout_tokens_per_second": ""}
     row |= {"update_tokens_per_second": "20000", "gradient_checkpointing": "false", "source": "here"}
