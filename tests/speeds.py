@@ -1,17 +1,18 @@
 """The speeds by which plans are priced, from committed measurements. `python -m tests.speeds` writes the file."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.plan.cost_model import SPEEDS
 from qerl.results.speed_readers import load_points, load_steps
 
 ROOT = Path(__file__).parents[1]
-#: The folders of points by machine.
-POINTS = {machine: ROOT / "results/reference" / machine / "shapes" for machine in ("h100", "h200")}
+MACHINES, FOLDERS = ("h100", "h200"), ("shapes", "families")
 #: The miniature's table of the default run, which measures rollouts alone.
 CPU = ROOT / "results/reference/cpu/tables/throughput.csv"
 KEY = ["machine", "model", "weights", "method", "rank", "engine", "sequences", "tokens", "gradient_checkpointing"]
@@ -54,9 +55,11 @@ def _updates() -> Iterator[dict[str, Any]]:
 
 
 def _files(bench: str) -> Iterator[tuple[str, Path]]:
-    for machine, folder in POINTS.items():
-        for file in sorted(folder.glob(f"{bench}-*.json")):
-            yield machine, file
+    """The files of Qwen2.5's sizes, with their machines."""
+    for machine, folder in product(MACHINES, FOLDERS):
+        for file in sorted((ROOT / "results/reference" / machine / folder).glob(f"{bench}-*.json")):
+            if set(file.name.split("-")) & set(ARCHITECTURES):
+                yield machine, file
 
 
 def _identity(

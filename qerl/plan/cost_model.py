@@ -36,6 +36,8 @@ MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
 UTILIZATION = 0.4
 #: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
 FLOPS, FLOPS_CHECKPOINTING = 6, 8
+#: The least share of a rollout's batch that the batch of a speed has by which it is priced.
+SMALLEST_BATCH = 1 / 8
 #: Formats without measured rollouts, and the format whose rates replace them, because both use the same kernels.
 STAND_IN = {"mxfp4": "nvfp4"}
 #: Who does the work: this project, with the engine of the settings, or TRL with vLLM.
@@ -162,7 +164,8 @@ class Costs:
 
         An adapter slows rollouts, so that speeds with one bound the hours of work without, too.
         """
-        return _nearest(self._sampled(work), [s for s in self._rollouts if s.method == "lora" or work.method != "lora"])
+        speeds = [s for s in self._rollouts if s.method == "lora" or work.method != "lora"]
+        return _nearest(self._sampled(work), [s for s in speeds if _like_batch(s, work)])
 
     def _sampled(self, work: PlannedWork) -> PlannedWork:
         """The work by the engine that draws its completions."""
@@ -176,7 +179,7 @@ class Costs:
 
     def _rollout_rate(self, work: PlannedWork) -> float:
         work = self._sampled(work)
-        speeds = [s for s in self._rollouts if s.engine == work.engine and s.sequences <= work.sequences]
+        speeds = [s for s in self._rollouts if s.engine == work.engine and _like_batch(s, work)]
         same = [s for s in speeds if s.weights == work.weights]
         alike = self._of_nearest_size(work, same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)])
         if not alike:
@@ -220,6 +223,11 @@ class Costs:
 
 def _operations(gradient_checkpointing: str) -> int:
     return FLOPS if gradient_checkpointing == "false" else FLOPS_CHECKPOINTING
+
+
+def _like_batch(speed: Speed, work: PlannedWork) -> bool:
+    """Whether a rollout's batch isn't larger than the work's, and not so much smaller that hours would say nothing."""
+    return work.sequences * SMALLEST_BATCH <= speed.sequences <= work.sequences
 
 
 def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
