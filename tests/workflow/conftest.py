@@ -33,11 +33,10 @@ class Tree:
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
-    def snakemake(self, *arguments: str, check: bool = True, fresh: bool = False) -> subprocess.CompletedProcess:
-        """Snakemake in a fork. Its jobs are forks too (`tests.job_forks`), or with `fresh` new processes."""
+    def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        """Snakemake in a fork. Its jobs are forks too (`tests.job_forks`)."""
         environment = self.environment
-        if not fresh:
-            environment["PATH"] = f"{commands()}{os.pathsep}{environment['PATH']}"
+        environment["PATH"] = f"{commands()}{os.pathsep}{environment['PATH']}"
         run = call(partial(self._main, [*CORES, *arguments]), self.folder, environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run

@@ -71,7 +71,7 @@ def finished(tmp_path_factory):
     for name, text in {"own_data": DATA, "own_reward": REWARD, "own_lengths": LENGTHS}.items():
         (tree.folder / f"{name}.py").write_text(text)
     (tree.folder / "dag.yaml").write_text(yaml.safe_dump(configuration(tree)))
-    tree.snakemake(*CONFIG, fresh=True)
+    tree.snakemake(*CONFIG)
     return tree
 
 
