@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from qerl.report.pages import NOT_RUN
+from qerl.report.ratios import DIFFERENT_MACHINES
 from qerl.report.tables import write_table
 from qerl.results.names import decode_name, step_name
 
 #: The rank of rows for which the paper states none.
 RANK = 16
+OF_ANOTHER = "of another machine than BF16's"
 _CAPTION = (
-    "Measurements that the paper's tables and figures lack here. `qerl grid` lists the jobs that make these files; a "
-    "file without one was dropped from config/shapes.yaml, and docs/results/h200.md says why"
+    "Measurements that the paper's tables and figures lack here, and those that have no ratio to BF16's. `qerl grid` "
+    "lists the jobs that make these files; a file without one was dropped from config/shapes.yaml, and "
+    "docs/results/h200.md says why"
 )
 
 
 def missing_rollouts(frame: pd.DataFrame, engine: str, sequences: int) -> list[dict[str, Any]]:
     """The decode files and numbers of sequences that rows of `paper.beside` lack, a batch of one being `sequences`."""
     rows = []
-    for cell in _lacking(frame, "rollout_rate"):
+    for cell, why in _lacking(frame, "rollout_rate", "rollout_speedup"):
         rank = RANK if pd.isna(cell["rank"]) else int(cell["rank"])
         file = decode_name(engine, _size(cell), cell["weights"], rank, 256, 2048)
-        rows.append({"file": file, "sequences": sequences * int(_settings(cell)["bs"]), "of": cell["table"]})
+        rows.append(
+            {"file": file, "why": why, "sequences": sequences * int(_settings(cell)["bs"]), "of": cell["table"]}
+        )
     return rows
 
 
@@ -35,21 +40,21 @@ def missing_steps(frame: pd.DataFrame, system: str, group: int) -> list[dict[str
     group of one, of completions of one prompt.
     """
     rows = []
-    for cell in _lacking(frame, "step_seconds"):
+    for cell, why in _lacking(frame, "step_seconds", "step_speedup"):
         batch, recompute = _settings(cell)["bs"], _settings(cell).get("gc", "on")
         work = f"1x{batch}" if group == 1 else f"{batch}x{group}"
         variant = "recompute" if recompute == "on" else "no-recompute"
         file = step_name(system, _size(cell), cell["weights"], RANK, f"{work}-256x2048", variant)
-        rows.append({"file": file, "sequences": int(batch) * group, "of": cell["table"]})
+        rows.append({"file": file, "why": why, "sequences": int(batch) * group, "of": cell["table"]})
     return rows
 
 
 def write_missing(rows: Iterable[dict[str, Any]], out: Path) -> None:
-    """Write the table paper-missing with a row per file, or none if nothing is missing."""
+    """Write the table paper-missing with a row per file and reason, or none if nothing is missing."""
     frame = pd.DataFrame(rows)
     if frame.empty:
         return
-    joined = frame.groupby("file", sort=False).agg(
+    joined = frame.groupby(["file", "why"], sort=False).agg(
         sequences=("sequences", lambda counts: ", ".join(map(str, sorted(set(counts))))),
         of=("of", lambda names: ", ".join(sorted(set(names)))),
     )
@@ -57,8 +62,13 @@ def write_missing(rows: Iterable[dict[str, Any]], out: Path) -> None:
     write_table(table, out / "paper-missing", f"{_CAPTION}.", table)
 
 
-def _lacking(frame: pd.DataFrame, metric: str) -> list[dict[Any, Any]]:
-    return [c for c in frame.to_dict("records") if c["metric"] == metric and c["status"].startswith(NOT_RUN)]
+def _lacking(frame: pd.DataFrame, measured: str, ratio: str) -> Iterator[tuple[dict[Any, Any], str]]:
+    """The cells without a measurement, and those without a ratio to BF16's because it is of another machine."""
+    for cell in frame.to_dict("records"):
+        if cell["metric"] == measured and cell["status"].startswith(NOT_RUN):
+            yield cell, NOT_RUN
+        elif (cell["metric"], cell["status"]) == (ratio, DIFFERENT_MACHINES):
+            yield cell, OF_ANOTHER
 
 
 def _size(cell: dict[Any, Any]) -> str:

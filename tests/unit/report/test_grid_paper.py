@@ -142,7 +142,7 @@ def test_what_rows_lack_is_listed_by_the_file_that_would_have_it(files, tmp_path
     write_missing(lacking, tmp_path)
     table = pd.read_csv(tmp_path / "paper-missing.csv").set_index("file")
     row = table.loc["decode-native-7B-bf16-r16-256x2048"]
-    assert (row["sequences"], row["tables and figures"]) == ("8, 16, 64", "figure1, table6, table9")
+    assert tuple(row) == ("not run", "8, 16, 64", "figure1, table6, table9")
 
 
 def test_a_batch_of_prompts_is_one_of_groups_of_eight(tmp_path):
@@ -192,6 +192,9 @@ def test_each_system_and_each_machine_has_its_own_base(tmp_path):
     ]
     moved(files[-1], "another GPU")
     found = tables(files, tmp_path / "out")
+    lacking = grid_paper.write_step_tables(speed_readers.load_steps(files), tmp_path / "out")
+    apart = {(row["file"], row["of"]) for row in lacking if row["why"] != "not run"}
+    assert apart == {("step-qerl-7B-nvfp4-r16-1x2-256x2048-recompute", name) for name in ("table3", "table6")}
     trl, qerl = (found[f"table3-{system}-sequences-gc-on"].loc["qwen2.5-7b"] for system in ("trl", "qerl"))
     assert trl.loc[("nf4", "bs=2", "step_speedup"), "ours"] == 1.5
     assert qerl.loc[("nvfp4", "bs=2", "step_speedup"), "status"] == "different machines"
@@ -204,7 +207,9 @@ def test_a_rollout_and_its_base_of_another_machine_are_not_compared(tmp_path):
         decode_file(tmp_path, "native", "bf16", {1: [100.0]}, machine="GPU A", **lengths),
         decode_file(tmp_path, "native", "nvfp4", {1: [150.0]}, machine="GPU B", **lengths),
     ]
-    grid_paper.write_rollout_tables(speed_readers.load_points(files), tmp_path)
+    lacking = grid_paper.write_rollout_tables(speed_readers.load_points(files), tmp_path)
+    apart = {(row["file"], row["sequences"], row["of"]) for row in lacking if row["why"] != "not run"}
+    assert apart == {("decode-native-7B-nvfp4-r16-256x2048", 1, "table9")}
     table = pd.read_csv(tmp_path / "table9-native-sequences.csv").set_index(["model", "weights", "rank", "metric"])
     rows = table.sort_index().loc["qwen2.5-7b", "nvfp4", 16]
     assert dict(rows["status"]) == {"rollout_rate": "ok", "rollout_speedup": "different machines"}
