@@ -3,7 +3,6 @@
 import json
 import sys
 import weakref
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,7 @@ from qerl.bench.decode import points as decode_points
 from qerl.bench.decode import vllm as decode_vllm
 from qerl.bench.decode.points import Timing
 from qerl.checkpoints.published import PUBLISHED, SIZES
-from qerl.host.profiling import Seconds
-from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding, enough_runs
+from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
 from qerl.policy.policy import choose_device, weight_bytes
 from qerl.random_models.policy import random_policy
 from qerl.report import grid_tables
@@ -35,39 +33,6 @@ POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_byt
 #: Weights of q and o, k and v, gate, up and down in both blocks.
 PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    """A commit for stamps."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """A clock that only drawing moves: 2 s for the prompts with their first token, 0.25 s for each further one.
-
-    Every engine is timed by it. The fixture is a `draw` that draws nothing and moves it.
-    """
-    now = [0.0]
-
-    @contextmanager
-    def seconds():
-        taken, start = Seconds(), now[0]
-        yield taken
-        taken.value = now[0] - start
-
-    def draw(prompts, count, seed):
-        now[0] += 2.0 + 0.25 * (count - 1)
-        return len(prompts) * count
-
-    def timed(drawn, *sizes):
-        return decode_points.timed(lambda *asked: (draw(*asked), drawn(*asked))[1], *sizes)
-
-    monkeypatch.setattr(decode_points, "seconds", seconds)
-    for engine in (decode, decode_hf, decode_vllm):
-        monkeypatch.setattr(engine, "timed", timed)
-    return draw
 
 
 def measure(module, out, sequences, engine="native", weights="nvfp4"):
@@ -143,20 +108,6 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     other = work.model_copy(update={"pack_delta_nets": False})
     with pytest.raises(ConfigError, match="points of pack_delta_nets=True, not False"):
         decode_points.DecodePoints(files[1], other)
-
-
-@pytest.mark.parametrize("tokens", [100, 32000, 151936])
-def test_ids_of_prompts_are_in_the_vocabulary(clock, tokens):
-    seen = []
-
-    def draw(prompts, count, seed):
-        seen.extend(prompts)
-        return clock(prompts, count, seed)
-
-    decode_points.timed(draw, 3, 50, 5, tokens)
-    ids = [one for prompt in seen for one in prompt]
-    assert min(1000, tokens // 2) <= min(ids)
-    assert tokens // 3 <= max(ids) < min(100000, tokens)
 
 
 def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
@@ -308,52 +259,6 @@ def test_another_error_is_no_row(tmp_path):
     assert read(tmp_path / "out.json")["points"] == []
 
 
-def test_prompts_do_not_count(clock):
-    lengths = set()
-
-    def draw(prompts, count, seed):
-        lengths.update((len(prompts), len(prompt)) for prompt in prompts)
-        return clock(prompts, count, seed)
-
-    assert decode_points.timed(draw, 6, 10, 5, 100) == Timing([24.0] * 3, [2.0] * 3)
-    assert lengths == {(6, 10)}
-
-
-def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
-    runs = iter(range(7))
-
-    def draw(prompts, count, seed):
-        if next(runs) < 3:  # the warm-up, and the first round: prompts, all
-            clock(prompts, 1, seed)
-        return clock(prompts, count, seed)
-
-    # 6 * 5 tokens; those of the first round took 2 s longer, its prompts too.
-    timing = decode_points.timed(draw, 6, 10, 5, 100)
-    assert timing == Timing([30 / 3.25, 24.0, 24.0], [4.0, 2.0, 2.0])
-    assert timing.point(6, "s", weight_bytes=1, peak_memory_bytes=2).prompt_seconds == 2.0
-
-
-def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
-    def draw(prompts, count, seed):
-        clock(prompts, 1, seed)
-        return clock(prompts, count, seed)
-
-    assert decode_points.timed(draw, 6, 10, 5, 100).samples == [24.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "runs"), [(0.01, 9), (0.6, 9), (0.7, 8), (1.2, 5), (1.7, 3), (9.9, 3), (10.0, 1), (60.0, 1)]
-)
-def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, runs):
-    assert [count for count in range(12) if enough_runs([seconds] * count)] == [*range(runs, 12)]
-
-
-def test_a_long_run_is_timed_once(clock):
-    """By that clock, 33 tokens take 10 s, the first one with the prompts."""
-    assert decode_points.timed(clock, 6, 10, 32, 100).samples == [24.0]
-    assert decode_points.timed(clock, 6, 10, 31, 100).samples == [24.0] * 3
-
-
 def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(clock, tmp_path, monkeypatch):
     """The engine captures its graphs by the tokens that there is room for, so that no timed run captures any."""
     asked, generate = [], EngineSampler.generate
@@ -367,16 +272,6 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
     measure(decode, tmp_path / "out.json", [2])
     whole = SETTINGS["tokens"] + 1
     assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
-
-
-def test_work_that_was_not_done_is_not_timed(clock):
-    with pytest.raises(RuntimeError, match="35 tokens were drawn instead of 36"):
-        decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5, 100)
-
-
-def test_time_within_that_of_the_prompts_is_no_speed(clock):
-    with pytest.raises(RuntimeError, match="decode more of them"):
-        decode_points.timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5, 100)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nf4"])

@@ -1,0 +1,77 @@
+"""The timing of a decode point: what counts, how often it is repeated, and what is no speed."""
+
+import pytest
+
+from qerl.bench.decode import points as decode_points
+from qerl.bench.decode.points import Timing
+from qerl.jobs.shapes import enough_runs
+
+
+@pytest.mark.parametrize("tokens", [100, 32000, 151936])
+def test_ids_of_prompts_are_in_the_vocabulary(clock, tokens):
+    seen = []
+
+    def draw(prompts, count, seed):
+        seen.extend(prompts)
+        return clock(prompts, count, seed)
+
+    decode_points.timed(draw, 3, 50, 5, tokens)
+    ids = [one for prompt in seen for one in prompt]
+    assert min(1000, tokens // 2) <= min(ids)
+    assert tokens // 3 <= max(ids) < min(100000, tokens)
+
+
+def test_prompts_do_not_count(clock):
+    lengths = set()
+
+    def draw(prompts, count, seed):
+        lengths.update((len(prompts), len(prompt)) for prompt in prompts)
+        return clock(prompts, count, seed)
+
+    assert decode_points.timed(draw, 6, 10, 5, 100) == Timing([24.0] * 3, [2.0] * 3)
+    assert lengths == {(6, 10)}
+
+
+def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
+    runs = iter(range(7))
+
+    def draw(prompts, count, seed):
+        if next(runs) < 3:  # the warm-up, and the first round: prompts, all
+            clock(prompts, 1, seed)
+        return clock(prompts, count, seed)
+
+    # 6 * 5 tokens; those of the first round took 2 s longer, its prompts too.
+    timing = decode_points.timed(draw, 6, 10, 5, 100)
+    assert timing == Timing([30 / 3.25, 24.0, 24.0], [4.0, 2.0, 2.0])
+    assert timing.point(6, "s", weight_bytes=1, peak_memory_bytes=2).prompt_seconds == 2.0
+
+
+def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
+    def draw(prompts, count, seed):
+        clock(prompts, 1, seed)
+        return clock(prompts, count, seed)
+
+    assert decode_points.timed(draw, 6, 10, 5, 100).samples == [24.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [(0.01, 9), (0.6, 9), (0.7, 8), (1.2, 5), (1.7, 3), (9.9, 3), (10.0, 1), (60.0, 1)]
+)
+def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, runs):
+    assert [count for count in range(12) if enough_runs([seconds] * count)] == [*range(runs, 12)]
+
+
+def test_a_long_run_is_timed_once(clock):
+    """By that clock, 33 tokens take 10 s, the first one with the prompts."""
+    assert decode_points.timed(clock, 6, 10, 32, 100).samples == [24.0]
+    assert decode_points.timed(clock, 6, 10, 31, 100).samples == [24.0] * 3
+
+
+def test_work_that_was_not_done_is_not_timed(clock):
+    with pytest.raises(RuntimeError, match="35 tokens were drawn instead of 36"):
+        decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5, 100)
+
+
+def test_time_within_that_of_the_prompts_is_no_speed(clock):
+    with pytest.raises(RuntimeError, match="decode more of them"):
+        decode_points.timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5, 100)
