@@ -45,7 +45,8 @@ System = Literal["qerl", "trl"]
 Recompute = Literal["true", "false", "auto"]
 ASSUMED = (
     "Rollouts run at the engine's measured rate of the model of the nearest size, with the largest batch that isn't "
-    "larger and the nearest rank, one that isn't smaller if there is any. Time per token grows with the parameters, "
+    f"larger and the nearest rank, one that isn't smaller if there is any. Speeds of less than {SMALLEST_BATCH:.1%} of "
+    "the batch count neither as measurements nor here. Time per token grows with the parameters, "
     "but doesn't shrink for smaller models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to "
     "40 % too long, where both have the same lengths, and 22 % too short for 14B in NVFP4 at 256 sequences, whose "
     "points precede faster kernels. "

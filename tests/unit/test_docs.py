@@ -17,11 +17,11 @@ from qerl.report import grid
 from qerl.report.mixes import mix_table
 from qerl.report.portable import portable_table
 from qerl.results.speed_readers import load_mixes
+from qerl.settings.reading import read_yaml
 
 ROOT = Path(__file__).parents[2]
 SHAPES, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/shapes", "h200/cards", "h100/shapes"))
-#: The folders of config/families.yaml, in its order.
-FAMILIES = [ROOT / "results/reference" / name for name in ("h200/families", "h100/families")]
+FAMILIES = [ROOT / folder for folder in read_yaml(ROOT / "config/families.yaml")["shapes"]["samples"]]
 #: Most words of a sentence.
 WORDS = 30
 

@@ -385,6 +385,9 @@ def test_a_job_is_priced_by_committed_points(tmp_path):
     times = 14.77 / 7.07  # billions of parameters, without embedding
     assert hours.measured == pytest.approx(27 / 3600)
     assert hours.estimated == pytest.approx(times * (4 * run + 3 * 2.048) / 3600, rel=0.06)
+    [long] = jobs_of(grid(tmp_path, sizes=["7B"], ranks=[16], sequences=[1], tokens=2048)).values()
+    whole = 2048 / 100 + 2.048  # 10 s and more, timed once after a warm-up of 256 tokens
+    assert GridCosts([tmp_path]).hours(long).measured == pytest.approx((27 + run + whole + 2.048) / 3600)
     short = grid(tmp_path, tokens=1, prompt=[1])
     [job] = jobs_of(short).values()
     costs = GridCosts([tmp_path])

@@ -1,4 +1,4 @@
-"""The sheet of runs: grids over nested keys, names, protocols, tasks by experiment, costs."""
+"""The sheet of runs: grids over nested keys, names, protocols, tasks by experiment, settings."""
 
 import json
 from pathlib import Path
