@@ -27,6 +27,18 @@ def _count(numbers, counts, count, experts, PAIRS: tl.constexpr, EXPERTS: tl.con
     tl.atomic_add(counts + e, tl.histogram(number, EXPERTS), e < experts)
 
 
+@triton.jit
+def close_blocks(pairs, first, filled, end, count, expert, experts, blocks, SIZE: tl.constexpr):
+    """Fill the places left in an expert's last block; return the end of its blocks and the owner that they get.
+
+    The expert has `filled` pairs in the blocks from `first` to `end`. After the last expert come blocks without pairs,
+    up to `blocks`, whose owner is -1.
+    """
+    place = filled + tl.arange(0, SIZE)  # none after whole blocks
+    tl.store(pairs + first * SIZE + place, place * 0 + count, place < (end - first) * SIZE)
+    return tl.where(expert < experts, end, blocks), tl.where(expert < experts, expert, -1)
+
+
 @triton.jit(do_not_specialize=["count", "blocks"])
 def _place(
     numbers, counts, pairs, owners, count, experts, blocks,
@@ -34,7 +46,7 @@ def _place(
 ):  # fmt: skip
     """A program writes the blocks of its expert; the one after the last expert's writes blocks without pairs."""
     expert = tl.program_id(0)
-    e, slot = tl.arange(0, EXPERTS), tl.arange(0, SIZE)
+    e = tl.arange(0, EXPERTS)
     have = tl.load(counts + e, e < experts, other=0)
     filled = (have + SIZE - 1) // SIZE
     first = tl.sum(tl.where(e < expert, filled, 0), 0)
@@ -47,11 +59,7 @@ def _place(
         place = done + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(pairs + first * SIZE + place, pair, mine)
         done += tl.sum(mine.to(tl.int32), 0)
-    # The last block's other places; there are none after whole blocks.
-    rest = done + slot
-    tl.store(pairs + first * SIZE + rest, slot * 0 + count, rest < (end - first) * SIZE)
-    end = tl.where(expert < experts, end, blocks)
-    owner = tl.where(expert < experts, expert, -1)
+    end, owner = close_blocks(pairs, first, done, end, count, expert, experts, blocks, SIZE)
     for start in range(first, end, OWNERS):
         block = start + tl.arange(0, OWNERS)
         tl.store(owners + block, block * 0 + owner, block < end)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels import mixture_reference
-from qerl.kernels.group_many import group_many
+from qerl.kernels.group_many import close_blocks, group_many
 from qerl.kernels.groups import Groups
 from qerl.kernels.launch import begin, dependent
 
@@ -116,7 +116,7 @@ def _group(
 ):  # fmt: skip
     """A program writes the blocks of its expert; the one after the last expert's writes blocks without pairs."""
     expert, e = tl.program_id(0), tl.arange(0, EXPERTS)
-    pair, block, slot = tl.arange(0, PAIRS), tl.arange(0, BLOCKS), tl.arange(0, SIZE)
+    pair, block = tl.arange(0, PAIRS), tl.arange(0, BLOCKS)
     begin(PDL)
     # Pairs that don't exist count for an expert that doesn't exist.
     number = tl.load(numbers + pair, pair < count, other=experts)
@@ -126,11 +126,7 @@ def _group(
     end = first + (have + SIZE - 1) // SIZE
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(pairs + first * SIZE + place, pair, mine)
-    # The last block's other places; there are none after whole blocks.
-    rest = have + slot
-    tl.store(pairs + first * SIZE + rest, slot * 0 + count, rest < (end - first) * SIZE)
-    end = tl.where(expert < experts, end, blocks)
-    owner = tl.where(expert < experts, expert, -1)
+    end, owner = close_blocks(pairs, first, have, end, count, expert, experts, blocks, SIZE)
     tl.store(owners + block, block * 0 + owner, (block >= first) & (block < end))
 
 

@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.rope import launch_of, with_whole_rows
-
-
-@triton.jit
-def _read(x, place, mask, DIM: tl.constexpr):
-    """The halves [heads, D / 2] of one token's heads in float32."""
-    first = tl.load(x + place, mask, other=0.0).to(tl.float32)
-    return first, tl.load(x + place + DIM // 2, mask, other=0.0).to(tl.float32)
+from qerl.kernels.rope import halves, launch_of, rotated, store_halves, with_whole_rows
 
 
 @triton.jit
@@ -29,22 +22,20 @@ def _turn(
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     mask = (head < HEADS) & in_half
     place = head * DIM + half
-    x1, x2 = _read(x + token * stride, place, mask, DIM)
+    x1, x2 = halves(x + token * stride, place, mask, DIM)
     w1 = tl.load(weight + half, in_half, other=0.0).to(tl.float32)
     w2 = tl.load(weight + DIM // 2 + half, in_half, other=0.0).to(tl.float32)
     inverse = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
     x1, x2 = x1 * inverse, x2 * inverse
     if BACK:
-        g1, g2 = _read(grad + token * grad_stride, place, mask, DIM)
-        y1, y2 = (g1 * c1 + g2 * s2) * w1, (g2 * c2 - g1 * s1) * w2
+        g1, g2 = halves(grad + token * grad_stride, place, mask, DIM)
+        y1, y2 = rotated(g1, g2, c1, c2, s1, s2, BACK)
+        y1, y2 = y1 * w1, y2 * w2
         along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / DIM)[:, None]
         y1, y2 = (y1 - x1 * along) * inverse, (y2 - x2 * along) * inverse
     else:
-        x1, x2 = x1 * w1, x2 * w2
-        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-    target = out + token * (HEADS * DIM) + place
-    tl.store(target, y1.to(out.dtype.element_ty), mask)
-    tl.store(target + DIM // 2, y2.to(out.dtype.element_ty), mask)
+        y1, y2 = rotated(x1 * w1, x2 * w2, c1, c2, s1, s2, BACK)
+    store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
 
 
 @triton.jit
@@ -57,8 +48,8 @@ def _rotate_normed(
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)[None, :]
     in_half = half < DIM // 2
-    c1, c2 = _read(cos + token * DIM, half, in_half, DIM)
-    s1, s2 = _read(sin + token * DIM, half, in_half, DIM)
+    c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
+    s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
     _turn(
         query, of_query, query_weight, query_out, token, query_stride, of_query_stride, half, in_half, c1, c2, s1, s2,
         eps, QUERY, QUERY_BLOCK, DIM, BACK,

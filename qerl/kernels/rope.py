@@ -9,23 +9,41 @@ from torch import Tensor
 
 
 @triton.jit
-def _turn(
-    x, out, token, stride, half, in_half, c1, c2, s1, s2,
-    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """Multiply the halves [heads, D / 2] of one token's heads by [[c1, -s1], [s2, c2]] or its transpose."""
-    head = tl.arange(0, HEADS_BLOCK)
-    mask = (head < HEADS)[:, None] & in_half
-    place = head[:, None] * DIM + half
-    source, target = x + token * stride + place, out + token * (HEADS * DIM) + place
-    x1 = tl.load(source, mask, other=0.0).to(tl.float32)
-    x2 = tl.load(source + DIM // 2, mask, other=0.0).to(tl.float32)
+def halves(x, place, mask, DIM: tl.constexpr):
+    """The elements of x at `place` and those half a head of DIM further, in float32."""
+    first = tl.load(x + place, mask, other=0.0).to(tl.float32)
+    return first, tl.load(x + place + DIM // 2, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotated(x1, x2, c1, c2, s1, s2, BACK: tl.constexpr):
+    """The halves of heads multiplied by [[c1, -s1], [s2, c2]], or with BACK by its transpose."""
     if BACK:
         y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
         y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-    tl.store(target, y1.to(out.dtype.element_ty), mask)
-    tl.store(target + DIM // 2, y2.to(out.dtype.element_ty), mask)
+    return y1, y2
+
+
+@triton.jit
+def store_halves(y1, y2, out, place, mask, DIM: tl.constexpr):
+    """Write halves in float32 to where `halves` would read them."""
+    tl.store(out + place, y1.to(out.dtype.element_ty), mask)
+    tl.store(out + place + DIM // 2, y2.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _turn(
+    x, out, token, stride, half, in_half, c1, c2, s1, s2,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Write one token's heads, rotated."""
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    mask = (head < HEADS) & in_half
+    place = head * DIM + half
+    x1, x2 = halves(x + token * stride, place, mask, DIM)
+    y1, y2 = rotated(x1, x2, c1, c2, s1, s2, BACK)
+    store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
 
 
 @triton.jit
@@ -37,12 +55,8 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)[None, :]
     in_half = half < DIM // 2
-    cos += token * DIM + half
-    sin += token * DIM + half
-    c1 = tl.load(cos, in_half, other=0.0).to(tl.float32)
-    c2 = tl.load(cos + DIM // 2, in_half, other=0.0).to(tl.float32)
-    s1 = tl.load(sin, in_half, other=0.0).to(tl.float32)
-    s2 = tl.load(sin + DIM // 2, in_half, other=0.0).to(tl.float32)
+    c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
+    s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
     _turn(query, query_out, token, query_stride, half, in_half, c1, c2, s1, s2, QUERY, QUERY_BLOCK, DIM, BACK)
     _turn(key, key_out, token, key_stride, half, in_half, c1, c2, s1, s2, KV, KV_BLOCK, DIM, BACK)
 
