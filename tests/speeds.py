@@ -12,7 +12,7 @@ from qerl.plan.cost_model import SPEEDS
 from qerl.results.speed_readers import load_points, load_steps
 
 ROOT = Path(__file__).parents[1]
-MACHINES, FOLDERS = ("h100", "h200"), ("shapes", "families")
+MACHINES, FOLDERS = ("h100", "h200"), ("shapes", "peers", "families")
 #: The miniature's table of the default run, which measures rollouts alone.
 CPU = ROOT / "results/reference/cpu/tables/throughput.csv"
 KEY = ["machine", "model", "weights", "method", "rank", "engine", "sequences", "tokens", "gradient_checkpointing"]

@@ -40,10 +40,12 @@ def write_rollout_tables(points: pd.DataFrame, out: Path) -> list[dict[str, Any]
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
     points: from `speed_readers.load_points`; points of other lengths are ignored. Returns what `write_missing` takes:
-    the measurements that rows lack, of this project's engine and of vLLM.
+    the measurements that rows lack, of this project's engine and of vLLM. Without a point it is nothing.
     """
-    missing = []
+    missing: list[dict[str, Any]] = []
     at_lengths = _at_the_papers_lengths(points)
+    if at_lengths.empty:
+        return missing
     for engine in dict.fromkeys(["native", "vllm", *at_lengths["engine"]]):
         for reading, sequences in READINGS.items():
             bench = _as_rollouts(at_lengths[at_lengths["engine"] == engine], sequences)
@@ -72,8 +74,10 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]
     alike = (measured["equal_groups"] == 0) & (measured["median"] == 0)
     plain = alike & (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
     at_lengths = _at_the_papers_lengths(measured[plain])
+    missing: list[dict[str, Any]] = []
+    if at_lengths.empty:
+        return missing
     named = at_lengths["system"].str.split().str[0]
-    missing = []
     for system in dict.fromkeys(["qerl", *named]):
         for reading, sequences in READINGS.items():
             bench, stem = _as_steps(at_lengths[named == system], system, sequences), f"{system.lower()}-{reading}"

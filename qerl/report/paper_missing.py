@@ -17,9 +17,8 @@ from qerl.results.names import decode_name, step_name
 RANK = 16
 OF_ANOTHER = "of another machine than BF16's"
 _CAPTION = (
-    "Measurements that the paper's tables and figures lack here, and those that have no ratio to BF16's. `qerl grid` "
-    "lists the jobs that make these files; a file without one was dropped from config/shapes.yaml, and "
-    "docs/results/h200.md says why"
+    "Measurements that the paper's tables and figures lack here, and those that have no ratio to BF16's. "
+    "`qerl grid config/shapes.yaml` lists the jobs that make these files"
 )
 
 

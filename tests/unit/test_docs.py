@@ -20,7 +20,7 @@ from qerl.results.speed_readers import load_mixes
 from qerl.settings.reading import read_yaml
 
 ROOT = Path(__file__).parents[2]
-SHAPES, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/shapes", "h200/cards", "h100/shapes"))
+PEERS, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/peers", "h200/cards", "h100/peers"))
 FAMILIES = [ROOT / folder for folder in read_yaml(ROOT / "config/families.yaml")["shapes"]["samples"]]
 #: Most words of a sentence.
 WORDS = 30
@@ -37,7 +37,7 @@ def readme_row(work: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def points() -> pd.DataFrame:
-    points = grid.load_points(sorted(SHAPES.glob("decode-*.json")))
+    points = grid.load_points(sorted(PEERS.glob("decode-*.json")))
     return points[(points["rank"] == 16) & (points["prompt"] == 128)]
 
 
@@ -103,7 +103,7 @@ def test_speeds_of_the_portable_kernels_are_those_of_the_workflow(counts):
 
 
 def test_the_rollout_of_the_readme_is_that_of_the_workflow():
-    mixes = load_mixes(sorted(SHAPES.glob("mix-*.json")))
+    mixes = load_mixes(sorted(PEERS.glob("mix-*.json")))
     for asked, traced, base in (("mixed lengths", False, "bf16"), ("short completions", True, "nvfp4")):
         alike = (mixes["size"] == "7B") & ((mixes["trace"] != "") == traced) & ~mixes["drafts"]
         rows = mix_table(mixes[alike]).set_index(["engine", "weights"])
@@ -119,7 +119,7 @@ def test_the_rollout_of_the_readme_is_that_of_the_workflow():
 def test_the_step_of_the_readme_is_that_of_the_workflow():
     def seconds(size, lengths):
         """Our step and TRL's with its correction, median seconds."""
-        steps = grid.load_steps(sorted(SHAPES.glob(f"step-*-{size}-*-16x8-{lengths}*.json")))
+        steps = grid.load_steps(sorted(PEERS.glob(f"step-*-{size}-*-16x8-{lengths}*.json")))
         uncapped = (steps["recompute"] == "auto") & (steps["cap"] == "")
         [ours] = steps[uncapped & (steps["equal_groups"] == (0.5 if "to" in lengths else 0))]["samples"]
         [trl] = steps[(steps["system"] == "TRL 1.16.0 BF16 LoRA")]["samples"]
@@ -135,7 +135,7 @@ def test_the_step_of_the_readme_is_that_of_the_workflow():
 
 
 def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
-    files = [file for folder in (SHAPES, CARDS, OF_H100) for file in sorted(folder.glob("step-qerl-*gb.json"))]
+    files = [file for folder in (PEERS, CARDS, OF_H100) for file in sorted(folder.glob("step-qerl-*gb.json"))]
     steps = grid.load_steps(files)
     passed = steps[steps["status"] == "ok"]
     least = [

@@ -13,9 +13,10 @@ from qerl.plan import plan_from
 from qerl.plan.cost_model import total
 from qerl.plan.grid_costs import GridCosts
 from qerl.plan.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.plan.shapes import measured_files, point_jobs, state
+from qerl.plan.shapes import committed_files, measured_files, point_jobs, state
 from qerl.random_models.checkpoint import model_config
-from qerl.results.printed import FOLDER, read_cells
+from qerl.report.grid_paper import write_rollout_tables, write_step_tables
+from qerl.results.speed_readers import load_points, load_steps
 from qerl.settings.reading import read_yaml
 
 
@@ -35,7 +36,8 @@ def test_the_committed_grid_takes_four_hours():
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus"), [("families", ["H200", "H100"]), ("cards", ["H200"]), ("shapes", ["H200", "H100"])]
+    ("name", "gpus"),
+    [("families", ["H200", "H100"]), ("cards", ["H200"]), ("shapes", ["H200", "H100"]), ("peers", ["H200", "H100"])],
 )
 def test_the_committed_points_are_of_these_gpus(name, gpus):
     files = measured_files(committed_grid(name), Path("work"))
@@ -43,10 +45,10 @@ def test_the_committed_points_are_of_these_gpus(name, gpus):
     assert {label.split()[2] for label in labels} == set(gpus)
 
 
-def test_families_are_decoded_by_committed_points():
-    settings = committed_grid("families")
-    jobs = {id: job for id, job in jobs_of(settings).items() if job.kind == "decode"}
-    assert not [id for id, job in jobs.items() if state(job, settings) != "committed"]
+@pytest.mark.parametrize("name", ["families", "peers"])
+def test_what_readme_states_is_committed(name):
+    settings = committed_grid(name)
+    assert not [id for id, job in jobs_of(settings).items() if state(job, settings) != "committed"]
 
 
 def test_a_hybrid_with_packed_delta_nets_has_a_step_that_fits():
@@ -63,16 +65,21 @@ def memory_of(part, shape):
     return step_memory(shape, settings, part.settings.memory_gb * 1e9 + CONTEXT)
 
 
-def test_the_committed_grid_has_the_papers_rollouts_in_both_readings():
-    """Table 9: every rank at a batch of 1. Tables 5 to 8: batches of 2 and 8 sequences or prompts of 8 completions."""
-    parts = [part for job in jobs_of(committed_grid()).values() if job.kind == "decode" for part in job.parts]
-    asked = {
-        (w.engine, w.size, w.weights, w.rank, n) for p in parts if (w := p.work).tokens == 2048 for n in p.sequences
-    }
-    for cell in read_cells(FOLDER / "table9.csv"):
-        assert ("native", cell.model.removeprefix("qwen2.5-").upper(), cell.weights, cell.rank, 1) in asked
-    for engine, size, weights in product(("native", "vllm"), ("3B", "7B", "14B", "32B"), ("bf16", "nvfp4")):
-        assert {n for *policy, n in asked if policy == [engine, size, weights, 16]} == {1, 2, 8, 16, 64}
+def test_the_committed_grid_has_all_that_the_papers_tables_ask_for(tmp_path):
+    """Tables 3 and 5 to 9 and Figures 1 and 11 in both readings of a batch, by both engines; one file each is there."""
+    files = committed_files(committed_grid().samples)
+    decoded, stepped = (next(file for file in files if file.name.startswith(kind)) for kind in ("decode-", "step-"))
+    asked = [
+        *write_rollout_tables(load_points([decoded]), tmp_path),
+        *write_step_tables(load_steps([stepped]), tmp_path),
+    ]
+    parts = [(id, part) for id, job in jobs_of(committed_grid()).items() for part in job.parts]
+    steps = {part.file for id, part in parts if id.startswith("step-")}
+    decodes = {(part.file, count) for id, part in parts if id.startswith("decode-") for count in part.sequences}
+    assert {row["of"] for row in asked} == {f"table{n}" for n in (3, 5, 6, 7, 8, 9)} | {"figure1", "figure11"}
+    for row in asked:
+        file = f"{row['file']}.json"
+        assert file in steps or (file, row["sequences"]) in decodes, row
 
 
 def test_caps_have_settings_that_fit():
@@ -93,16 +100,3 @@ def test_caps_have_settings_that_fit():
         ("14B", 12): "doesn't fit",
         ("14B", 16): "tight",
     }
-
-
-def test_the_committed_grid_begins_with_rollouts_and_has_the_papers_steps():
-    jobs = jobs_of(committed_grid())
-    names = {file.stem for job in jobs.values() for file in job.files}
-    assert [id.partition("-r32")[0] for id in [*jobs][:2]] == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
-    for table in ("table3", "table5", "table6", "table7"):
-        for cell in read_cells(FOLDER / f"{table}.csv"):
-            if cell.kind == "step":
-                batch, gc = cell.setting["bs"], cell.setting.get("gc", "on")
-                size = cell.model.removeprefix("qwen2.5-").upper()
-                recompute = "recompute" if gc == "on" else "no-recompute"
-                assert f"step-qerl-{size}-{cell.weights}-r16-1x{batch}-256x2048-{recompute}" in names

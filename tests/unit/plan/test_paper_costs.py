@@ -121,7 +121,7 @@ def test_every_table_and_figure_has_a_row_and_everything_is_in_some_row(papers):
 def test_hours_of_a_figure_are_those_of_its_runs(papers):
     """Figure 12: NVFP4 with AQN and BF16 LoRA of the 7B on BigMath, three seeds, at 128 measured sequences.
 
-    Figure 13 has the same of the 32B, whose BF16 updates, with gradient checkpointing, are estimated.
+    Figure 13 has the same of the 32B, with gradient checkpointing.
     """
     tokens = TOKENS * 8192
     rates = [measured("qwen2.5-7b", weights, 128) for weights in ("nvfp4", "bf16")]
@@ -130,9 +130,8 @@ def test_hours_of_a_figure_are_those_of_its_runs(papers):
     table = by_table(papers, "h200").set_index("table, figure")
     assert table.loc["Figure 12", "rollouts, h"] == f"{rollouts:.0f}"
     assert table.loc["Figure 12", "updates, h"] == f"{updates:.0f}"
-    known = 3 * tokens / measured_update("qwen2.5-32b", "nvfp4", "true") / 3600
-    estimated = 3 * tokens * 8 * 65.53e9 / 2 / (lowest_share("native", "qwen2.5-32b") * 989e12) / 3600
-    assert table.loc["Figure 13", "updates, h"] == f"{known:.0f} + ~{estimated:.0f}"
+    updates = sum(3 * tokens / measured_update("qwen2.5-32b", weights, "true") / 3600 for weights in ("nvfp4", "bf16"))
+    assert table.loc["Figure 13", "updates, h"] == f"{updates:.0f}"
 
 
 def test_the_same_runs_by_trl_and_vllm(papers):
@@ -169,7 +168,7 @@ def test_estimates_are_told_from_measurements():
     assert math.isnan(Costs("cpu").update(work(trained=1.0)).estimated)
 
 
-OLD = ["qwen2.5-14b", "nvfp4", "native", "256"]
+OLD = ["qwen2.5-14b", "nvfp4", "native", "64", "256"]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +185,11 @@ def test_an_estimate_is_near_the_measurement_that_it_stands_for(monkeypatch, tmp
         hours = Costs("h200").rollout(work(**asked, rank=int(row["rank"]), sequences=int(row["sequences"])))
         assert hours.measured == 0
         # These points precede the faster products with which 7B and 32B were measured.
-        old = [row[name] for name in ("model", "weights", "engine", "sequences")] == OLD
-        assert (0.78 if old else 0.84) < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
+        old = [row[name] for name in ("model", "weights", "engine", "rank", "sequences")] == OLD
+        # At one sequence 7B's NF4 isn't measured with the paper's lengths, so that 32B's stands for 14B.
+        by_larger = (row["weights"], row["sequences"], lengths) == ("nf4", "1", "256x2048")
+        share = hours.estimated * float(row["rollout_tokens_per_second"])
+        assert (0.78 if old else 0.84) < share < (1.84 if by_larger else 1.4)
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:

@@ -9,7 +9,7 @@ from qerl.results import speed_readers
 from tests.synthetic_results import OUT_OF_MEMORY, decode_file, moved, step_file
 
 NOTHING = pd.DataFrame()
-SAMPLES = Path("results/reference/h200/shapes")
+SAMPLES = Path("results/reference/h200/peers")
 
 
 def reached(table: pd.DataFrame) -> dict[str, tuple]:

@@ -16,7 +16,7 @@ IMAGES = ROOT / "docs/img"
 
 @pytest.fixture(scope="module")
 def points():
-    return load_points(sorted((ROOT / "results/reference/h200/shapes").glob("decode-*-128x256.json")))
+    return load_points(sorted((ROOT / "results/reference/h200/peers").glob("decode-*-128x256.json")))
 
 
 def test_only_counts_that_all_measured_are_shown(points):
