@@ -186,13 +186,14 @@ class PromptGrid(Settings):
 
 
 class ShapesSettings(Settings):
-    """Speed and memory on real shapes (docs/results/h200.md).
+    """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
 
     Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures all jobs,
     and `qerl grid --missing` lists the commands of those with points that no file has."""
 
-    samples: NonEmpty[Path]
-    """Folders of the committed points. Of files with the same name, that of the first folder counts."""
+    samples: list[Path] = []
+    """Folders of the committed points, none on a GPU that has none. Of files with the same name, that of the first
+    folder counts."""
     decode: list[DecodeGrid] = []
     mixes: list[MixGrid] = []
     steps: list[StepGrid] = []
