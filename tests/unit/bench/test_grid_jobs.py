@@ -199,6 +199,14 @@ def committed(folder, part, **settings):
     return moved(made, "GPU", **part.settings.model_dump() | settings).rename(folder / part.file)
 
 
+def test_without_samples_everything_is_missing(tmp_path):
+    """As on a GPU of which nothing is committed."""
+    settings = parse(ShapesSettings, {"decode": [DECODE]}, "grid")
+    jobs = point_jobs(settings, tmp_path)
+    assert {state(job, settings) for job in jobs.values()} == {"missing"}
+    assert measured_files(settings, tmp_path) == []
+
+
 @pytest.mark.parametrize("other", [{"micro_batch_tokens": 1152}, {"sleep": True}, {"kv_cache_gib": 2.0}])
 def test_a_committed_step_with_other_settings_is_missing(tmp_path, other):
     settings = parse(ShapesSettings, {"samples": [str(tmp_path)], "steps": [STEP]}, "grid")
