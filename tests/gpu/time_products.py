@@ -1,6 +1,8 @@
-"""Times of the packed products of a 7B block on a GPU, beside cuBLAS in bfloat16, after a check against float64.
+"""Times of the packed products of a block on a GPU, beside cuBLAS in bfloat16, after a check against float64.
 
-    python -m tests.gpu.time_products OUT.json --rows 256,512 --rank 16
+    python -m tests.gpu.time_products OUT.json --size 7B --rows 256,512 --rank 16
+
+Of a mixture these are the products of attention.
 
 Weights, adapters and inputs are random anew in each call. A CUDA graph runs through several copies of the weights, so
 that none is in the L2 cache when it is read. To compare two versions of a kernel, run both on the same GPU, in turn.
@@ -8,6 +10,7 @@ that none is in the L2 cache when it is read. To compare two versions of a kerne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +25,7 @@ from rich import print
 from torch import Tensor, nn
 
 from qerl.bench.ceilings import gpu_state
+from qerl.checkpoints.published import shape_of
 from qerl.formats import tiles as layout
 from qerl.formats.codecs import nvfp4_global_scale, quantize
 from qerl.kernels.unpack import dense
@@ -31,44 +35,60 @@ from qerl.results.schema.speed import ProductPoint, ProductsResult
 from qerl.results.schema.stored import Provenance
 
 DEVICE = torch.device("cuda")
-HIDDEN, NARROW, WIDE = 3584, 512, 18944
 #: Relative error of a product with bfloat16 inputs, whose A x and outputs are rounded to bfloat16.
 TOLERANCE = 6e-3
 WARM_MILLISECONDS, SAMPLES, LAUNCHES = 60, 15, 16
+#: Bytes of weights that a graph reads at least, twice what the L2 cache of an H200 holds.
+COLD = 110_000_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers that read one input: rows of each, columns, what the epilogue does, copies that L2 can't hold together."""
+    """Layers that read one input: rows of each, columns, what the epilogue does, and whether there are biases."""
 
     rows: tuple[int, ...]
     columns: int
     mode: Mode
-    copies: int
+    biased: bool = False
 
     @property
     def width(self) -> int:
         """Columns of the output."""
         return sum(self.rows) // (2 if self.mode == Mode.GATED else 1)
 
+    @property
+    def copies(self) -> int:
+        """Copies of the weights, which L2 can't hold together."""
+        packed = sum(self.rows) * self.columns * 4.5 / 8
+        return min(max(4, math.ceil(COLD / packed)), LAUNCHES)
 
-SHAPES = {
-    "qkv": Shape((HIDDEN, NARROW, NARROW), HIDDEN, Mode.PLAIN, 12),
-    "o": Shape((HIDDEN,), HIDDEN, Mode.RESIDUAL, 16),
-    "gate_up": Shape((WIDE, WIDE), HIDDEN, Mode.GATED, 4),
-    "down": Shape((HIDDEN,), WIDE, Mode.RESIDUAL, 4),
-}
+
+def shapes(size: str) -> dict[str, Shape]:
+    """The packed products of a block of a published size."""
+    model = shape_of(size)
+    hidden, inner = model.hidden, model.query_width
+    attention = {
+        "qkv": Shape((inner, model.kv_width, model.kv_width), hidden, Mode.PLAIN, model.biased),
+        "o": Shape((hidden,), inner, Mode.RESIDUAL),
+    }
+    if model.mixture:
+        return attention
+    wide = model.intermediate
+    return attention | {
+        "gate_up": Shape((wide, wide), hidden, Mode.GATED),
+        "down": Shape((hidden,), wide, Mode.RESIDUAL),
+    }
 
 
 def random_operands(shape: Shape, rank: int) -> Operands:
-    """NVFP4 weights with an adapter of `rank` in each layer, and a bias where Qwen2 has one."""
+    """NVFP4 weights with an adapter of `rank` in each layer, and biases where the model has them."""
     weights = [torch.randn(rows, shape.columns, device=DEVICE) * 0.02 for rows in shape.rows]
     scale = nvfp4_global_scale(*weights)
     packed = [quantize(weight, "nvfp4", global_scale=scale) for weight in weights]
     lora_a = torch.randn(len(shape.rows), rank, shape.columns, device=DEVICE) * shape.columns**-0.5
     return Operands(
         layout.pack(packed, shape.mode == Mode.GATED),
-        torch.randn(sum(shape.rows), device=DEVICE) if shape.mode == Mode.PLAIN else None,
+        torch.randn(sum(shape.rows), device=DEVICE) if shape.biased else None,
         lora_a.bfloat16(),
         [(torch.randn(rows, rank, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows],
         (2.0,) * len(shape.rows),
@@ -152,17 +172,18 @@ def main(
     out: Path,
     rows: Annotated[str, typer.Option(help="Rows of x, with commas between them.")] = "256,384,512,1024",
     rank: Annotated[int, typer.Option(help="Rank of the adapters: 0 or a multiple of 16.")] = 16,
+    size: Annotated[str, typer.Option(help="A size of Qwen2.5, or a shape such as qwen3-30b-a3b.")] = "7B",
 ) -> None:
-    """Time the products of a 7B block and write the samples with their stamp to OUT."""
+    """Time the products of a block and write the samples with their stamp to OUT."""
     measured = []
     for count in map(int, rows.split(",")):
-        for name, shape in SHAPES.items():
+        for name, shape in shapes(size).items():
             measured.append(point(name, shape, count, rank))
             packed, cublas = median(measured[-1].microseconds), median(measured[-1].cublas_microseconds)
             print(f"{name:8} {count:5} rows: {packed:8.2f} us, cuBLAS {cublas:8.2f} us")
     result = ProductsResult(
         bench="products",
-        size="7B",
+        size=size,
         weights="nvfp4",
         points=measured,
         gpu=gpu_state(),
