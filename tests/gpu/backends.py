@@ -1,4 +1,4 @@
-"""The kernels of packed weights that a test on a GPU is run with."""
+"""The kernels of packed weights that a test on a GPU is run with, and the memory that it finds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +29,10 @@ def kernels_of(name: str) -> Iterator[str]:
         if name.endswith(PORTABLE):
             patch.setattr(fused_linear, "is_hopper", lambda capability: False)
         yield name.removesuffix(PORTABLE)
+
+
+def poison() -> None:
+    """Fill freed memory, from which outputs are allocated, with NaN."""
+    torch.manual_seed(torch.seed() % 2**31)
+    filled = [torch.full((size,), torch.nan, device="cuda") for size in (2**9, 2**14, 2**20, 2**26) for _ in range(4)]
+    del filled

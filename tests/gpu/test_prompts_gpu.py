@@ -15,7 +15,7 @@ from qerl.rollout.engine.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
-from tests.gpu.test_engine_gpu import kernels_order, with_sinks
+from tests.gpu.exact import kernels_order, with_sinks
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
