@@ -28,6 +28,7 @@ from qerl.report.grid_tables import (
 from qerl.report.lead_figure import speeds, write_lead
 from qerl.report.mixes import write_mixes
 from qerl.report.paper_missing import write_missing
+from qerl.report.paper_page import paper_page
 from qerl.report.portable import write_portable
 from qerl.report.prompts import write_prompts
 from qerl.report.ratios import NOT_MEASURED
@@ -65,8 +66,8 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
     steps, memory, caps, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without
-    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), and of its models
-    paper-missing.
+    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), with paper-missing and
+    the page paper-tables.md.
     Raises ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
@@ -91,6 +92,8 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     lacking = write_rollout_tables(of_paper[0], out) if len(of_paper[0]) else []
     lacking += write_step_tables(of_paper[1], out) if len(of_paper[1]) else []
     write_missing(lacking, out)
+    if page := paper_page(files, out):
+        (out / "paper-tables.md").write_text(page, encoding="utf-8")
     write_goals(points, measured, rollouts, out / "goals")
 
 

@@ -19,21 +19,21 @@ import pandas as pd
 from qerl.report import layout
 from qerl.report.paper import SPEED, Result, beside, with_ratios, with_seconds
 from qerl.report.paper_figures import bars_beside
-from qerl.report.paper_missing import missing_rollouts, missing_steps
+from qerl.report.paper_missing import PROMPT, TOKENS, missing_rollouts, missing_steps
 from qerl.report.paper_speeds import rollouts, sizes, steps
 from qerl.report.tables import caption_text, write_table
 from qerl.results import printed
 from qerl.results.schema.stored import OK
 
-PROMPT, TOKENS = 256, 2048
 #: By reading of the paper's batch size: the number of sequences that a batch size of one means.
 READINGS = {"sequences": 1, "prompts": 8}
 
-_ROLLOUT_TABLES = ("table5", "table6", "table7", "table8", "table9")
-_STEP_TABLES = ("table5", "table6", "table7", "table8")
+ROLLOUT_TABLES = ("table5", "table6", "table7", "table8", "table9")
+STEP_TABLES = ("table5", "table6", "table7", "table8")
 #: Gradient checkpointing by the step's stored `recompute`; a step whose system chooses by itself has neither value.
 _CHECKPOINTING = {"true": "on", "false": "off"}
-_COUNTED = {"sequences": "concurrent sequences", "prompts": f"prompts of {READINGS['prompts']} completions"}
+#: What a batch size counts in each reading.
+COUNTED = {"sequences": "concurrent sequences", "prompts": f"prompts of {READINGS['prompts']} completions"}
 
 
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> list[dict[str, Any]]:
@@ -43,19 +43,19 @@ def write_rollout_tables(points: pd.DataFrame, out: Path) -> list[dict[str, Any]
     the measurements that rows lack, of this project's engine and of vLLM. Without a point it is nothing.
     """
     missing: list[dict[str, Any]] = []
-    at_lengths = _at_the_papers_lengths(points)
+    at_lengths = at_the_papers_lengths(points)
     if at_lengths.empty:
         return missing
     for engine in dict.fromkeys(["native", "vllm", *at_lengths["engine"]]):
         for reading, sequences in READINGS.items():
-            bench = _as_rollouts(at_lengths[at_lengths["engine"] == engine], sequences)
-            for name in _ROLLOUT_TABLES:
+            bench = as_rollouts(at_lengths, str(engine), sequences)
+            for name in ROLLOUT_TABLES:
                 title = f"Rollout throughput beside the paper's {_told(name, str(engine), reading)}"
-                frame = _beside([name], ["rollout"], rollouts(bench))
+                frame = beside_printed([name], ["rollout"], rollouts(bench))
                 _write(frame, out / f"{name}-{engine}-{reading}", title, bench)
                 missing += missing_rollouts(frame, engine, sequences)
             for name, files in printed.BARS.items():
-                frame = _beside(files, ["rollout"], rollouts(bench))
+                frame = beside_printed(files, ["rollout"], rollouts(bench))
                 missing += missing_rollouts(frame, engine, sequences)
                 if (frame["status"] == OK).any():
                     bars_beside(frame, out / f"{name}-{engine}-{reading}")
@@ -71,17 +71,14 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]
     measured: from `speed_readers.load_steps`; steps of other or mixed lengths, under a memory cap or with equal
         rewards are ignored. Returns the measurements of this project that rows lack, as `write_rollout_tables` does.
     """
-    alike = (measured["equal_groups"] == 0) & (measured["median"] == 0)
-    plain = alike & (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
-    at_lengths = _at_the_papers_lengths(measured[plain])
+    at_lengths = plain_steps(measured)
     missing: list[dict[str, Any]] = []
     if at_lengths.empty:
         return missing
-    named = at_lengths["system"].str.split().str[0]
-    for system in dict.fromkeys(["qerl", *named]):
+    for system in dict.fromkeys(["qerl", *_systems(at_lengths)]):
         for reading, sequences in READINGS.items():
-            bench, stem = _as_steps(at_lengths[named == system], system, sequences), f"{system.lower()}-{reading}"
-            for name in _STEP_TABLES:
+            bench, stem = as_steps(at_lengths, system, sequences), f"{system.lower()}-{reading}"
+            for name in STEP_TABLES:
                 frame = _write_steps(name, bench, out / f"{name}-{stem}", _told(name, system, reading))
                 missing += missing_steps(frame, system, sequences) if system == "qerl" else []
             for on in (True, False):
@@ -94,13 +91,13 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]
 
 def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> pd.DataFrame:
     sized = bench.dropna(subset="size_bytes") if len(bench) else bench
-    frame = _beside([name], ["step", "size"], [*steps(bench), *sizes(sized, "weights in memory")])
+    frame = beside_printed([name], ["step", "size"], [*steps(bench), *sizes(sized, "weights in memory")])
     _write(frame, stem, f"GRPO step beside the paper's {reading}; our sizes are those in memory", bench)
     return frame
 
 
 def _told(table: str, system: str, reading: str) -> str:
-    return f"Table {table.removeprefix('table')}: {system}, batch size read as {_COUNTED[reading]}"
+    return f"Table {table.removeprefix('table')}: {system}, batch size read as {COUNTED[reading]}"
 
 
 def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> None:
@@ -110,7 +107,7 @@ def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> 
     write_table(frame, stem, caption_text(f"{title}. {SPEED}", bench[["machine", "commit"]]), shown, footnotes)
 
 
-def _beside(files: Sequence[str], kinds: Collection[str], results: Iterable[Result]) -> pd.DataFrame:
+def beside_printed(files: Sequence[str], kinds: Collection[str], results: Iterable[Result]) -> pd.DataFrame:
     """Printed numbers of these kinds and files beside ours, for the models of the first file."""
     cells = [cell for file in files for cell in printed.read_cells(printed.FOLDER / f"{file}.csv")]
     models = {cell.model for cell in cells if cell.table == files[0]}
@@ -118,13 +115,21 @@ def _beside(files: Sequence[str], kinds: Collection[str], results: Iterable[Resu
     return beside(with_seconds(with_ratios(cells)), results)
 
 
-def _at_the_papers_lengths(measured: pd.DataFrame) -> pd.DataFrame:
+def at_the_papers_lengths(measured: pd.DataFrame) -> pd.DataFrame:
+    """The points or steps with prompts of 256 tokens and completions of 2,048."""
     return measured[(measured["prompt"] == PROMPT) & (measured["tokens"] == TOKENS)]
 
 
-def _as_rollouts(points: pd.DataFrame, sequences: int) -> pd.DataFrame:
-    """Points in the columns of `readers.load_benches`; a batch size of one in the paper is `sequences` of ours."""
-    whole = points[points["sequences"] % sequences == 0]
+def plain_steps(measured: pd.DataFrame) -> pd.DataFrame:
+    """The steps of the paper's lengths and rewards, without a cap, with all blocks recomputed or none."""
+    alike = (measured["equal_groups"] == 0) & (measured["median"] == 0)
+    plain = alike & (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
+    return at_the_papers_lengths(measured[plain])
+
+
+def as_rollouts(points: pd.DataFrame, engine: str, sequences: int) -> pd.DataFrame:
+    """An engine's points in the columns of `readers.load_benches`; a batch of one in the paper is `sequences` here."""
+    whole = points[(points["engine"] == engine) & (points["sequences"] % sequences == 0)]
     return pd.DataFrame([_rollout(point, sequences) for point in whole.to_dict("records")])
 
 
@@ -136,9 +141,14 @@ def _rollout(point: dict[Any, Any], sequences: int) -> dict[str, Any]:
     }
 
 
-def _as_steps(measured: pd.DataFrame, system: str, sequences: int) -> pd.DataFrame:
-    """Steps in the columns of `readers.load_benches`; if a batch counts prompts, only those with that group size."""
-    whole = measured[(measured["group_size"] == sequences) | (sequences == 1)]
+def _systems(measured: pd.DataFrame) -> pd.Series:
+    return measured["system"].str.split().str[0]
+
+
+def as_steps(measured: pd.DataFrame, system: str, sequences: int) -> pd.DataFrame:
+    """A system's steps in the columns of `readers.load_benches`; where a batch counts prompts, of groups of it."""
+    of_system = measured[_systems(measured) == system]
+    whole = of_system[(of_system["group_size"] == sequences) | (sequences == 1)]
     return pd.DataFrame([_step(step, system, sequences) for step in whole.to_dict("records")])
 
 

@@ -5,6 +5,7 @@ A printed number that the paper contradicts elsewhere, or that needs a remark, h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import Any
 
@@ -87,7 +88,7 @@ def flat(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             "key": cell["metric"],
             "applies to": _scope(cell),
             "paper": _printed(cell, letters),
-            "ours": _ours(cell),
+            "ours": ours_text(cell),
             "difference": _change(cell),
         }
         for cell in cells
@@ -138,7 +139,7 @@ def _lines(
     seeds = {f"{cell['seeds']:.0f}" for cell in row.values() if not pd.isna(cell["seeds"])}
     texts = {
         "paper": [_printed(row[name], letters) if name in row else "" for name in headings],
-        "ours": [_ours(row[name]) if name in row else "" for name in headings],
+        "ours": [ours_text(row[name]) if name in row else "" for name in headings],
         "difference": [_change(row[name]) if name in row else "" for name in headings],
     }
     blank = dict.fromkeys(key, "")
@@ -164,7 +165,8 @@ def _printed(cell: dict[Any, Any], letters: dict[str, str]) -> str:
     return f"{text} ({marks})" if marks else text
 
 
-def _ours(cell: dict[Any, Any]) -> str:
+def ours_text(cell: Mapping[Any, Any]) -> str:
+    """Our number in a cell's unit with its interval, or why there is none."""
     if cell["status"] != OK:
         return str(cell["status"])
     if isinstance(cell["ours"], str):

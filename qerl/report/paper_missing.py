@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from qerl.report.ratios import DIFFERENT_MACHINES
 from qerl.report.tables import write_table
 from qerl.results.names import decode_name, step_name
 
-#: The rank of rows for which the paper states none.
-RANK = 16
+#: The paper's lengths of prompts and completions, and the rank of rows for which it states none.
+PROMPT, TOKENS, RANK = 256, 2048, 16
 OF_ANOTHER = "of another machine than BF16's"
 _CAPTION = (
     "Measurements that the paper's tables and figures lack here, and those that have no ratio to BF16's. "
@@ -22,29 +22,38 @@ _CAPTION = (
 )
 
 
+def rollout_file(cell: Mapping[Any, Any], engine: str) -> str:
+    """The name of the decode file that has a cell of `paper.beside`, without its ending."""
+    rank = RANK if pd.isna(cell["rank"]) else int(cell["rank"])
+    return decode_name(engine, size_of(cell), cell["weights"], rank, PROMPT, TOKENS)
+
+
+def step_file(cell: Mapping[Any, Any], system: str, group: int) -> str:
+    """The name of the file of steps that has a cell of `paper.beside`, without its ending.
+
+    A batch is of prompts of `group` completions, or, with a group of one, of completions of one prompt.
+    """
+    batch, recompute = settings_of(cell)["bs"], settings_of(cell).get("gc", "on")
+    work = f"1x{batch}" if group == 1 else f"{batch}x{group}"
+    variant = "recompute" if recompute == "on" else "no-recompute"
+    return step_name(system, size_of(cell), cell["weights"], RANK, f"{work}-{PROMPT}x{TOKENS}", variant)
+
+
 def missing_rollouts(frame: pd.DataFrame, engine: str, sequences: int) -> list[dict[str, Any]]:
     """The decode files and numbers of sequences that rows of `paper.beside` lack, a batch of one being `sequences`."""
     rows = []
     for cell, why in _lacking(frame, "rollout_rate", "rollout_speedup"):
-        rank = RANK if pd.isna(cell["rank"]) else int(cell["rank"])
-        file = decode_name(engine, _size(cell), cell["weights"], rank, 256, 2048)
-        rows.append(
-            {"file": file, "why": why, "sequences": sequences * int(_settings(cell)["bs"]), "of": cell["table"]}
-        )
+        count = sequences * int(settings_of(cell)["bs"])
+        rows.append({"file": rollout_file(cell, engine), "why": why, "sequences": count, "of": cell["table"]})
     return rows
 
 
 def missing_steps(frame: pd.DataFrame, system: str, group: int) -> list[dict[str, Any]]:
-    """The files of steps that rows of `paper.beside` lack; a batch is of prompts of `group` completions, or, with a
-    group of one, of completions of one prompt.
-    """
+    """The files of steps that rows of `paper.beside` lack, in the reading of `step_file`."""
     rows = []
     for cell, why in _lacking(frame, "step_seconds", "step_speedup"):
-        batch, recompute = _settings(cell)["bs"], _settings(cell).get("gc", "on")
-        work = f"1x{batch}" if group == 1 else f"{batch}x{group}"
-        variant = "recompute" if recompute == "on" else "no-recompute"
-        file = step_name(system, _size(cell), cell["weights"], RANK, f"{work}-256x2048", variant)
-        rows.append({"file": file, "why": why, "sequences": int(batch) * group, "of": cell["table"]})
+        count = int(settings_of(cell)["bs"]) * group
+        rows.append({"file": step_file(cell, system, group), "why": why, "sequences": count, "of": cell["table"]})
     return rows
 
 
@@ -70,9 +79,11 @@ def _lacking(frame: pd.DataFrame, measured: str, ratio: str) -> Iterator[tuple[d
             yield cell, OF_ANOTHER
 
 
-def _size(cell: dict[Any, Any]) -> str:
+def size_of(cell: Mapping[Any, Any]) -> str:
+    """The size of the model of a cell of `paper.beside`, such as 7B."""
     return str(cell["model"]).removeprefix("qwen2.5-").upper()
 
 
-def _settings(cell: dict[Any, Any]) -> dict[str, str]:
+def settings_of(cell: Mapping[Any, Any]) -> dict[str, str]:
+    """The settings of a cell, such as the batch size `bs`."""
     return dict(part.split("=") for part in cell["setting"].split("; ") if part)

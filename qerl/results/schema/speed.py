@@ -28,11 +28,12 @@ Size = Annotated[str, AfterValidator(_known_shape)]
 
 
 class Kind(Stored):
-    """The kind of a file."""
+    """What all files of the grid have: their kind and their stamp."""
 
     model_config = ConfigDict(extra="ignore")
 
     bench: Literal["decode", "grpo_step", "rollout_mix", "prompts"]
+    provenance: Provenance
 
 
 # --- decode speed ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""The page with every number of the paper's speed tables: its numbers by their samples, and the committed page."""
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import commands as cli
+from qerl.plan.shapes import committed_files
+from qerl.report.paper_page import paper_page
+from qerl.results.names import decode_name
+from qerl.settings.reading import read_yaml
+from tests.synthetic_results import OUT_OF_MEMORY, decode_file
+
+ROOT = Path(__file__).parents[3]
+CONFIG, PAGE = ROOT / "config/shapes.yaml", ROOT / "docs/results/paper-tables.md"
+LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
+#: Sequences of a batch of one, by the heading of a reading.
+READINGS = {"concurrent sequences": 1, "prompts of 8 completions": 8}
+
+
+def committed():
+    return committed_files([ROOT / folder for folder in read_yaml(CONFIG)["shapes"]["samples"]])
+
+
+def rows(text):
+    """Each row of a table by its columns, with its reading's factor and the table's title."""
+    for section in text.split("\n## ")[1:]:
+        factor = READINGS[section.splitlines()[0].removeprefix("Batch size read as ")]
+        for table in section.split("\n### ")[1:]:
+            title, *lines = [line for line in table.splitlines() if line]
+            names, _, *cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+            for row in cells:
+                yield factor, title, dict(zip(names, row, strict=True))
+
+
+def expected(file, batch, factor):
+    """The number of a file of samples: tokens/s of a rollout with its prompts, or seconds of a step."""
+    content = json.loads(file.read_text())
+    if content["bench"] == "decode":
+        [point] = [point for point in content["points"] if point["sequences"] == batch * factor]
+        drawn = batch * factor * content["tokens"]
+        return drawn / (drawn / median(point["samples"]) + point["prompt_seconds"])
+    work = content["work"]
+    assert (work["prompts"], work["group"]) == ((1, batch) if factor == 1 else (batch, factor))
+    return OUT_OF_MEMORY if content["status"] == OUT_OF_MEMORY else median(step["step"] for step in content["steps"])
+
+
+def test_the_committed_page_is_that_of_the_committed_points():
+    made = paper_page(committed(), PAGE.parent)
+    assert made == PAGE.read_text(), f"run: qerl grid config/shapes.yaml --page {PAGE.relative_to(ROOT)}"
+
+
+def test_every_number_of_the_committed_page_is_that_of_its_samples():
+    seen = set()
+    for factor, title, row in rows(PAGE.read_text()):
+        for name in {"vLLM", "ours"} & set(row):
+            for text, link in LINK.findall(row[name]):
+                number = expected(PAGE.parent / link, int(row["batch"]), factor)
+                shown = text if number == OUT_OF_MEMORY else float(text.partition(" ")[0].replace(",", ""))
+                assert shown == (number if number == OUT_OF_MEMORY else pytest.approx(number, rel=6e-3)), (title, row)
+                seen.add(title)
+    names = [f"Table {number}: {what}" for what in ("rollouts", "GRPO steps") for number in range(5, 9)]
+    assert seen == {*names, "Table 3: GRPO steps", "Table 9: rollouts", "Figure 1: rollouts", "Figure 11: rollouts"}
+
+
+def named(folder, engine, weights, points, **changed):
+    file = decode_file(folder, engine, weights, points, prompt=256, tokens=2048, **changed)
+    return file.rename(folder / f"{decode_name(engine, '7B', weights, 16, 256, 2048)}.json")
+
+
+def test_vllm_and_other_machines_stand_beside_ours(tmp_path):
+    """100 tokens/s are 90.9 with the prompts' 2.048 s; the second machine is the rarer one."""
+    files = [
+        named(tmp_path, "native", "bf16", {1: [100.0]}),
+        named(tmp_path, "native", "nvfp4", {1: [400.0], 8: OUT_OF_MEMORY}),
+        named(tmp_path, "vllm", "nvfp4", {1: [200.0]}),
+        named(tmp_path, "vllm", "bf16", {1: [50.0]}, machine="1x NVIDIA H100 80GB"),
+    ]
+    found = {
+        (factor, row["weights"]): row
+        for factor, title, row in rows(paper_page(files, tmp_path / "there"))
+        if title == "Table 9: rollouts" and (row["model"], row["rank"]) == ("7B", "16")
+    }
+    bf16, nvfp4 = found[1, "BF16"], found[1, "NVFP4"]
+    assert bf16["paper, tokens/s"] == "115.4*"  # Table 6 prints it for a batch of 2
+    assert bf16["ours"] == "[90.9](../decode-native-7B-bf16-r16-256x2048.json)"
+    assert bf16["vLLM"] == "[47.6](../decode-vllm-7B-bf16-r16-256x2048.json) (H100)"
+    assert bf16["ours over vLLM"] == "different machines"
+    assert nvfp4["ours over vLLM"] == f"{(2048 / (5.12 + 2.048)) / (2048 / (10.24 + 2.048)):.2f}×"
+    assert (nvfp4["over BF16: paper"], nvfp4["vLLM's"]) == ("1.31", "different machines")
+    assert nvfp4["our"].startswith(f"{(2048 / (5.12 + 2.048)) / (2048 / (20.48 + 2.048)):.2f}×")
+    assert found[8, "NVFP4"]["ours"] == "[out of memory](../decode-native-7B-nvfp4-r16-256x2048.json)"
+    assert found[8, "NVFP4"]["vLLM"] == "not run"
+
+
+def test_points_of_other_lengths_make_no_page(tmp_path):
+    assert paper_page([decode_file(tmp_path, "native", "bf16", {1: [100.0]})], tmp_path) == ""
+
+
+def test_the_command_writes_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = tmp_path / "page.md"
+    CliRunner().invoke(cli.app, ["grid", "config/shapes.yaml", "--page", str(page)], catch_exceptions=False)
+    assert page.read_text().splitlines()[0] == PAGE.read_text().splitlines()[0]
