@@ -5,6 +5,7 @@ import torch
 
 from qerl.kernels import group_many, mixture, mixture_reference, swiglu
 from qerl.kernels.normed_rope import rotate_normed
+from qerl.kernels.rope import rotate
 
 EPS = 1e-6
 
@@ -15,10 +16,13 @@ def near(found, exact):
     return bool(((found.double() - exact).abs() <= bound).all())
 
 
-def turned(x, weight, cos, sin):
-    normed = weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
-    first, second = normed.chunk(2, -1)
-    return normed * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+def turned(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+
+def normed(x, weight):
+    return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "width"), [(5, 4, 2, 64), (3, 7, 1, 40), (1, 1, 1, 128)])
@@ -35,7 +39,22 @@ def test_heads_are_normalised_and_rotated_in_both_directions(tokens, heads, kv_h
     gradients = rotate_normed(query, key, weights, EPS, cos, sin, (of_query, of_key))
     for x, weight, grad, out, gradient in zip((query, key), weights, (of_query, of_key), found, gradients, strict=True):
         wide = x.double().requires_grad_()
-        exact = turned(wide, weight.double(), cos.double(), sin.double())
+        exact = turned(normed(wide, weight.double()), cos.double(), sin.double())
+        assert near(out, exact.detach())
+        assert near(gradient, torch.autograd.grad(exact, wide, grad.double())[0])
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "width"), [(5, 4, 2, 64), (3, 7, 1, 40), (1, 1, 1, 128)])
+def test_heads_are_rotated_in_both_directions(tokens, heads, kv_heads, width):
+    torch.manual_seed(0)
+    cos, sin, *inputs = (
+        torch.randn(tokens, *rest) for rest in ((width,), (width,), *[(heads, width), (kv_heads, width)] * 2)
+    )
+    found = rotate(*inputs[:2], cos, sin)
+    gradients = rotate(*inputs[2:], cos, sin, back=True)
+    for x, grad, out, gradient in zip(inputs[:2], inputs[2:], found, gradients, strict=True):
+        wide = x.double().requires_grad_()
+        exact = turned(wide, cos.double(), sin.double())
         assert near(out, exact.detach())
         assert near(gradient, torch.autograd.grad(exact, wide, grad.double())[0])
 
