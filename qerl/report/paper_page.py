@@ -129,12 +129,12 @@ def _rollout_rows(name: str, points: pd.DataFrame, sequences: int, samples: _Sam
         yield {
             **_key(rate),
             "paper, tokens/s": _printed(row, "rollout_rate"),
-            "vLLM": samples.linked(files[0], stock["rollout_rate"]),
-            "ours": samples.linked(files[1], rate),
+            "vLLM, tokens/s": samples.linked(files[0], stock["rollout_rate"]),
+            "ours, tokens/s": samples.linked(files[1], rate),
             "ours over vLLM": _lead(rate, stock["rollout_rate"], *map(samples.machine, files)),
             "over BF16: paper": _printed(row, "rollout_speedup"),
-            "vLLM's": _ours(stock, "rollout_speedup"),
-            "our": _ours(row, "rollout_speedup"),
+            "over BF16: vLLM": _ours(stock, "rollout_speedup"),
+            "over BF16: ours": _ours(row, "rollout_speedup"),
         }
 
 
@@ -153,11 +153,11 @@ def _step_rows(name: str, measured: pd.DataFrame, sequences: int, samples: _Samp
         yield {
             **_key(seconds),
             "paper, GB": _printed(size, "size"),
-            "here": _ours(size, "size"),
+            "ours, GB": _ours(size, "size"),
             "paper, s/step": _printed(row, "step_seconds"),
-            "ours": samples.linked(step_file(seconds, "qerl", sequences), seconds),
+            "ours, s/step": samples.linked(step_file(seconds, "qerl", sequences), seconds),
             "over BF16: paper": _printed(row, "step_speedup"),
-            "our": _speedup(place, rows, lambda cell: samples.machine(step_file(cell, "qerl", sequences))),
+            "over BF16: ours": _speedup(place, rows, lambda cell: samples.machine(step_file(cell, "qerl", sequences))),
         }
 
 
