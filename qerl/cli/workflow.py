@@ -14,7 +14,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.reading import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import pandas as pd
 
@@ -138,38 +138,22 @@ def lock(config: Path) -> None:
 def grid(
     config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
-    page: Annotated[Path | None, typer.Option(help="Write the paper's tables beside the measured points here.")] = None,
 ) -> None:
     """List the jobs of a configuration's `shapes` with their GPU-time and state."""
     from qerl.plan.files import Files
-    from qerl.plan.shapes import measured_files, point_jobs, remaining
+    from qerl.plan.shapes import point_jobs, remaining
 
     plan = _plan(config, None)
     shapes = plan.config.shapes
     if shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    folder = Files(plan).points
-    if page:
-        _write_page(measured_files(shapes, folder), page)
-        return
-    jobs = point_jobs(shapes, folder)
+    jobs = point_jobs(shapes, Files(plan).points)
     left = {id: job for id, one in jobs.items() if (job := remaining(one, shapes))}
     if missing:
         commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
         typer.echo("\n".join(map(shlex.join, commands)))
     else:
         _print_grid(str(config), shapes, jobs, left)
-
-
-def _write_page(files: Sequence[Path], page: Path) -> None:
-    """Write the paper's tables beside what files of points have."""
-    from qerl.report.paper_page import paper_page
-
-    text = paper_page(files, page.parent)
-    if not text:
-        raise ConfigError("no point has the paper's lengths, 256 + 2,048 tokens; `qerl grid` lists the jobs")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(text, encoding="utf-8")
 
 
 def _minutes(hours: Hours) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
 from qerl.report.caps import write_caps
@@ -88,11 +87,8 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     if steps:
         measured = load_steps(steps)
         _write_steps(measured, out)
-    of_paper = [frame[frame["size"].isin(ARCHITECTURES)] if len(frame) else frame for frame in (points, measured)]
-    lacking = write_rollout_tables(of_paper[0], out) if len(of_paper[0]) else []
-    lacking += write_step_tables(of_paper[1], out) if len(of_paper[1]) else []
-    write_missing(lacking, out)
-    if page := paper_page(files, out):
+    write_missing([*write_rollout_tables(points, out), *write_step_tables(measured, out)], out)
+    if page := paper_page(points, measured, files, out):
         (out / "paper-tables.md").write_text(page, encoding="utf-8")
     write_goals(points, measured, rollouts, out / "goals")
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.report import layout
-from qerl.report.paper import SPEED, Result, beside, with_ratios, with_seconds
+from qerl.report.paper import SPEED, Result, beside, with_ratios, with_steps
 from qerl.report.paper_figures import bars_beside
-from qerl.report.paper_missing import PROMPT, TOKENS, missing_rollouts, missing_steps
+from qerl.report.paper_missing import missing_rollouts, missing_steps
 from qerl.report.paper_speeds import rollouts, sizes, steps
 from qerl.report.tables import caption_text, write_table
 from qerl.results import printed
@@ -39,16 +40,17 @@ COUNTED = {"sequences": "concurrent sequences", "prompts": f"prompts of {READING
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> list[dict[str, Any]]:
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: from `speed_readers.load_points`; points of other lengths are ignored. Returns what `write_missing` takes:
-    the measurements that rows lack, of this project's engine and of vLLM. Without a point it is nothing.
+    points: from `speed_readers.load_points`; those of other models and lengths are ignored. Returns what
+        `write_missing` takes: the measurements that rows lack, of this project's engine and of vLLM; nothing without a
+        point.
     """
     missing: list[dict[str, Any]] = []
-    at_lengths = at_the_papers_lengths(points)
-    if at_lengths.empty:
+    of_paper = points_of_paper(points)
+    if of_paper.empty:
         return missing
-    for engine in dict.fromkeys(["native", "vllm", *at_lengths["engine"]]):
+    for engine in dict.fromkeys(["native", "vllm", *of_paper["engine"]]):
         for reading, sequences in READINGS.items():
-            bench = as_rollouts(at_lengths, str(engine), sequences)
+            bench = as_rollouts(of_paper, str(engine), sequences)
             for name in ROLLOUT_TABLES:
                 title = f"Rollout throughput beside the paper's {_told(name, str(engine), reading)}"
                 frame = beside_printed([name], ["rollout"], rollouts(bench))
@@ -68,16 +70,17 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
-    measured: from `speed_readers.load_steps`; steps of other or mixed lengths, under a memory cap or with equal
-        rewards are ignored. Returns the measurements of this project that rows lack, as `write_rollout_tables` does.
+    measured: from `speed_readers.load_steps`; steps of other models, of other or mixed lengths, under a memory cap
+        or with equal rewards are ignored. Returns the measurements of this project that rows lack, as
+        `write_rollout_tables` does.
     """
-    at_lengths = plain_steps(measured)
+    of_paper = steps_of_paper(measured)
     missing: list[dict[str, Any]] = []
-    if at_lengths.empty:
+    if of_paper.empty:
         return missing
-    for system in dict.fromkeys(["qerl", *_systems(at_lengths)]):
+    for system in dict.fromkeys(["qerl", *_systems(of_paper)]):
         for reading, sequences in READINGS.items():
-            bench, stem = as_steps(at_lengths, system, sequences), f"{system.lower()}-{reading}"
+            bench, stem = as_steps(of_paper, system, sequences), f"{system.lower()}-{reading}"
             for name in STEP_TABLES:
                 frame = _write_steps(name, bench, out / f"{name}-{stem}", _told(name, system, reading))
                 missing += missing_steps(frame, system, sequences) if system == "qerl" else []
@@ -112,19 +115,27 @@ def beside_printed(files: Sequence[str], kinds: Collection[str], results: Iterab
     cells = [cell for file in files for cell in printed.read_cells(printed.FOLDER / f"{file}.csv")]
     models = {cell.model for cell in cells if cell.table == files[0]}
     cells = [cell for cell in cells if cell.kind in kinds and cell.model in models]
-    return beside(with_seconds(with_ratios(cells)), results)
+    return beside(with_steps(with_ratios(cells)), results)
 
 
-def at_the_papers_lengths(measured: pd.DataFrame) -> pd.DataFrame:
-    """The points or steps with prompts of 256 tokens and completions of 2,048."""
-    return measured[(measured["prompt"] == PROMPT) & (measured["tokens"] == TOKENS)]
+def points_of_paper(points: pd.DataFrame) -> pd.DataFrame:
+    """The points of the paper's models and lengths; none of an empty frame."""
+    return points[_of_paper(points)] if len(points) else points
 
 
-def plain_steps(measured: pd.DataFrame) -> pd.DataFrame:
-    """The steps of the paper's lengths and rewards, without a cap, with all blocks recomputed or none."""
+def steps_of_paper(measured: pd.DataFrame) -> pd.DataFrame:
+    """The steps of the paper's models, lengths and rewards, without a cap, with all blocks recomputed or none."""
+    if measured.empty:
+        return measured
     alike = (measured["equal_groups"] == 0) & (measured["median"] == 0)
     plain = alike & (measured["cap"] == "") & measured["recompute"].isin(_CHECKPOINTING)
-    return at_the_papers_lengths(measured[plain])
+    return measured[plain & _of_paper(measured)]
+
+
+def _of_paper(measured: pd.DataFrame) -> pd.Series:
+    """Whether points or steps are of the paper's models and lengths."""
+    of_lengths = (measured["prompt"] == printed.PROMPT) & (measured["tokens"] == printed.TOKENS)
+    return of_lengths & measured["size"].isin(ARCHITECTURES)
 
 
 def as_rollouts(points: pd.DataFrame, engine: str, sequences: int) -> pd.DataFrame:
@@ -146,7 +157,10 @@ def _systems(measured: pd.DataFrame) -> pd.Series:
 
 
 def as_steps(measured: pd.DataFrame, system: str, sequences: int) -> pd.DataFrame:
-    """A system's steps in the columns of `readers.load_benches`; where a batch counts prompts, of groups of it."""
+    """A system's steps in the columns of `readers.load_benches`.
+
+    sequences: completions that a batch of one means. With more than one, only steps with groups of that size count.
+    """
     of_system = measured[_systems(measured) == system]
     whole = of_system[(of_system["group_size"] == sequences) | (sequences == 1)]
     return pd.DataFrame([_step(step, system, sequences) for step in whole.to_dict("records")])

@@ -157,7 +157,7 @@ def _lines(
 
 def _printed(cell: dict[Any, Any], letters: dict[str, str]) -> str:
     text = cell["printed"]
-    if cell["unit"] == "ratio":
+    if text and cell["unit"] == "ratio":
         text += "×"
     if cell["unit"] == "points":
         text = _UNITS["points"](float(text))

@@ -236,21 +236,24 @@ def with_readings(cells: Sequence[Cell]) -> list[Cell]:
     return extended
 
 
-def with_seconds(cells: Sequence[Cell]) -> list[Cell]:
-    """Add cells without a printed number for the seconds of each step and of its BF16 LoRA base, where the paper prints
-    none.
+def with_steps(cells: Sequence[Cell]) -> list[Cell]:
+    """Add a cell without a printed number where the paper prints none, so that ours is shown.
+
+    These are the seconds of each step and of its BF16 LoRA base, and the speed-up over that base.
     """
-    places = {_place(cell) for cell in cells if cell.metric == "step_seconds"}
+    places = {(cell.metric, _place(cell)) for cell in cells}
     extended = []
     for cell in cells:
         extended.append(cell)
-        for weights in ("bf16", cell.weights) if cell.kind == "step" else ():
-            blank = replace(
-                cell, weights=weights, metric="step_seconds", printed="", unit="s", inconsistent="", note=""
-            )
-            if _place(blank) not in places:
-                places.add(_place(blank))
-                extended.append(blank)
+        blank = replace(cell, printed="", inconsistent="", note="")
+        asked = [
+            *(replace(blank, weights=weights, metric="step_seconds", unit="s") for weights in ("bf16", cell.weights)),
+            *([replace(blank, metric="step_speedup", unit="ratio")] if cell.weights != "bf16" else []),
+        ]
+        for one in asked if cell.kind == "step" else ():
+            if (one.metric, _place(one)) not in places:
+                places.add((one.metric, _place(one)))
+                extended.append(one)
     return extended
 
 

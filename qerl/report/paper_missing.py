@@ -12,9 +12,10 @@ from qerl.report.pages import NOT_RUN
 from qerl.report.ratios import DIFFERENT_MACHINES
 from qerl.report.tables import write_table
 from qerl.results.names import decode_name, step_name
+from qerl.results.printed import PROMPT, TOKENS
 
-#: The paper's lengths of prompts and completions, and the rank of rows for which it states none.
-PROMPT, TOKENS, RANK = 256, 2048, 16
+#: The rank of rows for which the paper states none.
+RANK = 16
 OF_ANOTHER = "of another machine than BF16's"
 _CAPTION = (
     "Measurements that the paper's tables and figures lack here, and those that have no ratio to BF16's. "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qerl.checkpoints.architectures import ARCHITECTURES
 from qerl.report.formatting import gpu_label, times, weights_label
 from qerl.report.grid_paper import (
     COUNTED,
@@ -19,21 +18,20 @@ from qerl.report.grid_paper import (
     STEP_TABLES,
     as_rollouts,
     as_steps,
-    at_the_papers_lengths,
     beside_printed,
-    plain_steps,
+    points_of_paper,
+    steps_of_paper,
 )
 from qerl.report.layout import ours_text
 from qerl.report.pages import NOT_RUN
 from qerl.report.paper import Result
-from qerl.report.paper_missing import PROMPT, RANK, TOKENS, rollout_file, settings_of, size_of, step_file
+from qerl.report.paper_missing import RANK, rollout_file, settings_of, size_of, step_file
 from qerl.report.paper_speeds import rollouts, sizes, steps
 from qerl.report.ratios import DIFFERENT_MACHINES
 from qerl.results.files import read
-from qerl.results.printed import BARS
+from qerl.results.printed import BARS, PROMPT, TOKENS
 from qerl.results.schema.speed import Kind
 from qerl.results.schema.stored import OK
-from qerl.results.speed_readers import load_points, load_steps
 
 #: The cells of one printed row, by metric.
 _Row = dict[str, dict[Any, Any]]
@@ -45,8 +43,9 @@ rank {rank} where the paper states none, prompts of {prompt} tokens, completions
 paper measured on an H100 of 80 GB, rollouts with vLLM.
 
 Samples are of an {gpu}, or of the GPU in brackets. Tokens/s and seconds depend on the machine. Ratios, to BF16 LoRA of
-the same system, can be compared, and sizes are those of the weights in memory. Where a cell is empty, the paper has no
-number. The paper contradicts a number with * elsewhere; the other tables of the workflow say where.
+the same system, can be compared, and sizes are those of the weights in memory. Where a cell is empty, the paper prints
+nothing, or there is nothing to compare. The paper contradicts a number with * elsewhere; the other tables of the
+workflow say where.
 """
 
 
@@ -72,25 +71,18 @@ class _Samples:
         return link if self._machines[name] == self.usual else f"{link} ({_gpu(self._machines[name])})"
 
 
-def paper_page(files: Sequence[Path], folder: Path) -> str:
-    """The page in Markdown, of files of the speed grid, with links relative to the folder in which it will be.
+def paper_page(points: pd.DataFrame, measured: pd.DataFrame, files: Sequence[Path], folder: Path) -> str:
+    """The page in Markdown, with links to the files, relative to the folder in which it will be.
 
-    Without work of the paper's models and lengths the page is empty.
+    points, measured: of `speed_readers.load_points` and `load_steps`, from the files; each may be empty. Without work
+    of the paper's models and lengths the page is empty.
     """
-    kinds = {file: read(Kind, file) for file in files}
-    decode, stepped = ([file for file, kind in kinds.items() if kind.bench == one] for one in ("decode", "grpo_step"))
-    points = at_the_papers_lengths(_of_models(load_points(decode))) if decode else pd.DataFrame()
-    measured = plain_steps(_of_models(load_steps(stepped))) if stepped else pd.DataFrame()
+    points, measured = points_of_paper(points), steps_of_paper(measured)
     if points.empty and measured.empty:
         return ""
-    samples = _Samples(kinds, folder)
+    samples = _Samples({file: read(Kind, file) for file in files}, folder)
     head = _HEAD.format(prompt=PROMPT, tokens=f"{TOKENS:,}", rank=RANK, gpu=_gpu(samples.usual))
     return "\n".join([head, *_sections(points, measured, samples)])
-
-
-def _of_models(measured: pd.DataFrame) -> pd.DataFrame:
-    """What is measured on the sizes of Qwen2.5."""
-    return measured[measured["size"].isin(ARCHITECTURES)]
 
 
 def _sections(points: pd.DataFrame, measured: pd.DataFrame, samples: _Samples) -> Iterator[str]:
@@ -157,7 +149,7 @@ def _step_rows(name: str, measured: pd.DataFrame, sequences: int, samples: _Samp
             "paper, s/step": _printed(row, "step_seconds"),
             "ours, s/step": samples.linked(step_file(seconds, "qerl", sequences), seconds),
             "over BF16: paper": _printed(row, "step_speedup"),
-            "over BF16: ours": _speedup(place, rows, lambda cell: samples.machine(step_file(cell, "qerl", sequences))),
+            "over BF16: ours": _ours(row, "step_speedup"),
         }
 
 
@@ -192,17 +184,8 @@ def _ours(row: _Row, metric: str) -> str:
     return ours_text(row[metric]) if metric in row else ""
 
 
-def _speedup(place: tuple[Any, ...], rows: Mapping[tuple[Any, ...], _Row], machine: Callable[[Any], str | None]) -> str:
-    """The speed-up of a step over BF16's, also where the paper prints its seconds alone."""
-    row, base = rows[place], rows.get((place[0], "bf16", *place[2:]))
-    if "step_speedup" in row or base is None or base is row:
-        return _ours(row, "step_speedup")
-    ours, theirs = row["step_seconds"], base["step_seconds"]
-    return _lead(theirs, ours, machine(theirs), machine(ours))
-
-
 def _lead(ours: Mapping[Any, Any], theirs: Mapping[Any, Any], *machines: str | None) -> str:
-    """Our rate over vLLM's of the same weights, or a base's seconds over ours, if both are of one kind of machine."""
+    """Our rate over vLLM's of the same weights, if both are of one kind of machine."""
     if (ours["status"], theirs["status"]) != (OK, OK):
         return ""
     return times(ours["ours"] / theirs["ours"]) if len({*machines}) == 1 else DIFFERENT_MACHINES

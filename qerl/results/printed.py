@@ -17,6 +17,8 @@ FOLDER = Path(__file__).parents[2] / "config" / "paper"
 CURVES = "curves.csv"
 #: The names that the paper's models have in a configuration.
 MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+#: Tokens of prompts and of completions in the paper's tables of speed.
+PROMPT, TOKENS = 256, 2048
 
 
 @dataclass(frozen=True)

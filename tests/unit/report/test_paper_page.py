@@ -2,28 +2,18 @@
 
 import json
 import re
-from pathlib import Path
 from statistics import median
 
 import pytest
-from typer.testing import CliRunner
 
-from qerl.cli import commands as cli
-from qerl.plan.shapes import committed_files
-from qerl.report.paper_page import paper_page
+from qerl.report.grid import write_all
 from qerl.results.names import decode_name
-from qerl.settings.reading import read_yaml
+from tests.paper_tables import PAGE, page
 from tests.synthetic_results import OUT_OF_MEMORY, decode_file
 
-ROOT = Path(__file__).parents[3]
-CONFIG, PAGE = ROOT / "config/shapes.yaml", ROOT / "docs/results/paper-tables.md"
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 #: Sequences of a batch of one, by the heading of a reading.
 READINGS = {"concurrent sequences": 1, "prompts of 8 completions": 8}
-
-
-def committed():
-    return committed_files([ROOT / folder for folder in read_yaml(CONFIG)["shapes"]["samples"]])
 
 
 def rows(text):
@@ -50,13 +40,12 @@ def expected(file, batch, factor):
 
 
 def test_the_committed_page_is_that_of_the_committed_points():
-    made = paper_page(committed(), PAGE.parent)
-    assert made == PAGE.read_text(), f"run: qerl grid config/shapes.yaml --page {PAGE.relative_to(ROOT)}"
+    assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.paper_tables"
 
 
 def test_every_number_of_the_committed_page_is_that_of_its_samples():
     seen = set()
-    for factor, title, row in rows(PAGE.read_text()):
+    for factor, title, row in rows(PAGE.read_text(encoding="utf-8")):
         for cell in row.values():
             for text, link in LINK.findall(cell):
                 number = expected(PAGE.parent / link, int(row["batch"]), factor)
@@ -80,9 +69,10 @@ def test_vllm_and_other_machines_stand_beside_ours(tmp_path):
         named(tmp_path, "vllm", "nvfp4", {1: [200.0]}),
         named(tmp_path, "vllm", "bf16", {1: [50.0]}, machine="1x NVIDIA H100 80GB"),
     ]
+    write_all(files, tmp_path / "tables")
     found = {
         (factor, row["weights"]): row
-        for factor, title, row in rows(paper_page(files, tmp_path / "there"))
+        for factor, title, row in rows((tmp_path / "tables/paper-tables.md").read_text(encoding="utf-8"))
         if title == "Table 9: rollouts" and (row["model"], row["rank"]) == ("7B", "16")
     }
     bf16, nvfp4 = found[1, "BF16"], found[1, "NVFP4"]
@@ -98,11 +88,5 @@ def test_vllm_and_other_machines_stand_beside_ours(tmp_path):
 
 
 def test_points_of_other_lengths_make_no_page(tmp_path):
-    assert paper_page([decode_file(tmp_path, "native", "bf16", {1: [100.0]})], tmp_path) == ""
-
-
-def test_the_command_writes_the_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    page = tmp_path / "page.md"
-    CliRunner().invoke(cli.app, ["grid", "config/shapes.yaml", "--page", str(page)], catch_exceptions=False)
-    assert page.read_text().splitlines()[0] == PAGE.read_text().splitlines()[0]
+    write_all([decode_file(tmp_path, "native", "bf16", {1: [100.0]})], tmp_path / "tables")
+    assert not (tmp_path / "tables/paper-tables.md").exists()
