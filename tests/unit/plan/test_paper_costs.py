@@ -178,18 +178,17 @@ def test_an_estimate_is_near_the_measurement_that_it_stands_for(monkeypatch, tmp
     """Each measured speed of a model against the estimate from the others, within the limits that the page states."""
     alike = [row for row in rows() if row["source"].endswith(f"-{lengths}.json") and row["rollout_tokens_per_second"]]
     known = [row for row in alike if (row["model"], row["machine"]) == (model, "h200")]
-    write(monkeypatch, tmp_path, [row for row in alike if row["model"] != model])
     assert len(known) >= 12
     for row in known:
+        # 7B has no NF4 at one sequence of these lengths: 32B would stand for 14B, where in plans other lengths do.
+        some = rows() if (row["weights"], row["sequences"], lengths) == ("nf4", "1", "256x2048") else alike
+        write(monkeypatch, tmp_path, [row for row in some if row["model"] != model])
         asked = {name: row[name] for name in ("model", "weights", "method", "engine")}
         hours = Costs("h200").rollout(work(**asked, rank=int(row["rank"]), sequences=int(row["sequences"])))
         assert hours.measured == 0
         # These points precede the faster products with which 7B and 32B were measured.
         old = [row[name] for name in ("model", "weights", "engine", "rank", "sequences")] == OLD
-        # At one sequence 7B's NF4 isn't measured with the paper's lengths, so that 32B's stands for 14B.
-        by_larger = (row["weights"], row["sequences"], lengths) == ("nf4", "1", "256x2048")
-        share = hours.estimated * float(row["rollout_tokens_per_second"])
-        assert (0.78 if old else 0.84) < share < (1.84 if by_larger else 1.4)
+        assert (0.78 if old else 0.84) < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
