@@ -2,7 +2,7 @@
 
     python -m tests.gpu.time_products OUT.json --size 7B --rows 256,512 --rank 16
 
-Of a mixture these are the products of attention.
+Of a mixture these are the products of attention, and of an expert that all tokens have.
 
 Weights, adapters and inputs are random anew in each call. A CUDA graph runs through several copies of the weights, so
 that none is in the L2 cache when it is read. To compare two versions of a kernel, run both on the same GPU, in turn.
@@ -64,19 +64,19 @@ class Shape:
 
 
 def shapes(size: str) -> dict[str, Shape]:
-    """The packed products of a block of a published size."""
+    """The packed products of a block of a published size, of a hybrid those of a block with attention."""
     model = shape_of(size)
-    hidden, inner = model.hidden, model.query_width
+    (q, hidden), (k, _), (v, _), (o, inner), *others = model.linears
     attention = {
-        "qkv": Shape((inner, model.kv_width, model.kv_width), hidden, Mode.PLAIN, model.biased),
-        "o": Shape((hidden,), inner, Mode.RESIDUAL),
+        "qkv": Shape((q, k, v), hidden, Mode.PLAIN, model.biased),
+        "o": Shape((o,), inner, Mode.RESIDUAL),
     }
-    if model.mixture:
+    if not others:
         return attention
-    wide = model.intermediate
+    (gate, _), (up, _), (down, wide) = others
     return attention | {
-        "gate_up": Shape((wide, wide), hidden, Mode.GATED),
-        "down": Shape((hidden,), wide, Mode.RESIDUAL),
+        "gate_up": Shape((gate, up), hidden, Mode.GATED),
+        "down": Shape((down,), wide, Mode.RESIDUAL),
     }
 
 
