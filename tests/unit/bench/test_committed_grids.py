@@ -28,11 +28,17 @@ def committed_grid(name="shapes"):
     return plan_from(read_yaml(Path(f"config/{name}.yaml")), Path("config/mini.yaml")).config.shapes
 
 
-def test_the_committed_grid_takes_four_hours():
-    jobs = jobs_of(committed_grid())
-    costs = GridCosts(committed_grid().samples)
+@pytest.mark.parametrize(("name", "most"), [("shapes", 4), ("peers", 2)])
+def test_a_committed_grid_takes_some_hours(name, most):
+    jobs = jobs_of(committed_grid(name))
+    costs = GridCosts(committed_grid(name).samples)
     whole = total(map(costs.hours, jobs.values()))
-    assert 3 < whole.measured + whole.estimated <= 4
+    assert most - 1 < whole.measured + whole.estimated <= most
+
+
+def test_the_grid_beside_peers_begins_with_the_headline():
+    first = [id.partition("-r32")[0] for id in [*jobs_of(committed_grid("peers"))][:2]]
+    assert first == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
 
 
 @pytest.mark.parametrize(
