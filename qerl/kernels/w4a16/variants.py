@@ -24,7 +24,8 @@ class KernelVariant:
     The pipeline's `stages` bound the bytes in flight. `registers` is the limit per thread, for up to 32 rows. With
     `one_per_sm`, each thread block requests enough shared memory that two of a launch never share a multiprocessor.
     `cluster`: thread blocks of a worker; two share what they copy of x, and each has other rows of W.
-    `row_blocks` of x are what it is meant for; the last variant takes any number.
+    `row_blocks` of x are what it is meant for; the last variant takes any number. A worker has at least `least_units`
+    blocks of W, so that few workers share the sums of a small layer.
     """
 
     x_tiles: int
@@ -33,6 +34,7 @@ class KernelVariant:
     one_per_sm: bool = False
     cluster: int = 1
     row_blocks: int = 1
+    least_units: int = 2
 
     @property
     def rows(self) -> int:
@@ -75,7 +77,7 @@ class KernelVariant:
 
         Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
         """
-        return min(most // self.cluster, blocks if self.small_batch else max(blocks // 2, 1))
+        return min(most // self.cluster, max(blocks // self.least_units, 1))
 
     def blocks(self, rows: int, columns: int) -> int:
         """Blocks of W [rows, columns] that workers divide."""
@@ -112,23 +114,26 @@ class KernelVariant:
         return self.small_batch and not self.one_per_sm and not rank
 
 
+def _small(x_tiles: int, row_blocks: int) -> KernelVariant:
+    """A variant for small layers: row blocks of up to 32 rows, of which each reads W again, from the L2 cache."""
+    stages, registers = (3, 168) if x_tiles == 4 else (4, 96)
+    return KernelVariant(
+        x_tiles, stages=stages, registers=registers, one_per_sm=True, row_blocks=row_blocks, least_units=4
+    )
+
+
 #: Variants by rows of x, each for small and for large layers. The last variant also computes more rows, in row blocks.
 #: Up to 16 rows, a thread block of a small and one of a large layer share a multiprocessor, so that the next layer's
 #: weights are copied while this one ends. Two of the same size don't: small layers' lack memory, large ones' registers.
+#: A small layer's time is mostly the exchange of sums and of A x, which take least in the variants of up to 32 rows.
 #: Beyond 64 rows, padding costs as much as rows do, so there are many variants (their times: docs/lab/kernels.md).
 VARIANTS = (
-    (
-        KernelVariant(1, stages=4, registers=96, one_per_sm=True),
-        KernelVariant(1, stages=4, registers=104),
-    ),
-    (
-        KernelVariant(2, stages=4, registers=96, one_per_sm=True),
-        KernelVariant(2, stages=3, registers=104),
-    ),
-    (KernelVariant(4, stages=3, registers=168, one_per_sm=True),) * 2,
-    (KernelVariant(8, stages=4),) * 2,
-    (KernelVariant(12, stages=6),) * 2,
-    (KernelVariant(16, stages=5),) * 2,
+    (_small(1, row_blocks=1), KernelVariant(1, stages=4, registers=104)),
+    (_small(2, row_blocks=1), KernelVariant(2, stages=3, registers=104)),
+    (_small(2, row_blocks=2), KernelVariant(4, stages=3, registers=168, one_per_sm=True)),
+    (_small(4, row_blocks=2), KernelVariant(8, stages=4)),
+    (_small(4, row_blocks=3), KernelVariant(12, stages=6)),
+    (_small(4, row_blocks=4), KernelVariant(16, stages=5)),
     (KernelVariant(20, stages=4, cluster=2),) * 2,
     (KernelVariant(24, stages=3, cluster=2),) * 2,
     (KernelVariant(28, stages=3, cluster=2),) * 2,
@@ -143,24 +148,25 @@ MOST_ROWS = VARIANTS[-1][0].rows
 
 
 def _variants_for(rows: int) -> tuple[KernelVariant, KernelVariant]:
-    """The variants for `rows` rows of x, for a small and for a large layer."""
-    return next((pair for pair in VARIANTS if rows <= pair[0].rows * pair[0].row_blocks), VARIANTS[-1])
+    """The variants for `rows` rows of x, for a small and for a large layer. Both have room for as many rows."""
+    return next((pair for pair in VARIANTS if rows <= pair[1].rows * pair[1].row_blocks), VARIANTS[-1])
 
 
 def limits(rows: int) -> list[int]:
     """The most rows of x of each variant that serves up to `rows` rows."""
-    ends = [pair[0].rows * pair[0].row_blocks for pair in VARIANTS]
+    ends = [large.rows * large.row_blocks for _, large in VARIANTS]
     return [end for begin, end in zip([0, *ends], ends, strict=False) if begin < rows]
 
 
 def padded_rows(rows: int) -> int:
-    """The most rows of x with as many products as `rows`: whole row blocks of the variant."""
-    block = _variants_for(rows)[0].rows
+    """The most rows of x with as many products as `rows`: whole row blocks of a large layer's variant."""
+    block = _variants_for(rows)[1].rows
     return -(-rows // block) * block
 
 
 def variant_for(rows: int, layer_rows: int, columns: int, processors: int) -> tuple[KernelVariant, int]:
     """The variant for `rows` rows of x and a layer [layer_rows, columns], and its number of blocks of W."""
     small, large = _variants_for(rows)
-    blocks = small.blocks(layer_rows, columns)
-    return (large if blocks >= _LARGE_LAYER_STAGES * processors else small), blocks
+    is_large = small.blocks(layer_rows, columns) >= _LARGE_LAYER_STAGES * processors
+    variant = large if is_large else small
+    return variant, variant.blocks(layer_rows, columns)

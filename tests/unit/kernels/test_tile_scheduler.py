@@ -15,7 +15,11 @@ from qerl.kernels.w4a16.variants import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-BY_NAME = {f"{pair[0].x_tiles} in clusters of {pair[0].cluster}": pair for pair in VARIANTS}
+BY_NAME = {
+    f"{each.x_tiles} in clusters of {each.cluster}, {each.stages} stages, {each.row_blocks} row blocks": each
+    for pair in VARIANTS
+    for each in pair
+}
 RANKS = (0, 16, 64, 128)
 BLOCK_ROWS, EXPAND_TILES = 128, 8
 PLAIN, GATED = 0, 2
@@ -187,21 +191,21 @@ LAYERS = {
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, name, rank):
-    for variant in set(BY_NAME[name]):
-        for row_blocks in (1, 2):
-            check(library, variant, rank, *LAYERS[layer], 132, row_blocks)
+    variant = BY_NAME[name]
+    for row_blocks in {1, 2, variant.row_blocks}:
+        check(library, variant, rank, *LAYERS[layer], 132, row_blocks)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_so_it_is_for_any_shape(library, name):
-    chance = random.Random(BY_NAME[name][0].x_tiles)
+    variant = BY_NAME[name]
+    chance = random.Random(variant.x_tiles)
     for _ in range(60):
         parts = chance.randint(1, 3)
         ends = [128 * chance.randint(1, 30)]
         while len(ends) < parts:
             ends.append(ends[-1] + 128 * chance.randint(1, 10))
         columns = 256 * chance.randint(1, 20)
-        variant = BY_NAME[name][0]
         processors = chance.choice((132, 114, 7, variant.cluster))
         check(library, variant, chance.choice(RANKS), ends, columns, PLAIN, processors)
 
@@ -219,11 +223,11 @@ def test_sizes_are_those_of_the_kernel(library, variant, rank):
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
-@pytest.mark.parametrize("name", [name for name, (variant, _) in BY_NAME.items() if not variant.small_batch])
+@pytest.mark.parametrize("name", [name for name, variant in BY_NAME.items() if not variant.small_batch])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, name, rank):
     ends, columns, mode = LAYERS[layer]
-    variant = BY_NAME[name][0]
+    variant = BY_NAME[name]
     found, of_row = check(library, variant, rank, ends, columns, mode, 132)
     places, _ = variant.shrink_split(columns, len(ends) * rank, len(found), 132)
     for row in range(-(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))):

@@ -41,7 +41,7 @@ def test_warps_find_registers_in_their_quarter_of_a_multiprocessor(variant, rank
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize(("small", "large"), [pair for pair in VARIANTS if pair[0].x_tiles <= 2])
+@pytest.mark.parametrize(("small", "large"), [pair for pair in VARIANTS if pair[1].x_tiles <= 2])
 def test_up_to_16_rows_the_next_layer_fits_beside(small, large, rank):
     assert fit_together(rank, small, large)
 
