@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qerl.formats import tiles as layout
 
@@ -24,8 +24,7 @@ class KernelVariant:
     The pipeline's `stages` bound the bytes in flight. `registers` is the limit per thread, for up to 32 rows. With
     `one_per_sm`, each thread block requests enough shared memory that two of a launch never share a multiprocessor.
     `cluster`: thread blocks of a worker; two share what they copy of x, and each has other rows of W.
-    `row_blocks` of x are what it is meant for; the last variant takes any number. A worker has at least `least_units`
-    blocks of W, so that few workers share the sums of a small layer.
+    `row_blocks` of x are what it is meant for; the last variant takes any number.
     """
 
     x_tiles: int
@@ -34,7 +33,6 @@ class KernelVariant:
     one_per_sm: bool = False
     cluster: int = 1
     row_blocks: int = 1
-    least_units: int = 2
 
     @property
     def rows(self) -> int:
@@ -77,7 +75,7 @@ class KernelVariant:
 
         Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
         """
-        return min(most // self.cluster, max(blocks // self.least_units, 1))
+        return min(most // self.cluster, blocks if self.small_batch else max(blocks // 2, 1))
 
     def blocks(self, rows: int, columns: int) -> int:
         """Blocks of W [rows, columns] that workers divide."""
@@ -114,30 +112,31 @@ class KernelVariant:
         return self.small_batch and not self.one_per_sm and not rank
 
 
-def _small(x_tiles: int, row_blocks: int) -> KernelVariant:
-    """A variant for small layers: row blocks of up to 32 rows, of which each reads W again, from the L2 cache."""
-    stages, registers = (3, 168) if x_tiles == 4 else (4, 96)
-    return KernelVariant(
-        x_tiles, stages=stages, registers=registers, one_per_sm=True, row_blocks=row_blocks, least_units=4
-    )
-
-
+#: Beyond 32 rows small layers have row blocks of 32 or 64. Each reads W again, from the L2 cache: the exchange of sums
+#: and of A x takes more of their time than W does.
+_UP_TO_32 = KernelVariant(4, stages=3, registers=168, one_per_sm=True)
+_UP_TO_64 = KernelVariant(8, stages=4)
 #: Variants by rows of x, each for small and for large layers. The last variant also computes more rows, in row blocks.
 #: Up to 16 rows, a thread block of a small and one of a large layer share a multiprocessor, so that the next layer's
 #: weights are copied while this one ends. Two of the same size don't: small layers' lack memory, large ones' registers.
-#: A small layer's time is mostly the exchange of sums and of A x, which take least in the variants of up to 32 rows.
 #: Beyond 64 rows, padding costs as much as rows do, so there are many variants (their times: docs/lab/kernels.md).
 VARIANTS = (
-    (_small(1, row_blocks=1), KernelVariant(1, stages=4, registers=104)),
-    (_small(2, row_blocks=1), KernelVariant(2, stages=3, registers=104)),
-    (_small(2, row_blocks=2), KernelVariant(4, stages=3, registers=168, one_per_sm=True)),
-    (_small(4, row_blocks=2), KernelVariant(8, stages=4)),
-    (_small(4, row_blocks=3), KernelVariant(12, stages=6)),
-    (_small(4, row_blocks=4), KernelVariant(16, stages=5)),
+    (
+        KernelVariant(1, stages=4, registers=96, one_per_sm=True),
+        KernelVariant(1, stages=4, registers=104),
+    ),
+    (
+        KernelVariant(2, stages=4, registers=96, one_per_sm=True),
+        KernelVariant(2, stages=3, registers=104),
+    ),
+    (_UP_TO_32,) * 2,
+    (replace(_UP_TO_32, row_blocks=2), _UP_TO_64),
+    (replace(_UP_TO_32, row_blocks=3), KernelVariant(12, stages=6)),
+    (replace(_UP_TO_32, row_blocks=4), KernelVariant(16, stages=5)),
     (KernelVariant(20, stages=4, cluster=2),) * 2,
-    (KernelVariant(24, stages=3, cluster=2),) * 2,
-    (KernelVariant(28, stages=3, cluster=2),) * 2,
-    (KernelVariant(32, stages=3, cluster=2),) * 2,
+    (replace(_UP_TO_64, row_blocks=3), KernelVariant(24, stages=3, cluster=2)),
+    (replace(_UP_TO_64, row_blocks=4), KernelVariant(28, stages=3, cluster=2)),
+    (replace(_UP_TO_64, row_blocks=4), KernelVariant(32, stages=3, cluster=2)),
     (KernelVariant(20, stages=4, cluster=2, row_blocks=2),) * 2,
     (KernelVariant(24, stages=3, cluster=2, row_blocks=2),) * 2,
     (KernelVariant(28, stages=3, cluster=2, row_blocks=2),) * 2,
@@ -148,7 +147,7 @@ MOST_ROWS = VARIANTS[-1][0].rows
 
 
 def _variants_for(rows: int) -> tuple[KernelVariant, KernelVariant]:
-    """The variants for `rows` rows of x, for a small and for a large layer. Both have room for as many rows."""
+    """The variants for `rows` rows of x, for a small and for a large layer. Both have room for them."""
     return next((pair for pair in VARIANTS if rows <= pair[1].rows * pair[1].row_blocks), VARIANTS[-1])
 
 
@@ -167,6 +166,5 @@ def padded_rows(rows: int) -> int:
 def variant_for(rows: int, layer_rows: int, columns: int, processors: int) -> tuple[KernelVariant, int]:
     """The variant for `rows` rows of x and a layer [layer_rows, columns], and its number of blocks of W."""
     small, large = _variants_for(rows)
-    is_large = small.blocks(layer_rows, columns) >= _LARGE_LAYER_STAGES * processors
-    variant = large if is_large else small
+    variant = large if small.blocks(layer_rows, columns) >= _LARGE_LAYER_STAGES * processors else small
     return variant, variant.blocks(layer_rows, columns)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.kernels.w4a16.variants import VARIANTS, limits, padded_rows
+from qerl.kernels.w4a16.variants import VARIANTS, limits, padded_rows, variant_for
 
 REGISTERS, SHARED_BYTES, MOST_SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 232448, 1024
 RANKS = (0, 16, 64, 128)
@@ -50,3 +50,20 @@ def test_up_to_16_rows_the_next_layer_fits_beside(small, large, rank):
 def test_limits_reach_as_far_as_the_rows(rows, most):
     assert limits(rows) == [end for end in limits(9999) if end <= most]
     assert rows > 512 or padded_rows(rows) == most
+
+
+@pytest.mark.parametrize(("small", "large"), VARIANTS)
+def test_row_blocks_of_small_layers_have_room_for_as_many_rows(small, large):
+    assert small.rows * small.row_blocks >= large.rows * large.row_blocks
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_block"), [(8, 8), (32, 32), (33, 32), (100, 32), (128, 32), (160, 160), (256, 64)]
+)
+def test_a_small_layer_has_narrow_row_blocks(rows, row_block):
+    small, blocks = variant_for(rows, 3584, 3584, 132)
+    large, _ = variant_for(rows, 2 * 18944, 3584, 132)
+    assert small.rows == row_block
+    assert small.workers(blocks, 132 // small.row_blocks) * small.row_blocks <= 132
+    assert large.row_blocks == 1
+    assert large.rows >= rows
