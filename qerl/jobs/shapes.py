@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from qerl.jobs.base import Job, Lock, Part
 from qerl.settings.rollout import Kernels
 
-#: The most tokens of each sequence that the warm-up of a decode point decodes.
+#: The most tokens of each sequence that the warm-up of a decode point, or of a step of equal lengths, decodes.
 WARM_UP = 256
 
 

@@ -74,13 +74,20 @@ class GridCosts:
         return _once(START[engine], measured=True) + total(self._price(piece, times) for piece in asked)
 
     def _steps(self, work: Work, system: str, engine: str) -> Hours:
-        """The hours of steps: their rollouts decode like the engine's points, and their updates read all tokens."""
+        """The hours of steps: their rollouts decode like the engine's points, and their updates read all tokens.
+
+        Our warm-up decodes few tokens where all completions have the same length.
+        """
         policy = (work.size, _weights(work), work.rank)
         tokens = work.completions * (work.prompt_tokens + work.completion_tokens)
-        rollout = Timed(f"decode {engine}", *policy, work.completions)
-        decoded = self._price(rollout, work.completion_tokens, grows=False)
-        step = decoded + self._price(Timed(f"update {system}", *policy, tokens))
-        return total([step] * (1 + work.repeats))
+        decode = Timed(f"decode {engine}", *policy, work.completions)
+        short = system == "qerl" and work.median is None
+        warm_up = min(work.completion_tokens, WARM_UP) if short else work.completion_tokens
+        rollouts = [
+            self._price(decode, count, grows=False) for count in (warm_up, *[work.completion_tokens] * work.repeats)
+        ]
+        update = self._price(Timed(f"update {system}", *policy, tokens))
+        return total(rollouts + [update] * (1 + work.repeats))
 
     def _point(self, work: Decoding, sequences: int) -> Hours:
         """The hours of a decode point: a warm-up and repeats, beside each of which the prompts are timed alone."""

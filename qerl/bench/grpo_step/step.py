@@ -34,7 +34,7 @@ from qerl.checkpoints.published import vocabulary
 from qerl.data.records import Problem
 from qerl.host.profiling import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.progress import log
-from qerl.jobs.shapes import GrpoStep, GrpoStepJob, StepPart, Work
+from qerl.jobs.shapes import WARM_UP, GrpoStep, GrpoStepJob, StepPart, Work
 from qerl.policy.policy import Policy, choose_device, weight_bytes
 from qerl.provenance.stamp import machine
 from qerl.random_models.policy import random_policy, with_random_adapter
@@ -65,12 +65,16 @@ from qerl.settings.run import RunSettings
 
 @dataclass
 class _Watched:
-    """The policy's sampler without stop tokens, with `lengths` of completions if they are mixed. It records the memory
-    peak of each sync and rollout, and resets the peak before the update.
+    """The policy's sampler without stop tokens. It records the memory peaks of syncs and rollouts, and resets the peak
+    before the update.
+
+    `lengths` are those of completions if they are mixed. In a `warm_up` the engine draws no more than `WARM_UP` tokens
+    of a completion otherwise, and repeats them up to its length: the update then has all of its tokens.
     """
 
     sampler: Sampler
     lengths: tuple[tuple[int, ...], ...] | None
+    warm_up: bool = False
     peaks: list[int] = field(default_factory=list)
 
     @property
@@ -94,10 +98,20 @@ class _Watched:
         self.sampler.sync()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        groups = self.sampler.generate(prompts, replace(params, ignore_eos=True, lengths=self.lengths))
+        short = self.warm_up and not self.lengths and isinstance(self.sampler, EngineSampler)
+        # `max_tokens` stays, because the engine's CUDA graphs depend on it.
+        lengths = ((WARM_UP,) * params.count,) * len(prompts) if short else self.lengths
+        groups = self.sampler.generate(prompts, replace(params, ignore_eos=True, lengths=lengths))
         self.peaks.append(peak_memory_bytes())
         reset_peak_memory(collect=False)
-        return groups
+        return [[_repeated(one, params.max_tokens) for one in group] for group in groups] if short else groups
+
+
+def _repeated(completion: Completion, tokens: int) -> Completion:
+    """A completion of so many tokens, which repeats those of another one."""
+    times = -(-tokens // len(completion.token_ids))
+    token_ids, logprobs = (completion.token_ids * times)[:tokens], (completion.logprobs * times)[:tokens]
+    return replace(completion, token_ids=token_ids, logprobs=logprobs)
 
 
 def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
@@ -190,7 +204,11 @@ def steps_with(
     watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
     collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
     trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
-    timed = [_step(trainer, watched, work, number) for number in range(1, 1 + steps_of(work))][WARMUP:]
+    steps = []
+    for number in range(1, 1 + steps_of(work)):
+        watched.warm_up = number <= WARMUP
+        steps.append(_step(trainer, watched, work, number))
+    timed = steps[WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     memory = _memory(trainer, peak, watched.cache_bytes(part))
     return watched.served, timed, memory, _given_up(trainer, watched.sampler)

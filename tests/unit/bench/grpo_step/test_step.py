@@ -153,6 +153,33 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     assert result["steps"][0]["grad_norm"] > 0
 
 
+def test_a_warm_up_draws_few_tokens_and_updates_on_as_many_as_a_timed_step(tmp_path, monkeypatch, written):
+    rollouts, asked = [], []
+
+    class Kept(Collector):
+        def collect(self, *arguments):
+            rollouts.append(super().collect(*arguments))
+            return rollouts[-1]
+
+    class Engine(EngineSampler):
+        def generate(self, prompts, params):
+            asked.append((params.max_tokens, params.lengths))
+            return super().generate(prompts, params)
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step, "WARM_UP", 3)
+    monkeypatch.setattr(grpo_step, "Collector", Kept)
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: Engine(policy, rollout.native))
+    measure(tmp_path / "out.json", repeats=1, work=WORK | {"completion_tokens": 11})
+    assert asked == [(11, ((3,) * 4,) * 2), (11, None)]
+    warm_up, timed = ([sample.completion for sample in rollout.samples] for rollout in rollouts)
+    for completion in warm_up:
+        assert completion.token_ids == (completion.token_ids[:3] * 4)[:11]
+        assert completion.logprobs == (completion.logprobs[:3] * 4)[:11]
+    assert [len(completion.token_ids) for completion in timed] == [11] * 8
+    assert any(completion.token_ids != (completion.token_ids[:3] * 4)[:11] for completion in timed)
+
+
 def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, written):
     """The base is shared, and what the steps before did to it isn't seen. A killed job goes on with the next file."""
     monkeypatch.setenv("QERL_COMMIT", "test")
