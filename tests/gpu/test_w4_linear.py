@@ -23,7 +23,7 @@ from qerl.settings.training import AdapterSettings
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
-#: Rows of x on both sides of every variant's limit, more than one row block, and more than one launch.
+#: Rows of x on both sides of every limit of a variant, more than one row block, and more than one launch.
 ROWS = (1, 3, 31, 100, 300, 1100, 9000, *(rows for limit in limits(512) for rows in (limit, limit + 1)))
 #: Triton compiles each variant and rank anew, so there are fewer of them.
 PORTABLE_ROWS = (1, 9, 32, 33, 100, 129, 300)
@@ -108,14 +108,17 @@ def reference(layers, weights, x, kind, before):
 def rows_of(backend, size):
     if backend is PortableLinear:
         return PORTABLE_ROWS
-    return ROWS if size is not LARGE else (1, 5, 16, 32, 64, 80, 128, 150, 192, 200, 256, 280, 384, 400, 512, 700)
+    of_large = (1, 5, 16, 32, 33, 64, 80, 97, 128, 150, 161, 192, 200, 225, 256, 280, 384, 400, 512, 700)
+    return of_large if size is LARGE else ROWS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["qkv", "o", *GATED, "down"])
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
-    ("size", "ranks"), [(SMALL, (0, 16, 40, 128)), (ODD, (0, 16)), (LARGE, (0, 16, 64))], ids=["small", "odd", "7b"]
+    ("size", "ranks"),
+    [(SMALL, (0, 16, 40, 128)), (ODD, (0, 16)), (LARGE, (0, 16, 64, 128))],
+    ids=["small", "odd", "7b"],
 )
 def test_products_are_those_of_float64(kind, weights_format, size, ranks, backend):
     for rank in ranks if backend is W4Linear else ranks[-1:]:
@@ -140,17 +143,31 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks, backen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["o", "down"], ids=["small layer", "large layer"])
 @pytest.mark.parametrize(
     "rows",
-    [(8, 3), (16, 9), (32, 20), (96, 70), (160, 129), (224, 200), (320, 300), (384, 330), (512, 450)],
+    [
+        (8, 3),
+        (16, 9),
+        (32, 20),
+        (64, 40),
+        (96, 70),
+        (128, 98),
+        (160, 129),
+        (192, 161),
+        (224, 200),
+        (320, 300),
+        (384, 330),
+        (512, 450),
+    ],
 )
-def test_a_row_does_not_depend_on_the_others(rows, backend):
+def test_a_row_does_not_depend_on_the_others(rows, kind, backend):
     """The engine's buckets need this within one variant of the kernel."""
     many, few = rows
     if backend is PortableLinear and many > 128:
         pytest.skip("A x is by cuBLAS, which may take another algorithm for another number of rows")
-    product = product_of(backend, with_lora(layers_of("o", LARGE, "nvfp4"), 16))
-    x = torch.randn(many, LARGE[0], device=DEVICE).bfloat16()
+    product = product_of(backend, with_lora(layers_of(kind, LARGE, "nvfp4"), 16))
+    x = torch.randn(many, LARGE[0] if kind == "o" else LARGE[2], device=DEVICE).bfloat16()
     outs = [x.new_zeros(len(part), LARGE[0]) for part in (x, x[:few])]
     product(x, outs[0])
     product(x[:few].contiguous(), outs[1])

@@ -68,8 +68,8 @@ class _Watched:
     """The policy's sampler without stop tokens. It records the memory peaks of syncs and rollouts, and resets the peak
     before the update.
 
-    `lengths` are those of completions if they are mixed. In a `warm_up` the engine draws no more than `WARM_UP` tokens
-    of a completion otherwise, and repeats them up to its length: the update then has all of its tokens.
+    `lengths` are those of completions if they are mixed. Otherwise, in a `warm_up` the engine draws no more than
+    `WARM_UP` tokens of a completion, and repeats them up to its length: the update has all of its tokens.
     """
 
     sampler: Sampler

@@ -4,8 +4,8 @@
 // divided evenly among the thread blocks, the workers. Where several workers have parts of one row of blocks, they share out
 // the rows of x: each adds up, for its own rows of x, the sums of all of them in the order of the blocks. Up to 16 rows of x, the
 // worker that has the first block adds up all. The order of additions depends only on the shape of W and the number of
-// multiprocessors. So the result is deterministic, and for one X_TILES a row of x gives the same bits whatever the other rows are.
-// Beyond 128 rows it depends on the number of row blocks of x, too, and many_rows.cu says what else differs.
+// multiprocessors. So the result is deterministic, and for one X_TILES and number of row blocks of x a row of x gives the same bits
+// whatever the other rows are. Rows of x are those of a row block here; many_rows.cu says what differs beyond 128.
 //
 // Warps: one warp copies by bulk copies into a pipeline of stages; it prefetches weights before the kernel that computes x has
 // ended. Eight warps unpack W in registers and multiply on the tensor cores. Up to 16 rows of x they use mma.sync: a warp takes 32

@@ -41,7 +41,7 @@ class KernelVariant:
 
     @property
     def many_rows(self) -> bool:
-        """Whether it is the kernel for more than 128 rows."""
+        """Whether it is the kernel in clusters, for more than 128 rows of a row block."""
         return self.cluster > 1
 
     @property

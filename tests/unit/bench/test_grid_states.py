@@ -156,6 +156,27 @@ def test_a_job_is_priced_by_committed_points(tmp_path):
     assert costs.hours(job).estimated < 2 * (costs.hours(other).estimated)
 
 
+@pytest.mark.parametrize(
+    ("work", "start", "drawn"),
+    [
+        ({}, 27, 256 + 1024),
+        ({"median": 300, "sigma": 0.8}, 27, 1024 + 1024),
+        ({"system": "trl", "weights": ["bf16"]}, 133, 1024 + 1024),
+    ],
+)
+def test_the_warm_up_of_our_steps_draws_few_tokens_where_all_have_the_same_length(tmp_path, work, start, drawn):
+    """128 sequences at 12,800 tokens/s, and updates of 3 s."""
+    step = {"system": "qerl", "sizes": ["7B"], "weights": ["nvfp4"], "repeats": 1} | work
+    [weights], system = step["weights"], "TRL BF16 LoRA" if "system" in work else "qerl NVFP4 LoRA"
+    decode_file(tmp_path, "vllm" if "system" in work else "native", weights, {128: [12800.0]})
+    made = step_file(tmp_path, system, "7B", [10.0], "auto")
+    value = json.loads(made.read_text())
+    value["work"]["weights"] = weights
+    made.write_text(json.dumps(value))
+    [job] = jobs_of(parse(ShapesSettings, {"samples": [str(tmp_path)], "steps": [step]}, "grid")).values()
+    assert GridCosts([tmp_path]).hours(job).measured == pytest.approx((start + drawn / 100 + 2 * 3) / 3600)
+
+
 def test_of_two_files_with_a_name_the_first_folders_prices_a_job(tmp_path):
     """The other one has a point of as many sequences as the job, which would be nearer."""
     first, second = tmp_path / "z", tmp_path / "a"

@@ -207,7 +207,8 @@ def test_so_it_is_for_any_shape(library, name):
             ends.append(ends[-1] + 128 * chance.randint(1, 10))
         columns = 256 * chance.randint(1, 20)
         processors = chance.choice((132, 114, 7, variant.cluster))
-        check(library, variant, chance.choice(RANKS), ends, columns, PLAIN, processors)
+        for row_blocks in sorted({1, variant.row_blocks}) if processors > 7 else [1]:
+            check(library, variant, chance.choice(RANKS), ends, columns, PLAIN, processors, row_blocks)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -228,7 +229,7 @@ def test_sizes_are_those_of_the_kernel(library, variant, rank):
 def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, name, rank):
     ends, columns, mode = LAYERS[layer]
     variant = BY_NAME[name]
-    found, of_row = check(library, variant, rank, ends, columns, mode, 132)
+    found, of_row = check(library, variant, rank, ends, columns, mode, 132, variant.row_blocks)
     places, _ = variant.shrink_split(columns, len(ends) * rank, len(found), 132)
     for row in range(-(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))):
         senders = [i for i, work in enumerate(found) if any(unit // of_row == row for unit in work.shrinks)]
