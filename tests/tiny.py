@@ -95,7 +95,11 @@ def tiny_llama(
 
 def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
     """Write a random model of a key of `tests.families.FAMILIES` with its tokenizer."""
-    config = FAMILIES[name].config(**changes)
+    return tiny_model(folder, FAMILIES[name].config(**changes), dtype=dtype, seed=seed)
+
+
+def tiny_model(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Write a random model of a configuration with its tokenizer."""
     return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
 
 

@@ -65,6 +65,26 @@ class Packing:
         """The keys or values of each piece, from a `row` along dimension `dim`."""
         return [torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts in self.parts(row, dim)]
 
+    def padded(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The row as a padded batch of whole sequences, for attention that takes no packed rows.
+
+        Tokens of the row [B, T], with 0 as padding; bool [B, T], which of them are no padding; and the place of each
+        token of the row in the flat batch. Completions have copies of their prompt, of which the last one counts.
+        """
+        ends = [0, *accumulate(self.lengths)]
+        pieces = [np.arange(first, end) for first, end in pairwise(ends)]
+        whole = [
+            piece if prompt is None else np.concatenate([pieces[prompt], piece])
+            for number, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True))
+            if number not in self.prompts
+        ]
+        tokens = np.zeros((len(whole), max(map(len, whole))), dtype=np.int64)
+        mask, places = np.zeros(tokens.shape, dtype=bool), np.empty(ends[-1], dtype=np.int64)
+        for number, sequence in enumerate(whole):
+            tokens[number, : len(sequence)], mask[number, : len(sequence)] = sequence, True
+            places[sequence] = number * tokens.shape[1] + np.arange(len(sequence))
+        return tokens, mask, places
+
     @property
     def longest(self) -> int:
         """The most queries of a piece."""

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qerl.kernels.packed_sequences import FixedPacking, Packing, attend_masked, attend_packed
+from qerl.layers.structure import structure_of
 
 NAME = "qerl"
 
@@ -67,13 +68,26 @@ def use_attend(lm: PreTrainedModel) -> None:
         lm.set_attn_implementation(NAME)
 
 
-def packed_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing | FixedPacking) -> Tensor:
-    """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L]."""
+def token_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing | FixedPacking) -> Tensor:
+    """The last hidden states [1, L, H] of packed `ids` [1, L] at `positions` [1, L].
+
+    Where attention takes no packed rows they are computed as a padded batch.
+    """
     use_attend(lm)
+    if not structure_of(lm.config).packs:
+        assert isinstance(packing, Packing)  # CUDA graphs serve packed attention alone
+        return _padded_hidden(lm, ids[0], positions[0], packing)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.
     made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
     output = lm.base_model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
     return output.last_hidden_state
+
+
+def _padded_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """The hidden states [1, L, H] of a row [L], by a batch in which each completion has a copy of its prompt."""
+    tokens, mask, places = (torch.from_numpy(part).to(ids.device) for part in packing.padded())
+    output = lm.base_model(input_ids=ids[tokens], position_ids=positions[tokens], attention_mask=mask, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)[None, places]
 
 
 AttentionInterface.register(NAME, attend)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -57,6 +59,10 @@ class Structure:
     """The sliding window of each block's attention, in tokens; None also for a delta net."""
     attention_dropout: float
     """The probability of dropout in attention, which counts in training alone."""
+    packs: bool
+    """Whether attention takes packed rows. Updates of other models compute padded batches."""
+    logit_scale: float
+    """What the head's products are multiplied by, as Granite's and Cohere's are."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -95,15 +101,38 @@ def structure_of(config: PreTrainedConfig) -> Structure:
     return _found[key]
 
 
+class _Scalings(TorchDispatchMode):
+    """Notes products of tensors with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Tensor, float, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor) and isinstance(args[1], (int, float)):
+            self.noted.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
+        return out
+
+    def factor(self, before: Tensor, after: Tensor) -> float | None:
+        """What makes one tensor the other: 1 for the same one; None if it isn't a product with numbers."""
+        scale = 1.0
+        for tensor, number, product in self.noted:
+            if tensor is before:
+                scale, before = scale * number, product
+        return scale if before is after else None
+
+
 @dataclass
 class _Trace:
     """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
 
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    widths: dict[nn.Module, tuple[int, int]] = field(default_factory=dict)
-    """The numbers in a head of keys, and of values, of each call of attention."""
+    packs: bool = True
+    """Whether each call can be packed: it gets the argument, and keys are as wide as values for flash attention."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    logit_scale: float = 1.0
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs and isinstance(output, Tensor):
@@ -116,16 +145,17 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: _Trace | None = None,
+    packing: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    # Without the argument, packed attention wouldn't get it either. `_window` then finds no call.
-    if packing is not None:
-        packing.attention[module] = settings
-        packing.widths[module] = key.shape[-1], value.shape[-1]
+    trace = _TRACE.get()
+    trace.attention[module] = settings
+    # Without the argument, packed attention wouldn't get it either.
+    trace.packs &= packing and key.shape[-1] == value.shape[-1]
     return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
 
+_TRACE: ContextVar[_Trace] = ContextVar("trace")
 AttentionInterface.register(_TRACED, _attend)
 AttentionMaskInterface.register(_TRACED, sdpa_mask)
 
@@ -144,6 +174,8 @@ def _find(lm: Any) -> Structure:
             "count tokens"
         )
     _check_windows(lm.config, windows, kind)
+    if not trace.packs and any(map(_delta_net, layers)):
+        raise StructureError(f"model_type={kind!r} isn't supported, because its delta nets need packed rows")
     linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
     kinds = {(_delta_net(block), names) for block, names in zip(layers, linears, strict=True)}
@@ -163,6 +195,8 @@ def _find(lm: Any) -> Structure:
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
         attention_dropout=max(attention_dropout(module) for module in trace.attention),
+        packs=trace.packs,
+        logit_scale=trace.logit_scale,
     )
 
 
@@ -240,7 +274,7 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
 
 @torch.no_grad()
 def _traced(lm: Any, kind: str) -> _Trace:
-    """A forward pass over two tokens, with the arguments of `qerl.layers.attention.packed_hidden`."""
+    """A forward pass over two tokens, with the arguments of `qerl.layers.attention.token_hidden`."""
     if "position_ids" not in signature(lm.base_model.forward).parameters:
         raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass takes no position_ids")
     if not lm._can_set_attn_implementation():
@@ -251,37 +285,52 @@ def _traced(lm: Any, kind: str) -> _Trace:
     for module in lm.modules():
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"  # others read values of position_ids, which a meta tensor doesn't have
-    trace, last = _Trace(), []
+    misfit: Exception | None = None
+    for settings in ({"packing": True}, {}):
+        try:
+            return _pass(lm, settings)
+        except StructureError:
+            raise
+        except MISFITS as error:
+            misfit = misfit or error
+    raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass fails ({misfit})") from misfit
+
+
+def _pass(lm: Any, settings: dict[str, Any]) -> _Trace:
+    trace, last = _Trace(packs=bool(settings)), []
     hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
     hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
     with torch.device("meta"):
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+    token = _TRACE.set(trace)
     try:
-        with Dropouts() as dropouts:
-            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=trace)
-    except MISFITS as error:
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because it doesn't compute packed rows ({error})"
-        ) from error
-    for hook in hooks:
-        hook.remove()
-    # `packed_hidden` calls this module, which a model that calls its parts alone leaves out.
-    _check_head(lm, trace, last[0] if last else None, output.logits, kind)
+        with Dropouts() as dropouts, _Scalings() as scalings:
+            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, **settings)
+    finally:
+        _TRACE.reset(token)
+        for hook in hooks:
+            hook.remove()
+    # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
+    trace.logit_scale = _logit_scale(lm, trace, last[0] if last else None, output.logits, scalings)
     check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 
 
-def _check_head(lm: Any, trace: _Trace, hidden: Tensor | None, logits: Tensor, kind: str) -> None:
-    """Raise `StructureError` unless the logits are the product of the last hidden states and the head's weight."""
+def _logit_scale(lm: Any, trace: _Trace, hidden: Tensor | None, logits: Tensor, scalings: _Scalings) -> float:
+    """What the product of the last hidden states and the head's weight is multiplied by to give the logits.
+
+    Raises `StructureError` if they are computed in another way.
+    """
     head = lm.get_output_embeddings()
     read = trace.inputs.get(head)
-    same = read is not None and _is_view(read, hidden)
-    if not same or trace.outputs[head] is not logits or not _is_linear(head) or head.bias is not None:
+    scale = scalings.factor(trace.outputs[head], logits) if read is not None and _is_view(read, hidden) else None
+    if not scale or scale < 0 or not _is_linear(head) or head.bias is not None:
         raise StructureError(
-            f"model_type={kind!r} isn't supported, because its logits aren't the product of the last hidden states and "
-            "the head's weight"
+            f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
+            "hidden states and the head's weight"
         )
+    return scale
 
 
 def _is_view(tensor: Tensor, of: Tensor | None) -> bool:
@@ -297,12 +346,6 @@ def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None
             f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
             "attention interface"
         )
-    for key, value in (trace.widths[module] for module in block.modules() if module in trace.widths):
-        if key != value:  # which flash attention refuses
-            raise StructureError(
-                f"model_type={kind!r} isn't supported, because the attention of {name} has keys of {key} numbers and "
-                f"values of {value}, and both need the same"
-            )
     settings = calls[0] if calls else {}
     unknown = sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False))
     causal = settings.get("is_causal") is not False and all(

@@ -227,12 +227,16 @@ def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
 def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
     """PEFT's configuration of the adapter, with the norms that feed projections if they are trained.
 
-    Raises `ConfigError` if the model lacks a target or has no norms to train.
+    Raises `ConfigError` if the model lacks a target or has no norms to train, and for dropout of padded batches.
     """
     if adapter.train_norms and not structure.noisy_norms():
         raise ConfigError(
             "adapter.train_norms needs an RMSNorm whose output projections read, which the blocks of this model don't "
             "have; set adapter.train_norms=false"
+        )
+    if adapter.dropout and not structure.packs:
+        raise ConfigError(
+            "adapter.dropout needs attention that takes packed rows, which this model's doesn't; set adapter.dropout=0"
         )
     config = LoraConfig(
         task_type="CAUSAL_LM",

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.host.profiling import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing
-from qerl.layers.attention import packed_hidden
+from qerl.layers.attention import token_hidden
 from qerl.layers.dropout import dropouts, set_keys
 from qerl.layers.packed_linear import dense_weights, unpacked_bytes
 from qerl.policy.policy import Policy
@@ -70,7 +70,7 @@ def _row_bytes(policy: Policy, tokens: int) -> int:
     set_keys(dropouts(policy.lm), [(0,)], [tokens])
     with policy.autocast(), saved_for_backward(policy.lm) as saved:
         # The result keeps all counted storages alive: the address of a freed one could be reused and not be counted.
-        _ = packed_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))
+        _ = token_hidden(policy.lm, ids, positions, Packing.of([tokens], [None], policy.device))
     return saved.bytes
 
 

@@ -17,7 +17,8 @@ import torch
 
 from qerl.kernels.packed_sequences import FixedPacking, Packing
 from qerl.layers import linear_logprobs
-from qerl.layers.attention import packed_hidden
+from qerl.layers.attention import token_hidden
+from qerl.layers.structure import structure_of
 from qerl.policy.policy import Policy
 from qerl.rollout.sampler import Completion
 
@@ -214,7 +215,7 @@ class PackedRow(Protocol):
 def token_states(policy: Policy, row: PackedRow) -> torch.Tensor:
     """The hidden states [M, H], in the base's dtype, that predict the completion tokens."""
     with policy.autocast():
-        return packed_hidden(policy.lm, row.ids, row.positions, row.packing)[0][row.states_M]
+        return token_hidden(policy.lm, row.ids, row.positions, row.packing)[0][row.states_M]
 
 
 def head_logprobs(
@@ -222,7 +223,9 @@ def head_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropy [M], float32, of a batch's tokens by their hidden states [M, H]."""
     head = policy.lm.get_output_embeddings().weight
-    return linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, temperature, keep_logits)
+    # A factor of the logits is one of the temperature.
+    divisor = temperature / structure_of(policy.lm.config).logit_scale
+    return linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, divisor, keep_logits)
 
 
 def logprobs_and_entropy(

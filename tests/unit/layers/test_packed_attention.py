@@ -22,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotar
 
 from qerl.kernels.packed_sequences import Packing, all_keys
 from qerl.layers import packed_attention
-from qerl.layers.attention import NAME, attend, packed_hidden
+from qerl.layers.attention import NAME, attend, token_hidden
 from qerl.layers.packed_attention import PackedAttention, fuse_attentions
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
 from qerl.settings.training import AdapterSettings
@@ -59,7 +59,7 @@ def alone(lm):
 
 
 def together(lm):
-    return packed_hidden(lm, IDS, POSITIONS, PACKING)
+    return token_hidden(lm, IDS, POSITIONS, PACKING)
 
 
 def outcome(lm, run):
@@ -230,3 +230,12 @@ def test_heads_that_share_keys_are_not_copied_and_give_the_same_bits(monkeypatch
     assert len(copied) == 2
     attend(*given, scaling=0.3)  # with gradients, whose sums must keep their order
     assert len(copied) == 4
+
+
+def test_a_padded_batch_has_whole_sequences_and_a_place_of_each_token():
+    """Two completions of a prompt of three tokens, and a prompt whose completions have no piece."""
+    tokens, mask, places = Packing.of([3, 2, 1, 2], [None, 0, 0, None], torch.device("cpu")).padded()
+    assert tokens.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 0], [6, 7, 0, 0, 0]]
+    assert mask.sum(1).tolist() == [5, 4, 2]
+    assert tokens.reshape(-1)[places].tolist() == list(range(8))
+    assert mask.reshape(-1)[places].all()

@@ -80,16 +80,41 @@ def refusal(kind, **values):
     return str(caught.value)
 
 
+def found(kind, **values):
+    return structure_of(AutoConfig.for_model(kind, **SMALL, intermediate_size=64, **values))
+
+
 @pytest.mark.parametrize("kind", ["youtu", "deepseek_v3"])
-def test_values_of_another_width_than_keys_are_named(kind):
+def test_values_of_another_width_than_keys_are_not_packed(kind):
     """Latent attention as it is published: a part of each key rotates, which values lack."""
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     dense = {"first_k_dense_replace": 2} if kind == "deepseek_v3" else {}
-    text = refusal(kind, intermediate_size=64, num_key_value_heads=4, **latent, **dense)
-    assert text == (
-        f"model_type={kind!r} isn't supported, because the attention of model.layers.0 has keys of 24 numbers and "
-        "values of 16, and both need the same"
-    )
+    assert not found(kind, num_key_value_heads=4, **latent, **dense).packs
+    assert found(kind, num_key_value_heads=4, **latent | {"v_head_dim": 24}, **dense).packs
+
+
+def test_attention_that_is_not_told_the_packing_is_not_packed():
+    """StableLM's blocks drop further arguments."""
+    assert not found("stablelm").packs
+    assert found("olmo2").packs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "values", "scale"),
+    [("granite", {"logits_scaling": 5.0}, 0.2), ("cohere", {"logit_scale": 0.25}, 0.25), ("olmo2", {}, 1.0)],
+)
+def test_a_factor_of_the_logits_is_that_of_transformers(kind, values, scale):
+    config = AutoConfig.for_model(kind, **SMALL, intermediate_size=64, **values)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(2, 12)[None]
+    products = model.lm_head(model.model(ids).last_hidden_state)
+    torch.testing.assert_close(model(ids).logits, structure_of(config).logit_scale * products)
+    assert structure_of(config).logit_scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(("kind", "values"), [("gemma3_text", {"final_logit_softcapping": 30.0}), ("phi", {})])
+def test_logits_that_are_no_multiple_of_the_heads_products_are_refused(kind, values):
+    assert "its logits aren't the product of the last hidden states" in refusal(kind, intermediate_size=64, **values)
 
 
 def test_a_model_that_calls_its_decoder_alone_is_refused():

@@ -1,0 +1,71 @@
+"""Models that no list names, against stock transformers and PEFT: their structure decides how updates compute."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.policy.policy import with_adapter
+from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import ConfigError
+from qerl.settings.training import AdapterSettings
+from tests.families import SHAPE
+from tests.parity.test_families import PROMPTS, forced, perturbed
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+#: Values of config.json, and whether norms can be trained: padded batches, and logits with a factor.
+MODELS = {
+    "stablelm": ({}, False),
+    "nemotron": ({"head_dim": 16}, False),
+    "youtu": (LATENT | {"num_key_value_heads": 4}, True),
+    "granite": ({"logits_scaling": 8.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}, True),
+    "cohere2": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, False),
+}
+#: Of gradients. Those of random latent attention reach a thousand times the weights of the sum.
+TOLERANCE = {"youtu": 1e-4}
+
+
+def written(folder, kind):
+    values, norms = MODELS[kind]
+    return tiny_model(folder, AutoConfig.for_model(kind, **SHAPE | values)), norms
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_path, kind):
+    """Groups share their prompt in the packed row, and completions of one token have no piece of it."""
+    base, norms = written(tmp_path / "base", kind)
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=2, train_norms=norms), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    peft = PeftModel.from_pretrained(stock, tmp_path / "adapter", is_trainable=True)
+    sampler = NativeSampler(policy)
+    samples = []
+    for length in (20, 1):
+        drawn = sampler.generate(PROMPTS, SamplingParams(max_tokens=length, count=2, ignore_eos=True))
+        samples += [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+    expected = [forced(peft, s.prompt, s.completion.token_ids) for s in samples]
+    for sample, logprobs in zip(samples, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(sample.completion.logprobs), logprobs.detach(), rtol=1e-4, atol=1e-5)
+    updated, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    weights = torch.randn(updated.shape, generator=torch.Generator().manual_seed(2))
+    (updated * weights).sum().backward()
+    sum((logprobs * row[: len(logprobs)]).sum() for logprobs, row in zip(expected, weights, strict=True)).backward()
+    for row, logprobs in zip(updated, expected, strict=True):
+        torch.testing.assert_close(row[: len(logprobs)], logprobs, rtol=1e-4, atol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in peft.named_parameters() if parameter.requires_grad}
+    trained = dict(policy.trainable())
+    assert trained.keys() == gradients.keys()
+    for name, parameter in trained.items():
+        near = TOLERANCE.get(kind, 1e-5) * gradients[name].abs().max().item()
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=near)
+        assert gradients[name].any()
+
+
+def test_dropout_of_an_adapter_is_refused_where_rows_are_not_packed(tmp_path):
+    base, norms = written(tmp_path, "stablelm")
+    with pytest.raises(ConfigError, match=r"adapter\.dropout needs attention that takes packed rows.*dropout=0"):
+        with_adapter(base, AdapterSettings(rank=2, train_norms=norms, dropout=0.1), "float32", 0, CPU)
