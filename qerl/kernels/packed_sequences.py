@@ -68,8 +68,8 @@ class Packing:
     def padded(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The row as a padded batch of whole sequences, for attention that takes no packed rows.
 
-        Tokens of the row [B, T], with 0 as padding; bool [B, T], which of them are no padding; and the place of each
-        token of the row in the flat batch. Completions have copies of their prompt, of which the last one counts.
+        Returns the tokens of the row [B, T], with 0 as padding. Returns bool [B, T] too, which of them are no padding,
+        and the place [L] of each token in the flat batch. Of the copies of a prompt the last one counts.
         """
         ends = [0, *accumulate(self.lengths)]
         pieces = [np.arange(first, end) for first, end in pairwise(ends)]
