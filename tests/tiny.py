@@ -99,6 +99,14 @@ def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, 
     return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
 
 
+def tiny_decoder(folder: Path, kind: str, **values: Any) -> Path:
+    """Write a random bfloat16 model of any `model_type` with its tokenizer and a chat template."""
+    config = AutoConfig.for_model(kind, **_settings(values))
+    _save(_build(AutoModelForCausalLM.from_config, config, 0), folder, torch.bfloat16, "1GB")
+    write_template(folder)
+    return folder
+
+
 #: Small vision parts of models of images and text.
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION: dict[str, dict[str, Any]] = {
