@@ -154,7 +154,7 @@ def _make(run: Run, settings: RunFile, records: Given) -> None:
 
 
 def _checked_source(settings: RunFile) -> Path:
-    """The folder of the model, after all checks that need no work; a model of the hub is downloaded after its own."""
+    """The folder of the model, after all checks that need no work; of a model of the hub config.json comes first."""
     from qerl.rl.data_parallel import check_processes
 
     check_processes(settings.processes, settings.nodes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoints.folder import CONFIG
 from qerl.data.hub_lock import CONFIG_FILES, MODEL_FILES, OTHER_FILES, read_lock, verify
 from qerl.host.hub import hub_unreachable
 from qerl.host.imports import OPTIONAL, imports
@@ -59,7 +60,10 @@ def fetch_model(
     from qerl.policy.loading import checkpoint_structure
 
     unreachable = hub_unreachable()
-    (check or checkpoint_structure)(_download(repo, revision, target, CONFIG_FILES, unreachable))
+    described = _download(repo, revision, target, CONFIG_FILES, unreachable)
+    if not described.is_dir():  # the client makes no folder if no file has one of the names
+        raise ConfigError(f"{repo} has no {CONFIG} at revision {revision}; name a model in the hub's layout")
+    (check or checkpoint_structure)(described)
     folder = _download(repo, revision, target, MODEL_FILES, unreachable)
     if locked is not None:
         verify(locked, folder)

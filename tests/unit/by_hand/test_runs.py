@@ -20,6 +20,7 @@ import qerl
 from qerl.checkpoints.folder import CheckpointError, weights_format_of
 from qerl.cli.commands import app
 from qerl.data.by_hand import parse_run
+from qerl.data.hub_lock import CONFIG_FILES
 from qerl.data.records import DataError
 from qerl.policy.loading import has_packed_delta_nets
 from qerl.settings.base import ConfigError, parse
@@ -420,7 +421,7 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_its_weights_are_
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=said):
             qerl.train({**values, "model": "org/name", **other})
-        assert asked == [["config.json", "hf_quant_config.json"]]
+        assert asked == [CONFIG_FILES]
         asked.clear()
     assert not Path(values["out"]).exists()
 
@@ -432,7 +433,19 @@ def test_a_model_of_the_hub_of_another_structure_is_not_downloaded(model, tmp_pa
     asked = hub_of(tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match="model_type='gpt2'"):
         use("org/name")
-    assert asked == [["config.json", "hf_quant_config.json"]]
+    assert asked == [CONFIG_FILES]
+
+
+def test_a_repository_without_a_model_is_a_sentence(tmp_path, monkeypatch):
+    folder = tmp_path / "snapshot"
+    asked = hub_of(folder, monkeypatch)
+    with pytest.raises(ConfigError, match=r"org/name has no config\.json at revision v1; name a model"):
+        qerl.load("org/name@v1")
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds an adapter, which is no checkpoint"):
+        qerl.load("org/name")
+    assert asked == [CONFIG_FILES, CONFIG_FILES]
 
 
 def test_a_model_in_the_hubs_cache_is_taken_without_a_network(model, tmp_path, monkeypatch):
