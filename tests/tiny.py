@@ -95,12 +95,16 @@ def tiny_llama(
 
 def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
     """Write a random model of a key of `tests.families.FAMILIES` with its tokenizer."""
-    return tiny_model(folder, FAMILIES[name].config(**changes), dtype=dtype, seed=seed)
-
-
-def tiny_model(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Write a random model of a configuration with its tokenizer."""
+    config = FAMILIES[name].config(**changes)
     return _save(_build(AutoModelForCausalLM.from_config, config, seed), folder, dtype, "1GB")
+
+
+def tiny_decoder(folder: Path, kind: str, *, dtype: torch.dtype = torch.bfloat16, **values: Any) -> Path:
+    """Write a random model of any `model_type` with its tokenizer and a chat template."""
+    config = AutoConfig.for_model(kind, **_settings(values))
+    _save(_build(AutoModelForCausalLM.from_config, config, 0), folder, dtype, "1GB")
+    write_template(folder)
+    return folder
 
 
 #: Small vision parts of models of images and text.

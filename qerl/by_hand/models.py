@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Literal
@@ -69,8 +70,11 @@ def quantize(
     return target
 
 
-def model_folder(model: str) -> Path:
-    """The folder of a model. A model of the hub is downloaded to the hub's cache."""
+def model_folder(model: str, check: Callable[[Path], object] | None = None) -> Path:
+    """The folder of a model. A model of the hub is downloaded to the hub's cache, if its configuration passes `check`.
+
+    By default its structure is checked.
+    """
     if (folder := Path(model)).is_dir():
         return folder
     check_no_file(folder)
@@ -84,23 +88,32 @@ def model_folder(model: str) -> Path:
     from qerl.prepare.base_checkpoint import fetch_model
 
     with redirect_stderr(console().file):  # the bars of a download belong on the screen
-        fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH)
+        fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH, check=check)
     log.info("%s of the hub is commit %s", named["repo"], fetched.name)
     return fetched
 
 
-def base_folder(model: str, weights: str | None = None) -> Path:
-    """The folder of a base, checked: dense, or in the format `weights` already."""
-    folder = model_folder(model)
-    stored = weights_format_of(folder)
-    if weights not in (None, stored) and stored != "bf16":
-        raise CheckpointError(
-            f"{folder} is quantized already ({stored}), and the run asks for weights={weights}; set weights={stored}, "
-            "which uses it as it is, or give the dense checkpoint"
-        )
-    if weights != stored:
+def base_folder(model: str, weights: str | None = None, check: Callable[[Path], object] | None = None) -> Path:
+    """The folder of a base, checked: dense, or in the format `weights` already.
+
+    A model of the hub is downloaded if its configuration passes `check`.
+    """
+    folder = model_folder(model, check)
+    if weights is not None:
+        check_weights(folder, weights)
+    if weights != weights_format_of(folder):
         check_base(folder)
     else:
         check_checkpoint(folder)
         check_tokenizer(folder)
     return folder
+
+
+def check_weights(folder: Path, weights: str) -> None:
+    """Raise `CheckpointError` unless the configuration in `folder` is that of dense weights, or of the format asked."""
+    stored = weights_format_of(folder)
+    if stored not in (weights, "bf16"):
+        raise CheckpointError(
+            f"{folder} is quantized already ({stored}), and the run asks for weights={weights}; set weights={stored}, "
+            "which uses it as it is, or give the dense checkpoint"
+        )

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qerl.policy.policy import Policy
-from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_folder, model_folder
+from qerl.by_hand.models import HUB_MODEL, MAIN_BRANCH, Dtype, PathLike, base_folder, check_weights, model_folder
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _make(run: Run, settings: RunFile, records: Given) -> None:
 
 
 def _checked_source(settings: RunFile) -> Path:
-    """The folder of the model, after all checks that need no work; a model of the hub is downloaded last."""
+    """The folder of the model, after all checks that need no work; of a model of the hub config.json comes first."""
     from qerl.rl.data_parallel import check_processes
 
     check_processes(settings.processes, settings.nodes)
@@ -169,13 +169,22 @@ def _checked_source(settings: RunFile) -> Path:
         raise ConfigError(f"thermostat.metrics {followed} doesn't exist; give the metrics.jsonl of a finished run")
     check_engine(settings.rollout, "rollout.engine")
     check_trackers(settings.track, "track")
-    source = base_folder(settings.model, settings.weights)
+    source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))
     if weights_format_of(source) != settings.weights:
         check_installed("train")
     elif key := "recipe" if settings.recipe == "awq" else "pack_delta_nets" if settings.pack_delta_nets else None:
         asked = f"{key}={str(getattr(settings, key)).lower()}"
         raise ConfigError(f"{asked} quantizes a dense model, and {source} is quantized already; leave {key} out")
+    _check_config(source, settings)
     return source
+
+
+def _check_config(folder: Path, settings: RunFile) -> None:
+    """Check the configuration of a model with the settings."""
+    from qerl.prepare.preflight import check_settings  # after the checks that need no large library
+
+    check_weights(folder, settings.weights)
+    check_settings(folder, settings.settings)
 
 
 def _without_objects(

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from qerl.checkpoints.folder import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG
 from qerl.host.hub import hub_unreachable
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.config import Config
@@ -30,6 +31,8 @@ Lock = dict[str, LockedRepo]
 #: the weights for other software, as `original` and `metal` of gpt-oss, and so have Mistral's files `consolidated`.
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
 OTHER_FILES = ["*/*", "consolidated*"]
+#: Those of them that state structure and quantization, and that a repository holds an adapter.
+CONFIG_FILES = [CONFIG, MODELOPT_CONFIG, ADAPTER_CONFIG]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qerl.plan.checks import check_engines, check_inputs, check_interpreter
+from qerl.plan.checks import check_engines, check_inputs, check_interpreter, check_jobs_here, check_local_models
 from qerl.plan.experiments import nested
 from qerl.plan.make import fitting, plan, plan_from
 from qerl.plan.sheets import Checkpoint, Plan, PlannedEvaluation, PlannedRun
@@ -15,6 +15,8 @@ __all__ = [
     "check_engines",
     "check_inputs",
     "check_interpreter",
+    "check_jobs_here",
+    "check_local_models",
     "fitting",
     "nested",
     "plan",

@@ -17,7 +17,7 @@ from qerl.host.imports import check_engine, check_trackers
 from qerl.host.plugins import check
 from qerl.plan.experiments import written_as
 from qerl.plan.sheets import Plan, PlannedRun
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, UserError
 from qerl.settings.benches import RolloutBench
 from qerl.settings.config import DRIFT_BLOCKS, Config, require
 from qerl.settings.data import FunctionData, HubData, LocalData
@@ -143,6 +143,29 @@ def _check_test_splits(plan_: Plan) -> None:
             raise ConfigError(
                 f"evaluation.tasks: {name} has no test split, since its origin.test_fraction is 0; raise it"
             )
+
+
+def check_local_models(plan_: Plan) -> None:
+    """Check that the settings of runs fit the structure of local checkpoints, before jobs start on this machine."""
+    folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
+    runs = [run for run in plan_.runs.values() if run.settings.model in folders]
+    if not runs:
+        return
+    from qerl.prepare.preflight import FITTED, check_settings  # imports torch, which takes seconds
+
+    different = {(run.settings.model, run.settings.model_dump_json(include=FITTED)): run for run in reversed(runs)}
+    for run in different.values():
+        try:
+            check_settings(folders[run.settings.model], run.settings)
+        except UserError as error:
+            raise ConfigError(f"experiment {run.experiment}, arm {run.arm}: {error}") from None
+
+
+def check_jobs_here(plan_: Plan) -> None:
+    """Raise ValueError for what jobs in this environment would fail with later, before any of them starts."""
+    check_interpreter()
+    check_engines(plan_)
+    check_local_models(plan_)
 
 
 def check_interpreter() -> None:

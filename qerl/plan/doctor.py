@@ -33,7 +33,7 @@ from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.policy.loading import checkpoint_structure, config_of, has_packed_delta_nets
-from qerl.policy.policy import DTYPES
+from qerl.policy.policy import DTYPES, refused_train_norms
 from qerl.provenance.files import cache_folder
 from qerl.random_models.checkpoint import model_config
 from qerl.rollout.eager import NativeSampler
@@ -282,6 +282,8 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
         notes.append(refusal)
     elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
+    if model and (refusal := refused_train_norms(structure_of(model.config))):
+        notes.append(f"{refusal}, and leave noise.schedule off")
     if settings and settings.kv_cache_dtype == "fp8":
         problems += [f"{gpu.name}: {refusal}" for gpu in gpus if (refusal := refused_fp8_cache(gpu.capability))]
     if model and settings and settings.experts and (refusal := refused_expert_adapters(model.config.model_type)):

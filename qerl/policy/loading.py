@@ -38,6 +38,7 @@ from qerl.layers.empty_model import MISFITS, StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear
 from qerl.layers.structure import Structure, structure_of
+from qerl.settings.base import ConfigError
 
 #: By format, the suffix of a tensor that only packed layers have.
 _MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
@@ -76,6 +77,15 @@ def checkpoint_structure(folder: Path) -> Structure:
         return structure_of(config_of(folder))
     except StructureError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+
+
+def check_attention_dropout(folder: Path) -> None:
+    """Raise `ConfigError` for a checkpoint with dropout in attention, which counts in updates alone."""
+    if dropout := checkpoint_structure(folder).attention_dropout:
+        raise ConfigError(
+            f"{folder / CONFIG} states dropout of {dropout} in attention, which updates don't support; set "
+            "attention_dropout to 0 there"
+        )
 
 
 def load_model(

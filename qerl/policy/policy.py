@@ -210,18 +210,33 @@ def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[Pr
 def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
     """A fresh adapter on the layers that the settings name, experts' too, in the dtypes that PEFT gives it.
 
-    Raises `ConfigError` as `lora_config` does, and for experts whose adapters stock PEFT doesn't load.
+    Raises `ConfigError` as `check_expert_adapters` and `lora_config` do.
     """
-    asked, structure = adapter.of_experts, structure_of(lm.config)
-    if asked and (refusal := refused_expert_adapters(lm.config.model_type)):
-        raise ConfigError(f"adapter.targets has experts.{asked[0]}, and {refusal}; leave experts out")
+    structure = structure_of(lm.config)
+    check_expert_adapters(adapter, lm.config.model_type)
     config = lora_config(adapter, structure)
     peft: PeftModel = get_peft_model(lm, config)
-    if asked:
+    if adapter.of_experts:
         projections = projections_of(adapter, structure)
         adapt_experts(peft, projections, config.r, config.lora_alpha)
         name_experts(config, projections, structure)
     return peft
+
+
+def check_expert_adapters(adapter: AdapterSettings, kind: str) -> None:
+    """Raise `ConfigError` if the settings name experts of models of this `model_type`, and these have no adapters."""
+    if adapter.of_experts and (refusal := refused_expert_adapters(kind)):
+        raise ConfigError(f"adapter.targets has experts.{adapter.of_experts[0]}, and {refusal}; leave experts out")
+
+
+def refused_train_norms(structure: Structure) -> str | None:
+    """A sentence that says why a model has no norms to train, with the remedy; None if it has."""
+    if structure.noisy_norms():
+        return None
+    return (
+        "adapter.train_norms needs an RMSNorm whose output projections read, which the blocks of this model don't "
+        "have; set adapter.train_norms=false"
+    )
 
 
 def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
@@ -229,11 +244,8 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
 
     Raises `ConfigError` if the model lacks a target or has no norms to train, and for dropout of padded batches.
     """
-    if adapter.train_norms and not structure.noisy_norms():
-        raise ConfigError(
-            "adapter.train_norms needs an RMSNorm whose output projections read, which the blocks of this model don't "
-            "have; set adapter.train_norms=false"
-        )
+    if adapter.train_norms and (refusal := refused_train_norms(structure)):
+        raise ConfigError(refusal)
     if adapter.dropout and not structure.packs:
         raise ConfigError(
             "adapter.dropout needs attention that takes packed rows, which this model's doesn't; set adapter.dropout=0"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.data.hub_lock import MODEL_FILES, OTHER_FILES, read_lock, verify
+from qerl.checkpoints.folder import CONFIG
+from qerl.data.hub_lock import CONFIG_FILES, MODEL_FILES, OTHER_FILES, read_lock, verify
 from qerl.host.hub import hub_unreachable
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs.prepare import FetchJob, QuantizeJob
@@ -43,23 +45,43 @@ def quantize_base(job: QuantizeJob) -> None:
     make_checkpoint(job.model, job.weights, *places, texts, job.error, job.pack_delta_nets)
 
 
-def fetch_model(repo: str, revision: str, target: Path | None = None, locked: LockedRepo | None = None) -> Path:
+def fetch_model(
+    repo: str,
+    revision: str,
+    target: Path | None = None,
+    locked: LockedRepo | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
     """Download a model from the hub to `target`, or to the hub's cache, and return its folder.
 
-    If the hub can't be reached, the error names the command to run elsewhere. A file that differs from `locked` is an
-    error.
+    Its configuration comes first. `check` gets the folder with that alone; by default the structure is checked. If the
+    hub can't be reached, the error names the command to run elsewhere. A file that differs from `locked` is an error.
     """
+    from qerl.policy.loading import checkpoint_structure
+
+    unreachable = hub_unreachable()
+    described = _download(repo, revision, target, CONFIG_FILES, unreachable)
+    if not described.is_dir():  # the client makes no folder if no file has one of the names
+        raise ConfigError(f"{repo} has no {CONFIG} at revision {revision}; name a model in the hub's layout")
+    (check or checkpoint_structure)(described)
+    folder = _download(repo, revision, target, MODEL_FILES, unreachable)
+    if locked is not None:
+        verify(locked, folder)
+    return folder
+
+
+def _download(repo: str, revision: str, target: Path | None, files: list[str], unreachable: str | None) -> Path:
+    """Download the files of these patterns, or take those of the cache if the hub is `unreachable`."""
     import httpx
     from huggingface_hub import snapshot_download
 
-    unreachable = hub_unreachable()
     try:
-        folder = Path(
+        return Path(
             snapshot_download(
                 repo,
                 revision=revision,
                 local_dir=target,
-                allow_patterns=MODEL_FILES,
+                allow_patterns=files,
                 ignore_patterns=OTHER_FILES,
                 local_files_only=unreachable is not None,
             )
@@ -71,9 +93,6 @@ def fetch_model(repo: str, revision: str, target: Path | None = None, locked: Lo
             f"can't download {repo} ({unreachable or type(error).__name__}): on a machine with network run "
             f"`{command}`, then give that folder (in a workflow's configuration: a model with source: local)"
         ) from error
-    if locked is not None:
-        verify(locked, folder)
-    return folder
 
 
 def make_checkpoint(

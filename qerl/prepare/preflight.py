@@ -1,4 +1,7 @@
-"""Checks before any long work of a model with its problems: chat template, lengths and test splits."""
+"""Checks of a model before any long work: with the settings of a run, and with its problems.
+
+Of problems these are chat template, lengths and test splits.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,48 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.context import check_room, usable_length
-from qerl.checkpoints.folder import CONFIG, read_config
+from qerl.checkpoints.folder import CONFIG, read_config, weights_format_of
 from qerl.data.prompts import check_lengths, check_template, longer_than
 from qerl.evals.evaluate import open_task
 from qerl.host.progress import log
 from qerl.jobs.prepare import CheckJob
-from qerl.policy.loading import load_tokenizer
+from qerl.policy.loading import check_attention_dropout, checkpoint_structure, config_of, load_tokenizer
+from qerl.policy.policy import check_expert_adapters, lora_config
+from qerl.quantization.awq import check_equalised
+from qerl.quantization.writer import linear_layers
+from qerl.rl.noise import check_noise
 from qerl.rl.rollouts import Task
+from qerl.rollout.served import check_served
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.rollout import RolloutSettings
+from qerl.settings.run import RunSettings
+
+#: The keys of `RunSettings` that `check_settings` reads, besides the model.
+FITTED: Any = {
+    "weights": True,
+    "recipe": True,
+    "pack_delta_nets": True,
+    "method": True,
+    "adapter": {"targets", "train_norms", "dropout"},
+    "noise": {"schedule", "norms"},
+    "rollout": {"engine"},
+}
+
+
+def check_settings(model: Path, settings: RunSettings) -> None:
+    """Raise the error with which a run would fail on the base `model` later, as far as its config.json tells."""
+    structure, config = checkpoint_structure(model), config_of(model)
+    check_attention_dropout(model)
+    if settings.method == "lora":
+        check_expert_adapters(settings.adapter, config.model_type)
+        lora_config(settings.adapter, structure)
+    check_noise(settings.noise, {role for _, role in structure.noisy_norms().values()})
+    if weights_format_of(model) != settings.weights or settings.perturbed:
+        config.name_or_path = ""  # of images and text, the base that is written has the text model alone
+    check_served(config, settings.rollout)
+    if settings.recipe == "awq":
+        check_equalised(model)
+    linear_layers(model, settings.pack_delta_nets)  # raises an error if there are no delta nets to pack
 
 
 def check_problems(job: CheckJob) -> None:

@@ -62,13 +62,18 @@ def refused_by_awq(structure: Structure) -> str | None:
     return None
 
 
+def check_equalised(source: Path) -> None:
+    """Raise `CheckpointError` for a checkpoint of a structure that AWQ doesn't equalise."""
+    if refusal := refused_by_awq(checkpoint_structure(source)):
+        raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
+
+
 def write_equalised(source: Path, target: Path, weights_format: str, calibration: Calibration) -> dict[str, Any]:
     """Write the dense checkpoint `source`, equalised for rounding to `weights_format`, into the new folder `target`.
 
     The model is in host memory and, block by block, on the GPU, if there is one. Returns what it was calibrated on.
     """
-    if refusal := refused_by_awq(checkpoint_structure(source)):
-        raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
+    check_equalised(source)
     tokenizer = load_tokenizer(source)
     texts = calibration_ids(tokenizer, calibration)
     model = load_model(source, DENSE)

@@ -7,7 +7,7 @@ projections read, another z perturbs gate and up (Eq. 10 to 12). o, down and all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,15 @@ def standard_normal(seed: int, step: int, layer: int, role: int, size: int, comp
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
 
 
+def check_noise(settings: NoiseSettings, roles: Collection[str]) -> None:
+    """Raise `ConfigError` if there is to be noise, and none of the roles that a model's norms have is to carry it."""
+    if settings.schedule != "off" and not any(role in settings.norms for role in roles):
+        raise ConfigError(
+            f"noise.schedule={settings.schedule} needs an RMSNorm whose output the projections of "
+            f"{' or '.join(settings.norms)} read, which the blocks of this model don't have; set noise.schedule=off"
+        )
+
+
 @dataclass(frozen=True)
 class NoiseReport:
     """The noise of a step: the sigma of the schedule, and the norm of all z together."""
@@ -40,15 +49,11 @@ class Noise:
     """Draws z for all noisy norms of a model, and removes it."""
 
     def __init__(self, model: nn.Module, settings: NoiseSettings, seed: int) -> None:
-        """Raises `ConfigError` if there is to be noise and the model has no norm for it."""
+        """Raises `ConfigError` as `check_noise` does."""
         self._model = model
         self.settings = settings
         self.seed = seed
-        if settings.schedule != "off" and not any(role in settings.norms for _, role in noisy_norms(model)):
-            raise ConfigError(
-                f"noise.schedule={settings.schedule} needs an RMSNorm whose output the projections of "
-                f"{' or '.join(settings.norms)} read, which the blocks of this model don't have; set noise.schedule=off"
-            )
+        check_noise(settings, {role for _, role in noisy_norms(model)})
 
     def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
         """Layer, role's number and norms: with PEFT the original and the trained copy, which get the same z."""

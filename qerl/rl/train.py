@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.context import usable_length
-from qerl.checkpoints.folder import CONFIG, check_checkpoint
+from qerl.checkpoints.folder import check_checkpoint
 from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.nodes import is_first
@@ -19,7 +19,7 @@ from qerl.host.profiling import peak_memory_bytes
 from qerl.host.progress import log
 from qerl.jobs.train import TrainJob
 from qerl.policy.card import Base
-from qerl.policy.loading import checkpoint_structure
+from qerl.policy.loading import check_attention_dropout
 from qerl.policy.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.provenance.code_version import code_version
 from qerl.provenance.files import NO_ROOM, flush, write_text, writing
@@ -36,7 +36,6 @@ from qerl.rl.thermostat import Thermostat, followed_entropies
 from qerl.rl.trainer import Trainer
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
-from qerl.settings.base import ConfigError
 from qerl.settings.run import UNDECIDING, RunSettings
 from qerl.trackers.record import Record, record_id
 from qerl.trackers.trackers import Trackers
@@ -44,11 +43,7 @@ from qerl.trackers.trackers import Trackers
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
     """The policy with which a run starts. Raises `ConfigError` for a model with dropout in attention."""
-    if dropout := checkpoint_structure(checkpoint).attention_dropout:
-        raise ConfigError(
-            f"{checkpoint / CONFIG} states dropout of {dropout} in attention, which updates don't support; set "
-            "attention_dropout to 0 there"
-        )
+    check_attention_dropout(checkpoint)
     if settings.method == "full":
         trained = trained_in_shards if settings.processes > 1 else trained_in_full
         policy = trained(checkpoint, settings.dtype)

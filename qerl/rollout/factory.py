@@ -9,7 +9,7 @@ from qerl.policy.policy import Policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import Sampler
-from qerl.rollout.served import refused_by_engine, refused_by_vllm
+from qerl.rollout.served import check_served, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings
 
@@ -30,8 +30,7 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
     `ConfigError` for a model that vLLM doesn't sample for, and for a KV cache in FP8 where the eager sampler is chosen.
     """
     config = policy.lm.config
-    if settings.engine != "native" and (refusal := refused_by_vllm(config)):
-        raise ConfigError(f"{refusal}; use rollout.engine=native")
+    check_served(config, settings)
     if settings.engine == "vllm":
         from qerl.rollout.vllm.in_process import VllmSampler
 

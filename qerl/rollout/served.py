@@ -9,6 +9,8 @@ from qerl.checkpoints.folder import whole_model
 from qerl.kernels.activations import Activation
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
 from qerl.layers.empty_model import rope_types
+from qerl.settings.base import ConfigError
+from qerl.settings.rollout import EngineSettings
 
 #: Values of `model_type` with which vLLM is tested.
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
@@ -61,3 +63,9 @@ def refused_by_vllm(config: Any) -> str | None:
     if folder and whole_model(Path(folder)):
         return f"sampling by vLLM is tested with models of text alone, and {folder} is one of images and text"
     return None
+
+
+def check_served(config: Any, settings: EngineSettings) -> None:
+    """Raise `ConfigError` if the settings select vLLM and it doesn't sample for a model of this configuration."""
+    if settings.engine != "native" and (refusal := refused_by_vllm(config)):
+        raise ConfigError(f"{refusal}; use rollout.engine=native")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from qerl.policy.policy import with_adapter
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
@@ -11,9 +11,8 @@ from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.training import AdapterSettings
-from tests.families import SHAPE
 from tests.parity.test_families import PROMPTS, forced, perturbed
-from tests.tiny import tiny_model
+from tests.tiny import tiny_decoder
 
 CPU = torch.device("cpu")
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -31,7 +30,7 @@ TOLERANCE = {"youtu": 1e-4}
 
 def written(folder, kind):
     values, norms = MODELS[kind]
-    return tiny_model(folder, AutoConfig.for_model(kind, **SHAPE | values)), norms
+    return tiny_decoder(folder, kind, dtype=torch.float32, **values), norms
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_decoder, tiny_qwen2
 
 MINI = {"prepare_data": 3, "pretrain": 1, "quantize": 4, "train": 18, "evaluate": 22, "profile": 2}
 
@@ -131,6 +131,13 @@ def test_a_base_without_chat_template_is_named_before_any_job(tree, tmp_path):
     folder = tiny_qwen2(tmp_path / "mute")
     said = refused(tree, tmp_path, set_key("models", "miniature", {"source": "local", "path": str(folder)}))
     assert "has no chat template" in said
+
+
+def test_settings_that_do_not_fit_a_local_model_are_named_before_any_job(tree, tmp_path):
+    model = {"source": "local", "path": str(tiny_decoder(tmp_path / "model", "olmo2"))}
+    said = refused(tree, tmp_path, set_key("models", "miniature", model))
+    assert "adapter.train_norms needs an RMSNorm" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("profile", ["gpu", "node", "shared"])

@@ -19,7 +19,7 @@ from snakemake.exceptions import WorkflowError
 from qerl.settings.models import HubModel, PretrainSettings
 from qerl.host.gpu_lease import devices
 from qerl.data.hub_lock import check_pinned
-from qerl.plan import check_engines, check_interpreter, fitting
+from qerl.plan import check_jobs_here, fitting
 from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
 from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
@@ -39,13 +39,12 @@ def read_plan(given: dict):
 
 
 def refuse_what_cannot_run() -> None:
-    """Refuse unpinned files of the hub and missing engines before any job starts. A dry run doesn't call this."""
+    """Refuse unpinned files, missing engines and unfit local models before any job starts; a dry run doesn't."""
     try:
         check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
         environments = workflow.deployment_settings.deployment_method
         if not environments:  # else jobs have environments of their own
-            check_interpreter()
-            check_engines(PLAN)
+            check_jobs_here(PLAN)
         if workflow.local_exec:
             check_machines(PLAN)
     except ValueError as error:

@@ -26,7 +26,7 @@ from qerl.policy.policy import choose_device
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
-from tests.tiny import tiny_family, tiny_qwen2
+from tests.tiny import tiny_decoder, tiny_family, tiny_qwen2
 
 #: Which class multiplies packed weights, by compute capability (docs/kernels.md).
 NVFP4 = {
@@ -233,6 +233,13 @@ def test_people_read_tables(machine):
     result = CliRunner().invoke(app, ["doctor", "--model", "1.5B", "--rank", "16", "--max-tokens", "1024"])
     for text in ("NVIDIA GPU-0, compute capability 8.6, 20.0 of 24.0 GB free", "peak of the update", "disk space"):
         assert text in result.stdout
+
+
+def test_norms_that_are_neither_trained_nor_noisy_are_told(tmp_path):
+    told = CliRunner().invoke(app, ["doctor", "--model", str(tiny_decoder(tmp_path, "starcoder2"))])
+    assert "note: adapter.train_norms needs an RMSNorm" in told.stdout
+    assert "set adapter.train_norms=false, and leave noise.schedule off" in told.stdout
+    assert "adapter.train_norms" not in CliRunner().invoke(app, ["doctor", "--model", "7B"]).stdout
 
 
 @pytest.fixture

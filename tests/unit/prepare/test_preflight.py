@@ -1,5 +1,6 @@
 """Settings that don't fit the model are refused before long work: lengths, chat template, targets, engine, splits."""
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -15,15 +16,16 @@ from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import prepare
-from qerl.plan import check_engines, plan_from
+from qerl.plan import check_engines, check_local_models, plan_from
 from qerl.policy.loading import load_tokenizer
 from qerl.policy.policy import load_policy
-from qerl.prepare.preflight import check_runs
+from qerl.prepare.preflight import FITTED, check_runs, check_settings
 from qerl.rl.rollouts import Task
 from qerl.settings.base import ConfigError, UserError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.rollout import RolloutSettings
-from tests.tiny import tiny_qwen2, write_template
+from qerl.settings.run import RunSettings
+from tests.tiny import tiny_decoder, tiny_of_images, tiny_qwen2, write_template
 
 CONTEXT = 256
 LONG = "Howmany?" * 40
@@ -136,6 +138,68 @@ def test_a_template_that_fails_and_a_tokenizer_that_does_not_load_come_before_qu
     refused(settings | {"model": str(broken)}, "tokenizer", CheckpointError)
 
 
+NO_NORMS = {"adapter": {"train_norms": False}}
+#: Kinds of models with settings of a run that don't fit their structure.
+UNFIT = [
+    ("olmo2", {}, "adapter.train_norms needs an RMSNorm .*; set adapter.train_norms=false"),
+    ("gpt_neox", {}, "adapter.train_norms needs an RMSNorm"),
+    ("starcoder2", {}, "adapter.train_norms needs an RMSNorm"),
+    ("exaone4", {}, "adapter.train_norms needs an RMSNorm"),
+    ("olmo2", {**NO_NORMS, "noise": {"schedule": "constant"}}, "noise.schedule=constant needs an RMSNorm"),
+    ("starcoder2", {"adapter": {"train_norms": False, "targets": ["up_proj"]}}, "targets has up_proj, and the blocks"),
+    ("phi3", {"adapter": {"targets": ["q_proj", "k_proj"]}}, "targets has q_proj without v_proj"),
+    ("qwen2", {"adapter": {"targets": ["experts.down_proj"]}}, "targets has experts.down_proj, and stock PEFT"),
+    ("olmo2", {**NO_NORMS, "rollout": {"engine": "vllm"}}, "sampling by vLLM is tested with .*not 'olmo2'"),
+    ("olmo2", {**NO_NORMS, "recipe": "awq"}, "recipe: awq divides the weights of norms"),
+    ("qwen2", {"pack_delta_nets": True}, "has no delta nets"),
+]
+
+
+@functools.cache
+def decoder(root: Path, kind: str) -> Path:
+    return tiny_decoder(root / kind, kind)
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    return functools.partial(decoder, tmp_path_factory.mktemp("decoders"))
+
+
+@pytest.mark.parametrize(("kind", "changes", "said"), UNFIT)
+def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_written(
+    decoders, settings, monkeypatch, kind, changes, said
+):
+    monkeypatch.setattr("qerl.by_hand.runs.check_engine", lambda *_: None)
+    rollout = settings["rollout"] | changes.get("rollout", {})
+    with pytest.raises(UserError, match=said):
+        qerl.train(settings | {"model": str(decoders(kind))} | changes | {"rollout": rollout})
+    assert not Path(settings["out"]).exists()
+
+
+def test_dropout_in_attention_is_refused_before_anything_is_written(settings, tmp_path):
+    model = tiny_decoder(tmp_path / "model", "llama", attention_dropout=0.5)
+    with pytest.raises(ConfigError, match=r"states dropout of 0\.5 in attention"):
+        qerl.train(settings | {"model": str(model)})
+    assert not Path(settings["out"]).exists()
+
+
+def test_the_advised_settings_train_in_the_same_folder(decoders, settings):
+    asked = settings | {"model": str(decoders("olmo2")), "weights": "nvfp4"}
+    with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
+        qerl.train(asked)
+    problems = {"max_prompt_tokens": 200}
+    run = qerl.train(with_max_tokens(asked | {"adapter": {"train_norms": False, "rank": 4}}, 4, **problems))
+    assert run.finished
+
+
+def test_vllm_serves_the_text_model_of_a_base_that_is_quantized(tmp_path):
+    model = tiny_of_images(tmp_path, "gemma3", "gemma3")
+    values = {"model": "m", "dataset": "d", "rollout": {"engine": "vllm"}}
+    check_settings(model, parse(RunSettings, values, ""))
+    with pytest.raises(ConfigError, match="models of text alone"):
+        check_settings(model, parse(RunSettings, values | {"weights": "bf16"}, ""))
+
+
 def test_vllm_must_be_installed_where_it_is_asked_for(settings, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
@@ -206,6 +270,29 @@ def test_engines_are_looked_for_where_jobs_start(configuration, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     with pytest.raises(ConfigError, match=r"evaluation.engine=vllm needs vLLM"):
         check_engines(made)
+
+
+@pytest.mark.parametrize("case", [UNFIT[0], UNFIT[-1]])
+def test_runs_of_a_local_model_that_they_do_not_fit_are_refused_where_jobs_start(decoders, configuration, case):
+    kind, changes, said = case
+    configuration["models"]["miniature"]["path"] = str(decoders(kind))
+    [experiment] = configuration["experiments"].values()
+    experiment["base"] |= {"method": "lora", "weights": "nvfp4"}
+    experiment["arms"] = {"a": changes}
+    made = planned(configuration)
+    with pytest.raises(ConfigError, match=f"experiment main, arm a: .*{said}"):
+        check_local_models(made)
+
+
+def test_runs_of_a_local_model_that_they_fit_start(configuration):
+    check_local_models(planned(configuration))
+
+
+@pytest.mark.parametrize(("kind", "changes", "said"), UNFIT)
+def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, kind, changes, said):
+    values = parse(RunSettings, {"model": "m", "dataset": "d", **changes}, "").model_dump(include=FITTED)
+    with pytest.raises(UserError, match=said):
+        check_settings(decoders(kind), parse(RunSettings, {"model": "m", "dataset": "d", **values}, ""))
 
 
 def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
