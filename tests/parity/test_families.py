@@ -34,6 +34,9 @@ from tests.tiny import tiny_family, tiny_gpt_oss
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
 NORMS = {
+    "qwen2": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3": ("input_layernorm", "post_attention_layernorm"),
+    "llama": ("input_layernorm", "post_attention_layernorm"),
     "mistral": ("input_layernorm", "post_attention_layernorm"),
     "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
     "ministral3": ("input_layernorm", "post_attention_layernorm"),
@@ -124,6 +127,10 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
+        ("qwen2", "nvfp4"),
+        ("qwen3", "mxfp4"),
+        ("llama", "nf4"),
+        ("mistral-sliding", "nvfp4"),
         ("phi3", "nvfp4"),
         ("gemma3", "mxfp4"),
         ("qwen3_5", "nvfp4"),
