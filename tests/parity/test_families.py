@@ -1,15 +1,19 @@
 """Each family of the table against stock transformers, PEFT and TRL, on a small random model in the hub's layout."""
 
 import json
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.checkpoints.folder import CheckpointError, read_headers
 from qerl.checkpoints.tensors import stream
+from qerl.data.by_hand import local_dataset
+from qerl.data.sources import prepare, read_split
+from qerl.evals.evaluate import evaluate
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.export import export, write_dense
@@ -22,14 +26,17 @@ from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.served import refused_by_engine
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.tiny import tiny_family, tiny_gpt_oss
+from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
@@ -63,6 +70,15 @@ TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
 #: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
+GREEDY = parse(
+    EvaluationSettings,
+    {
+        "tasks": [{"dataset": "problems", "harness": "qerl"}],
+        "sampling": {"temperature": 0, "max_tokens": 10},
+        "repeats": 1,
+    },
+    "settings",
+)
 families = pytest.mark.parametrize("name", NORMS)
 
 
@@ -185,6 +201,49 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
         assert gradient.any(), part
         near = tolerance * gradient.abs().max().item()
         torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=near, msg=part)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("problems")
+    rows = [{"question": f"What is {n} and {7 * n}?", "answer": f"#### {8 * n}"} for n in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = local_dataset(folder / "rows.jsonl", validation_fraction=0, test_fraction=1)
+    prepare(parse(DatasetSettings, {**values, "instruction": ""}, "problems"), folder / "prepared")
+    return folder / "prepared"
+
+
+def odd(text):
+    """Whether a text has an odd number of different characters, which stands for a right answer."""
+    return len(set(text)) % 2 == 1
+
+
+@families
+def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
+    """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
+    monkeypatch.setattr("qerl.evals.grader.is_correct", lambda text, *_: odd(text))
+    base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
+    write_template(base)
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter")
+    tokenizer, expected = AutoTokenizer.from_pretrained(base), []
+    for problem in read_split(problems, "test"):
+        chat = [{"role": "user", "content": problem.question}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        ids = peft.generate(**asked, max_new_tokens=10, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        expected.append((tokenizer.decode(ids, skip_special_tokens=True), len(ids)))
+    right = [odd(text) for text, _ in expected]
+    assert 0 < sum(right) < len(right)
+    trained = load_policy(base, tmp_path / "adapter", "float32", CPU)
+    samplers = [make_sampler(trained, GREEDY)]
+    if refused_by_engine(trained.lm.config) is None:
+        samplers.append(EngineSampler(trained, NativeSettings()))
+    for sampler in samplers:
+        scores = evaluate(sampler, trained.tokenizer, GREEDY, {"problems": problems}, tmp_path, lambda _: None)
+        rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+        assert [(row["completion"], row["tokens"]) for row in rows] == expected
+        assert scores["problems"].accuracy == fmean(right)
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
