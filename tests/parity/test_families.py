@@ -1,7 +1,9 @@
 """Each family of the table against stock transformers, PEFT and TRL, on a small random model in the hub's layout."""
 
 import json
+import re
 from statistics import fmean
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from qerl.data.sources import prepare, read_split
 from qerl.evals.evaluate import evaluate
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
+from qerl.plan.doctor import asked_model, diagnose
 from qerl.policy.export import export, write_dense
 from qerl.policy.loading import has_packed_delta_nets, load_model, packed_layers
 from qerl.policy.policy import load_policy, with_adapter
@@ -33,9 +36,9 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.families import FAMILIES
+from qerl.settings.rollout import EngineSettings, NativeSettings
+from qerl.settings.training import AdapterSettings, ExpertLayer, NoiseSettings
+from tests.families import FAMILIES, row
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 
 CPU = torch.device("cpu")
@@ -370,9 +373,46 @@ def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_
         lambda: load_model(tmp_path, torch.float32),
         lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),
     ):
-        with pytest.raises(CheckpointError, match=r"neither nn\.Linear nor a norm") as caught:
+        with pytest.raises(CheckpointError, match=re.escape(row(FAMILIES["qwen3_next"]).refusal)) as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+REFUSED = [(name, part) for name in NORMS for part in row(FAMILIES[name]).refused]
+#: What the user of a refused part is told to do instead.
+INSTEAD = {
+    "AWQ": "use recipe: rtn",
+    "LoRA on experts": "leave experts out",
+    "engine": "the eager sampler serves it",
+    "vLLM": "use rollout.engine=native",
+}
+
+
+@pytest.mark.parametrize(("name", "part"), REFUSED)
+def test_who_asks_for_a_refused_part_of_a_family_gets_the_sentence_of_the_page(bases, tmp_path, name, part):
+    base = dense(bases, name)
+    policy = load_policy(base, None, "float32", CPU)
+    ways = {
+        "AWQ": lambda: write_equalised(base, tmp_path / "out", "nvfp4", Calibration(CalibrationSettings(), tmp_path)),
+        "LoRA on experts": lambda: with_adapter(
+            base, AdapterSettings(targets=get_args(ExpertLayer)), "float32", 0, CPU
+        ),
+        "engine": lambda: EngineSampler(policy, NativeSettings()),
+        "vLLM": lambda: make_sampler(policy, EngineSettings(engine="vllm")),
+    }
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        ways[part]()
+    assert f"{row(FAMILIES[name]).refused[part]}; {INSTEAD[part]}" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@families
+def test_the_doctor_notes_which_samplers_refuse_a_family(bases, name):
+    refused = row(FAMILIES[name]).refused
+    notes = "; ".join(diagnose(asked_model(str(dense(bases, name)), None), None).notes)
+    assert ("the native engine supports" in notes) == ("engine" in refused)
+    assert ("sampling by vLLM is tested with" in notes) == ("vLLM" in refused)
+    assert all(refused[sampler] in notes for sampler in refused.keys() & {"engine", "vLLM"})
 
 
 def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_read_dense(bases, tmp_path):
