@@ -7,7 +7,7 @@ A small configuration stands for each family. Tests make a model of it and compa
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -212,17 +212,36 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A family's row of the table; `refusal` is the sentence that refuses all of it."""
+    """A family's row of the table; `refusal` is the sentence that refuses all of it.
+
+    `refused` has those that refuse parts: AWQ, adapters of experts, engine and vLLM.
+    """
 
     name: str
     about: str
     formats: str
-    awq: bool = False
+    refused: dict[str, str] = field(default_factory=dict)
     lora: str = ""
     norms: str = ""
-    engine: bool = False
-    vllm: bool = False
     refusal: str | None = None
+
+    @property
+    def awq(self) -> bool:
+        """Whether AWQ equalises its weights."""
+        return self._has("AWQ")
+
+    @property
+    def engine(self) -> bool:
+        """Whether the engine samples for it."""
+        return self._has("engine")
+
+    @property
+    def vllm(self) -> bool:
+        """Whether vLLM samples for it."""
+        return self._has("vLLM")
+
+    def _has(self, part: str) -> bool:
+        return self.refusal is None and part not in self.refused
 
     @property
     def sampler(self) -> str:
@@ -237,22 +256,20 @@ def row(family: Family) -> Row:
         structure = structure_of(config)
     except StructureError as error:
         return Row(family.name, family.about, family.formats, refusal=str(error))
-    return Row(
-        family.name,
-        family.about,
-        family.formats,
-        refused_by_awq(structure) is None,
-        _lora(structure, config),
-        _norms(structure),
-        refused_by_engine(config) is None,
-        refused_by_vllm(config) is None,
-    )
+    asked = {
+        "AWQ": refused_by_awq(structure),
+        "LoRA on experts": refused_expert_adapters(config.model_type) if structure.experts else None,
+        "engine": refused_by_engine(config),
+        "vLLM": refused_by_vllm(config),
+    }
+    refused = {part: sentence for part, sentence in asked.items() if sentence}
+    return Row(family.name, family.about, family.formats, refused, _lora(structure, refused), _norms(structure))
 
 
-def _lora(structure: Structure, config: PreTrainedConfig) -> str:
+def _lora(structure: Structure, refused: dict[str, str]) -> str:
     """The layers that get an adapter by default, and those of experts that may have one."""
     default = ", ".join(f"`{target}`" for target in structure.targets)
-    if not structure.experts or refused_expert_adapters(config.model_type):
+    if not structure.experts or "LoRA on experts" in refused:
         return default
     return f"{default}; if named {', '.join(f'`{target}`' for target in get_args(ExpertLayer))}"
 
@@ -278,9 +295,12 @@ def long_table() -> str:
 
 
 def refusals() -> str:
-    """The sentences that refuse families, for docs/models.md."""
+    """The sentences that refuse families and parts of them, for docs/models.md."""
     rows = [row(family) for family in FAMILIES.values()]
-    return "\n".join(f"| {one.name} | {one.refusal} |" for one in rows if one.refusal)
+    found = [(one.name, {"all": one.refusal} if one.refusal else one.refused) for one in rows]
+    return "\n".join(
+        f"| {name} | {part} | {sentence} |" for name, refused in found for part, sentence in refused.items()
+    )
 
 
 def short_table() -> str:

@@ -1,17 +1,24 @@
 """Each family of the table against stock transformers, PEFT and TRL, on a small random model in the hub's layout."""
 
 import json
+import re
+from statistics import fmean
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.checkpoints.folder import CheckpointError, read_headers
 from qerl.checkpoints.tensors import stream
+from qerl.data.by_hand import local_dataset
+from qerl.data.sources import prepare, read_split
+from qerl.evals.evaluate import evaluate
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
+from qerl.plan.doctor import asked_model, diagnose
 from qerl.policy.export import export, write_dense
 from qerl.policy.loading import has_packed_delta_nets, load_model, packed_layers
 from qerl.policy.policy import load_policy, with_adapter
@@ -22,18 +29,24 @@ from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.served import refused_by_engine
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.families import FAMILIES
-from tests.tiny import tiny_family, tiny_gpt_oss
+from qerl.settings.rollout import EngineSettings, NativeSettings
+from qerl.settings.training import AdapterSettings, ExpertLayer, NoiseSettings
+from tests.families import FAMILIES, row
+from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
 NORMS = {
+    "qwen2": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3": ("input_layernorm", "post_attention_layernorm"),
+    "llama": ("input_layernorm", "post_attention_layernorm"),
     "mistral": ("input_layernorm", "post_attention_layernorm"),
     "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
     "ministral3": ("input_layernorm", "post_attention_layernorm"),
@@ -60,6 +73,15 @@ TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
 #: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
+GREEDY = parse(
+    EvaluationSettings,
+    {
+        "tasks": [{"dataset": "problems", "harness": "qerl"}],
+        "sampling": {"temperature": 0, "max_tokens": 10},
+        "repeats": 1,
+    },
+    "settings",
+)
 families = pytest.mark.parametrize("name", NORMS)
 
 
@@ -124,6 +146,10 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
+        ("qwen2", "nvfp4"),
+        ("qwen3", "mxfp4"),
+        ("llama", "nf4"),
+        ("mistral-sliding", "nvfp4"),
         ("phi3", "nvfp4"),
         ("gemma3", "mxfp4"),
         ("qwen3_5", "nvfp4"),
@@ -178,6 +204,49 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
         assert gradient.any(), part
         near = tolerance * gradient.abs().max().item()
         torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=near, msg=part)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("problems")
+    rows = [{"question": f"What is {n} and {7 * n}?", "answer": f"#### {8 * n}"} for n in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = local_dataset(folder / "rows.jsonl", validation_fraction=0, test_fraction=1)
+    prepare(parse(DatasetSettings, {**values, "instruction": ""}, "problems"), folder / "prepared")
+    return folder / "prepared"
+
+
+def odd(text):
+    """Whether a text has an odd number of different characters, which stands for a right answer."""
+    return len(set(text)) % 2 == 1
+
+
+@families
+def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
+    """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
+    monkeypatch.setattr("qerl.evals.grader.is_correct", lambda text, *_: odd(text))
+    base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
+    write_template(base)
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter")
+    tokenizer, expected = AutoTokenizer.from_pretrained(base), []
+    for problem in read_split(problems, "test"):
+        chat = [{"role": "user", "content": problem.question}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        ids = peft.generate(**asked, max_new_tokens=10, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        expected.append((tokenizer.decode(ids, skip_special_tokens=True), len(ids)))
+    right = [odd(text) for text, _ in expected]
+    assert 0 < sum(right) < len(right)
+    trained = load_policy(base, tmp_path / "adapter", "float32", CPU)
+    samplers = [make_sampler(trained, GREEDY)]
+    if refused_by_engine(trained.lm.config) is None:
+        samplers.append(EngineSampler(trained, NativeSettings()))
+    for sampler in samplers:
+        scores = evaluate(sampler, trained.tokenizer, GREEDY, {"problems": problems}, tmp_path, lambda _: None)
+        rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+        assert [(row["completion"], row["tokens"]) for row in rows] == expected
+        assert scores["problems"].accuracy == fmean(right)
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
@@ -304,9 +373,53 @@ def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_
         lambda: load_model(tmp_path, torch.float32),
         lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),
     ):
-        with pytest.raises(CheckpointError, match=r"neither nn\.Linear nor a norm") as caught:
+        with pytest.raises(CheckpointError, match=re.escape(row(FAMILIES["qwen3_next"]).refusal)) as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+REFUSED = [(name, part) for name in NORMS for part in row(FAMILIES[name]).refused if (name, part) != ("gpt_oss", "AWQ")]
+#: What the user of a refused part is told to do instead.
+INSTEAD = {
+    "AWQ": "use recipe: rtn",
+    "LoRA on experts": "leave experts out",
+    "engine": "the eager sampler serves it",
+    "vLLM": "use rollout.engine=native",
+}
+
+
+@pytest.mark.parametrize(("name", "part"), REFUSED)
+def test_who_asks_for_a_refused_part_of_a_family_gets_the_sentence_of_the_page(bases, tmp_path, name, part):
+    base = dense(bases, name)
+    policy = load_policy(base, None, "float32", CPU)
+    recipe = Calibration(CalibrationSettings(), tmp_path)
+    ways = {
+        "AWQ": lambda: quantize_checkpoint(base, tmp_path / "out", "nvfp4", recipe),
+        "LoRA on experts": lambda: with_adapter(
+            base, AdapterSettings(targets=get_args(ExpertLayer)), "float32", 0, CPU
+        ),
+        "engine": lambda: EngineSampler(policy, NativeSettings()),
+        "vLLM": lambda: make_sampler(policy, EngineSettings(engine="vllm")),
+    }
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        ways[part]()
+    assert f"{row(FAMILIES[name]).refused[part]}; {INSTEAD[part]}" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gpt_oss_as_published_is_quantized_already(bases, tmp_path):
+    recipe = Calibration(CalibrationSettings(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"is quantized already \(mxfp4\); give the dense checkpoint"):
+        quantize_checkpoint(dense(bases, "gpt_oss"), tmp_path / "out", "mxfp4", recipe)
+
+
+@families
+def test_the_doctor_notes_which_samplers_refuse_a_family(bases, name):
+    refused = row(FAMILIES[name]).refused
+    notes = "; ".join(diagnose(asked_model(str(dense(bases, name)), None), None).notes)
+    assert ("the native engine supports" in notes) == ("engine" in refused)
+    assert ("sampling by vLLM is tested with" in notes) == ("vLLM" in refused)
+    assert all(refused[sampler] in notes for sampler in refused.keys() & {"engine", "vLLM"})
 
 
 def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_read_dense(bases, tmp_path):

@@ -279,9 +279,9 @@ def test_packed_weights_are_served_unpacked_on_a_cpu(checkpoint, tmp_path, caplo
     sampler.close()
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral-sliding", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "mistral-sliding", "phi3", "gemma3"])
 def test_other_families_draw_as_peft_does_with_adapter_norms_and_noise(tmp_path, name):
-    """Fused layers, windows of 8 tokens, and norms of the form 1 + w; prompts and completions pass the windows."""
+    """Norms of q and k, fused layers, windows of 8 tokens that texts pass, and norms of the form 1 + w."""
     rope = FAMILIES["phi3"].values["rope_parameters"]  # of heads of 16
     longer = {"rope_parameters": {**rope, **{key: 2 * rope[key] for key in ("short_factor", "long_factor")}}}
     tiny_family(tmp_path / "m", name, **HEADS | {"head_dim": 32}, **(longer if name == "phi3" else {}))
@@ -315,8 +315,12 @@ def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     sampler.close()
 
 
-def test_trained_adapters_load_in_stock_vllm(checkpoint, policy, tmp_path):
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_trained_adapters_load_in_stock_vllm(tmp_path, name):
     """With norms through `export`, without them as they are; engine and requests as anyone would write them."""
+    checkpoint = tiny_family(tmp_path / "dense", name, dtype=torch.bfloat16, **HEADS | {"head_dim": 32})
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
+    change(policy, seed=1)
     policy.save(tmp_path / "trained")
     export(checkpoint, tmp_path / "trained", tmp_path / "out")
     base = tmp_path / "out/base"
