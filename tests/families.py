@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -19,7 +19,7 @@ from qerl.layers.structure import Structure, structure_of
 from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.quantization.awq import refused_by_awq
 from qerl.rollout.served import refused_by_engine, refused_by_vllm
-from qerl.settings.training import ExpertLayer
+from qerl.settings.training import EXPERT_LAYERS
 
 ROOT = Path(__file__).parents[1]
 #: What the small models of all families have; the vocabulary is that of `tests.tiny.tiny_tokenizer`.
@@ -254,7 +254,7 @@ def _lora(structure: Structure, config: PreTrainedConfig) -> str:
     default = ", ".join(f"`{target}`" for target in structure.targets)
     if not structure.experts or refused_expert_adapters(config.model_type):
         return default
-    return f"{default}; if named {', '.join(f'`{target}`' for target in get_args(ExpertLayer))}"
+    return f"{default}; if named {', '.join(f'`{target}`' for target in EXPERT_LAYERS)}"
 
 
 def _norms(structure: Structure) -> str:

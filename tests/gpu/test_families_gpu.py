@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 from itertools import product
-from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import AdapterSettings, ExpertLayer, Layer, NoiseSettings
+from qerl.settings.training import EXPERT_LAYERS, LAYERS, AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
 from tests.parity.test_families import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
@@ -141,8 +140,8 @@ def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, 
         shape = shape_of(name) | (NETS if nets else {})
         tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16, **shape, sliding_window=24)
         quantize_checkpoint(tmp_path / "bf16", tmp_path / weights, weights, pack_delta_nets=nets)
-    experts = get_args(ExpertLayer) if option == "adapted experts" else ()
-    adapter = AdapterSettings(rank=16, targets=[*get_args(Layer), *experts])
+    experts = EXPERT_LAYERS if option == "adapted experts" else ()
+    adapter = AdapterSettings(rank=16, targets=[*LAYERS, *experts])
     policy = with_adapter(tmp_path / weights, adapter, "bfloat16", 0, DEVICE)
     generator = torch.Generator().manual_seed(1)
     for _, parameter in policy.trainable():
