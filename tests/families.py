@@ -171,6 +171,27 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen2_moe": Family(
+        "Qwen2-MoE (Qwen1.5-MoE-A2.7B)",
+        "experts beside a shared one with a gate",
+        {
+            "model_type": "qwen2_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        "experts as wide as an MLP",
+        {"model_type": "mixtral", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "olmoe": Family(
+        "OLMoE",
+        "norms of all queries and of all keys",
+        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6 (dense, text)",
         "gated delta nets, whose layers stay BF16 unless packed by option; attention with a gate; norms 1 + w",

@@ -18,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.checkpoints.folder import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CONFIG,
     CheckpointError,
     check_adapter,
     read_headers,
     weights_format_of,
 )
+from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.stock import stock_loading
 from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
@@ -158,8 +160,14 @@ class Policy:
             trained = dict(self.trainable())
             for name, parameter in self.lm.named_parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
-            self.lm.save_pretrained(folder)
+            self.lm.save_pretrained(folder, state_dict=self._weights())
             self.tokenizer.save_pretrained(folder)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights by the names of the files that they were read from."""
+        read = Path(str(self.lm.name_or_path))
+        named = names_in_files(read_headers(read)) if (read / CONFIG).is_file() else str
+        return {named(name): tensor for name, tensor in self.lm.state_dict().items()}
 
     def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
         checkpoint = Path(str(self.lm.name_or_path)).resolve()

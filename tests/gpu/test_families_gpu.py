@@ -43,7 +43,9 @@ def shape_of(name):
     if name == "gpt_oss":  # widths that are no multiple of 128, as published
         heads = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": 24}
         return heads | {"hidden_size": 320, "intermediate_size": 352, "num_local_experts": 16, "num_experts_per_tok": 4}
-    if name == "qwen3_5_moe":
+    if name == "mixtral":
+        return SHAPE | {"intermediate_size": 128, "num_local_experts": 16, "num_experts_per_tok": 4}
+    if name in ("qwen2_moe", "qwen3_5_moe"):
         width, layers = {"hidden_size": 256, "head_dim": 64}, {"shared_expert_intermediate_size": 256}
         return width | layers | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
     if name == "qwen3_moe":
@@ -91,7 +93,18 @@ def drawn(policy, sampler):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "name",
-    ["mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"],
+    [
+        "mistral",
+        "mistral-sliding",
+        "phi3",
+        "gemma3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "mixtral",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "gpt_oss",
+    ],
 )
 def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, name, dtype):
     # In bfloat16 a token near a tie takes other experts, and few such tokens make most of the error of one model.
@@ -108,7 +121,9 @@ def errors_of(folder, name, dtype, seed):
     if name == "gpt_oss":
         tiny_gpt_oss(folder, seed, **shape_of(name))
     else:
-        window = {} if name in ("mistral", "qwen3_moe", "qwen3_5", "qwen3_5_moe") else {"sliding_window": 24}
+        window = (
+            {} if name in ("mistral", "qwen2_moe", "qwen3_moe", "qwen3_5", "qwen3_5_moe") else {"sliding_window": 24}
+        )
         tiny_family(folder, name, dtype=torch.bfloat16, **shape_of(name), **window)
     policy = load_policy(folder, None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings(), max_sequences=4)  # of nine, so that slots are used again
@@ -124,7 +139,11 @@ def errors_of(folder, name, dtype, seed):
 @pytest.mark.parametrize(
     ("name", "weights", "option"),
     [
-        *product(["phi3", "gemma3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"], ["nvfp4", "mxfp4"], [None]),
+        *product(
+            ["phi3", "gemma3", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_5", "qwen3_5_moe"],
+            ["nvfp4", "mxfp4"],
+            [None],
+        ),
         *product(["qwen3_5", "qwen3_5_moe"], ["nvfp4", "mxfp4"], ["packed nets"]),
         ("gpt_oss", "mxfp4", None),
         ("qwen3_moe", "nvfp4", "adapted experts"),
