@@ -171,11 +171,9 @@ def _traits(module: nn.Module) -> str:
 def _router_class(module: nn.Module, chosen: int) -> type[nn.Module]:
     """A router's class with the mixin; its own class if it is of another kind."""
     kind, normalised = type(module), _normalises(module, chosen)
-    return (
-        kind
-        if normalised is None
-        else type(f"Float32{kind.__name__}", (Float32Router, kind), {"normalised": normalised})
-    )
+    if normalised is None:
+        return kind
+    return type(f"Float32{kind.__name__}", (Float32Router, kind), {"normalised": normalised})
 
 
 @torch.no_grad()
@@ -194,21 +192,21 @@ def _normalises(module: nn.Module, chosen: int) -> bool | None:
     hidden *= 2 / weight.shape[1] ** 0.5
     scores = mixture_reference.scores(hidden, weight, getattr(router, "bias", None))
     for normalised in (True, False):
-        expected = mixture_reference.route(scores, chosen, normalised)
-        if all(_routes(router.train(training), hidden, *expected) for training in (True, False)):
+        numbers, weights = mixture_reference.route(scores, chosen, normalised)
+        expected = torch.zeros_like(scores).scatter(1, numbers.long(), weights)
+        if all(_routes(router.train(training), hidden, expected) for training in (True, False)):
             return normalised
     return None
 
 
-def _routes(router: nn.Module, hidden: Tensor, numbers: Tensor, weights: Tensor) -> bool:
-    """Whether the outputs of a router are scores, the expected weights, and the expected numbers of experts."""
+def _routes(router: nn.Module, hidden: Tensor, expected: Tensor) -> bool:
+    """Whether a router gives scores, weights [T, k] and numbers [T, k] that make the weights [T, E] of all experts."""
     try:
-        outputs = router(hidden)
-    except (RuntimeError, TypeError):  # it needs more inputs, or other shapes
+        _, weights, numbers = router(hidden)
+        every = torch.zeros_like(expected).scatter(1, numbers, weights)
+    except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or gives other outputs
         return False
-    if not (isinstance(outputs, tuple) and len(outputs) == 3 and outputs[2].shape == numbers.shape):
-        return False
-    return torch.equal(outputs[2].int(), numbers) and torch.allclose(outputs[1], weights, rtol=0, atol=1e-5)
+    return torch.allclose(every, expected, rtol=0, atol=1e-5)
 
 
 def _is_plain_stack(module: nn.Module) -> bool:
