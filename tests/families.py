@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -19,7 +19,7 @@ from qerl.layers.structure import Structure, structure_of
 from qerl.policy.expert_adapters import refused_expert_adapters
 from qerl.quantization.awq import refused_by_awq
 from qerl.rollout.served import refused_by_engine, refused_by_vllm
-from qerl.settings.training import ExpertLayer
+from qerl.settings.training import EXPERT_LAYERS
 
 ROOT = Path(__file__).parents[1]
 #: What the small models of all families have; the vocabulary is that of `tests.tiny.tiny_tokenizer`.
@@ -171,6 +171,27 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen2_moe": Family(
+        "Qwen2-MoE (Qwen1.5-MoE-A2.7B)",
+        "experts beside a shared one with a gate",
+        {
+            "model_type": "qwen2_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        "experts as wide as an MLP",
+        {"model_type": "mixtral", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "olmoe": Family(
+        "OLMoE",
+        "norms of all queries and of all keys",
+        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6 (dense, text)",
         "gated delta nets, whose layers stay BF16 unless packed by option; attention with a gate; norms 1 + w",
@@ -271,7 +292,7 @@ def _lora(structure: Structure, refused: dict[str, str]) -> str:
     default = ", ".join(f"`{target}`" for target in structure.targets)
     if not structure.experts or "LoRA on experts" in refused:
         return default
-    return f"{default}; if named {', '.join(f'`{target}`' for target in get_args(ExpertLayer))}"
+    return f"{default}; if named {', '.join(f'`{target}`' for target in EXPERT_LAYERS)}"
 
 
 def _norms(structure: Structure) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,11 @@ _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|
 _STACKED = {"blocks": "weight_packed", "scales": "weight_scale", "bias": "bias"}
 #: The layers of an expert that a dense stack has one after the other.
 _DENSE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+#: A tensor of a mixture in files of Mixtral, and the names of its experts' layers here.
+_OF_MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.(.+)")
+_LAYERS_OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+#: The same tensor here.
+_OF_MIXTURE = re.compile(r"(.*)\.mlp\.(gate|experts\.\d+)(?:\.(gate_proj|up_proj|down_proj))?\.(.+)")
 #: Rows and columns of a block of FP8 weights that shares a scale.
 FP8_BLOCK = 128
 
@@ -66,10 +71,32 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
-    stored = dict(_of_experts(_of_text(stored)))
+    stored = dict(_of_experts({_not_of_mixtral(name): info for name, info in _of_text(stored).items()}))
     tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
     packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
     return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
+
+
+def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
+    """How tensors are named in files like those of `headers`: as here, but for mixtures in files of Mixtral."""
+    return _of_mixtral if any(_OF_MIXTRAL.fullmatch(info.stored) for info in headers.values()) else str
+
+
+def _not_of_mixtral(name: str) -> str:
+    return _renamed(name, _OF_MIXTRAL, "mlp", _LAYERS_OF_MIXTRAL)
+
+
+def _of_mixtral(name: str) -> str:
+    stored = {layer: short for short, layer in _LAYERS_OF_MIXTRAL.items()}
+    return _renamed(name, _OF_MIXTURE, "block_sparse_moe", stored)
+
+
+def _renamed(name: str, of_mixture: re.Pattern[str], mixture: str, layers: Mapping[str, str]) -> str:
+    match = of_mixture.fullmatch(name)
+    if match is None:
+        return name
+    block, part, layer, tensor = match.groups()
+    return ".".join(filter(None, (block, mixture, part, layers.get(layer), tensor)))
 
 
 def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:

@@ -34,7 +34,8 @@ class Mixture:
         if config["model_type"] == "gpt_oss":
             return cls(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
         chosen, wide = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
-        if experts is None or chosen is None or wide is None:
+        wide = wide or config.get("intermediate_size")  # Mixtral and OLMoE have no MLP of another width
+        if not experts or chosen is None or wide is None:
             return None
         return cls(experts, chosen, wide, shared=config.get("shared_expert_intermediate_size") or 0)
 
@@ -124,7 +125,7 @@ class ModelShape:
             intermediate=mixture.chosen * mixture.intermediate if mixture else config["intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings")),
-            biased=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
+            biased=config["model_type"] in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias")),
             mixture=mixture,
             nets=DeltaNets.of(config),
             windowed=_windowed(config),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -16,10 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from qerl.kernels import mixture_reference
 from qerl.kernels.operations import mixture_operations
 from qerl.layers.grouped_linear import GroupedLinear, Layer, grouped, weighted_sum
 from qerl.layers.grouped_lora import ExpertFactors, adapted_product
@@ -125,11 +125,8 @@ class Float32Router(nn.Module):
 
     weight: nn.Parameter
     top_k: int
-
-    @property
-    def normalised(self) -> bool:
-        """Whether the weights of a token's experts add up to 1."""
-        return bool(getattr(self, "norm_topk_prob", True))
+    #: Whether the weights of a token's experts add up to 1.
+    normalised: bool
 
     def forward(self, hidden: Tensor) -> Any:
         """Scores of the experts for hidden [..., H], as the class computes them: float32, also in an autocast."""
@@ -138,37 +135,78 @@ class Float32Router(nn.Module):
             return super().forward(hidden.float())
 
 
-class Float32Qwen3MoeRouter(Float32Router, Qwen3MoeTopKRouter):
-    """The router of Qwen3-MoE."""
-
-
-class Float32Qwen3_5MoeRouter(Float32Router, Qwen3_5MoeTopKRouter):
-    """The router of Qwen3.5 with experts."""
-
-
-class Float32GptOssRouter(Float32Router, GptOssTopKRouter):
-    """The router of gpt-oss, which has a bias."""
-
-
-_ROUTERS: dict[type, type[Float32Router]] = {
-    Qwen3MoeTopKRouter: Float32Qwen3MoeRouter,
-    Qwen3_5MoeTopKRouter: Float32Qwen3_5MoeRouter,
-    GptOssTopKRouter: Float32GptOssRouter,
-}
-
-
 def split_experts(model: nn.Module) -> None:
     """Replace stacked experts of an empty model by `Experts`, whose weights are empty too, and routers' classes.
 
-    Stacks of another kind stay, as those with other activations.
+    Stacks and routers of another kind stay, as stacks with other activations.
     """
+    classes: dict[str, type[nn.Module]] = {}  # the routers of most models differ in nothing
     for name, module in list(model.named_modules()):
-        if type(module) in _ROUTERS:
-            module.__class__ = _ROUTERS[type(module)]
+        if chosen := _chosen(module):
+            traits = _traits(module)
+            if traits not in classes:
+                classes[traits] = _router_class(module, chosen)
+            module.__class__ = classes[traits]
         elif isinstance(module, GptOssExperts):
             model.set_submodule(name, _split_gpt_oss(module))
         elif _is_plain_stack(module):
             model.set_submodule(name, _split(module))
+
+
+def _chosen(module: nn.Module) -> int | None:
+    """The experts of a token, if a module has a router's parts and nothing else; else None."""
+    tensors = {name for name, _ in chain(module.named_parameters(), module.named_buffers())}
+    weight, chosen = getattr(module, "weight", None), getattr(module, "top_k", None)
+    if isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or not isinstance(chosen, int):
+        return None
+    return chosen if tensors <= {"weight", "bias"} and weight.ndim == 2 and chosen <= len(weight) else None
+
+
+def _traits(module: nn.Module) -> str:
+    """What decides how a router computes."""
+    values = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    return repr((type(module), [parameter.shape for parameter in module.parameters()], values))
+
+
+def _router_class(module: nn.Module, chosen: int) -> type[nn.Module]:
+    """A router's class with the mixin; its own class if it is of another kind."""
+    kind, normalised = type(module), _normalises(module, chosen)
+    if normalised is None:
+        return kind
+    return type(f"Float32{kind.__name__}", (Float32Router, kind), {"normalised": normalised})
+
+
+@torch.no_grad()
+def _normalises(module: nn.Module, chosen: int) -> bool | None:
+    """Whether a router's weights add up to 1; None if it doesn't choose by the probabilities of a softmax.
+
+    It computes random tokens with random weights, so no name of a class decides.
+    """
+    generator = torch.Generator().manual_seed(0)
+    router = deepcopy(module).float().to_empty(device="cpu")
+    for parameter in router.parameters():
+        parameter.normal_(generator=generator)
+    weight = router.get_parameter("weight")
+    # Scores of some 2: probabilities differ, and those of the experts that aren't chosen count.
+    hidden = torch.empty(16, weight.shape[1], dtype=torch.float32, device="cpu").normal_(generator=generator)
+    hidden *= 2 / weight.shape[1] ** 0.5
+    scores = mixture_reference.scores(hidden, weight, getattr(router, "bias", None))
+    for normalised in (True, False):
+        numbers, weights = mixture_reference.route(scores, chosen, normalised)
+        expected = torch.zeros_like(scores).scatter(1, numbers.long(), weights)
+        if all(_routes(router.train(training), hidden, expected) for training in (True, False)):
+            return normalised
+    return None
+
+
+def _routes(router: nn.Module, hidden: Tensor, expected: Tensor) -> bool:
+    """Whether a router gives scores, weights [T, k] and numbers [T, k] that make the weights [T, E] of all experts."""
+    try:
+        _, weights, numbers = router(hidden)
+        every = torch.zeros_like(expected).scatter(1, numbers, weights)
+    except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or gives other outputs
+        return False
+    return torch.allclose(every, expected, rtol=0, atol=1e-5)
 
 
 def _is_plain_stack(module: nn.Module) -> bool:

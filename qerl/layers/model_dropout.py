@@ -26,7 +26,9 @@ class Dropouts(TorchFunctionMode):
 
 
 def check_dropout(lm: nn.Module, kind: str) -> None:
-    """Raise `StructureError` for a module of dropout, and for one that drops layers, as BioGPT's may.
+    """Raise `StructureError` for a module of dropout, for one that drops layers, as BioGPT's may, and for jitter.
+
+    Mixtral's jitter multiplies what a mixture reads by random numbers in training.
 
     `check_calls_of_dropout` does so for a function's call.
     """
@@ -36,6 +38,11 @@ def check_dropout(lm: nn.Module, kind: str) -> None:
             raise StructureError(
                 f"model_type={kind!r} has dropout of {probability} in {name}, which updates don't support; set its "
                 "probability to 0 in config.json"
+            )
+        if (jitter := getattr(module, "jitter_noise", 0.0)) > 0:
+            raise StructureError(
+                f"model_type={kind!r} has noise of {jitter} in {name}, which updates don't support; set "
+                "router_jitter_noise to 0 in config.json"
             )
 
 

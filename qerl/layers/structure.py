@@ -267,8 +267,8 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
     if classes == {Experts}:  # then the router would be packed and adapted as other linear layers are
         raise StructureError(
-            f"model_type={kind!r} isn't supported, because the experts of {name} have another router than those of "
-            "Qwen3-MoE, Qwen3.5 and gpt-oss"
+            f"model_type={kind!r} isn't supported, because the experts of {name} have no router that chooses by "
+            "the probabilities of a softmax"
         )
 
 

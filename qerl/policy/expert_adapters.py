@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, CheckpointError
 from qerl.layers.adapted_experts import AdaptedExperts, adapted_experts
 from qerl.layers.structure import Structure
+from qerl.settings.base import ConfigError
+from qerl.settings.errors import nearest
 from qerl.settings.training import AdapterSettings
 
 #: Values of `model_type` with which adapters of experts are tested in stock PEFT.
 _SERVED = ("qwen3_moe", "gpt_oss")
 #: The fused layer of an expert that gate and up are parts of.
 _FUSED = "gate_up_proj"
+_PARTS = {"gate_proj", "up_proj"}
 
 
 def refused_expert_adapters(kind: str) -> str | None:
@@ -36,9 +39,20 @@ def refused_expert_adapters(kind: str) -> str | None:
 
 
 def projections_of(adapter: AdapterSettings, structure: Structure) -> list[str]:
-    """The layers of each expert that get an adapter by the settings, such as "up_proj"."""
-    layers = _layers(structure)
-    return list(dict.fromkeys(name if name in layers else _FUSED for name in adapter.of_experts))
+    """The layers of each expert that get an adapter by the settings, such as "up_proj", in their order there.
+
+    Raises `ConfigError` if the experts lack one.
+    """
+    layers, asked = _layers(structure), set(adapter.of_experts)
+    if _in_stacks(structure) and asked & _PARTS:
+        asked = asked - _PARTS | {_FUSED}
+    if unknown := sorted(asked - set(layers)):
+        names = [f"experts.{name}" for name in layers]
+        raise ConfigError(
+            f"adapter.targets has experts.{unknown[0]}, and the experts of the model have {', '.join(names)}"
+            f"{nearest(f'experts.{unknown[0]}', names)}"
+        )
+    return [name for name in layers if name in asked]
 
 
 def name_experts(config: LoraConfig, projections: Sequence[str], structure: Structure) -> None:

@@ -28,6 +28,7 @@ from qerl.checkpoints.folder import (
     weight_files,
     weights_format_of,
 )
+from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import dequantize
 from qerl.policy.adapter_files import read_adapter, write_adapter
@@ -63,7 +64,8 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    named = names_in_files(headers)
+    save_file({named(name): tensor for name, tensor in tensors.items()}, target / WEIGHTS, metadata={"format": "pt"})
 
 
 def export(checkpoint: Path, trained: Path, out: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
@@ -18,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.checkpoints.folder import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CONFIG,
     CheckpointError,
     check_adapter,
     read_headers,
     weights_format_of,
 )
+from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.stock import stock_loading
 from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
@@ -48,7 +50,8 @@ from qerl.policy.expert_adapters import (
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
 from qerl.settings.base import ConfigError
-from qerl.settings.training import AdapterSettings, Layer
+from qerl.settings.errors import nearest
+from qerl.settings.training import LAYERS, AdapterSettings
 
 if TYPE_CHECKING:
     from qerl.policy.sharded import ShardedRoot
@@ -157,8 +160,14 @@ class Policy:
             trained = dict(self.trainable())
             for name, parameter in self.lm.named_parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
-            self.lm.save_pretrained(folder)
+            self.lm.save_pretrained(folder, state_dict=self._weights())
             self.tokenizer.save_pretrained(folder)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights by the names of the files that they were read from."""
+        read = Path(str(self.lm.name_or_path))
+        named = names_in_files(read_headers(read)) if (read / CONFIG).is_file() else str
+        return {named(name): tensor for name, tensor in self.lm.state_dict().items()}
 
     def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
         checkpoint = Path(str(self.lm.name_or_path)).resolve()
@@ -265,18 +274,19 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
 def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
     """The linear layers outside of experts that get an adapter, by the ends of their names.
 
-    The seven targets of the settings together mean all linear layers of the blocks. Some of them mean the layers of
-    these names, or the fused layer that has all of its parts among them.
+    The seven targets of the default together mean all linear layers of the blocks. Others mean the layers whose names
+    end so, or the fused layer that has all of its parts among them. Raises `ConfigError` if the model lacks a target.
     """
-    asked = [target for target in adapter.targets if target in get_args(Layer)]
-    if set(asked) == set(get_args(Layer)) != set(structure.targets):
+    asked = adapter.beside_experts
+    if set(asked) == set(LAYERS) != set(structure.targets):
         return list(structure.targets)
-    return list(dict.fromkeys(_layer_of(target, asked, structure) for target in asked))
+    return list(dict.fromkeys(name for target in asked for name in _layers_of(target, asked, structure)))
 
 
-def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
-    if layer := next((one for one in structure.targets if one.rpartition(".")[2] == target), None):
-        return layer
+def _layers_of(target: str, asked: Sequence[str], structure: Structure) -> list[str]:
+    if any(_ends(name, target) for name in structure.linears):
+        # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
+        return [name for name in structure.targets if _ends(name, target)] or [target]
     for fused, parts in _FUSED.items():
         if target in parts and fused in structure.targets:
             if missing := [part for part in parts if part not in asked]:
@@ -284,12 +294,17 @@ def _layer_of(target: str, asked: Sequence[str], structure: Structure) -> str:
                     f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused}; "
                     f"name all of {', '.join(parts)}, or none"
                 )
-            return fused
-    experts = f"; experts.{target} means that of experts" if structure.experts else ""
+            return [fused]
+    of_experts = any(_ends(name, target) for name in structure.experts)
+    hint = f"; experts.{target} means that of experts" if of_experts else nearest(target, structure.targets)
     raise ConfigError(
         f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
-        f"adapter.targets out to adapt all of them{experts}"
+        f"adapter.targets out to adapt all of them{hint}"
     )
+
+
+def _ends(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
 
 
 def with_adapter(

@@ -18,6 +18,7 @@ from qerl.data.prompts import check_lengths, check_template, longer_than
 from qerl.evals.evaluate import open_task
 from qerl.host.progress import log
 from qerl.jobs.prepare import CheckJob
+from qerl.policy.expert_adapters import projections_of
 from qerl.policy.loading import check_attention_dropout, checkpoint_structure, config_of, load_tokenizer
 from qerl.policy.policy import check_expert_adapters, lora_config
 from qerl.quantization.awq import check_equalised
@@ -48,6 +49,7 @@ def check_settings(model: Path, settings: RunSettings) -> None:
     if settings.method == "lora":
         check_expert_adapters(settings.adapter, config.model_type)
         lora_config(settings.adapter, structure)
+        projections_of(settings.adapter, structure)
     check_noise(settings.noise, {role for _, role in structure.noisy_norms().values()})
     if weights_format_of(model) != settings.weights or settings.perturbed:
         config.name_or_path = ""  # of images and text, the base that is written has the text model alone

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -24,7 +24,7 @@ from qerl.layers.structure import Structure
 from qerl.policy.loading import checkpoint_structure, load_model, load_tokenizer
 from qerl.quantization.writer import DENSE, SCHEMES, quiet, write_config, write_shards
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.training import Layer
+from qerl.settings.training import LAYERS
 
 _HOST = torch.device("cpu")
 
@@ -54,8 +54,8 @@ def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 
 def refused_by_awq(structure: Structure) -> str | None:
     """A sentence that says why AWQ doesn't equalise a model of this structure; None if it does."""
-    if set(structure.targets) != set(get_args(Layer)):
-        needed, present = ", ".join(get_args(Layer)), ", ".join(structure.targets)
+    if set(structure.targets) != set(LAYERS):
+        needed, present = ", ".join(LAYERS), ", ".join(structure.targets)
         return f"recipe: awq needs the layers {needed}, and the model has {present}"
     if structure.offset != 0:
         return "recipe: awq divides the weights of norms, and this model's norms don't multiply by their weights alone"

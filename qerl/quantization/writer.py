@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, CheckpointError, by_shard, read_config, read_headers
-from qerl.checkpoints.layouts import TensorInfo
+from qerl.checkpoints.layouts import TensorInfo, names_in_files
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import check_magnitudes
 from qerl.formats.group_size import GROUP_SIZE
@@ -97,13 +97,16 @@ def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[st
 
 
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
-    """Write into the new folder `target` what `tensors_of` makes of each tensor's name, in as many files as before."""
+    """Write into the new folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
+
+    The files have the names of those of `headers`, so that stock classes read them.
+    """
     target.mkdir(parents=True)
-    shards = by_shard(headers)
+    shards, named = by_shard(headers), names_in_files(headers)
     weight_map: dict[str, str] = {}
     size = 0
     for path, names in track(shards.items(), len(shards), "shards"):
-        tensors = {key: tensor.cpu() for name in names for key, tensor in tensors_of(name).items()}
+        tensors = {named(key): tensor.cpu() for name in names for key, tensor in tensors_of(name).items()}
         if not tensors:
             continue
         save_file(tensors, target / path.name, metadata={"format": "pt"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import get_args
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from qerl.policy.policy import Policy, add_adapter, use_own_modules
 from qerl.random_models.checkpoint import model_config
 from qerl.random_models.published import published_config, published_model
 from qerl.random_models.weights import STD, fill_model, random_weight
-from qerl.settings.training import AdapterSettings, ExpertLayer, Layer
+from qerl.settings.training import EXPERT_LAYERS, LAYERS, AdapterSettings
 
 WEIGHTS = ("bf16", *PACKED_FORMATS)
 
@@ -48,7 +47,7 @@ def adapted(base: Policy, rank: int, train_norms: bool = True, experts: bool = F
     """The base with an adapter of `rank` whose B isn't zero, on all layers outside of experts, or with `experts` on
     these, too; the base's modules become the policy's.
     """
-    targets = [*get_args(Layer), *(get_args(ExpertLayer) if experts else ())]
+    targets = [*LAYERS, *(EXPERT_LAYERS if experts else ())]
     adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms, targets=targets)
     peft = add_adapter(base.lm, adapter)
     for name, parameter in peft.named_parameters():

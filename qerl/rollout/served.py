@@ -17,7 +17,7 @@ _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
 #: Those with delta nets, whose convolution has the model's activation.
 _HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
 #: Those with which the engine is tested.
-_ENGINE = (*_VLLM, "qwen3_moe", "gpt_oss", *_HYBRIDS)
+_ENGINE = (*_VLLM, "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *_HYBRIDS)
 #: A type of rotary embeddings whose frequencies depend on the length of the text.
 _CHANGING_ROPE = "dynamic"
 

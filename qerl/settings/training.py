@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -12,11 +12,13 @@ from pydantic import (
 
 from qerl.settings.base import FilePath, Fraction, NonEmpty, PositiveInt, Settings
 
-#: The linear layers of a block, in every architecture that is supported.
-Layer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-#: The linear layers of a mixture's experts.
-ExpertLayer = Literal["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-Target = Literal[Layer, ExpertLayer]
+#: The linear layers of a block of Llama, whose names most models share. Together they mean all layers of any model.
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_EXPERTS = "experts."
+#: The linear layers of a mixture's experts. They also mean the parts of gpt-oss's fused layer.
+EXPERT_LAYERS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+#: The end of a layer's name; the structure of a model decides which it has.
+Target = Annotated[str, Field(min_length=1)]
 
 
 class AdapterSettings(Settings):
@@ -31,16 +33,22 @@ class AdapterSettings(Settings):
     train_norms: bool = True
     """Whether the RMSNorms whose outputs projections read, two in each block, are trained too, as in the released
     scripts."""
-    targets: NonEmpty[Target] = list(get_args(Layer))
-    """The projections that get an adapter. The seven of the default together mean every linear layer of the blocks
-    outside of a mixture's experts, whatever its name. A fused layer, such as `qkv_proj`, needs all of its parts here.
+    targets: NonEmpty[Target] = list(LAYERS)
+    """The linear layers of the blocks that get an adapter, by the ends of their names in the model, such as
+    `query_key_value`. The seven of the default together mean every linear layer of the blocks outside of a mixture's
+    experts, whatever its name. All parts of a fused layer together, such as q, k and v of `qkv_proj`, mean that layer.
     Each expert of a mixture has an adapter of its own only where `experts.…` names its projections, gate and up
     together."""
 
     @property
     def of_experts(self) -> list[str]:
         """The projections of experts that get adapters, such as "up_proj"."""
-        return [target.removeprefix("experts.") for target in get_args(ExpertLayer) if target in self.targets]
+        return [target.removeprefix(_EXPERTS) for target in self.targets if target.startswith(_EXPERTS)]
+
+    @property
+    def beside_experts(self) -> list[str]:
+        """The other targets."""
+        return [target for target in self.targets if not target.startswith(_EXPERTS)]
 
     @model_validator(mode="after")
     def _experts_are_possible(self) -> AdapterSettings:

@@ -3,12 +3,12 @@
 import json
 import re
 from statistics import fmean
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.checkpoints.folder import CheckpointError, read_headers
@@ -21,7 +21,7 @@ from qerl.layers.packed_linear import PackedLinear
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.policy.export import export, write_dense
 from qerl.policy.loading import has_packed_delta_nets, load_model, packed_layers
-from qerl.policy.policy import load_policy, with_adapter
+from qerl.policy.policy import load_policy, trained_in_full, with_adapter
 from qerl.quantization.awq import Calibration, write_equalised
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.merge import merge, write_merged
@@ -37,7 +37,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import AdapterSettings, ExpertLayer, NoiseSettings
+from qerl.settings.training import EXPERT_LAYERS, AdapterSettings, NoiseSettings
 from tests.families import FAMILIES, row
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 
@@ -52,7 +52,10 @@ NORMS = {
     "ministral3": ("input_layernorm", "post_attention_layernorm"),
     "phi3": ("input_layernorm", "post_attention_layernorm"),
     "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
+    "qwen2_moe": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
+    "mixtral": ("input_layernorm", "post_attention_layernorm"),
+    "olmoe": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
     "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
@@ -63,10 +66,14 @@ LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
 #: The layers that get an adapter, where others are packed.
 ADAPTED = LAYERS | {
     "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mixtral": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "olmoe": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "gpt_oss": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "qwen3_5": SEVEN | NET,
     "qwen3_5_moe": SEVEN | NET,
 }
+#: Families whose experts transformers stacks as it loads them.
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe")
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
 #: by 5e-5.
 TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
@@ -153,7 +160,9 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
         ("phi3", "nvfp4"),
         ("gemma3", "mxfp4"),
         ("qwen3_5", "nvfp4"),
+        ("qwen2_moe", "nvfp4"),
         ("qwen3_moe", "nvfp4"),
+        ("mixtral", "mxfp4"),
         ("qwen3_5_moe", "mxfp4"),
         ("gpt_oss", "mxfp4"),
     ],
@@ -250,7 +259,7 @@ def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, pr
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
-@pytest.mark.parametrize("name", [name for name in NORMS if name not in ("qwen3_moe", "qwen3_5_moe", "gpt_oss")])
+@pytest.mark.parametrize("name", [name for name in NORMS if name not in (*MIXTURES, "gpt_oss")])
 def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     model = load_model(bases / name / weights, torch.bfloat16)
     layers = {part.rpartition(".")[2] for part, module in model.named_modules() if isinstance(module, PackedLinear)}
@@ -259,7 +268,7 @@ def test_packed_checkpoints_load_in_transformers(bases, name, weights):
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_packed_experts_are_those_of_the_unpacked_base(bases, tmp_path, name, weights):
     """Stock transformers stacks experts, and so reads no packed ones."""
     model = load_model(bases / name / weights, torch.float32)
@@ -395,9 +404,7 @@ def test_who_asks_for_a_refused_part_of_a_family_gets_the_sentence_of_the_page(b
     recipe = Calibration(CalibrationSettings(), tmp_path)
     ways = {
         "AWQ": lambda: quantize_checkpoint(base, tmp_path / "out", "nvfp4", recipe),
-        "LoRA on experts": lambda: with_adapter(
-            base, AdapterSettings(targets=get_args(ExpertLayer)), "float32", 0, CPU
-        ),
+        "LoRA on experts": lambda: with_adapter(base, AdapterSettings(targets=EXPERT_LAYERS), "float32", 0, CPU),
         "engine": lambda: EngineSampler(policy, NativeSettings()),
         "vLLM": lambda: make_sampler(policy, EngineSettings(engine="vllm")),
     }
@@ -420,6 +427,32 @@ def test_the_doctor_notes_which_samplers_refuse_a_family(bases, name):
     assert ("the native engine supports" in notes) == ("engine" in refused)
     assert ("sampling by vLLM is tested with" in notes) == ("vLLM" in refused)
     assert all(refused[sampler] in notes for sampler in refused.keys() & {"engine", "vLLM"})
+
+
+def test_a_policy_of_mixtral_is_written_by_the_names_of_its_files(bases, tmp_path):
+    """Exported, merged and trained in full, as stock transformers and PEFT read it."""
+    base = bases / "mixtral/bf16"
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=2), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    export(base, tmp_path / "adapter", tmp_path / "out")
+    write_merged(bases / "mixtral/nvfp4", tmp_path / "adapter", tmp_path / "merged", torch.float32)
+    trained_in_full(base, "float32", CPU).save(tmp_path / "full")
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(stock(tmp_path / "out/base"), tmp_path / "out/adapter")(TOKENS).logits
+        torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
+        packed = load_policy(bases / "mixtral/nvfp4", tmp_path / "adapter", "float32", CPU)
+        torch.testing.assert_close(
+            packed.lm(TOKENS).logits, stock(tmp_path / "merged")(TOKENS).logits, rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(stock(tmp_path / "full")(TOKENS).logits, stock(base)(TOKENS).logits)
+        torch.testing.assert_close(
+            load_policy(base, tmp_path / "full", "float32", CPU).lm(TOKENS).logits,
+            stock(base)(TOKENS).logits,
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    with safe_open(bases / "mixtral/nvfp4/model.safetensors", "pt") as file:
+        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed" in file.keys()  # noqa: SIM118
 
 
 def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_read_dense(bases, tmp_path):
@@ -455,9 +488,12 @@ def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):
         made("up_proj")
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "starcoder2"])
+@pytest.mark.parametrize("kind", ["olmo2", "flex_olmo", "starcoder2"])
 def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_path, kind):
-    """OLMo 2 has norms after its layers alone, StarCoder 2 LayerNorms with biases and an MLP of two layers."""
+    """OLMo 2 has norms after its layers alone, StarCoder 2 LayerNorms with biases and an MLP of two layers.
+
+    FlexOlmo is OLMo 2 with experts.
+    """
     tiny_family(tmp_path, "qwen2", model_type=kind, bos_token_id=0)
     with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
         with_adapter(tmp_path, AdapterSettings(rank=2), "float32", 0, CPU)

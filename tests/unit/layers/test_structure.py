@@ -127,7 +127,15 @@ def test_a_model_that_calls_its_decoder_alone_is_refused():
 def test_a_router_that_is_a_linear_layer_is_refused():
     """transformers reads its weight beside calling it. PEFT adapts stacked experts by the names of shared ones."""
     values = {"head_dim": 16, "num_key_value_heads": 2, "num_experts": 4, "moe_topk": 2, "intermediate_size": 64}
-    assert "because the experts of model.layers.0 have another router than" in refusal("hunyuan_v1_moe", **values)
+    assert "because the experts of model.layers.0 have no router that" in refusal("hunyuan_v1_moe", **values)
+
+
+def test_noise_before_a_router_is_refused():
+    """It is drawn in training alone, and samplers would compute another policy."""
+    values = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    text = refusal("mixtral", router_jitter_noise=0.1, **values)
+    assert "noise of 0.1 in model.layers.0.mlp, which updates" in text
+    assert text.endswith("set router_jitter_noise to 0 in config.json")
 
 
 def test_a_parameter_of_the_block_itself_is_named_once():

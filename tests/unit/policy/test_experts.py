@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from qerl.checkpoints.folder import read_headers
 from qerl.checkpoints.model_shape import ModelShape
 from qerl.layers.empty_model import empty_model
-from qerl.layers.experts import Experts, Float32Router
+from qerl.layers.experts import Experts, Float32Router, split_experts
 from qerl.layers.packed_linear import PackedLinear, dense_weights, unpacked_bytes
 from qerl.plan.doctor import asked_model, diagnose
 from qerl.plan.kept_activations import kept_bytes
@@ -63,14 +63,53 @@ def test_the_router_is_float32_and_dense(folder):
     assert torch.equal(scores, hidden.float() @ router.weight.T)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+class Router(torch.nn.Module):
+    """A router as those of transformers, of 4 experts; `change` changes its numbers and weights."""
+
+    def __init__(self, change=lambda _, numbers, weights: (numbers, weights), buffer=False):
+        super().__init__()
+        self.top_k, self.change = 2, change
+        self.weight = torch.nn.Parameter(torch.zeros(4, 64, device="meta"))
+        if buffer:
+            self.register_buffer("correction", torch.zeros(4, device="meta"))
+
+    def forward(self, hidden):
+        scores = torch.nn.functional.linear(hidden, self.weight)
+        weights, numbers = scores.softmax(-1).topk(self.top_k)
+        numbers, weights = self.change(self, numbers, weights)
+        return scores, weights, numbers
+
+
+@pytest.mark.parametrize(
+    ("router", "normalised"),
+    [
+        (Router(), False),
+        (Router(lambda _, numbers, weights: (numbers, weights / weights.sum(-1, keepdim=True))), True),
+        (Router(lambda _, numbers, weights: (numbers, 2.5 * weights)), None),
+        (Router(lambda _, numbers, weights: (numbers.flip(0), weights)), None),
+        (Router(lambda router, numbers, weights: (numbers, weights * (1.1 if router.training else 1))), None),
+        (Router(lambda _, numbers, weights: (numbers[:, :1], weights[:, :1])), None),
+        (Router(buffer=True), None),  # which may correct scores
+        (torch.nn.Linear(64, 4, device="meta"), None),
+    ],
+    ids=["as it is", "normalised", "scaled", "others", "in training", "fewer", "with a buffer", "linear"],
+)
+def test_a_router_is_known_by_what_it_computes(router, normalised):
+    model = torch.nn.Sequential(router)
+    split_experts(model)
+    assert isinstance(router, Float32Router) == (normalised is not None)
+    assert getattr(router, "normalised", None) == normalised
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe", "gpt_oss"])
 def test_the_memory_model_has_the_bytes_of_weights_and_adapter(name, tmp_path):
     """Widths are whole blocks of columns, which a GPU's kernels would fill up."""
     folder = tmp_path / "packed"
     if name == "gpt_oss":
         tiny_gpt_oss(folder, hidden_size=128, intermediate_size=128)
     else:
-        wide = tiny_family(tmp_path, name, dtype=torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+        width = "intermediate_size" if name in ("mixtral", "olmoe") else "moe_intermediate_size"
+        wide = tiny_family(tmp_path, name, dtype=torch.bfloat16, hidden_size=128, **{width: 128})
         quantize_checkpoint(wide, folder, "nvfp4")
     asked = asked_model(str(folder), None)
     memory = diagnose(asked, StepSettings(asked.weights, 4, 2, 2, 16, 16, recompute="auto")).memory

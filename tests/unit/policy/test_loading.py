@@ -194,7 +194,7 @@ def test_index_that_disagrees_with_the_shards(tmp_path):
 
 
 def test_unsupported_architecture(folder):
-    edit_config(folder, model_type="qwen3_next")
+    edit_config(folder, model_type="qwen3_next", layer_types=["linear_attention", "full_attention"])
     with pytest.raises(CheckpointError, match=r"qwen3_next. isn.t supported, .* neither nn.Linear"):
         load_model(folder, torch.bfloat16)
     for code in ({}, {"auto_map": {"AutoConfig": "configuration.Nobody"}}):
