@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, field
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import sdpa_mask
+from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.layers.delta_net import PACKABLE, PackedDeltaNet
-from qerl.layers.empty_model import MISFITS, StructureError, empty_model
+from qerl.layers.empty_model import StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
-from qerl.layers.model_dropout import Dropouts, attention_dropout, check_calls_of_dropout, check_dropout
+from qerl.layers.model_dropout import attention_dropout, check_dropout
+from qerl.layers.structure_trace import Trace, is_linear, is_view, traced
 
-_TRACED = "qerl-structure"
 #: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
 _KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "s_aux"}
 #: The name of attention's parameter of scores that no token has.
@@ -101,72 +97,13 @@ def structure_of(config: PreTrainedConfig) -> Structure:
     return _found[key]
 
 
-class _Scalings(TorchDispatchMode):
-    """Notes products of tensors with numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[Tensor, float, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor) and isinstance(args[1], (int, float)):
-            self.noted.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
-        return out
-
-    def factor(self, before: Tensor, after: Tensor) -> float | None:
-        """What makes one tensor the other: 1 for the same one; None if it isn't a product with numbers."""
-        scale = 1.0
-        for tensor, number, product in self.noted:
-            if tensor is before:
-                scale, before = scale * number, product
-        return scale if before is after else None
-
-
-@dataclass
-class _Trace:
-    """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
-
-    attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    packs: bool = True
-    """Whether each call can be packed: it gets the argument, and keys are as wide as values for flash attention."""
-    inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-    logit_scale: float = 1.0
-
-    def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs and isinstance(output, Tensor):
-            self.inputs[module], self.outputs[module] = inputs[0], output
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    packing: bool = False,
-    **settings: Any,
-) -> tuple[Tensor, None]:
-    trace = _TRACE.get()
-    trace.attention[module] = settings
-    # Without the argument, packed attention wouldn't get it either.
-    trace.packs &= packing and key.shape[-1] == value.shape[-1]
-    return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
-
-
-_TRACE: ContextVar[_Trace] = ContextVar("trace")
-AttentionInterface.register(_TRACED, _attend)
-AttentionMaskInterface.register(_TRACED, sdpa_mask)
-
-
 def _find(lm: Any) -> Structure:
     kind = lm.config.model_type
     blocks, layers = _blocks(lm, kind)
     for index, block in enumerate(layers):
         _check_parameters(block, f"{blocks}.{index}", kind)
     check_dropout(lm, kind)
-    trace = _traced(lm, kind)
+    trace = traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
     if not trace.attention:
         raise StructureError(
@@ -201,7 +138,7 @@ def _find(lm: Any) -> Structure:
 
 
 def _linears(block: nn.Module) -> Iterator[str]:
-    return (name for name, module in block.named_modules() if _is_linear(module))
+    return (name for name, module in block.named_modules() if is_linear(module))
 
 
 def _is_within(block: nn.Module, name: str, kind: type[nn.Module]) -> bool:
@@ -232,10 +169,6 @@ def _is_gate(block: nn.Module, name: str) -> bool:
     """
     layer = block.get_submodule(name)
     return isinstance(layer, nn.Linear) and layer.out_features == 1 and not _is_within(block, name, PackedDeltaNet)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
@@ -272,73 +205,7 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
         )
 
 
-@torch.no_grad()
-def _traced(lm: Any, kind: str) -> _Trace:
-    """A forward pass over two tokens, with the arguments of `qerl.layers.attention.token_hidden`."""
-    if "position_ids" not in signature(lm.base_model.forward).parameters:
-        raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass takes no position_ids")
-    if not lm._can_set_attn_implementation():
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because its attention isn't transformers' interface"
-        )
-    lm.set_attn_implementation(_TRACED)
-    for module in lm.modules():
-        if isinstance(getattr(module, "rope_type", None), str):
-            module.rope_type = "default"  # others read values of position_ids, which a meta tensor doesn't have
-    misfit: Exception | None = None
-    for settings in ({"packing": True}, {}):
-        try:
-            return _pass(lm, settings)
-        except StructureError:
-            raise
-        except MISFITS as error:
-            misfit = misfit or error
-    raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass fails ({misfit})") from misfit
-
-
-def _pass(lm: Any, settings: dict[str, Any]) -> _Trace:
-    trace, last = _Trace(packs=bool(settings)), []
-    hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
-    hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
-    with torch.device("meta"):
-        ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
-        made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
-    token = _TRACE.set(trace)
-    try:
-        with Dropouts() as dropouts, _Scalings() as scalings:
-            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, **settings)
-    finally:
-        _TRACE.reset(token)
-        for hook in hooks:
-            hook.remove()
-    # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
-    trace.logit_scale = _logit_scale(lm, trace, last[0] if last else None, output.logits, scalings)
-    check_calls_of_dropout(dropouts.probabilities, lm.config)
-    return trace
-
-
-def _logit_scale(lm: Any, trace: _Trace, hidden: Tensor | None, logits: Tensor, scalings: _Scalings) -> float:
-    """What the product of the last hidden states and the head's weight is multiplied by to give the logits.
-
-    Raises `StructureError` if they are computed in another way.
-    """
-    head = lm.get_output_embeddings()
-    read = trace.inputs.get(head)
-    scale = scalings.factor(trace.outputs[head], logits) if read is not None and _is_view(read, hidden) else None
-    if not scale or scale < 0 or not _is_linear(head) or head.bias is not None:
-        raise StructureError(
-            f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
-            "hidden states and the head's weight"
-        )
-    return scale
-
-
-def _is_view(tensor: Tensor, of: Tensor | None) -> bool:
-    """Whether a tensor is another one, perhaps in another shape."""
-    return of is not None and (tensor is of or tensor._base is of)
-
-
-def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None:
+def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
     """The sliding window of a block's attention. Raises `StructureError` if packing can't express its attention."""
     calls = [trace.attention[module] for module in block.modules() if module in trace.attention]
     if len(calls) + (_delta_net(block) is not None) != 1:
@@ -359,7 +226,7 @@ def _window(block: nn.Module, name: str, trace: _Trace, kind: str) -> int | None
     sinks = [p for path, p in block.named_parameters() if path.rpartition(".")[2] == _SINKS]
     if any(p is not settings.get("s_aux") for p in sinks):
         raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
-    idle = [path for path, module in block.named_modules() if _is_linear(module) and module not in trace.inputs]
+    idle = [path for path, module in block.named_modules() if is_linear(module) and module not in trace.inputs]
     if idle:
         raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")
     window = settings.get("sliding_window")
@@ -380,15 +247,15 @@ def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], ki
         )
 
 
-def _norms(block: nn.Module, trace: _Trace) -> Iterator[tuple[str, str]]:
+def _norms(block: nn.Module, trace: Trace) -> Iterator[tuple[str, str]]:
     """Role and name of the block's own norms whose outputs linear layers read."""
     attention = _delta_net(block) or next(n for n, module in block.named_modules() if module in trace.attention)
     taken = set()
     for name, norm in block.named_children():
-        if _is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
+        if is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
             continue
         out = trace.outputs.get(norm)
-        readers = [path for path in _linears(block) if _is_view(trace.inputs[block.get_submodule(path)], out)]
+        readers = [path for path in _linears(block) if is_view(trace.inputs[block.get_submodule(path)], out)]
         roles = {"attention" if path.startswith(f"{attention}.") else "mlp" for path in readers}
         if roles and min(roles) not in taken:
             taken.add(min(roles))
