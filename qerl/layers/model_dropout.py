@@ -28,9 +28,8 @@ class Dropouts(TorchFunctionMode):
 def check_dropout(lm: nn.Module, kind: str) -> None:
     """Raise `StructureError` for a module of dropout, for one that drops layers, as BioGPT's may, and for jitter.
 
-    Mixtral's jitter multiplies what a mixture reads by random numbers in training.
-
-    `check_calls_of_dropout` does so for a function's call.
+    Mixtral's jitter multiplies what a mixture reads by random numbers in training. `check_calls_of_dropout` finds
+    dropout by a function.
     """
     for name, module in lm.named_modules():
         probability = module.p if isinstance(module, nn.Dropout) else getattr(module, "layerdrop", 0.0)

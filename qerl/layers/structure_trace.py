@@ -38,12 +38,12 @@ class _Scalings(TorchDispatchMode):
         return out
 
     def factor(self, before: Tensor, after: Tensor) -> float | None:
-        """What makes one tensor the other: 1 for the same one; None if it isn't a product with numbers."""
+        """What makes one tensor the other: 1 for the same one or a view; None if it isn't a product with numbers."""
         scale = 1.0
         for tensor, number, product in self.noted:
-            if tensor is before:
+            if is_view(tensor, before) and not is_view(after, before):
                 scale, before = scale * number, product
-        return scale if before is after else None
+        return scale if is_view(after, before) else None
 
 
 @dataclass
@@ -132,12 +132,15 @@ def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
 def _logit_scale(lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, scalings: _Scalings) -> float:
     """What the product of the last hidden states and the head's weight is multiplied by to give the logits.
 
-    Raises `StructureError` if they are computed in another way.
+    A factor of the hidden states is one of the logits. Raises `StructureError` if they are computed in another way.
     """
     head = lm.get_output_embeddings()
     read = trace.inputs.get(head)
-    scale = scalings.factor(trace.outputs[head], logits) if read is not None and is_view(read, hidden) else None
-    if not scale or scale < 0 or not is_linear(head) or head.bias is not None:
+    before = after = None
+    if read is not None and hidden is not None:
+        before, after = scalings.factor(hidden, read), scalings.factor(trace.outputs[head], logits)
+    scale = (before or 0.0) * (after or 0.0)
+    if scale <= 0 or not is_linear(head) or head.bias is not None:
         raise StructureError(
             f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
             "hidden states and the head's weight"

@@ -21,6 +21,7 @@ MODELS = {
     "stablelm": ({}, False),
     "nemotron": ({"head_dim": 16}, False),
     "youtu": (LATENT | {"num_key_value_heads": 4}, True),
+    "minicpm3": (LATENT | {"num_key_value_heads": 4, "dim_model_base": 16}, True),
     "granite": ({"logits_scaling": 8.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}, True),
     "cohere2": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, False),
 }

@@ -102,7 +102,12 @@ def test_attention_that_is_not_told_the_packing_is_not_packed():
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "values", "scale"),
-    [("granite", {"logits_scaling": 5.0}, 0.2), ("cohere", {"logit_scale": 0.25}, 0.25), ("olmo2", {}, 1.0)],
+    [
+        ("granite", {"logits_scaling": 5.0}, 0.2),
+        ("cohere", {"logit_scale": 0.25}, 0.25),
+        ("minicpm3", {"dim_model_base": 16, "num_key_value_heads": 4}, 0.25),
+        ("olmo2", {}, 1.0),
+    ],
 )
 def test_a_factor_of_the_logits_is_that_of_transformers(kind, values, scale):
     config = AutoConfig.for_model(kind, **SMALL, intermediate_size=64, **values)
