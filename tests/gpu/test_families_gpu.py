@@ -22,7 +22,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import EngineSettings, NativeSettings
 from qerl.settings.training import EXPERT_LAYERS, LAYERS, AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.parity.test_families import NORMS, unpacked
+from tests.parity.family_models import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

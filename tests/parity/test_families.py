@@ -1,65 +1,36 @@
 """Each family of the table against stock transformers, PEFT and TRL, on a small random model in the hub's layout."""
 
 import json
-import re
-from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.checkpoints.folder import CheckpointError, read_headers
 from qerl.checkpoints.tensors import stream
-from qerl.data.by_hand import local_dataset
-from qerl.data.sources import prepare, read_split
-from qerl.evals.evaluate import evaluate
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.layers.packed_linear import PackedLinear
-from qerl.plan.doctor import asked_model, diagnose
 from qerl.policy.export import export, write_dense
 from qerl.policy.loading import has_packed_delta_nets, load_model, packed_layers
 from qerl.policy.policy import load_policy, trained_in_full, with_adapter
-from qerl.quantization.awq import Calibration, write_equalised
+from qerl.quantization.awq import Calibration
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.quantization.merge import merge, write_merged
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
-from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.served import refused_by_engine
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import EXPERT_LAYERS, AdapterSettings, NoiseSettings
-from tests.families import FAMILIES, row
-from tests.tiny import tiny_family, tiny_gpt_oss, write_template
+from qerl.settings.rollout import NativeSettings
+from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.parity.family_models import CPU, NORMS, PROMPTS, TOKENS, dense, families, forced, perturbed, stock, unpacked
+from tests.tiny import tiny_family
 
-CPU = torch.device("cpu")
-#: The norms whose outputs q, k, v and gate, up read, by family.
-NORMS = {
-    "qwen2": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3": ("input_layernorm", "post_attention_layernorm"),
-    "llama": ("input_layernorm", "post_attention_layernorm"),
-    "mistral": ("input_layernorm", "post_attention_layernorm"),
-    "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
-    "ministral3": ("input_layernorm", "post_attention_layernorm"),
-    "phi3": ("input_layernorm", "post_attention_layernorm"),
-    "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
-    "qwen2_moe": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
-    "mixtral": ("input_layernorm", "post_attention_layernorm"),
-    "olmoe": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
-    "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
-}
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
 LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
@@ -77,62 +48,6 @@ MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe")
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
 #: by 5e-5.
 TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
-#: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
-PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
-TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
-GREEDY = parse(
-    EvaluationSettings,
-    {
-        "tasks": [{"dataset": "problems", "harness": "qerl"}],
-        "sampling": {"temperature": 0, "max_tokens": 10},
-        "repeats": 1,
-    },
-    "settings",
-)
-families = pytest.mark.parametrize("name", NORMS)
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    tiny_gpt_oss(root / "gpt_oss/mxfp4")
-    for name in [name for name in NORMS if name != "gpt_oss"]:
-        source = tiny_family(root / name / "bf16", name, dtype=torch.bfloat16)
-        for weights in PACKED_FORMATS:
-            quantize_checkpoint(source, root / name / weights, weights)
-    return root
-
-
-def perturbed(policy):
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return policy
-
-
-def dense(bases, name):
-    """gpt-oss is published in MXFP4 alone."""
-    return bases / name / ("mxfp4" if name == "gpt_oss" else "bf16")
-
-
-def stock(folder, dtype=torch.float32):
-    """MXFP4 of gpt-oss becomes bfloat16, which has all of its values."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model.float() if dtype == torch.float32 else model
-
-
-def unpacked(base, folder, name):
-    """A dense copy of a family's packed checkpoint; gpt-oss's is unpacked by transformers itself."""
-    if name == "gpt_oss":
-        return base
-    write_dense(base, folder / "dense", torch.float32)
-    return folder / "dense"
-
-
-def forced(model, prompt, tokens):
-    """Log-probabilities [T] of a completion, from one forward pass over it alone."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 @families
@@ -213,49 +128,6 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
         assert gradient.any(), part
         near = tolerance * gradient.abs().max().item()
         torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=near, msg=part)
-
-
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("problems")
-    rows = [{"question": f"What is {n} and {7 * n}?", "answer": f"#### {8 * n}"} for n in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = local_dataset(folder / "rows.jsonl", validation_fraction=0, test_fraction=1)
-    prepare(parse(DatasetSettings, {**values, "instruction": ""}, "problems"), folder / "prepared")
-    return folder / "prepared"
-
-
-def odd(text):
-    """Whether a text has an odd number of different characters, which stands for a right answer."""
-    return len(set(text)) % 2 == 1
-
-
-@families
-def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
-    """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
-    monkeypatch.setattr("qerl.evals.grader.is_correct", lambda text, *_: odd(text))
-    base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
-    write_template(base)
-    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
-    policy.save(tmp_path / "adapter")
-    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter")
-    tokenizer, expected = AutoTokenizer.from_pretrained(base), []
-    for problem in read_split(problems, "test"):
-        chat = [{"role": "user", "content": problem.question}]
-        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-        ids = peft.generate(**asked, max_new_tokens=10, do_sample=False)[0, asked["input_ids"].shape[1] :]
-        expected.append((tokenizer.decode(ids, skip_special_tokens=True), len(ids)))
-    right = [odd(text) for text, _ in expected]
-    assert 0 < sum(right) < len(right)
-    trained = load_policy(base, tmp_path / "adapter", "float32", CPU)
-    samplers = [make_sampler(trained, GREEDY)]
-    if refused_by_engine(trained.lm.config) is None:
-        samplers.append(EngineSampler(trained, NativeSettings()))
-    for sampler in samplers:
-        scores = evaluate(sampler, trained.tokenizer, GREEDY, {"problems": problems}, tmp_path, lambda _: None)
-        rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-        assert [(row["completion"], row["tokens"]) for row in rows] == expected
-        assert scores["problems"].accuracy == fmean(right)
 
 
 @pytest.mark.parametrize("weights", PACKED_FORMATS)
@@ -375,60 +247,6 @@ def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
     assert (found - quiet).norm() > 0.01 * quiet.norm()
 
 
-def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_path):
-    """The folder has no weights, which would be the next error."""
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].config().to_dict()))
-    for refused in (
-        lambda: load_model(tmp_path, torch.float32),
-        lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),
-    ):
-        with pytest.raises(CheckpointError, match=re.escape(row(FAMILIES["qwen3_next"]).refusal)) as caught:
-            refused()
-        assert "\n" not in str(caught.value)
-
-
-REFUSED = [(name, part) for name in NORMS for part in row(FAMILIES[name]).refused if (name, part) != ("gpt_oss", "AWQ")]
-#: What the user of a refused part is told to do instead.
-INSTEAD = {
-    "AWQ": "use recipe: rtn",
-    "LoRA on experts": "leave experts out",
-    "engine": "the eager sampler serves it",
-    "vLLM": "use rollout.engine=native",
-}
-
-
-@pytest.mark.parametrize(("name", "part"), REFUSED)
-def test_who_asks_for_a_refused_part_of_a_family_gets_the_sentence_of_the_page(bases, tmp_path, name, part):
-    base = dense(bases, name)
-    policy = load_policy(base, None, "float32", CPU)
-    recipe = Calibration(CalibrationSettings(), tmp_path)
-    ways = {
-        "AWQ": lambda: quantize_checkpoint(base, tmp_path / "out", "nvfp4", recipe),
-        "LoRA on experts": lambda: with_adapter(base, AdapterSettings(targets=EXPERT_LAYERS), "float32", 0, CPU),
-        "engine": lambda: EngineSampler(policy, NativeSettings()),
-        "vLLM": lambda: make_sampler(policy, EngineSettings(engine="vllm")),
-    }
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        ways[part]()
-    assert f"{row(FAMILIES[name]).refused[part]}; {INSTEAD[part]}" in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_gpt_oss_as_published_is_quantized_already(bases, tmp_path):
-    recipe = Calibration(CalibrationSettings(), tmp_path)
-    with pytest.raises(CheckpointError, match=r"is quantized already \(mxfp4\); give the dense checkpoint"):
-        quantize_checkpoint(dense(bases, "gpt_oss"), tmp_path / "out", "mxfp4", recipe)
-
-
-@families
-def test_the_doctor_notes_which_samplers_refuse_a_family(bases, name):
-    refused = row(FAMILIES[name]).refused
-    notes = "; ".join(diagnose(asked_model(str(dense(bases, name)), None), None).notes)
-    assert ("the native engine supports" in notes) == ("engine" in refused)
-    assert ("sampling by vLLM is tested with" in notes) == ("vLLM" in refused)
-    assert all(refused[sampler] in notes for sampler in refused.keys() & {"engine", "vLLM"})
-
-
 def test_a_policy_of_mixtral_is_written_by_the_names_of_its_files(bases, tmp_path):
     """Exported, merged and trained in full, as stock transformers and PEFT read it."""
     base = bases / "mixtral/bf16"
@@ -470,14 +288,6 @@ def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_rea
         quantize_checkpoint(tmp_path / "dense", tmp_path / "packed", "nvfp4")
 
 
-@pytest.mark.parametrize(("name", "reason"), [("phi3", "the model has .*qkv_proj"), ("gemma3", "norms don't multiply")])
-def test_awq_is_refused_where_its_rules_are_not_tested(bases, tmp_path, name, reason):
-    calibration = Calibration(CalibrationSettings(), tmp_path)
-    with pytest.raises(CheckpointError, match=f"{reason}.*; use recipe: rtn"):
-        write_equalised(bases / name / "bf16", tmp_path / "out", "nvfp4", calibration)
-    assert not (tmp_path / "out").exists()
-
-
 def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):
     def made(*targets):
         return with_adapter(bases / "phi3/bf16", AdapterSettings(rank=2, targets=targets), "float32", 0, CPU)
@@ -486,21 +296,3 @@ def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):
     assert {part.partition(".lora_")[0].rpartition(".")[2] for part in parts} == {"qkv_proj"}
     with pytest.raises(ConfigError, match="up_proj without gate_proj, and the model has both in gate_up_proj"):
         made("up_proj")
-
-
-@pytest.mark.parametrize("kind", ["olmo2", "flex_olmo", "starcoder2"])
-def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_path, kind):
-    """OLMo 2 has norms after its layers alone, StarCoder 2 LayerNorms with biases and an MLP of two layers.
-
-    FlexOlmo is OLMo 2 with experts.
-    """
-    tiny_family(tmp_path, "qwen2", model_type=kind, bos_token_id=0)
-    with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
-        with_adapter(tmp_path, AdapterSettings(rank=2), "float32", 0, CPU)
-    policy = perturbed(with_adapter(tmp_path, AdapterSettings(rank=2, train_norms=False), "float32", 0, CPU))
-    with pytest.raises(ConfigError, match=r"set noise\.schedule=off"):
-        Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0)
-    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=6, count=2, ignore_eos=True))
-    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
-    torch.testing.assert_close(found, torch.tensor([s.completion.logprobs for s in samples]), rtol=1e-4, atol=1e-5)

@@ -6,15 +6,15 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from qerl.policy.policy import with_adapter
+from qerl.rl.noise import Noise
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
-from qerl.settings.training import AdapterSettings
-from tests.parity.test_families import PROMPTS, forced, perturbed
-from tests.tiny import tiny_decoder
+from qerl.settings.training import AdapterSettings, NoiseSettings
+from tests.parity.family_models import CPU, PROMPTS, forced, perturbed
+from tests.tiny import tiny_decoder, tiny_family
 
-CPU = torch.device("cpu")
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 #: Values of config.json, and whether norms can be trained: padded batches, and logits with a factor.
 MODELS = {
@@ -69,3 +69,21 @@ def test_dropout_of_an_adapter_is_refused_where_rows_are_not_packed(tmp_path):
     base, norms = written(tmp_path, "stablelm")
     with pytest.raises(ConfigError, match=r"adapter\.dropout needs attention that takes packed rows.*dropout=0"):
         with_adapter(base, AdapterSettings(rank=2, train_norms=norms, dropout=0.1), "float32", 0, CPU)
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "flex_olmo", "starcoder2"])
+def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_path, kind):
+    """OLMo 2 has norms after its layers alone, StarCoder 2 LayerNorms with biases and an MLP of two layers.
+
+    FlexOlmo is OLMo 2 with experts.
+    """
+    tiny_family(tmp_path, "qwen2", model_type=kind, bos_token_id=0)
+    with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
+        with_adapter(tmp_path, AdapterSettings(rank=2), "float32", 0, CPU)
+    policy = perturbed(with_adapter(tmp_path, AdapterSettings(rank=2, train_norms=False), "float32", 0, CPU))
+    with pytest.raises(ConfigError, match=r"set noise\.schedule=off"):
+        Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0)
+    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=6, count=2, ignore_eos=True))
+    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    torch.testing.assert_close(found, torch.tensor([s.completion.logprobs for s in samples]), rtol=1e-4, atol=1e-5)

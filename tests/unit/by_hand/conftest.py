@@ -9,6 +9,17 @@ from qerl.settings.evaluation import TaskSettings
 from tests.tiny import tiny_qwen2, write_template
 
 ROWS = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+#: A run of seconds.
+SETTINGS = {
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 2,
+    "checkpoint_every": 1,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"learning_rate": 1e-2},
+    "reward": {"format": 1.0},
+}
 GRADED = TaskSettings(dataset="problems", harness="qerl")
 
 
@@ -29,6 +40,11 @@ def problems(tmp_path_factory):
     file = tmp_path_factory.mktemp("problems") / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return file
+
+
+@pytest.fixture
+def values(model, problems, tmp_path):
+    return {**SETTINGS, "model": str(model), "dataset": str(problems), "out": str(tmp_path / "run")}
 
 
 @pytest.fixture(scope="session")

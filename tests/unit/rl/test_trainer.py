@@ -24,7 +24,6 @@ from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
-from tests.families import FAMILIES, row
 from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
@@ -39,15 +38,6 @@ BASE = {
     "optimizer": {"learning_rate": 1e-2},
     "checkpoint_every": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
-    return folder
 
 
 def trainer(checkpoints, work, **changes) -> Trainer:
@@ -283,48 +273,6 @@ def test_a_second_update_of_a_rollout_moves_on(checkpoints, tmp_path):
 
 #: The logits of a random policy are small, and its embedding is frozen.
 SHARP = {"max_tokens": 6, "temperature": 0.1}
-
-
-@pytest.fixture
-def letters(monkeypatch):
-    """The reward is the number of lower-case letters, which are 26 of the 102 tokens."""
-    parts = lambda answer, *_: {"correct": sum(map(str.islower, answer.text)), "format": 0, "overlong": 0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss": {"name": "grpo"}, "rollout": {"prompts": 2, "group_size": 4, "sampling": SHARP}},
-        {
-            "loss": {"name": "ppo", "ppo": {"rank": 4, "learning_rate": 1e-2}},
-            "rollout": {"prompts": 8, "group_size": 1, "sampling": SHARP},
-        },
-    ],
-    ids=["grpo", "ppo"],
-)
-@pytest.mark.usefixtures("letters")
-def test_the_reward_rises(checkpoints, tmp_path, changes):
-    """On a packed base; PPO needs no groups."""
-    optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
-    settings = {"weights": "nvfp4", "steps": 40, "optimizer": optimizer, "adapter": {"rank": 4}, **changes}
-    rewards = [row["reward"] for row in trainer(checkpoints, tmp_path, **settings).run()]
-    assert rewards[0] < 4
-    assert fmean(rewards[-5:]) > 5.5  # of 6 letters
-
-
-@pytest.mark.usefixtures("letters")
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if row(family).refusal is None])
-def test_the_reward_of_each_family_rises(tmp_path, family):
-    """On a packed base. With groups of 8 and this rate, runs of three seeds each ended at 5.78 or more."""
-    packed = "mxfp4" if family == "gpt_oss" else "nvfp4"
-    packed_family(tmp_path, family, packed)
-    rollout = {"prompts": 2, "group_size": 8, "sampling": SHARP}
-    optimizer = {"learning_rate": 1e-2, "max_grad_norm": 10.0}
-    settings = {"weights": packed, "steps": 40, "optimizer": optimizer, "adapter": {"rank": 4}, "rollout": rollout}
-    rewards = [row["reward"] for row in trainer(tmp_path, tmp_path / "work", **settings).run()]
-    assert rewards[0] < 4
-    assert fmean(rewards[-5:]) > 5.5  # of 6 letters
 
 
 def test_ppo_estimates_values_and_saves_them_apart(checkpoints, tmp_path):

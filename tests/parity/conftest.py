@@ -1,0 +1,20 @@
+"""The small models of the families, dense and packed, which several files of tests read."""
+
+import pytest
+import torch
+
+from qerl.formats.codecs import PACKED_FORMATS
+from qerl.quantization.checkpoint import quantize_checkpoint
+from tests.parity.family_models import NORMS
+from tests.tiny import tiny_family, tiny_gpt_oss
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    tiny_gpt_oss(root / "gpt_oss/mxfp4")
+    for name in [name for name in NORMS if name != "gpt_oss"]:
+        source = tiny_family(root / name / "bf16", name, dtype=torch.bfloat16)
+        for weights in PACKED_FORMATS:
+            quantize_checkpoint(source, root / name / weights, weights)
+    return root

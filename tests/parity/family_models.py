@@ -1,0 +1,63 @@
+"""Small random models of the families of the table, and what tests compute with stock libraries."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qerl.policy.export import write_dense
+
+CPU = torch.device("cpu")
+#: The norms whose outputs q, k, v and gate, up read, by family.
+NORMS = {
+    "qwen2": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3": ("input_layernorm", "post_attention_layernorm"),
+    "llama": ("input_layernorm", "post_attention_layernorm"),
+    "mistral": ("input_layernorm", "post_attention_layernorm"),
+    "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
+    "ministral3": ("input_layernorm", "post_attention_layernorm"),
+    "phi3": ("input_layernorm", "post_attention_layernorm"),
+    "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
+    "qwen2_moe": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
+    "mixtral": ("input_layernorm", "post_attention_layernorm"),
+    "olmoe": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
+    "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
+    "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
+}
+#: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
+PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
+TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
+families = pytest.mark.parametrize("name", NORMS)
+
+
+def perturbed(policy):
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def dense(bases, name):
+    """gpt-oss is published in MXFP4 alone."""
+    return bases / name / ("mxfp4" if name == "gpt_oss" else "bf16")
+
+
+def stock(folder, dtype=torch.float32):
+    """MXFP4 of gpt-oss becomes bfloat16, which has all of its values."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return model.float() if dtype == torch.float32 else model
+
+
+def unpacked(base, folder, name):
+    """A dense copy of a family's packed checkpoint; gpt-oss's is unpacked by transformers itself."""
+    if name == "gpt_oss":
+        return base
+    write_dense(base, folder / "dense", torch.float32)
+    return folder / "dense"
+
+
+def forced(model, prompt, tokens):
+    """Log-probabilities [T] of a completion, from one forward pass over it alone."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
