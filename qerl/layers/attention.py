@@ -74,7 +74,7 @@ def token_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: P
     Where attention takes no packed rows they are computed as a padded batch.
     """
     use_attend(lm)
-    if not structure_of(lm.config).packs:
+    if not structure_of(lm.config).takes_packed_rows:
         assert isinstance(packing, Packing)  # CUDA graphs serve packed attention alone
         return _padded_hidden(lm, ids[0], positions[0], packing)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.

@@ -55,7 +55,7 @@ class Structure:
     """The sliding window of each block's attention, in tokens; None also for a delta net."""
     attention_dropout: float
     """The probability of dropout in attention, which counts in training alone."""
-    packs: bool
+    takes_packed_rows: bool
     """Whether attention takes packed rows. Updates of other models compute padded batches."""
     logit_scale: float
     """What the head's products are multiplied by, as Granite's and Cohere's are."""
@@ -111,7 +111,7 @@ def _find(lm: Any) -> Structure:
             "count tokens"
         )
     _check_windows(lm.config, windows, kind)
-    if not trace.packs and any(map(_delta_net, layers)):
+    if not trace.takes_packed_rows and any(map(_delta_net, layers)):
         raise StructureError(f"model_type={kind!r} isn't supported, because its delta nets need packed rows")
     linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
@@ -132,7 +132,7 @@ def _find(lm: Any) -> Structure:
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
         attention_dropout=max(attention_dropout(module) for module in trace.attention),
-        packs=trace.packs,
+        takes_packed_rows=trace.takes_packed_rows,
         logit_scale=trace.logit_scale,
     )
 

@@ -51,7 +51,7 @@ class Trace:
     """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
 
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
-    packs: bool = True
+    takes_packed_rows: bool = True
     """Whether each call can be packed: it gets the argument, and keys are as wide as values for flash attention."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def _attend(
     trace = _TRACE.get()
     trace.attention[module] = settings
     # Without the argument, packed attention wouldn't get it either.
-    trace.packs &= packing and key.shape[-1] == value.shape[-1]
+    trace.takes_packed_rows &= packing and key.shape[-1] == value.shape[-1]
     return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
 
@@ -109,7 +109,7 @@ def traced(lm: Any, kind: str) -> Trace:
 
 
 def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
-    trace, last = Trace(packs=bool(settings)), []
+    trace, last = Trace(takes_packed_rows=bool(settings)), []
     hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
     hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
     with torch.device("meta"):

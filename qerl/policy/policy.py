@@ -255,7 +255,7 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
     """
     if adapter.train_norms and (refusal := refused_train_norms(structure)):
         raise ConfigError(refusal)
-    if adapter.dropout and not structure.packs:
+    if adapter.dropout and not structure.takes_packed_rows:
         raise ConfigError(
             "adapter.dropout needs attention that takes packed rows, which this model's doesn't; set adapter.dropout=0"
         )

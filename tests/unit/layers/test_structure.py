@@ -89,14 +89,14 @@ def test_values_of_another_width_than_keys_are_not_packed(kind):
     """Latent attention as it is published: a part of each key rotates, which values lack."""
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     dense = {"first_k_dense_replace": 2} if kind == "deepseek_v3" else {}
-    assert not found(kind, num_key_value_heads=4, **latent, **dense).packs
-    assert found(kind, num_key_value_heads=4, **latent | {"v_head_dim": 24}, **dense).packs
+    assert not found(kind, num_key_value_heads=4, **latent, **dense).takes_packed_rows
+    assert found(kind, num_key_value_heads=4, **latent | {"v_head_dim": 24}, **dense).takes_packed_rows
 
 
 def test_attention_that_is_not_told_the_packing_is_not_packed():
     """StableLM's blocks drop further arguments."""
-    assert not found("stablelm").packs
-    assert found("olmo2").packs
+    assert not found("stablelm").takes_packed_rows
+    assert found("olmo2").takes_packed_rows
 
 
 @torch.no_grad()
