@@ -4,14 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from qerl.host.imports import OPTIONAL
 from qerl.jobs.base import Job, Part
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import CalibrationSettings, PretrainSettings, RandomErrorSettings
-from qerl.settings.rollout import RolloutSettings
+from qerl.settings.run import RunSettings
+
+#: The settings of a run that must fit the model's structure.
+FITTED: Any = {
+    "weights": True,
+    "recipe": True,
+    "pack_delta_nets": True,
+    "method": True,
+    "adapter": {"targets", "train_norms", "dropout"},
+    "noise": {"schedule", "norms"},
+    "rollout": {"engine"},
+}
+#: With those by which the lengths of its problems are checked, all that the check of a run reads.
+CHECKED: Any = {
+    **FITTED,
+    "model": True,
+    "dataset": True,
+    "rollout": {
+        "engine": True,
+        "max_prompt_tokens": True,
+        "sampling": {"max_tokens"},
+        "vllm": {"max_model_len", "url", "adapters"},
+    },
+}
 
 
 class DataJob(Job):
@@ -23,20 +46,14 @@ class DataJob(Job):
     """Compare the hub's files with this lock file."""
 
 
-class RunLengths(Part):
-    """The problems of a run, and the settings by which its lengths are checked."""
-
-    dataset: str
-    rollout: RolloutSettings
-
-
 class CheckJob(Job):
-    """Check tokenizer and problems together, before any long work."""
+    """Check settings, tokenizer and problems with the model, before any long work."""
 
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["check"] = "check"
     model: Path
-    runs: list[RunLengths]
+    runs: list[RunSettings]
+    """With the values of `CHECKED`, and otherwise default values."""
     evaluation: EvaluationSettings
     data: dict[str, Path]
     """The folder of each prepared data set."""

@@ -5,20 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
 
-from qerl.jobs.prepare import RunLengths
+from qerl.jobs.prepare import CHECKED
 from qerl.plan.sheets import Plan, PlannedEvaluation, PlannedRun
 from qerl.settings.evaluation import EvaluationSettings, TaskSettings
 from qerl.settings.models import PretrainSettings
-
-#: The settings on which the check of a run's lengths depends; a change of others doesn't repeat it.
-_LOOKED_AT: Any = {
-    "max_prompt_tokens": True,
-    "sampling": {"max_tokens"},
-    "engine": True,
-    "vllm": {"max_model_len", "url", "adapters"},
-}
+from qerl.settings.run import RunSettings
 
 
 @dataclass(frozen=True)
@@ -26,7 +18,7 @@ class ModelCheck:
     """The check of a model that this project didn't train with the problems of a run or of an evaluation's tasks."""
 
     model: str
-    runs: tuple[RunLengths, ...]
+    runs: tuple[RunSettings, ...]
     evaluation: EvaluationSettings
 
     @property
@@ -36,10 +28,10 @@ class ModelCheck:
 
     @property
     def id(self) -> str:
-        """An id from the check's content, so that changed lengths are a new check and leave other runs' checks
+        """An id from the check's content, so that a changed setting is a new check and leaves other runs' checks
         valid.
         """
-        runs = [[run.dataset, run.rollout.model_dump(mode="json", include=_LOOKED_AT)] for run in self.runs]
+        runs = [run.model_dump(mode="json", include=CHECKED) for run in self.runs]
         looked_at = {
             "model": self.model,
             "runs": json.dumps(runs),
@@ -51,9 +43,8 @@ class ModelCheck:
 
 def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
     """The check that precedes a run."""
-    values = run.settings.rollout.model_dump(include=_LOOKED_AT)
-    lengths = RunLengths(dataset=run.settings.dataset, rollout=type(run.settings.rollout).model_validate(values))
-    return _check(plan, run.settings.model, [lengths], [])
+    settings = RunSettings.model_validate(run.settings.model_dump(include=CHECKED))
+    return _check(plan, settings.model, [settings], [])
 
 
 def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
@@ -62,7 +53,7 @@ def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
     return _check(plan, evaluation.checkpoint.model, [], asked)
 
 
-def _check(plan: Plan, model: str, runs: list[RunLengths], tasks: list[TaskSettings]) -> ModelCheck:
+def _check(plan: Plan, model: str, runs: list[RunSettings], tasks: list[TaskSettings]) -> ModelCheck:
     return ModelCheck(model, tuple(runs), plan.config.evaluation.model_copy(update={"tasks": tasks}))
 
 

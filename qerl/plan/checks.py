@@ -15,6 +15,7 @@ from qerl.data.hub import check_folder
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.imports import check_engine, check_trackers
 from qerl.host.plugins import check
+from qerl.jobs.prepare import FITTED
 from qerl.plan.experiments import written_as
 from qerl.plan.sheets import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
@@ -151,7 +152,7 @@ def check_local_models(plan_: Plan) -> None:
     runs = [run for run in plan_.runs.values() if run.settings.model in folders]
     if not runs:
         return
-    from qerl.prepare.preflight import FITTED, check_settings  # imports torch, which takes seconds
+    from qerl.prepare.preflight import check_settings  # imports torch, which takes seconds
 
     different = {(run.settings.model, run.settings.model_dump_json(include=FITTED)): run for run in reversed(runs)}
     for run in different.values():

@@ -30,20 +30,12 @@ from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.rollout import RolloutSettings
 from qerl.settings.run import RunSettings
 
-#: The keys of `RunSettings` that `check_settings` reads, besides the model.
-FITTED: Any = {
-    "weights": True,
-    "recipe": True,
-    "pack_delta_nets": True,
-    "method": True,
-    "adapter": {"targets", "train_norms", "dropout"},
-    "noise": {"schedule", "norms"},
-    "rollout": {"engine"},
-}
-
 
 def check_settings(model: Path, settings: RunSettings) -> None:
-    """Raise the error with which a run would fail on the base `model` later, as far as its config.json tells."""
+    """Raise the error with which a run would fail on the base `model` later, as far as its config.json tells.
+
+    Of the settings, `FITTED` is read.
+    """
     structure, config = checkpoint_structure(model), config_of(model)
     check_attention_dropout(model)
     if settings.method == "lora":
@@ -60,7 +52,12 @@ def check_settings(model: Path, settings: RunSettings) -> None:
 
 
 def check_problems(job: CheckJob) -> None:
-    """Check a model with the problems of runs and of an evaluation, and write an empty file if all checks pass."""
+    """Check a model with the settings and problems of runs and with an evaluation.
+
+    An empty file is written if all checks pass.
+    """
+    for run in job.runs:
+        check_settings(job.model, run)
     check_runs(job.model, ((job.data[run.dataset], run.rollout) for run in job.runs))
     check_evaluation(job.model, job.evaluation, job.data)
     job.out.touch()
@@ -111,10 +108,13 @@ def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mapping[str, Path]) -> None:
-    """Raise an error if a task has no problems, or prompts that leave no room to answer.
+    """Raise an error if the engine doesn't serve the model, or a task has no problems or prompts that are too long.
 
     The harness makes the prompts of stock tasks, so these are checked when completions are drawn.
     """
+    config = config_of(model)
+    config.name_or_path = ""  # of images and text, only some weights have the text model alone
+    check_served(config, settings)
     context, tokenizer = usable_length(read_config(model), settings), load_tokenizer(model)
     for task in settings.tasks:
         asked, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens

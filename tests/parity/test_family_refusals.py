@@ -40,7 +40,7 @@ INSTEAD = {
     "AWQ": "use recipe: rtn",
     "LoRA on experts": "leave experts out",
     "engine": "the eager sampler serves it",
-    "vLLM": "use rollout.engine=native",
+    "vLLM": "use engine=native",
 }
 
 

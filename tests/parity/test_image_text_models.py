@@ -300,7 +300,7 @@ def test_a_checkpoint_that_modelopt_publishes_of_the_whole_loads(sources, tmp_pa
 def test_vllm_is_refused(sources, name):
     policy = load_policy(sources[name], None, "float32", CPU)
     reason = "not 'ministral3'" if name == "ministral3" else "is one of images and text"
-    with pytest.raises(ConfigError, match=rf"{reason}; use rollout\.engine=native"):
+    with pytest.raises(ConfigError, match=rf"{reason}; use engine=native"):
         make_sampler(policy, EngineSettings(engine="vllm"))
 
 

@@ -16,13 +16,15 @@ from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import prepare
+from qerl.jobs.prepare import CHECKED, FITTED
 from qerl.plan import check_engines, check_local_models, plan_from
 from qerl.policy.loading import load_tokenizer
 from qerl.policy.policy import load_policy
-from qerl.prepare.preflight import FITTED, check_runs, check_settings
+from qerl.prepare.preflight import check_evaluation, check_runs, check_settings
 from qerl.rl.rollouts import Task
 from qerl.settings.base import ConfigError, UserError, parse
 from qerl.settings.data import DatasetSettings
+from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.rollout import RolloutSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_decoder, tiny_of_images, tiny_qwen2, write_template
@@ -200,6 +202,13 @@ def test_vllm_serves_the_text_model_of_a_base_that_is_quantized(tmp_path):
         check_settings(model, parse(RunSettings, values | {"weights": "bf16"}, ""))
 
 
+def test_an_evaluation_by_vllm_of_a_model_that_it_does_not_serve_is_refused_before_problems_are_read(decoders):
+    settings = parse(EvaluationSettings, {"tasks": [], "engine": "vllm"}, "")
+    check_evaluation(decoders("llama"), settings, {})
+    with pytest.raises(ConfigError, match=r"not 'olmo2'; use engine=native"):
+        check_evaluation(decoders("olmo2"), settings, {})
+
+
 def test_vllm_must_be_installed_where_it_is_asked_for(settings, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
@@ -288,11 +297,13 @@ def test_runs_of_a_local_model_that_they_fit_start(configuration):
     check_local_models(planned(configuration))
 
 
+@pytest.mark.parametrize("keys", [FITTED, CHECKED])
 @pytest.mark.parametrize(("kind", "changes", "said"), UNFIT)
-def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, kind, changes, said):
-    values = parse(RunSettings, {"model": "m", "dataset": "d", **changes}, "").model_dump(include=FITTED)
+def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, keys, kind, changes, said):
+    values = parse(RunSettings, {"model": "m", "dataset": "d", **changes}, "").model_dump(include=keys)
+    values |= {"model": "m", "dataset": "d"}
     with pytest.raises(UserError, match=said):
-        check_settings(decoders(kind), parse(RunSettings, {"model": "m", "dataset": "d", **values}, ""))
+        check_settings(decoders(kind), parse(RunSettings, values, ""))
 
 
 def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
@@ -303,15 +314,18 @@ def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
     evaluation = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 8}}
     out = tmp_path / "checked"
 
-    def check(rollout: dict, evaluation: dict):
+    def check(rollout: dict, evaluation: dict, **settings):
         job = {"kind": "check", "model": str(model), "data": {"d": str(data)}, "out": str(out)}
-        job |= {"runs": [{"dataset": "d", "rollout": rollout}], "evaluation": evaluation}
+        run = {"model": "m", "dataset": "d", "rollout": rollout, **settings}
+        job |= {"runs": [run], "evaluation": evaluation}
         return CliRunner().invoke(cli.app, ["rule", json.dumps(job)])
 
     assert "1 of 40 prompts are too long" in str(check(rollout, evaluation).exception)
     rollout = rollout | {"max_prompt_tokens": 200}
     short = evaluation | {"sampling": {"max_tokens": CONTEXT - 10}}
     assert "2 of 2 prompts are too long" in str(check(rollout, short).exception)
+    unfit = check(rollout, evaluation, adapter={"targets": ["fc1"]})
+    assert "targets has fc1, and the blocks" in str(unfit.exception)
     assert not out.exists()
     assert check(rollout, evaluation).exit_code == 0
     assert out.exists()

@@ -11,7 +11,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
 from qerl.rollout.served import refused_fp8_cache
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import EngineSettings, NativeSettings, VllmSettings
+from qerl.settings.rollout import EngineSettings, NativeSettings, RolloutSettings, VllmSettings
 from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_qwen2
 
@@ -34,8 +34,10 @@ def test_a_family_is_served_by_what_is_tested_with_it(policy, tmp_path):
     assert native_class(on_gpu=True, config=other.lm.config) is NativeSampler
     with pytest.raises(ConfigError, match="not 'olmo2'; the eager sampler serves it"):
         EngineSampler(other, NativeSettings())
-    with pytest.raises(ConfigError, match=r"not 'olmo2'; use rollout\.engine=native"):
+    with pytest.raises(ConfigError, match=r"not 'olmo2'; use engine=native"):
         make_sampler(other, EngineSettings(engine="vllm"))
+    with pytest.raises(ConfigError, match=r"not 'olmo2'; use rollout\.engine=native"):
+        make_sampler(other, RolloutSettings(engine="vllm"))
 
 
 def test_experts_without_a_grouped_product_are_sampled_eagerly():
