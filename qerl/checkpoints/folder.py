@@ -279,15 +279,30 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by its name in this package (`qerl.checkpoints.layouts`).
+    """Every tensor of a checkpoint by its name in this package (`qerl.checkpoints.layouts`), without draft blocks.
 
     Raises `CheckpointError` if a file is missing, truncated or broken, if the index and the files disagree, or if no
     layer can have the tensors.
     """
     try:
-        return own_layout(_stored(folder))
+        drafting = _draft_blocks(folder)
+        return own_layout({name: info for name, info in _stored(folder).items() if not name.startswith(drafting)})
     except FormatError as error:
         raise CheckpointError(str(error)) from None
+
+
+def _draft_blocks(folder: Path) -> tuple[str, ...]:
+    """How the names of tensors begin that predict further tokens, in the blocks after the decoder's.
+
+    GLM-4.5 and DeepSeek-V3 have such blocks.
+    """
+    if not (folder / CONFIG).is_file():
+        return ()
+    config = text_config(_read_json(folder / CONFIG))
+    blocks, drafting = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(blocks) is not int or type(drafting) is not int:
+        return ()
+    return tuple(f"model.layers.{blocks + number}." for number in range(drafting))
 
 
 def _stored(folder: Path) -> dict[str, TensorInfo]:

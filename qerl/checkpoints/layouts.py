@@ -41,6 +41,9 @@ _OF_MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[12
 _LAYERS_OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 #: The same tensor here.
 _OF_MIXTURE = re.compile(r"(.*)\.mlp\.(gate|experts\.\d+)(?:\.(gate_proj|up_proj|down_proj))?\.(.+)")
+#: A router's correction of scores in files of Ernie 4.5 and EXAONE, and the same tensor here.
+_CORRECTION = re.compile(r"(.*\.mlp)\.((?:moe_statics\.)?e_score_correction_bias)")
+_OF_ROUTER = re.compile(r"(.*\.mlp)\.gate\.((?:moe_statics\.)?e_score_correction_bias)")
 #: Rows and columns of a block of FP8 weights that shares a scale.
 FP8_BLOCK = 128
 
@@ -71,19 +74,25 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
-    stored = dict(_of_experts({_not_of_mixtral(name): info for name, info in _of_text(stored).items()}))
+    stored = dict(_of_experts({_named_here(name): info for name, info in _of_text(stored).items()}))
     tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
     packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
     return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
 
 
 def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
-    """How tensors are named in files like those of `headers`: as here, but for mixtures in files of Mixtral."""
-    return _of_mixtral if any(_OF_MIXTRAL.fullmatch(info.stored) for info in headers.values()) else str
+    """How tensors are named in files like those of `headers`: as here, but for parts of some mixtures."""
+    if any(_OF_MIXTRAL.fullmatch(info.stored) for info in headers.values()):
+        return _of_mixtral
+    return _with_corrections if any(_CORRECTION.fullmatch(info.stored) for info in headers.values()) else str
 
 
-def _not_of_mixtral(name: str) -> str:
-    return _renamed(name, _OF_MIXTRAL, "mlp", _LAYERS_OF_MIXTRAL)
+def _named_here(name: str) -> str:
+    return _CORRECTION.sub(r"\1.gate.\2", _renamed(name, _OF_MIXTRAL, "mlp", _LAYERS_OF_MIXTRAL))
+
+
+def _with_corrections(name: str) -> str:
+    return _OF_ROUTER.sub(r"\1.\2", name)
 
 
 def _of_mixtral(name: str) -> str:

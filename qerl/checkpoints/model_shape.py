@@ -196,6 +196,12 @@ class ModelShape:
         experts = self.mixture.chosen * self.layers if self.mixture else 0
         return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *self.expert_linears * experts))
 
+    @property
+    def block_weights(self) -> int:
+        """Elements of the weights of all blocks' layers, with those of all experts."""
+        experts = self.mixture.experts * self.layers if self.mixture else 0
+        return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *self.expert_linears * experts))
+
     def adapter_numbers(self, rank: int) -> int:
         """Elements of A and B of adapters on all layers outside of experts."""
         return rank * sum(map(sum, (*self.packable, *self.dense)))

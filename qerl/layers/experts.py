@@ -125,11 +125,11 @@ class Float32Router(nn.Module):
 
     weight: nn.Parameter
     top_k: int
-    #: Whether the weights of a token's experts add up to 1.
-    normalised: bool
+    #: Whether the weights of a token's experts, which are probabilities of a softmax, add up to 1; None for others.
+    normalised: bool | None
 
     def forward(self, hidden: Tensor) -> Any:
-        """Scores of the experts for hidden [..., H], as the class computes them: float32, also in an autocast."""
+        """A choice of experts for hidden [..., H], as the class computes it: float32, also in an autocast."""
         kind = hidden.device.type
         with nullcontext() if hidden.is_meta else torch.autocast(kind, enabled=False):
             return super().forward(hidden.float())
@@ -142,10 +142,10 @@ def split_experts(model: nn.Module) -> None:
     """
     classes: dict[str, type[nn.Module]] = {}  # the routers of most models differ in nothing
     for name, module in list(model.named_modules()):
-        if chosen := _chosen(module):
+        if _has_parts_of_router(module):
             traits = _traits(module)
             if traits not in classes:
-                classes[traits] = _router_class(module, chosen)
+                classes[traits] = _router_class(module)
             module.__class__ = classes[traits]
         elif isinstance(module, GptOssExperts):
             model.set_submodule(name, _split_gpt_oss(module))
@@ -153,13 +153,13 @@ def split_experts(model: nn.Module) -> None:
             model.set_submodule(name, _split(module))
 
 
-def _chosen(module: nn.Module) -> int | None:
-    """The experts of a token, if a module has a router's parts and nothing else; else None."""
-    tensors = {name for name, _ in chain(module.named_parameters(), module.named_buffers())}
+def _has_parts_of_router(module: nn.Module) -> bool:
+    """Whether a module has a matrix [E, H] and otherwise vectors of E numbers, and chooses `top_k` experts."""
     weight, chosen = getattr(module, "weight", None), getattr(module, "top_k", None)
     if isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or not isinstance(chosen, int):
-        return None
-    return chosen if tensors <= {"weight", "bias"} and weight.ndim == 2 and chosen <= len(weight) else None
+        return False
+    others = [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor is not weight]
+    return weight.ndim == 2 and chosen <= len(weight) and all(tensor.numel() == len(weight) for tensor in others)
 
 
 def _traits(module: nn.Module) -> str:
@@ -168,45 +168,47 @@ def _traits(module: nn.Module) -> str:
     return repr((type(module), [parameter.shape for parameter in module.parameters()], values))
 
 
-def _router_class(module: nn.Module, chosen: int) -> type[nn.Module]:
-    """A router's class with the mixin; its own class if it is of another kind."""
-    kind, normalised = type(module), _normalises(module, chosen)
-    if normalised is None:
-        return kind
-    return type(f"Float32{kind.__name__}", (Float32Router, kind), {"normalised": normalised})
-
-
 @torch.no_grad()
-def _normalises(module: nn.Module, chosen: int) -> bool | None:
-    """Whether a router's weights add up to 1; None if it doesn't choose by the probabilities of a softmax.
+def _router_class(module: nn.Module) -> type[nn.Module]:
+    """A router's class with the mixin; its own class for a module that isn't a router.
 
     It computes random tokens with random weights, so no name of a class decides.
     """
+    kind = type(module)
     generator = torch.Generator().manual_seed(0)
-    router = deepcopy(module).float().to_empty(device="cpu")
-    for parameter in router.parameters():
-        parameter.normal_(generator=generator)
-    weight = router.get_parameter("weight")
+    router: Any = deepcopy(module).to_empty(device="cpu").float()
+    for tensor in chain(router.parameters(), router.buffers()):
+        tensor.normal_(generator=generator)
     # Scores of some 2: probabilities differ, and those of the experts that aren't chosen count.
-    hidden = torch.empty(16, weight.shape[1], dtype=torch.float32, device="cpu").normal_(generator=generator)
-    hidden *= 2 / weight.shape[1] ** 0.5
-    scores = mixture_reference.scores(hidden, weight, getattr(router, "bias", None))
+    hidden = torch.empty(16, router.weight.shape[1], dtype=torch.float32, device="cpu").normal_(generator=generator)
+    hidden *= 2 / hidden.shape[1] ** 0.5
+    in_training, weights = (_weights_of_all(router.train(training), hidden) for training in (True, False))
+    if in_training is None or weights is None or not torch.equal(in_training, weights):
+        return kind
+    traits = {"normalised": _normalises(router, hidden, weights)}
+    return type(f"Float32{kind.__name__}", (Float32Router, kind), traits)
+
+
+def _weights_of_all(router: Any, hidden: Tensor) -> Tensor | None:
+    """The weights [T, E] of all experts, of which a router chooses some; None if it takes or gives something else."""
+    try:
+        given = router(hidden.clone())
+        [weights] = [one for one in given if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
+        [numbers] = [one for one in given if one.shape == weights.shape and not one.is_floating_point()]
+        return hidden.new_zeros(len(hidden), len(router.weight)).scatter(1, numbers, weights)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _normalises(router: Any, hidden: Tensor, given: Tensor) -> bool | None:
+    """Whether the weights that a router has given add up to 1; None if they aren't a softmax's probabilities."""
+    scores = mixture_reference.scores(hidden, router.weight, getattr(router, "bias", None))
     for normalised in (True, False):
-        numbers, weights = mixture_reference.route(scores, chosen, normalised)
+        numbers, weights = mixture_reference.route(scores, router.top_k, normalised)
         expected = torch.zeros_like(scores).scatter(1, numbers.long(), weights)
-        if all(_routes(router.train(training), hidden, expected) for training in (True, False)):
+        if torch.allclose(given, expected, rtol=0, atol=1e-5):
             return normalised
     return None
-
-
-def _routes(router: nn.Module, hidden: Tensor, expected: Tensor) -> bool:
-    """Whether a router gives scores, weights [T, k] and numbers [T, k] that make the weights [T, E] of all experts."""
-    try:
-        _, weights, numbers = router(hidden)
-        every = torch.zeros_like(expected).scatter(1, numbers, weights)
-    except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or gives other outputs
-        return False
-    return torch.allclose(every, expected, rtol=0, atol=1e-5)
 
 
 def _is_plain_stack(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,11 @@ from qerl.layers.structure_trace import Trace, is_linear, is_view, traced
 _KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "s_aux"}
 #: The name of attention's parameter of scores that no token has.
 _SINKS = "sinks"
+#: Values of `model_type` with which stock PEFT is tested to adapt layers beside experts that have names as experts'.
+#: In other models it takes such a name for that of experts.
+_SHARED = ("qwen2_moe", "qwen3_5_moe_text")
+#: Modules whose parameters are neither linear layers' nor norms'.
+_WITH_PARAMETERS = (Float32Router, PackedDeltaNet)
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,12 @@ class Structure:
     head: str
     """Name of the output head, such as "lm_head"."""
     linears: tuple[str, ...]
-    """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them."""
+    """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them.
+
+    Of a shared expert, or of MLPs in blocks without experts, these are layers alone whose adapters stock PEFT loads.
+    """
     experts: tuple[str, ...]
-    """The linear layers of experts, such as "mlp.experts.0.up_proj"."""
+    """The linear layers of experts, such as "mlp.experts.0.up_proj". A block may have none."""
     packed: tuple[tuple[str, ...], ...]
     """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
     packed_nets: tuple[tuple[str, ...], ...]
@@ -59,6 +67,8 @@ class Structure:
     """Whether attention takes packed rows. Updates of other models compute padded batches."""
     logit_scale: float
     """What the head's products are multiplied by, as Granite's and Cohere's are."""
+    block_weights: int
+    """Elements of the weights of all blocks' linear layers, but for routers and gates of one number."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -115,16 +125,16 @@ def _find(lm: Any) -> Structure:
         raise StructureError(f"model_type={kind!r} isn't supported, because its delta nets need packed rows")
     linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
     norms = [dict(_norms(block, trace)) for block in layers]
-    kinds = {(_delta_net(block), names) for block, names in zip(layers, linears, strict=True)}
-    if len(kinds) > len({net for net, _ in kinds}) or any(one != norms[0] for one in norms):
-        raise StructureError(f"model_type={kind!r} has blocks that differ in their layers, which isn't supported")
+    if any(one != norms[0] for one in norms):
+        raise StructureError(f"model_type={kind!r} has blocks that differ in their norms, which isn't supported")
     offsets = {offset_of(block.get_submodule(name)) for block in layers for name in norms[0].values()}
     every = dict.fromkeys(name for names in linears for name in names)
-    experts = [name for name in linears[0] if _is_within(layers[0], name, Experts)]
+    experts = dict.fromkeys(name for block in layers for name in _linears(block) if _is_within(block, name, Experts))
+    of_experts = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
     return Structure(
         blocks=blocks,
         head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
-        linears=tuple(name for name in every if name not in experts),
+        linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in of_experts),
         experts=tuple(experts),
         packed=tuple(tuple(_packed(block)) for block in layers),
         packed_nets=tuple(tuple(_packed_of_net(block)) for block in layers),
@@ -134,6 +144,11 @@ def _find(lm: Any) -> Structure:
         attention_dropout=max(attention_dropout(module) for module in trace.attention),
         takes_packed_rows=trace.takes_packed_rows,
         logit_scale=trace.logit_scale,
+        block_weights=sum(
+            cast(nn.Linear, block.get_submodule(name)).weight.numel()
+            for block, names in zip(layers, linears, strict=True)
+            for name in names
+        ),
     )
 
 
@@ -190,7 +205,7 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     for path, module in block.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
-            known = isinstance(module, (nn.Linear, Float32Router)) or _is_within(block, path, PackedDeltaNet)
+            known = isinstance(module, nn.Linear) or any(_is_within(block, path, one) for one in _WITH_PARAMETERS)
             if not known and not leaf and part != _SINKS:
                 whole = ".".join(filter(None, (name, path, part)))
                 raise StructureError(
@@ -200,8 +215,8 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
     if classes == {Experts}:  # then the router would be packed and adapted as other linear layers are
         raise StructureError(
-            f"model_type={kind!r} isn't supported, because the experts of {name} have no router that chooses by "
-            "the probabilities of a softmax"
+            f"model_type={kind!r} isn't supported, because {name} has no module that routes tokens to its "
+            "experts by a matrix of scores"
         )
 
 

@@ -28,7 +28,7 @@ from qerl.kernels.operations import operations_name
 from qerl.layers.dense_linear import BitsandbytesLinear, TorchLinear
 from qerl.layers.fused_linear import product_class
 from qerl.layers.portable_linear import PortableLinear
-from qerl.layers.structure import Structure, structure_of
+from qerl.layers.structure import structure_of
 from qerl.layers.w4_linear import W4Linear
 from qerl.plan.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.policy.expert_adapters import refused_expert_adapters
@@ -225,13 +225,6 @@ def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
     return next(fitting, None)
 
 
-def _unpredicted(shape: ModelShape, structure: Structure) -> str | None:
-    """What a model is whose memory isn't predicted; None if it is."""
-    if structure.experts and shape.mixture is None:
-        return "an unknown mixture of experts"
-    return "an unknown model of delta nets" if len({*structure.packed}) > 1 and shape.nets is None else None
-
-
 def unfit_libraries(extra: str = "") -> list[Library]:
     """The libraries that the package or one of its extras requires, if they are missing, too old or too new."""
     unfit = []
@@ -289,8 +282,10 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     if model and settings and settings.experts and (refusal := refused_expert_adapters(model.config.model_type)):
         problems.append(f"{refusal}; leave --experts out")
     memory = None
-    if model and (kind := _unpredicted(model.shape, structure_of(model.config))):
-        notes.append(f"the memory of {kind} isn't predicted")
+    if model and model.shape.block_weights != structure_of(model.config).block_weights:
+        notes.append(
+            "the memory isn't predicted, because the model's blocks have other layers than those of known shapes"
+        )
     elif model and settings:
         capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
         memory, sentences = _memory(model, settings, capacity)

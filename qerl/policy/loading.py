@@ -112,9 +112,10 @@ def load_model(
         _insert_packed(model, headers, weights_format, folder, dtype)
     slots, tied_head = _slots(model), _tied_head(structure, model.config)
     _check_names(slots, headers, tied_head, folder)
+    routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Float32Router))
     for name, tensor in stream(headers, device):
         slot = slots[name]
-        wide = isinstance(slot.module, Float32Router) or (float32_norms and name.rpartition(".")[0] in norms)
+        wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
     if tied_head is not None:
         _tie_head(model, tied_head, headers)
@@ -265,12 +266,17 @@ def _tied_head(structure: Structure, config: PreTrainedConfig) -> str | None:
 
 def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_head: str | None, folder: Path) -> None:
     missing = [name for name in slots if name not in headers and name != tied_head]
+    superfluous = [name for name in headers if name not in slots]
+    if missing and superfluous:
+        raise CheckpointError(
+            f"{folder} lacks {missing[0]}, which its config.json calls for, and holds {superfluous[0]}, which it "
+            "doesn't; check that config.json belongs to these weights, and that the model is one of docs/models.md"
+        )
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}; "
             "download the checkpoint again"
         )
-    superfluous = [name for name in headers if name not in slots]
     if superfluous:
         raise CheckpointError(
             f"{headers[superfluous[0]].shard} holds {len(superfluous)} tensors that its config.json doesn't call for, "
@@ -288,7 +294,8 @@ def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: Tens
     packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
     if tensor.shape != target.shape or (packed and tensor.dtype != target.dtype) or not _is_float(tensor, packed):
         raise _mismatch(name, info, target)
-    setattr(module, slot.name, tensor if packed else nn.Parameter(tensor.to(dtype)))
+    tensor = tensor if packed else tensor.to(dtype)
+    setattr(module, slot.name, tensor if slot.name in module._buffers else nn.Parameter(tensor))
 
 
 def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:

@@ -3,20 +3,42 @@
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl.policy.policy import with_adapter
+from qerl.policy.export import write_dense
+from qerl.policy.policy import load_policy, with_adapter
+from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
+from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.parity.family_models import CPU, PROMPTS, forced, perturbed
-from tests.tiny import tiny_decoder, tiny_family
+from tests.parity.family_models import CPU, PROMPTS, TOKENS, forced, perturbed
+from tests.tiny import edit_config, tiny_decoder, tiny_family
 
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-#: Values of config.json, and whether norms can be trained: padded batches, and logits with a factor.
+GROUPED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+ERNIE = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 64,
+    "moe_layer_start_index": 1,
+    "moe_num_shared_experts": 1,
+    "head_dim": 16,
+}
+#: Values of config.json, and whether norms can be trained: padded batches, logits with a factor, other mixtures.
 MODELS = {
     "stablelm": ({}, False),
     "nemotron": ({"head_dim": 16}, False),
@@ -24,6 +46,12 @@ MODELS = {
     "minicpm3": (LATENT | {"num_key_value_heads": 4, "dim_model_base": 16}, True),
     "granite": ({"logits_scaling": 8.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}, True),
     "cohere2": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, False),
+    # Sigmoids with a correction, groups of experts, a shared one, and a first block without experts.
+    "glm4_moe": (GROUPED | {"head_dim": 16}, True),
+    "deepseek_v3": (GROUPED | LATENT | {"num_key_value_heads": 4}, True),
+    "deepseek_v2": (GROUPED | LATENT | {"num_key_value_heads": 4, "routed_scaling_factor": 2.5}, True),
+    "ernie4_5_moe": (ERNIE, True),
+    "exaone_moe": (GROUPED | {"head_dim": 16}, True),
 }
 #: Of gradients. Those of random latent attention reach a thousand times the weights of the sum.
 TOLERANCE = {"youtu": 1e-4}
@@ -63,6 +91,39 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
         near = TOLERANCE.get(kind, 1e-5) * gradients[name].abs().max().item()
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=near)
         assert gradients[name].any()
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])
+def test_mixtures_are_packed_with_their_corrections_and_without_draft_blocks(tmp_path, kind):
+    """The decoder of GLM-4.5 and DeepSeek-V3 ends before the last block of their files."""
+    base, _ = written(tmp_path / "base", kind)
+    tensors = load_file(base / "model.safetensors")
+    corrections = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == 1
+    tensors[corrections[0]].copy_(torch.linspace(-1, 1, 4).view_as(tensors[corrections[0]]))
+    edit_config(base, num_nextn_predict_layers=1)
+    draft = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(tensors | draft, base / "model.safetensors", {"format": "pt"})
+    quantize_checkpoint(base, tmp_path / "packed", "nvfp4")
+    write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
+    policy = load_policy(tmp_path / "packed", None, "float32", CPU)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
+    assert set(load_file(tmp_path / "packed/model.safetensors")) & {*corrections, *draft} == {*corrections}
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, stock(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_engine_draws_where_a_block_has_no_experts(tmp_path):
+    values = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+    base = tiny_decoder(tmp_path, "qwen3_moe", dtype=torch.float32, head_dim=16, **values)
+    engine = EngineSampler(load_policy(base, None, "float32", CPU), NativeSettings())
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    drawn = engine.generate(PROMPTS, SamplingParams(max_tokens=16, count=2))
+    for prompt, group in zip(PROMPTS, drawn, strict=True):
+        for completion in group:
+            with torch.no_grad():
+                expected = forced(stock, prompt, completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
 
 
 def test_dropout_of_an_adapter_is_refused_where_rows_are_not_packed(tmp_path):

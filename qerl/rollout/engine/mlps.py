@@ -63,7 +63,10 @@ class MixtureMlp:
     def __init__(
         self, router: Float32Router, experts: Experts, dtype: torch.dtype, lora: ExpertLora | None = None
     ) -> None:
-        self._router, self._products, self._count = router, experts.products(dtype), len(experts)
+        if router.normalised is None:
+            raise ConfigError("the native engine has no router but those that choose by probabilities of a softmax")
+        self._router, self._normalised = router, router.normalised
+        self._products, self._count = experts.products(dtype), len(experts)
         products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
         self._of_gate_up = _copies(lora.gate_up, products[0], dtype)
         self._of_down = _copies(lora.down, products[1], dtype)
@@ -81,7 +84,7 @@ class MixtureMlp:
         """See `Mlp`."""
         router, products = self._router, self._products
         scores = self._mixture.scores(x, router.weight, getattr(router, "bias", None))
-        numbers, weights = self._mixture.route(scores, router.top_k, router.normalised)
+        numbers, weights = self._mixture.route(scores, router.top_k, self._normalised)
         groups = self._mixture.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)

@@ -132,7 +132,20 @@ def test_a_model_that_calls_its_decoder_alone_is_refused():
 def test_a_router_that_is_a_linear_layer_is_refused():
     """transformers reads its weight beside calling it. PEFT adapts stacked experts by the names of shared ones."""
     values = {"head_dim": 16, "num_key_value_heads": 2, "num_experts": 4, "moe_topk": 2, "intermediate_size": 64}
-    assert "because the experts of model.layers.0 have no router that" in refusal("hunyuan_v1_moe", **values)
+    assert "because model.layers.0 has no module that routes tokens to its experts" in refusal(
+        "hunyuan_v1_moe", **values
+    )
+
+
+def test_adapters_of_blocks_without_experts_are_those_that_peft_loads():
+    """Stock PEFT takes gate_proj of other kinds than Qwen2-MoE for that of experts, also as `mlp.gate_proj`."""
+    config = FAMILIES["qwen3_moe"].config(mlp_only_layers=[0])
+    structure = structure_of(config)
+    assert structure.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert [len(names) for names in structure.packed] == [7, 4 + 3 * 4]
+    assert {name.split(".")[1] for name in structure.experts} == {"experts"}
+    shared = structure_of(FAMILIES["qwen2_moe"].config(mlp_only_layers=[0])).targets
+    assert {"mlp.gate_proj", "shared_expert.gate_proj"} <= set(shared)
 
 
 def test_noise_before_a_router_is_refused():

@@ -66,17 +66,17 @@ def test_the_router_is_float32_and_dense(folder):
 class Router(torch.nn.Module):
     """A router as those of transformers, of 4 experts; `change` changes its numbers and weights."""
 
-    def __init__(self, change=lambda _, numbers, weights: (numbers, weights), buffer=False):
+    def __init__(self, change=lambda _, numbers, weights: (numbers, weights), corrections=None):
         super().__init__()
         self.top_k, self.change = 2, change
         self.weight = torch.nn.Parameter(torch.zeros(4, 64, device="meta"))
-        if buffer:
-            self.register_buffer("correction", torch.zeros(4, device="meta"))
+        self.register_buffer("correction", corrections and torch.zeros(corrections, device="meta"))
 
     def forward(self, hidden):
         scores = torch.nn.functional.linear(hidden, self.weight)
-        weights, numbers = scores.softmax(-1).topk(self.top_k)
-        numbers, weights = self.change(self, numbers, weights)
+        probabilities = scores.softmax(-1)
+        numbers = (probabilities if self.correction is None else probabilities + self.correction).topk(2)[1]
+        numbers, weights = self.change(self, numbers, probabilities.gather(1, numbers))
         return scores, weights, numbers
 
 
@@ -87,18 +87,30 @@ class Router(torch.nn.Module):
         (Router(lambda _, numbers, weights: (numbers, weights / weights.sum(-1, keepdim=True))), True),
         (Router(lambda _, numbers, weights: (numbers, 2.5 * weights)), None),
         (Router(lambda _, numbers, weights: (numbers.flip(0), weights)), None),
-        (Router(lambda router, numbers, weights: (numbers, weights * (1.1 if router.training else 1))), None),
-        (Router(lambda _, numbers, weights: (numbers[:, :1], weights[:, :1])), None),
-        (Router(buffer=True), None),  # which may correct scores
-        (torch.nn.Linear(64, 4, device="meta"), None),
+        (Router(corrections=4), None),
     ],
-    ids=["as it is", "normalised", "scaled", "others", "in training", "fewer", "with a buffer", "linear"],
+    ids=["as it is", "normalised", "scaled", "others", "corrected"],
 )
 def test_a_router_is_known_by_what_it_computes(router, normalised):
-    model = torch.nn.Sequential(router)
-    split_experts(model)
-    assert isinstance(router, Float32Router) == (normalised is not None)
-    assert getattr(router, "normalised", None) == normalised
+    split_experts(torch.nn.Sequential(router))
+    assert isinstance(router, Float32Router)
+    assert router.normalised is normalised
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Router(lambda router, numbers, weights: (numbers, weights * (1.1 if router.training else 1))),
+        Router(lambda _, numbers, weights: (numbers[:, :1], weights[:, :1])),
+        Router(lambda _, numbers, weights: (numbers.float(), weights)),
+        Router(corrections=(2, 4)),
+        torch.nn.Linear(64, 4, device="meta"),
+    ],
+    ids=["in training", "fewer", "no numbers", "a buffer of another shape", "linear"],
+)
+def test_what_does_not_choose_experts_in_the_same_way_always_is_no_router(module):
+    split_experts(torch.nn.Sequential(module))
+    assert not isinstance(module, Float32Router)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe", "gpt_oss"])
