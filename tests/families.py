@@ -192,6 +192,21 @@ FAMILIES: dict[str, Family] = {
         "norms of all queries and of all keys",
         {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "glm4_moe": Family(
+        "GLM-4.5, GLM-4.6, GLM-4.7",
+        "experts chosen by sigmoids and corrections, beside a shared one; first blocks without",
+        {
+            "model_type": "glm4_moe",
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6 (dense, text)",
         "gated delta nets, whose layers stay BF16 unless packed by option; attention with a gate; norms 1 + w",

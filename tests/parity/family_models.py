@@ -21,6 +21,7 @@ NORMS = {
     "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
     "mixtral": ("input_layernorm", "post_attention_layernorm"),
     "olmoe": ("input_layernorm", "post_attention_layernorm"),
+    "glm4_moe": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
     "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
     "gpt_oss": ("input_layernorm", "post_attention_layernorm"),

@@ -39,12 +39,13 @@ ADAPTED = LAYERS | {
     "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "mixtral": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "olmoe": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "glm4_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "gpt_oss": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "qwen3_5": SEVEN | NET,
     "qwen3_5_moe": SEVEN | NET,
 }
 #: Families whose experts transformers stacks as it loads them.
-MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "qwen3_5_moe")
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
 #: by 5e-5.
 TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
