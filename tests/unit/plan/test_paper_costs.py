@@ -266,6 +266,19 @@ def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path
     assert said.startswith(f"{one:.0f} + ~")
 
 
+@pytest.mark.parametrize(("engine", "system"), [("native", "qerl"), ("trl", "trl")])
+def test_an_update_with_gradient_checkpointing_bounds_ours_without(monkeypatch, tmp_path, engine, system):
+    row = {**h200(), "model": "qwen2.5-7b", "weights": "nf4", "sequences": "8", "rollout_tokens_per_second": ""}
+    row |= {"update_tokens_per_second": "20000", "gradient_checkpointing": "true", "source": "here", "engine": engine}
+    write(monkeypatch, tmp_path, [*(r for r in rows() if not r["update_tokens_per_second"]), row])
+    costs = Costs("h200", system)
+    bounds = [
+        costs.update(work(weights="nf4", trained=7.2e7, gradient_checkpointing=checkpointing)).measured
+        for checkpointing in ("true", "false", "auto")
+    ]
+    assert bounds == ([1.0, 1.0, 1.0] if system == "qerl" else [1.0, 0.0, 0.0])
+
+
 def test_a_measured_update_says_whether_with_gradient_checkpointing(monkeypatch, tmp_path):
     row = {**h200(), "update_tokens_per_second": "20000", "gradient_checkpointing": "", "source": "here"}
     write(monkeypatch, tmp_path, [row])
