@@ -279,30 +279,29 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by its name in this package (`qerl.checkpoints.layouts`), without draft blocks.
+    """Every tensor of a checkpoint by its name in this package (`qerl.checkpoints.layouts`).
+
+    Blocks of multi-token prediction, which follow the decoder's, are left out.
 
     Raises `CheckpointError` if a file is missing, truncated or broken, if the index and the files disagree, or if no
     layer can have the tensors.
     """
     try:
-        drafting = _draft_blocks(folder)
-        return own_layout({name: info for name, info in _stored(folder).items() if not name.startswith(drafting)})
+        further = _further_blocks(folder)
+        return own_layout({name: info for name, info in _stored(folder).items() if not name.startswith(further)})
     except FormatError as error:
         raise CheckpointError(str(error)) from None
 
 
-def _draft_blocks(folder: Path) -> tuple[str, ...]:
-    """How the names of tensors begin that predict further tokens, in the blocks after the decoder's.
-
-    GLM-4.5 and DeepSeek-V3 have such blocks.
-    """
+def _further_blocks(folder: Path) -> tuple[str, ...]:
+    """How names of tensors begin in blocks of multi-token prediction, which GLM-4.5 and DeepSeek-V3 have."""
     if not (folder / CONFIG).is_file():
         return ()
     config = text_config(_read_json(folder / CONFIG))
-    blocks, drafting = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    if type(blocks) is not int or type(drafting) is not int:
+    blocks, further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(blocks) is not int or type(further) is not int:
         return ()
-    return tuple(f"model.layers.{blocks + number}." for number in range(drafting))
+    return tuple(f"model.layers.{number}." for number in range(blocks, blocks + further))
 
 
 def _stored(folder: Path) -> dict[str, TensorInfo]:

@@ -193,14 +193,17 @@ class ModelShape:
     @property
     def products(self) -> int:
         """Weights of the layers that a token takes, without embedding and head."""
-        experts = self.mixture.chosen * self.layers if self.mixture else 0
-        return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *self.expert_linears * experts))
+        return self._weights(self.mixture.chosen if self.mixture else 0)
 
     @property
     def block_weights(self) -> int:
         """Elements of the weights of all blocks' layers, with those of all experts."""
-        experts = self.mixture.experts * self.layers if self.mixture else 0
-        return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *self.expert_linears * experts))
+        return self._weights(self.mixture.experts if self.mixture else 0)
+
+    def _weights(self, experts: int) -> int:
+        """Elements of the weights of all blocks' layers, with those of so many experts of each block."""
+        of_experts = self.expert_linears * (experts * self.layers)
+        return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *of_experts))
 
     def adapter_numbers(self, rank: int) -> int:
         """Elements of A and B of adapters on all layers outside of experts."""

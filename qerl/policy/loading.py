@@ -270,7 +270,8 @@ def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_h
     if missing and superfluous:
         raise CheckpointError(
             f"{folder} lacks {missing[0]}, which its config.json calls for, and holds {superfluous[0]}, which it "
-            "doesn't; check that config.json belongs to these weights, and that the model is one of docs/models.md"
+            "doesn't; either config.json belongs to other weights, or files of this kind of model have names that "
+            "aren't supported"
         )
     if missing:
         raise CheckpointError(

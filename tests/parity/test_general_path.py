@@ -94,7 +94,7 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])
-def test_mixtures_are_packed_with_their_corrections_and_without_draft_blocks(tmp_path, kind):
+def test_mixtures_are_packed_with_their_corrections_and_without_multi_token_prediction(tmp_path, kind):
     """The decoder of GLM-4.5 and DeepSeek-V3 ends before the last block of their files."""
     base, _ = written(tmp_path / "base", kind)
     tensors = load_file(base / "model.safetensors")
@@ -102,13 +102,13 @@ def test_mixtures_are_packed_with_their_corrections_and_without_draft_blocks(tmp
     assert len(corrections) == 1
     tensors[corrections[0]].copy_(torch.linspace(-1, 1, 4).view_as(tensors[corrections[0]]))
     edit_config(base, num_nextn_predict_layers=1)
-    draft = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
-    save_file(tensors | draft, base / "model.safetensors", {"format": "pt"})
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(tensors | further, base / "model.safetensors", {"format": "pt"})
     quantize_checkpoint(base, tmp_path / "packed", "nvfp4")
     write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
     policy = load_policy(tmp_path / "packed", None, "float32", CPU)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
-    assert set(load_file(tmp_path / "packed/model.safetensors")) & {*corrections, *draft} == {*corrections}
+    assert set(load_file(tmp_path / "packed/model.safetensors")) & {*corrections, *further} == {*corrections}
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, stock(TOKENS).logits, rtol=1e-5, atol=1e-5)
 

@@ -14,12 +14,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from qerl.checkpoints.folder import CheckpointError
+from qerl.checkpoints.model_shape import ModelShape
 from qerl.checkpoints.published import PUBLISHED, shape_of
 from qerl.cli.commands import app
 from qerl.host import gpus
 from qerl.host.gpus import visible_gpus
 from qerl.layers.dense_linear import TorchLinear
 from qerl.layers.fused_linear import fuse, product_class
+from qerl.layers.structure import structure_of
 from qerl.plan import doctor
 from qerl.plan.doctor import asked_model, diagnose, serving, unfit_libraries
 from qerl.policy.policy import choose_device
@@ -240,6 +242,22 @@ def test_norms_that_are_neither_trained_nor_noisy_are_told(tmp_path):
     assert "note: adapter.train_norms needs an RMSNorm" in told.stdout
     assert "set adapter.train_norms=false, and leave noise.schedule off" in told.stdout
     assert "adapter.train_norms" not in CliRunner().invoke(app, ["doctor", "--model", "7B"]).stdout
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("qwen3_next", "glm4_moe")])
+def test_shapes_of_families_have_the_weights_of_their_models(name):
+    config = FAMILIES[name].config()
+    assert ModelShape.of(config.to_dict()).block_weights == structure_of(config).block_weights
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "glm4_moe", "youtu"])
+def test_memory_is_not_predicted_for_models_with_other_layers(tmp_path, kind):
+    """An MLP of two layers, blocks that differ, and latent attention."""
+    values = FAMILIES[kind].values if kind in FAMILIES else {}
+    folder = tiny_decoder(tmp_path, kind, **{key: value for key, value in values.items() if key != "model_type"})
+    told = CliRunner().invoke(app, ["doctor", "--model", str(folder), "--rank", "16", "--max-tokens", "16"])
+    assert "note: the memory isn't predicted, because the model's blocks" in told.stdout
+    assert "peak of the update" not in told.stdout
 
 
 @pytest.fixture
