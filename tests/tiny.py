@@ -26,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from qerl.quantization.checkpoint import quantize_checkpoint
 from tests.families import FAMILIES, LLAMA_ROPE, SHAPE
 
 #: A chat template: what was said, and a colon.
@@ -74,6 +75,14 @@ def tiny_qwen2(
     """Write a random Qwen2 (64 wide, 2 layers, tied embeddings) with its tokenizer; `overrides`: of its config."""
     config = Qwen2Config(**_settings({"tie_word_embeddings": True, **overrides}))
     return _save(_build(Qwen2ForCausalLM, config, seed), folder, dtype, shard_size)
+
+
+def tiny_bases(folder: Path, **changes: Any) -> Path:
+    """Write a random Qwen2 with a chat template, dense and packed, to folders by the names of their formats."""
+    dense = tiny_qwen2(folder / "bf16", **changes)
+    write_template(dense)
+    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
+    return folder
 
 
 def tiny_qwen3(

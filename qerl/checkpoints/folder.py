@@ -161,6 +161,9 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
     """Sentences on what a published checkpoint has and this package doesn't apply, and on layers that it unpacks."""
     if whole_model(folder):
         yield f"{folder} is a model of images and text: its text model alone is read and counted, the rest is left"
+    further = _further_blocks(folder)
+    if further and any(name.startswith(further) for name in _stored(folder)):
+        yield f"{folder} has blocks of multi-token prediction, which are left out"
     if ignored := left_out(folder):
         yield f"{folder}: {' and '.join(ignored)}, which its config.json states, isn't applied"
     if layers := unpacked_layers(headers):

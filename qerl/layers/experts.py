@@ -165,7 +165,7 @@ def _has_parts_of_router(module: nn.Module) -> bool:
 def _traits(module: nn.Module) -> str:
     """What decides how a router computes."""
     values = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
-    return repr((type(module), [parameter.shape for parameter in module.parameters()], values))
+    return repr((type(module), [tensor.shape for tensor in chain(module.parameters(), module.buffers())], values))
 
 
 @torch.no_grad()

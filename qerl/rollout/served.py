@@ -10,7 +10,7 @@ from qerl.kernels.activations import Activation
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
 from qerl.layers.empty_model import rope_types
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import EngineSettings, RolloutSettings
+from qerl.settings.rollout import EngineSettings
 
 #: Values of `model_type` with which vLLM is tested.
 _VLLM = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text")
@@ -68,5 +68,4 @@ def refused_by_vllm(config: Any) -> str | None:
 def check_served(config: Any, settings: EngineSettings) -> None:
     """Raise `ConfigError` if the settings select vLLM and it doesn't sample for a model of this configuration."""
     if settings.engine != "native" and (refusal := refused_by_vllm(config)):
-        key = "rollout.engine" if isinstance(settings, RolloutSettings) else "engine"
-        raise ConfigError(f"{refusal}; use {key}=native")
+        raise ConfigError(f"{refusal}; use {settings.engine_key}=native")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import (
     Field,
@@ -91,6 +91,8 @@ class TaskSettings(Settings):
 
 class EvaluationSettings(EngineSettings):
     """How policies are evaluated, always without noise. The default sampling is that of the paper's section 4.1."""
+
+    engine_key: ClassVar[str] = "evaluation.engine"
 
     tasks: list[TaskSettings]
     sampling: SamplingSettings = SamplingSettings(temperature=0.6, top_p=0.95)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -97,6 +97,9 @@ class NativeSettings(Settings):
 class EngineSettings(Settings):
     """The engine that draws the completions."""
 
+    #: The key of `engine` in a configuration, for messages.
+    engine_key: ClassVar[str] = "engine"
+
     engine: Literal["native", "vllm", "vllm-server"] = "native"
     """`native` is this project's engine. `vllm` is vLLM within this process. `vllm-server` is a running
     OpenAI-compatible server of vLLM."""
@@ -117,6 +120,8 @@ class EngineSettings(Settings):
 
 class RolloutSettings(EngineSettings):
     """The rollout of each step: `prompts` problems with `group_size` completions each (G of Eq. 3)."""
+
+    engine_key: ClassVar[str] = "rollout.engine"
 
     prompts: PositiveInt = 16
     group_size: PositiveInt = 8

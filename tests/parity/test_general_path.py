@@ -6,6 +6,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from qerl.checkpoints.folder import differences, read_headers
 from qerl.policy.export import write_dense
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
@@ -104,7 +105,10 @@ def test_mixtures_are_packed_with_their_corrections_and_without_multi_token_pred
     edit_config(base, num_nextn_predict_layers=1)
     further = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}
     save_file(tensors | further, base / "model.safetensors", {"format": "pt"})
+    [told] = differences(base, read_headers(base))
+    assert told.endswith("has blocks of multi-token prediction, which are left out")
     quantize_checkpoint(base, tmp_path / "packed", "nvfp4")
+    assert not list(differences(tmp_path / "packed", read_headers(tmp_path / "packed")))
     write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
     policy = load_policy(tmp_path / "packed", None, "float32", CPU)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()

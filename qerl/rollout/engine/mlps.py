@@ -63,8 +63,7 @@ class MixtureMlp:
     def __init__(
         self, router: Float32Router, experts: Experts, dtype: torch.dtype, lora: ExpertLora | None = None
     ) -> None:
-        if router.normalised is None:
-            raise ConfigError("the native engine has no router but those that choose by probabilities of a softmax")
+        assert router.normalised is not None  # the engine serves no family whose router has no softmax
         self._router, self._normalised = router, router.normalised
         self._products, self._count = experts.products(dtype), len(experts)
         products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()

@@ -12,7 +12,6 @@ from qerl.bench.rollout import bench_rollout
 from qerl.bench.step import bench_step
 from qerl.data.sources import prepare
 from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
-from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.report import paper_speeds, tables
 from qerl.results import readers
 from qerl.settings.base import parse
@@ -20,7 +19,7 @@ from qerl.settings.benches import RolloutBench, StepBench
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from tests.synthetic_results import rollout_point, step_point
-from tests.tiny import tiny_qwen2, write_template
+from tests.tiny import tiny_bases
 
 MODEL = "qwen2.5-7b"
 RUN = {
@@ -37,10 +36,7 @@ GRID = [(1, 4, False), (2, 2, False), (1, 4, True)]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16", max_position_embeddings=1024)
-    write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
+    folder = tiny_bases(tmp_path_factory.mktemp("bases"), max_position_embeddings=1024)
     prepare(parse(DatasetSettings, GENERATED, "test"), folder / "data")
     return folder
 

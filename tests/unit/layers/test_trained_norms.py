@@ -13,12 +13,11 @@ from qerl.jobs.evaluate import EvaluateJob, StoredPolicy
 from qerl.layers.noisy_norm import NoisyRMSNorm
 from qerl.policy.export import export
 from qerl.policy.policy import Policy, load_policy, trained_in_full, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.value import add_value
 from qerl.rollout.vllm.weight_sync import norm_weights
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.training import AdapterSettings, PPOSettings
-from tests.tiny import tiny_qwen2, write_template
+from tests.tiny import tiny_bases, tiny_qwen2
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 40, 41]])
@@ -26,11 +25,7 @@ IDS = torch.tensor([[5, 6, 7, 40, 41]])
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
-    return folder
+    return tiny_bases(tmp_path_factory.mktemp("bases"))
 
 
 def train(policy):

@@ -205,7 +205,7 @@ def test_vllm_serves_the_text_model_of_a_base_that_is_quantized(tmp_path):
 def test_an_evaluation_by_vllm_of_a_model_that_it_does_not_serve_is_refused_before_problems_are_read(decoders):
     settings = parse(EvaluationSettings, {"tasks": [], "engine": "vllm"}, "")
     check_evaluation(decoders("llama"), settings, {})
-    with pytest.raises(ConfigError, match=r"not 'olmo2'; use engine=native"):
+    with pytest.raises(ConfigError, match=r"not 'olmo2'; use evaluation\.engine=native"):
         check_evaluation(decoders("olmo2"), settings, {})
 
 

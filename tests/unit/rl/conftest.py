@@ -9,8 +9,7 @@ import torch
 from accelerate import PartialState
 from torch.distributed.launcher import api
 
-from qerl.quantization.checkpoint import quantize_checkpoint
-from tests.tiny import tiny_qwen2, write_template
+from tests.tiny import tiny_bases
 
 #: Seconds after which a process says where it is: far above what a test takes, and below its limit.
 _HANGING = 300
@@ -19,11 +18,7 @@ _HANGING = 300
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A Qwen2, dense and packed."""
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
-    return folder
+    return tiny_bases(tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture

@@ -2,21 +2,16 @@ import pytest
 import torch
 
 from qerl.policy.policy import load_policy
-from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.divergence import kl_per_token
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
-from tests.tiny import tiny_qwen2
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
-    return {weights: load_policy(folder / weights, None, "float32") for weights in ("bf16", "nvfp4")}
+def policies(checkpoints):
+    return {weights: load_policy(checkpoints / weights, None, "float32") for weights in ("bf16", "nvfp4")}
 
 
 def logprobs(policy, prompt, completion, temperature):

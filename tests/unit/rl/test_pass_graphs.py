@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels import packed_sequences
-from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl import activation_checkpointing, pass_graphs
 from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
@@ -21,7 +20,6 @@ from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 ABOUT = {
@@ -37,12 +35,8 @@ ABOUT = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
-    return folder / "nvfp4"
+def base(checkpoints):
+    return checkpoints / "nvfp4"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import torch
 
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.policy.policy import Policy
-from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.data_parallel import Processes, run_in_processes
 from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.silent import find_silent
@@ -17,7 +16,6 @@ from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
 #: A weight whose term rounds away, but with which every completion has a gradient.
@@ -37,12 +35,8 @@ MIXED = [[1.2, -0.4, -0.4, -0.4], [0.0] * 4, [1.0, 0.0, -1.0, 0.0], [0.0] * 4, [
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bases")
-    dense = tiny_qwen2(folder / "bf16")
-    write_template(dense)
-    quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
-    return folder / "nvfp4"
+def base(checkpoints):
+    return checkpoints / "nvfp4"
 
 
 def batch(advantages=MIXED) -> list[Sample]:
