@@ -15,7 +15,7 @@ from qerl.settings.base import parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2, write_template
-from tests.unit.rl.test_trainer import untimed
+from tests.unit.rl.tiny_trainer import reward_different_characters, untimed
 
 #: A step is an epoch, so that each but the first finds drafts in completions of earlier ones.
 PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(2)]
@@ -44,8 +44,7 @@ def checkpoint(tmp_path_factory):
 def free_rows_and_rewards_that_differ(monkeypatch):
     for name, value in (("_DOUBLING_ROWS", 1e9), ("_VERIFICATION", 0), ("_WORTHWHILE", 1), ("_PAUSES", (0, 0))):
         monkeypatch.setattr(speculation, name, value)
-    parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    reward_different_characters(monkeypatch)
 
 
 def trainer(checkpoint, work, drafts) -> Trainer:

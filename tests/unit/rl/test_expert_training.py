@@ -15,7 +15,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
-from tests.unit.rl.test_trainer import BASE, PROBLEMS, SHARP, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, trainer, untimed, weights
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 ALONE = {"rank": 4, "dropout": 0.0, "targets": EXPERTS, "train_norms": False}

@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from tests.families import FAMILIES, row
-from tests.unit.rl.test_trainer import SHARP, packed_family, trainer
+from tests.unit.rl.tiny_trainer import SHARP, packed_family, trainer
 
 
 @pytest.fixture

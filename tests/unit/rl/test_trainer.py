@@ -1,8 +1,6 @@
-"""The GRPO loop on a tiny policy: resume, noise modes, trained and frozen tensors."""
+"""The GRPO loop on a tiny policy: noise modes, trained and frozen tensors."""
 
-import json
-import logging
-from itertools import count, pairwise
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -10,67 +8,31 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.folder import CheckpointError
-from qerl.data.records import Problem
 from qerl.layers.lora import SharedCasts
 from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.optimizer import warmup_cosine
-from qerl.rl.rollouts import Collector, Task, problem_index
-from qerl.rl.thermostat import Thermostat, followed_entropies
+from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import make_policy
-from qerl.rl.trainer import Trainer
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
-from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_qwen2, write_template
-
-CPU = torch.device("cpu")
-PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
-BASE = {
-    "model": "tiny",
-    "dataset": "sums",
-    "dtype": "float32",
-    "steps": 5,
-    "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 6}},
-    "adapter": {"rank": 4, "dropout": 0.1},
-    "optimizer": {"learning_rate": 1e-2},
-    "checkpoint_every": 2,
-}
-
-
-def trainer(checkpoints, work, **changes) -> Trainer:
-    settings = parse(RunSettings, {**BASE, **changes}, "test")
-    base = checkpoints / settings.weights
-    policy = make_policy(settings, base)
-    collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
-    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
+from tests.tiny import edit_config, tiny_qwen2
+from tests.unit.rl.tiny_trainer import (
+    BASE,
+    CPU,
+    PPO,
+    packed_family,
+    reward_different_characters,
+    trainer,
+    untimed,
+    weights,
+)
 
 
 @pytest.fixture(autouse=True)
-def reward_that_random_completions_differ_in(monkeypatch):
-    """The number of different characters, because equal rewards teach nothing."""
-    parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
-
-
-def weights(trained: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trained.policy.trainable()}
-
-
-TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
-
-
-def untimed(rows):
-    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
-
-
-PPO = {
-    "weights": "nvfp4",
-    "loss": {"name": "ppo", "updates_per_rollout": 2, "ppo": {"rank": 4, "learning_rate": 1e-2}},
-    "noise": {"schedule": "constant", "mode": "consistent"},
-}
+def reward(monkeypatch):
+    reward_different_characters(monkeypatch)
 
 
 def test_casts_of_adapters_that_all_passes_of_an_update_share_change_no_bit(checkpoints, tmp_path, monkeypatch):
@@ -87,72 +49,6 @@ def test_casts_of_adapters_that_all_passes_of_an_update_share_change_no_bit(chec
         used.clear()
     assert made[0][0] == made[1][0]
     assert all(torch.equal(made[0][1][name], made[1][1][name]) for name in made[1][1])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"weights": "nvfp4", "noise": {"schedule": "linear"}},
-        {"weights": "bf16", "method": "full", "dtype": "bfloat16"},
-        PPO,
-    ],
-    ids=["aqn", "full", "ppo"],
-)
-def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, caplog, changes):
-    whole = trainer(checkpoints, tmp_path / "whole", **changes)
-    expected = whole.run()
-    killed = trainer(checkpoints, tmp_path / "killed", **changes)
-    step = killed.step
-    monkeypatch.setattr(
-        killed, "step", lambda n, position: step(n, position) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.run()
-    continued = trainer(checkpoints, tmp_path / "killed", **changes)
-    torch.manual_seed(99)
-    with caplog.at_level(logging.INFO):
-        rows = continued.run()
-    assert "continuing from step 2 of 5" in caplog.text
-    assert untimed(rows) == untimed(expected)
-    assert [json.loads(line)["step"] for line in (tmp_path / "killed/m.jsonl").read_text().splitlines()] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-    for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, weights(continued)[name]), name
-
-
-#: The logits of a random policy are small: at a low temperature its entropy depends on it.
-COLD = {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 6, "temperature": 0.1}}
-
-
-def following(checkpoints, work, followed):
-    made = trainer(
-        checkpoints, work, rollout=COLD, adapter={"rank": 4}, thermostat={"metrics": str(followed)}, checkpoint_every=1
-    )
-    made.thermostat = Thermostat(made.settings.thermostat, 0.1, followed_entropies(followed, 5))
-    return made
-
-
-def test_a_thermostat_sets_the_temperature_of_rollout_and_update(checkpoints, tmp_path, monkeypatch):
-    """Sampler and trainer agree on log-probabilities at every temperature, and a killed run goes on."""
-    trainer(checkpoints, tmp_path, rollout={**COLD, "sampling": {"max_tokens": 6, "temperature": 0.2}}).run()
-    followed = tmp_path / "m.jsonl"
-    rows = following(checkpoints, tmp_path / "whole", followed).run()
-    temperatures = [row["temperature"] for row in rows]
-    assert temperatures[0] == 0.1 < min(temperatures[1:])
-    assert all(row["mismatch/kl"] < 1e-8 for row in rows)
-    killed = following(checkpoints, tmp_path / "killed", followed)
-    step = killed.step
-    monkeypatch.setattr(
-        killed, "step", lambda n, position: step(n, position) if n < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.run()
-    assert untimed(following(checkpoints, tmp_path / "killed", followed).run()) == untimed(rows)
 
 
 def test_the_samplers_entropy_is_that_of_its_completions(checkpoints, tmp_path):
@@ -204,16 +100,6 @@ def test_sampler_and_trainer_agree_without_noise(checkpoints, tmp_path):
     rows = trainer(checkpoints, tmp_path, weights="nvfp4", adapter={"rank": 4}).run()
     assert all(row["mismatch/kl"] < 1e-8 for row in rows)
     assert all(row["mismatch/max_ratio"] < 1.001 for row in rows)
-
-
-def packed_family(root, family, packed):
-    """Write a small model of a family, packed, into a folder of `root` by the name of its format."""
-    if family == "gpt_oss":
-        tiny_gpt_oss(root / packed)
-    else:
-        tiny_family(root / "bf16", family, dtype=torch.bfloat16)
-        quantize_checkpoint(root / "bf16", root / packed, packed)
-    write_template(root / packed)
 
 
 @pytest.mark.parametrize(("family", "packed"), [("qwen3_5", "nvfp4"), ("qwen3_5_moe", "nvfp4"), ("gpt_oss", "mxfp4")])
@@ -271,10 +157,6 @@ def test_a_second_update_of_a_rollout_moves_on(checkpoints, tmp_path):
     assert any(moved)
 
 
-#: The logits of a random policy are small, and its embedding is frozen.
-SHARP = {"max_tokens": 6, "temperature": 0.1}
-
-
 def test_ppo_estimates_values_and_saves_them_apart(checkpoints, tmp_path):
     made = trainer(checkpoints, tmp_path, **PPO)
     rows = made.run()
@@ -298,53 +180,6 @@ def test_gradients_of_ppo_accumulate_over_micro_batches(checkpoints, tmp_path):
         assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
 
 
-def test_a_truncated_checkpoint_is_named(checkpoints, tmp_path):
-    made = trainer(checkpoints, tmp_path)
-    made.run()
-    newest = sorted(tmp_path.glob("step-*.pt"))[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(ResumeError, match=newest.name):
-        trainer(checkpoints, tmp_path).run()
-
-
-def test_a_full_disk_is_reported_and_the_run_continues_from_the_last_good_checkpoint(checkpoints, tmp_path):
-    whole = trainer(checkpoints, tmp_path / "whole").run()
-    made = trainer(checkpoints, tmp_path / "full")
-    save = made.checkpoints.save
-
-    def save_until_full(step, state):
-        if step == 4:
-            # The kernel's own full disk: every write to it fails with ENOSPC.
-            (tmp_path / "full/partial").symlink_to("/dev/full")
-        save(step, state)
-
-    object.__setattr__(made.checkpoints, "save", save_until_full)
-    with pytest.raises(ResumeError, match=r"step 4.*No space left on device.*make room"):
-        made.run()
-    assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "rollouts", "step-000002.pt"]
-    assert untimed(trainer(checkpoints, tmp_path / "full").run()) == untimed(whole)
-
-
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
-    Checkpoints(tmp_path, "these").save(1, {"rows": []})
-    with pytest.raises(ResumeError, match="other settings"):
-        Checkpoints(tmp_path, "those").load(CPU)
-
-
-def test_only_the_last_two_checkpoints_are_kept(tmp_path):
-    store = Checkpoints(tmp_path, "x")
-    for step in (1, 2, 3):
-        store.save(step, {})
-    assert [file.name for file in sorted(tmp_path.iterdir())] == ["step-000002.pt", "step-000003.pt"]
-
-
-def test_every_problem_is_seen_once_an_epoch():
-    seen = [problem_index(10, 0, position) for position in range(20)]
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
-    assert seen[:10] != seen[10:]
-    assert seen[:10] != [problem_index(10, 1, position) for position in range(10)]
-
-
 def test_learning_rate_warms_up_and_decays_to_zero():
     rates = [warmup_cosine(0.1, step, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
@@ -358,55 +193,6 @@ def test_no_training_problems_is_an_error(checkpoints):
     policy = with_adapter(checkpoints / "bf16", settings.adapter, "float32", 0, CPU)
     with pytest.raises(ValueError, match="no training problems"):
         Collector(settings, policy, NativeSampler(policy), Task([], "gsm8k", ""))
-
-
-def equal_rewards_for(monkeypatch, questions):
-    """Rewards that are all the same for these questions, and all different for others."""
-    numbers = count()
-
-    def parts(answer, problem, *_):
-        return {"correct": 0.0 if problem.question in questions else next(numbers), "format": 0.0, "overlong": 0.0}
-
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
-
-
-def test_a_step_of_equal_rewards_has_no_gradient(checkpoints, tmp_path, monkeypatch):
-    """0.1, the reward for the right form alone; eight of them have another mean in float32."""
-    monkeypatch.setattr("qerl.rl.rollouts.total", lambda *_: 0.1)
-    made = trainer(checkpoints, tmp_path, rollout={**BASE["rollout"], "group_size": 8})
-    row = made.step(1, 0)
-    assert row["grad_norm"] == row["loss"] == 0
-    assert row["reward/equal_groups"] == 1
-
-
-def test_dynamic_sampling_replaces_groups_of_equal_rewards(checkpoints, tmp_path, monkeypatch):
-    order = [PROBLEMS[problem_index(len(PROBLEMS), 0, position)].question for position in range(6)]
-    equal_rewards_for(monkeypatch, {order[0], order[2]})
-    rollout = {**BASE["rollout"], "resample": 3}
-    made = trainer(checkpoints, tmp_path, rollout=rollout)
-    drawn = made.collector.collect(1, 0)
-    expected = [made.policy.tokenizer(f"{question}:")["input_ids"] for question in (order[1], order[3])]
-    assert [sample.prompt for sample in drawn.samples[::4]] == expected
-    assert drawn.metrics["problems"] == 4
-    assert drawn.metrics["reward/equal_groups"] == 0.5
-    assert all(sample.advantage != 0 for sample in drawn.samples)
-
-
-def test_dynamic_sampling_gives_up_after_its_rounds(checkpoints, tmp_path, monkeypatch):
-    equal_rewards_for(monkeypatch, {problem.question for problem in PROBLEMS})
-    drawn = trainer(checkpoints, tmp_path, rollout={**BASE["rollout"], "resample": 2}).collector.collect(1, 0)
-    assert drawn.metrics["problems"] == 6
-    assert len(drawn.samples) == 8
-
-
-def test_a_continued_run_with_dynamic_sampling_continues_at_the_same_problem(checkpoints, tmp_path, monkeypatch):
-    equal_rewards_for(monkeypatch, {PROBLEMS[0].question, PROBLEMS[3].question})
-    changes = {"rollout": {**BASE["rollout"], "resample": 2}, "steps": 4}
-    whole = trainer(checkpoints, tmp_path / "whole", **changes).run()
-    first = trainer(checkpoints, tmp_path / "parts", **{**changes, "steps": 3})
-    first.run()
-    assert untimed(trainer(checkpoints, tmp_path / "parts", **changes).run())[2]["problems"] == whole[2]["problems"]
-    assert whole[-1]["problems"] > 8
 
 
 def test_kl_to_the_reference_starts_at_zero_and_grows(checkpoints, tmp_path):

@@ -1,0 +1,67 @@
+"""A trainer of a tiny policy, which several files of tests run."""
+
+import torch
+
+from qerl.data.records import Problem
+from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.rollouts import Collector, Task
+from qerl.rl.train import make_policy
+from qerl.rl.trainer import Trainer
+from qerl.rollout.eager import NativeSampler
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+from tests.tiny import tiny_family, tiny_gpt_oss, write_template
+
+CPU = torch.device("cpu")
+PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
+BASE = {
+    "model": "tiny",
+    "dataset": "sums",
+    "dtype": "float32",
+    "steps": 5,
+    "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4, "dropout": 0.1},
+    "optimizer": {"learning_rate": 1e-2},
+    "checkpoint_every": 2,
+}
+PPO = {
+    "weights": "nvfp4",
+    "loss": {"name": "ppo", "updates_per_rollout": 2, "ppo": {"rank": 4, "learning_rate": 1e-2}},
+    "noise": {"schedule": "constant", "mode": "consistent"},
+}
+#: The logits of a random policy are small, and its embedding is frozen.
+SHARP = {"max_tokens": 6, "temperature": 0.1}
+TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
+
+
+def trainer(checkpoints, work, **changes) -> Trainer:
+    settings = parse(RunSettings, {**BASE, **changes}, "test")
+    base = checkpoints / settings.weights
+    policy = make_policy(settings, base)
+    collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
+    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
+
+
+def weights(trained: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trained.policy.trainable()}
+
+
+def untimed(rows):
+    return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
+
+
+def packed_family(root, family, packed):
+    """Write a small model of a family, packed, into a folder of `root` by the name of its format."""
+    if family == "gpt_oss":
+        tiny_gpt_oss(root / packed)
+    else:
+        tiny_family(root / "bf16", family, dtype=torch.bfloat16)
+        quantize_checkpoint(root / "bf16", root / packed, packed)
+    write_template(root / packed)
+
+
+def reward_different_characters(monkeypatch):
+    """Reward the number of different characters, because equal rewards teach nothing."""
+    parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
