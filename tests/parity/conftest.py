@@ -1,4 +1,6 @@
-"""The small models of the families, dense and packed, which several files of tests read."""
+"""The small models of the families, dense and packed, which several files of tests read, and vLLM's objects."""
+
+import gc
 
 import pytest
 import torch
@@ -18,3 +20,11 @@ def bases(tmp_path_factory):
         for weights in PACKED_FORMATS:
             quantize_checkpoint(source, root / name / weights, weights)
     return root
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """An engine that ends unfreezes all objects of the process: the next ones would collect among all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield

