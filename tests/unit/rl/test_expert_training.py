@@ -15,7 +15,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
-from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, reward_lower_case, trainer, untimed, weights
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 ALONE = {"rank": 4, "dropout": 0.0, "targets": EXPERTS, "train_norms": False}
@@ -34,8 +34,7 @@ def mixture(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def reward_of_lower_case(monkeypatch):
-    parts = lambda answer, *_: {"correct": sum(map(str.islower, answer.text)), "format": 0, "overlong": 0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    reward_lower_case(monkeypatch)
 
 
 def learning(mixture, work, **changes):

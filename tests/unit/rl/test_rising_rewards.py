@@ -5,14 +5,12 @@ from statistics import fmean
 import pytest
 
 from tests.families import FAMILIES, row
-from tests.unit.rl.tiny_trainer import SHARP, packed_family, trainer
+from tests.unit.rl.tiny_trainer import SHARP, packed_family, reward_lower_case, trainer
 
 
 @pytest.fixture
 def letters(monkeypatch):
-    """The reward is the number of lower-case letters, which are 26 of the 102 tokens."""
-    parts = lambda answer, *_: {"correct": sum(map(str.islower, answer.text)), "format": 0, "overlong": 0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    reward_lower_case(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,17 @@ def packed_family(root, family, packed):
     write_template(root / packed)
 
 
+def _reward(monkeypatch, number):
+    """Reward a number of an answer's text."""
+    parts = lambda answer, *_: {"correct": float(number(answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+
+
 def reward_different_characters(monkeypatch):
     """Reward the number of different characters, because equal rewards teach nothing."""
-    parts = lambda answer, *_: {"correct": float(len(set(answer.text))), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    _reward(monkeypatch, lambda text: len(set(text)))
+
+
+def reward_lower_case(monkeypatch):
+    """Reward the number of lower-case letters, which are 26 of the 102 tokens."""
+    _reward(monkeypatch, lambda text: sum(map(str.islower, text)))
