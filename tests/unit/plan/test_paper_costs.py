@@ -188,7 +188,7 @@ def test_an_estimate_is_near_the_measurement_that_it_stands_for(monkeypatch, tmp
         assert hours.measured == 0
         # These points precede the faster products with which 7B and 32B were measured.
         old = [row[name] for name in ("model", "weights", "engine", "rank", "sequences")] == OLD
-        assert (0.78 if old else 0.84) < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
+        assert (0.76 if old else 0.84) < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
