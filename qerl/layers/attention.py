@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, softmax
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -30,13 +30,18 @@ def attend(
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention: query [1, heads, L, D], key and value [1, KV heads, L, D] -> [1, L, heads, D]."""
-    sinks = settings.get("s_aux")
-    if packing is None and sinks is not None:
+    sinks, cap = settings.get("s_aux"), settings.get("softcap")
+    if packing is None and (sinks is not None or cap is not None):
         queries, keys = query.shape[2], key.shape[2]
         seen = attention_mask
         if seen is None:
-            seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        return attend_masked(query, key, value, seen, settings["scaling"], sinks).transpose(1, 2).contiguous(), None
+            seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        scale = settings["scaling"]
+        if cap is None:
+            out = attend_masked(query, key, value, seen, scale, sinks)
+        else:
+            out = _attend_capped(query, key, value, seen, scale, cap, settings.get("dropout", 0.0))
+        return out.transpose(1, 2).contiguous(), None
     if packing is None:
         if _shares_heads(query, attention_mask, settings):
             scale = settings.get("scaling")
@@ -49,6 +54,18 @@ def attend(
     query, key, value = (row.squeeze(0).transpose(0, 1) for row in (query, key, value))
     window = settings.get("sliding_window")
     return attend_packed(query, key, value, packing, settings["scaling"], window, sinks)[None], None
+
+
+def _attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, cap: float, dropout: float
+) -> Tensor:
+    """Attention [B, heads, Q, D] as `attend_masked`, with scores s replaced by cap tanh(s / cap)."""
+    query = query.unflatten(1, (key.shape[1], -1))
+    scores = cap * (query @ key[:, :, None].mT * (scale / cap)).tanh()
+    # Not by infinity: no key is seen from padding.
+    scores = scores.masked_fill(~seen[:, :, None], torch.finfo(scores.dtype).min)
+    weights = softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return (nn.functional.dropout(weights, dropout) @ value[:, :, None]).flatten(1, 2)
 
 
 def _shares_heads(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
@@ -73,7 +90,7 @@ def token_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: P
 
     Where attention takes no packed rows they are computed as a padded batch.
     """
-    use_attend(lm)
+    use_attend(lm)  # pretraining makes models in its own way
     if not structure_of(lm.config).takes_packed_rows:
         assert isinstance(packing, Packing)  # CUDA graphs serve packed attention alone
         return _padded_hidden(lm, ids[0], positions[0], packing)

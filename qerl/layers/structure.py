@@ -23,7 +23,17 @@ from qerl.layers.model_dropout import attention_dropout, check_dropout
 from qerl.layers.structure_trace import Trace, is_linear, is_view, traced
 
 #: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
-_KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position", "s_aux"}
+_KNOWN = {
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "s_aux",
+    "softcap",
+}
 #: The name of attention's parameter of scores that no token has.
 _SINKS = "sinks"
 #: Values of `model_type` with which stock PEFT is tested to adapt layers beside experts that have names as experts'.
@@ -67,6 +77,8 @@ class Structure:
     """Whether attention takes packed rows. Updates of other models compute padded batches."""
     logit_scale: float
     """What the head's products are multiplied by, as Granite's and Cohere's are."""
+    logit_cap: float | None
+    """The logits are logit_cap tanh(logit_scale p) of the head's products p, as Gemma 2's; None: logit_scale p."""
     block_weights: int
     """Elements of the weights of all blocks' linear layers, but for routers and gates of one number."""
 
@@ -143,7 +155,8 @@ def _find(lm: Any) -> Structure:
         windows=windows,
         attention_dropout=max(attention_dropout(module) for module in trace.attention),
         takes_packed_rows=trace.takes_packed_rows,
-        logit_scale=trace.logit_scale,
+        logit_scale=trace.logits[0],
+        logit_cap=trace.logits[1],
         block_weights=sum(
             cast(nn.Linear, block.get_submodule(name)).weight.numel()
             for block, names in zip(layers, linears, strict=True)
@@ -239,6 +252,8 @@ def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
             + (f"has {unknown[0]}" if unknown else "isn't causal")
         )
     sinks = [p for path, p in block.named_parameters() if path.rpartition(".")[2] == _SINKS]
+    if sinks and settings.get("softcap"):
+        raise StructureError(f"model_type={kind!r} isn't supported, because {name} has sinks and a cap of scores")
     if any(p is not settings.get("s_aux") for p in sinks):
         raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
     idle = [path for path, module in block.named_modules() if is_linear(module) and module not in trace.inputs]

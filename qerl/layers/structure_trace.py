@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +25,30 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-class _Scalings(TorchDispatchMode):
-    """Notes products of tensors with numbers."""
+class _Elementwise(TorchDispatchMode):
+    """Notes products of tensors with numbers, and tanh."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[tuple[Tensor, float, Tensor]] = []
+        #: What it reads, the number, or None of tanh, and its result.
+        self.noted: list[tuple[Tensor, float | None, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor) and isinstance(args[1], (int, float)):
             self.noted.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
+        elif func is torch.ops.aten.tanh.default:
+            self.noted.append((args[0], None, out))
         return out
 
-    def factor(self, before: Tensor, after: Tensor) -> float | None:
-        """What makes one tensor the other: 1 for the same one or a view; None if it isn't a product with numbers."""
-        scale = 1.0
-        for tensor, number, product in self.noted:
+    def between(self, before: Tensor, after: Tensor) -> list[float | None] | None:
+        """What makes one tensor the other: nothing for the same one or a view; None if other operations do."""
+        steps = []
+        for tensor, number, result in self.noted:
             if is_view(tensor, before) and not is_view(after, before):
-                scale, before = scale * number, product
-        return scale if is_view(after, before) else None
+                steps.append(number)
+                before = result
+        return steps if is_view(after, before) else None
 
 
 @dataclass
@@ -52,10 +57,11 @@ class Trace:
 
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     takes_packed_rows: bool = True
-    """Whether each call can be packed: it gets the argument, and keys are as wide as values for flash attention."""
+    """Whether each call can be packed: it gets the argument, keys are as wide as values, and scores have no soft cap."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-    logit_scale: float = 1.0
+    logits: tuple[float, float | None] = (1.0, None)
+    """Their scale and cap."""
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note a call of a module, as a forward hook."""
@@ -74,8 +80,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     trace = _TRACE.get()
     trace.attention[module] = settings
-    # Without the argument, packed attention wouldn't get it either.
-    trace.takes_packed_rows &= packing and key.shape[-1] == value.shape[-1]
+    # Without the argument, packed attention wouldn't get it either. It has no soft cap.
+    trace.takes_packed_rows &= packing and key.shape[-1] == value.shape[-1] and settings.get("softcap") is None
     return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
 
@@ -117,35 +123,51 @@ def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
         made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     token = _TRACE.set(trace)
     try:
-        with Dropouts() as dropouts, _Scalings() as scalings:
+        with Dropouts() as dropouts, _Elementwise() as noted:
             output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, **settings)
     finally:
         _TRACE.reset(token)
         for hook in hooks:
             hook.remove()
     # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
-    trace.logit_scale = _logit_scale(lm, trace, last[0] if last else None, output.logits, scalings)
+    trace.logits = _logits_of(lm, trace, last[0] if last else None, output.logits, noted)
     check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 
 
-def _logit_scale(lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, scalings: _Scalings) -> float:
-    """What the product of the last hidden states and the head's weight is multiplied by to give the logits.
+def _logits_of(
+    lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, noted: _Elementwise
+) -> tuple[float, float | None]:
+    """Scale and cap of the logits, `Structure.logit_scale` and `logit_cap`.
 
     A factor of the hidden states is one of the logits. Raises `StructureError` if they are computed in another way.
     """
     head = lm.get_output_embeddings()
-    read = trace.inputs.get(head)
-    before = after = None
-    if read is not None and hidden is not None:
-        before, after = scalings.factor(hidden, read), scalings.factor(trace.outputs[head], logits)
-    scale = (before or 0.0) * (after or 0.0)
-    if scale <= 0 or not is_linear(head) or head.bias is not None:
-        raise StructureError(
-            f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
-            "hidden states and the head's weight"
-        )
-    return scale
+    read, products = trace.inputs.get(head), trace.outputs.get(head)
+    # Operations in place would change the version.
+    if read is not None and hidden is not None and is_linear(head) and products is not None and not products._version:
+        before, after = noted.between(hidden, read), noted.between(products, logits)
+        if (found := _scale_and_cap(before, after, head.bias is not None)) is not None:
+            return found
+    raise StructureError(
+        f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
+        "hidden states and the head's weight, with or without a factor and a soft cap"
+    )
+
+
+def _scale_and_cap(
+    before: list[float | None] | None, after: list[float | None] | None, bias: bool
+) -> tuple[float, float | None] | None:
+    """What the operations before and after the head amount to; None if that isn't a scale and perhaps a cap."""
+    # A bias doesn't get a factor of the hidden states.
+    if before is None or after is None or None in before or (before and bias):
+        return None
+    end = after.index(None) if None in after else len(after)
+    inner, outer = [*before, *after[:end]], after[end + 1 :]
+    if None in outer:
+        return None
+    scale, cap = (prod(cast(list[float], part), start=1.0) for part in (inner, outer))
+    return (scale, cap if None in after else None) if scale > 0 and cap > 0 else None
 
 
 def is_view(tensor: Tensor, of: Tensor | None) -> bool:

@@ -34,6 +34,7 @@ from qerl.checkpoints.tensors import stream
 from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
 from qerl.host.progress import log
+from qerl.layers.attention import use_attend
 from qerl.layers.empty_model import MISFITS, StructureError, empty_model
 from qerl.layers.experts import Experts, Float32Router
 from qerl.layers.packed_linear import PackedLinear
@@ -93,7 +94,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a checkpoint of a decoder: dense, NVFP4, MXFP4 or NF4, as published (docs/checkpoints.md).
 
-    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. With `float32_norms`, the
+    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Its blocks call
+    `qerl.layers.attention`, because transformers' default has no soft caps. With `float32_norms`, the
     norms that can have noise keep float32 weights; the caller replaces them by modules that compute with such weights.
     Routers of experts are float32 always.
     Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
@@ -122,6 +124,7 @@ def load_model(
     _restore_computed_buffers(model, device)
     if (folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder)
+    use_attend(model)
     return model.eval()
 
 

@@ -222,10 +222,13 @@ def head_logprobs(
     policy: Policy, states: torch.Tensor, batch: MicroBatch, temperature: float, keep_logits: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropy [M], float32, of a batch's tokens by their hidden states [M, H]."""
-    head = policy.lm.get_output_embeddings().weight
-    # A factor of the logits is one of the temperature.
-    divisor = temperature / structure_of(policy.lm.config).logit_scale
-    return linear_logprobs.logprobs_and_entropy(states, head, batch.targets_M, divisor, keep_logits)
+    head, structure = policy.lm.get_output_embeddings(), structure_of(policy.lm.config)
+    cap = None if structure.logit_cap is None else linear_logprobs.SoftCap(structure.logit_cap, structure.logit_scale)
+    # Without a cap, a factor of the logits is one of the temperature.
+    divisor = temperature if cap else temperature / structure.logit_scale
+    return linear_logprobs.logprobs_and_entropy(
+        states, head.weight, batch.targets_M, divisor, keep_logits, bias=head.bias, cap=cap
+    )
 
 
 def logprobs_and_entropy(

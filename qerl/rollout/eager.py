@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qerl.layers.attention import use_attend
 from qerl.layers.lora import kept_operands
 from qerl.layers.packed_linear import PackedLinear, dense_weights
 from qerl.policy.policy import Policy
@@ -157,7 +156,6 @@ class NativeSampler:
         """See `Sampler`."""
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
-        use_attend(self.policy.lm)
         completions: list[list[Completion]] = [[] for _ in prompts]
         stride = max(self.max_sequences // params.count, 1)
         part = params.part or BatchPart(range(len(prompts)), lambda most: ())

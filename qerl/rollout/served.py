@@ -33,6 +33,8 @@ def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
         return f"the native engine has no {_CHANGING_ROPE} rotary positions"
     if (activation := activation_of(config)) not in get_args(Activation):
         return f"the native engine supports {' and '.join(get_args(Activation))} as the activation, not {activation!r}"
+    if has_soft_cap(config):
+        return "the native engine has no soft cap of logits"
     if kind in _HYBRIDS and activation != "silu":
         return f"the native engine supports silu as the activation of delta nets, not {activation!r}"
     return None
@@ -54,11 +56,18 @@ def activation_of(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
 
 
+def has_soft_cap(config: Any) -> bool:
+    """Whether the logits of a model of this configuration have a soft cap."""
+    return bool(getattr(config, "final_logit_softcapping", None))
+
+
 def refused_by_vllm(config: Any) -> str | None:
     """A sentence that says why vLLM doesn't sample for a model of this configuration; None if it does."""
     kind = getattr(config, "model_type", "")
     if kind not in _VLLM:
         return f"sampling by vLLM is tested with {', '.join(_VLLM)}, not {kind!r}"
+    if has_soft_cap(config):
+        return "sampling by vLLM is tested with models without a soft cap of logits"
     folder = getattr(config, "name_or_path", "")
     if folder and whole_model(Path(folder)):
         return f"sampling by vLLM is tested with models of text alone, and {folder} is one of images and text"

@@ -72,6 +72,27 @@ def test_values_and_gradients(monkeypatch, dtype, keep, tile, rows, vocabulary, 
         assert relative(ours, theirs) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("cap", [None, linear_logprobs.SoftCap(5.0, 0.2)])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_and_a_cap(monkeypatch, dtype, keep, cap):
+    monkeypatch.setattr(linear_logprobs, "ROWS", 64)
+    monkeypatch.setattr(linear_logprobs, "COLUMNS", 512)
+    hidden, head, targets, weights = case(dtype, 150, 1500, SHAPES["usual"][0])
+    bias = torch.linspace(-1, 1, len(head), device=head.device, dtype=dtype)
+    logprobs, _ = linear_logprobs.logprobs_and_entropy(hidden, head, targets, 0.7, keep, bias=bias, cap=cap)
+    wide = hidden.detach().double().requires_grad_()
+    logits = wide @ head.detach().double().T + bias.double()
+    if cap is not None:
+        logits = 5.0 * (0.2 * logits).tanh()
+    exact = torch.log_softmax(logits / 0.7, -1)[torch.arange(150, device=head.device), targets]
+    rounding = torch.finfo(dtype).eps
+    assert relative(logprobs, exact) < max(rounding, 1e-6)
+    (found,) = torch.autograd.grad((logprobs * weights).sum(), hidden)
+    (expected,) = torch.autograd.grad((exact * weights.double()).sum(), wide)
+    assert relative(found, expected) < max(4 * rounding, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_is_rounded_once_to_nearest_in_the_place_of_its_tile(dtype):
     """The tile is the second of two: some targets lie in it, some before it."""

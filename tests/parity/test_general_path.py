@@ -39,7 +39,9 @@ ERNIE = {
     "moe_num_shared_experts": 1,
     "head_dim": 16,
 }
-#: Values of config.json, and whether norms can be trained: padded batches, logits with a factor, other mixtures.
+GEMMA2 = {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.2}
+#: Values of config.json, and whether norms can be trained: padded batches, logits with a factor, a cap or a bias, caps
+#: of attention's scores, other mixtures. A small cap bends the logits of random weights.
 MODELS = {
     "stablelm": ({}, False),
     "nemotron": ({"head_dim": 16}, False),
@@ -47,6 +49,10 @@ MODELS = {
     "minicpm3": (LATENT | {"num_key_value_heads": 4, "dim_model_base": 16}, True),
     "granite": ({"logits_scaling": 8.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}, True),
     "cohere2": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, False),
+    "gemma2": (GEMMA2, True),
+    "vaultgemma": (GEMMA2, True),
+    "nanochat": ({}, False),
+    "phi": ({}, False),
     # Sigmoids with a correction, groups of experts, a shared one, and a first block without experts.
     "glm4_moe": (GROUPED | {"head_dim": 16}, True),
     "deepseek_v3": (GROUPED | LATENT | {"num_key_value_heads": 4}, True),
@@ -69,7 +75,9 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
     base, norms = written(tmp_path / "base", kind)
     policy = perturbed(with_adapter(base, AdapterSettings(rank=2, train_norms=norms), "float32", 0, CPU))
     policy.save(tmp_path / "adapter")
-    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    # transformers' SDPA, its default, has no cap of scores.
+    attention = "eager" if "attn_logit_softcapping" in MODELS[kind][0] else None
+    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation=attention).eval()
     peft = PeftModel.from_pretrained(stock, tmp_path / "adapter", is_trainable=True)
     sampler = NativeSampler(policy)
     samples = []

@@ -304,8 +304,8 @@ def test_vllm_is_refused(sources, name):
         make_sampler(policy, EngineSettings(engine="vllm"))
 
 
-def test_capped_logits_are_refused_before_a_weight_is_read(tmp_path):
-    source = tiny_of_images(tmp_path, "gemma3", "gemma3", final_logit_softcapping=30.0)
+def test_a_structure_is_refused_before_a_weight_is_read(tmp_path):
+    source = tiny_of_images(tmp_path, "gemma3", "gemma3", use_bidirectional_attention=True)
     (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="its logits aren't the product of the last hidden states"):
+    with pytest.raises(CheckpointError, match=r"the attention of model\.layers\.0 isn't causal"):
         load_model(source, torch.float32)

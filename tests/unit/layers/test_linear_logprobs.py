@@ -52,6 +52,25 @@ def test_values_and_gradients_are_those_of_log_softmax(tiles, dtype, tolerance, 
         assert relative(a, b) < tolerance
 
 
+@pytest.mark.parametrize("cap", [None, linear_logprobs.SoftCap(3.0, 0.25)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bias_and_a_cap_are_those_of_autograd(tiles, cap, frozen):
+    hidden, head, targets, weights = case()
+    bias = torch.linspace(-1, 1, len(head), dtype=torch.float64, requires_grad=not frozen)
+    leaves = (hidden, head) if frozen else (hidden, head, bias)
+    logits = hidden @ head.T + bias
+    if cap is not None:
+        logits = 3.0 * (0.25 * logits).tanh()
+    logprobs = torch.log_softmax(logits / 0.7, -1)
+    reference = logprobs[torch.arange(12), targets]
+    found, entropy = linear_logprobs.logprobs_and_entropy(hidden, head, targets, 0.7, bias=bias, cap=cap)
+    assert relative(found, reference) < 1e-13
+    assert relative(entropy, -(logprobs.exp() * logprobs).sum(-1)) < 1e-13
+    ours, theirs = (torch.autograd.grad((values * weights).sum(), leaves) for values in (found, reference))
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < 1e-13
+
+
 @pytest.mark.parametrize("scale", [1e-3, 100.0])
 def test_flat_and_peaked_distributions_stay_finite(tiles, scale):
     """exp of the largest logit, over 1000, is infinite in float64 too."""

@@ -101,25 +101,28 @@ def test_attention_that_is_not_told_the_packing_is_not_packed():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "values", "scale"),
+    ("kind", "values", "scale", "cap"),
     [
-        ("granite", {"logits_scaling": 5.0}, 0.2),
-        ("cohere", {"logit_scale": 0.25}, 0.25),
-        ("minicpm3", {"dim_model_base": 16, "num_key_value_heads": 4}, 0.25),
-        ("olmo2", {}, 1.0),
+        ("granite", {"logits_scaling": 5.0}, 0.2, None),
+        ("cohere", {"logit_scale": 0.25}, 0.25, None),
+        ("minicpm3", {"dim_model_base": 16, "num_key_value_heads": 4}, 0.25, None),
+        ("gemma3_text", {"final_logit_softcapping": 0.25}, 4.0, 0.25),
+        ("phi", {}, 1.0, None),
+        ("olmo2", {}, 1.0, None),
     ],
 )
-def test_a_factor_of_the_logits_is_that_of_transformers(kind, values, scale):
+def test_factor_and_cap_of_the_logits_are_those_of_transformers(kind, values, scale, cap):
     config = AutoConfig.for_model(kind, **SMALL, intermediate_size=64, **values)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(2, 12)[None]
-    products = model.lm_head(model.model(ids).last_hidden_state)
-    torch.testing.assert_close(model(ids).logits, structure_of(config).logit_scale * products)
+    products = scale * model.lm_head(model.model(ids).last_hidden_state)
+    torch.testing.assert_close(model(ids).logits, products if cap is None else cap * products.tanh())
     assert structure_of(config).logit_scale == pytest.approx(scale)
+    assert structure_of(config).logit_cap == cap
 
 
-@pytest.mark.parametrize(("kind", "values"), [("gemma3_text", {"final_logit_softcapping": 30.0}), ("phi", {})])
-def test_logits_that_are_no_multiple_of_the_heads_products_are_refused(kind, values):
-    assert "its logits aren't the product of the last hidden states" in refusal(kind, intermediate_size=64, **values)
+def test_attention_with_a_cap_of_scores_is_not_packed():
+    assert not found("gemma2", head_dim=16).takes_packed_rows
+    assert found("gemma2", head_dim=16, attn_logit_softcapping=None).takes_packed_rows
 
 
 def test_a_model_that_calls_its_decoder_alone_is_refused():

@@ -9,7 +9,7 @@ from qerl.policy.policy import load_policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
-from qerl.rollout.served import refused_fp8_cache
+from qerl.rollout.served import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings, NativeSettings, RolloutSettings, VllmSettings
 from tests.families import FAMILIES
@@ -45,6 +45,13 @@ def test_experts_without_a_grouped_product_are_sampled_eagerly():
     chosen = [native_class(on_gpu=True, config=config, weights=weights) for weights in (None, "nvfp4", "mxfp4", "nf4")]
     assert chosen == [EngineSampler] * 3 + [NativeSampler]
     assert native_class(on_gpu=True, config=FAMILIES["qwen3"].config(), weights="nf4") is EngineSampler
+
+
+def test_soft_caps_of_logits_are_the_eager_samplers():
+    config = FAMILIES["gemma3"].config(final_logit_softcapping=30.0)
+    assert refused_by_engine(config) == "the native engine has no soft cap of logits"
+    assert refused_by_vllm(config) == "sampling by vLLM is tested with models without a soft cap of logits"
+    assert native_class(on_gpu=True, config=config) is NativeSampler
 
 
 def test_a_cache_in_fp8_is_refused_where_there_is_none(policy):
