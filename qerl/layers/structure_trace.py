@@ -57,7 +57,7 @@ class Trace:
 
     attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     takes_packed_rows: bool = True
-    """Whether each call can be packed: it gets the argument, keys are as wide as values, and scores have no soft cap."""
+    """Whether each call can be packed: it gets the argument, keys are as wide as values, scores have no soft cap."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     logits: tuple[float, float | None] = (1.0, None)
@@ -147,8 +147,8 @@ def _logits_of(
     # Operations in place would change the version.
     if read is not None and hidden is not None and is_linear(head) and products is not None and not products._version:
         before, after = noted.between(hidden, read), noted.between(products, logits)
-        if (found := _scale_and_cap(before, after, head.bias is not None)) is not None:
-            return found
+        if (both := _scale_and_cap(before, after, head.bias is not None)) is not None:
+            return both
     raise StructureError(
         f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
         "hidden states and the head's weight, with or without a factor and a soft cap"
