@@ -282,10 +282,8 @@ def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb:
     if model and settings and settings.experts and (refusal := refused_expert_adapters(model.config.model_type)):
         problems.append(f"{refusal}; leave --experts out")
     memory = None
-    if model and model.shape.block_weights != structure_of(model.config).block_weights:
-        notes.append(
-            "the memory isn't predicted, because the model's blocks have other layers than those of known shapes"
-        )
+    if model and (reason := _unpredicted(model)):
+        notes.append(f"the memory isn't predicted, because {reason}")
     elif model and settings:
         capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
         memory, sentences = _memory(model, settings, capacity)
@@ -308,6 +306,14 @@ def _text(library: Library) -> str:
 
 def _option(library: Library) -> str:
     return f"[{library.extra}]" if library.extra else ""
+
+
+def _unpredicted(model: AskedModel) -> str | None:
+    """Why the formulas of memory don't hold for a model; None if they do."""
+    structure = structure_of(model.config)
+    if model.shape.block_weights != structure.block_weights:
+        return "the model's blocks have other layers than those of known shapes"
+    return None if structure.takes_packed_rows else "updates of this model compute padded batches"
 
 
 def _memory(model: AskedModel, settings: StepSettings, capacity: float) -> tuple[PredictedMemory | None, list[str]]:

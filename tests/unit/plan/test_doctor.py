@@ -260,6 +260,14 @@ def test_memory_is_not_predicted_for_models_with_other_layers(tmp_path, kind):
     assert "peak of the update" not in told.stdout
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "stablelm"])
+def test_memory_is_not_predicted_for_padded_batches(tmp_path, kind):
+    folder = tiny_decoder(tmp_path, kind, head_dim=16)
+    told = CliRunner().invoke(app, ["doctor", "--model", str(folder), "--rank", "16", "--max-tokens", "16"])
+    assert "note: the memory isn't predicted, because updates of this model compute padded batches" in told.stdout
+    assert "peak of the update" not in told.stdout
+
+
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
