@@ -102,6 +102,23 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
         assert gradients[name].any()
 
 
+@pytest.mark.parametrize("kind", ["phi", "gemma2"])
+def test_packed_models_have_the_logits_of_their_dense_weights(tmp_path, kind):
+    """A head with a bias, and soft caps."""
+    base, _ = written(tmp_path / "base", kind)
+    tensors, file = load_file(base / "model.safetensors"), base / "model.safetensors"
+    if (bias := tensors.get("lm_head.bias")) is not None:
+        save_file(tensors | {"lm_head.bias": torch.linspace(-1, 1, len(bias))}, file, {"format": "pt"})
+    quantize_checkpoint(base, tmp_path / "packed", "nvfp4")
+    write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
+    policy = load_policy(tmp_path / "packed", None, "float32", CPU)
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, stock(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])
 def test_mixtures_are_packed_with_their_corrections_and_without_multi_token_prediction(tmp_path, kind):
     """The decoder of GLM-4.5 and DeepSeek-V3 ends before the last block of their files."""

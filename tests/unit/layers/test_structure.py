@@ -140,6 +140,11 @@ def test_a_router_that_is_a_linear_layer_is_refused():
     )
 
 
+def test_experts_that_transformers_reads_as_stacks_alone_are_refused():
+    values = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    assert "because transformers reads its experts as stacks alone" in refusal("granitemoe_swa", **values)
+
+
 def test_adapters_of_blocks_without_experts_are_those_that_peft_loads():
     """Stock PEFT takes gate_proj of other kinds than Qwen2-MoE for that of experts, also as `mlp.gate_proj`."""
     config = FAMILIES["qwen3_moe"].config(mlp_only_layers=[0])
