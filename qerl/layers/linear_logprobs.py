@@ -55,8 +55,8 @@ def logprobs_and_entropy(
 
     The logits are hidden head^T + bias, with `cap` after it. `hidden` [M, H] sets the dtype of the products; `head`
     [V, H] and `bias` [V] may have another. Both results are [M], float32, or float64 for float64 `hidden`. Only the
-    log-probabilities have a gradient. One tile of logits exists at a time, and the backward pass recomputes it. Those
-    of the head and the bias are computed only if they require one.
+    log-probabilities have a gradient. One tile of logits exists at a time, and the backward pass recomputes it.
+    Gradients of the head and the bias are computed only if they require one.
 
     With `keep` on a GPU, all logits [M, V] are kept for the backward pass in the dtype of `hidden`, and nothing is
     recomputed. The results are the same up to rounding.

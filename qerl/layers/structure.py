@@ -6,7 +6,7 @@ A forward pass of the empty model, on the meta device, shows all of them. No nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
@@ -143,7 +143,7 @@ def _find(lm: Any) -> Structure:
     offsets = {offset_of(block.get_submodule(name)) for block in layers for name in norms[0].values()}
     every = dict.fromkeys(name for names in linears for name in names)
     experts = dict.fromkeys(name for block in layers for name in _linears(block) if _is_within(block, name, Experts))
-    if experts and not _in_files(kind) and not any(module.bias is not None for module in _of(layers, experts)):
+    if experts and not _reads_each_expert(kind) and not any(map(_has_biased_experts, layers)):
         raise StructureError(
             f"model_type={kind!r} isn't supported, because transformers reads its experts as stacks alone"
         )
@@ -170,17 +170,16 @@ def _find(lm: Any) -> Structure:
     )
 
 
-def _in_files(kind: str) -> bool:
+def _reads_each_expert(kind: str) -> bool:
     """Whether transformers reads the experts of a kind of models one by one, as dense files here have them."""
     renamings = get_checkpoint_conversion_mapping(kind) or ()
     return any(name.endswith("experts.down_proj") for one in renamings for name in one.target_patterns)
 
 
-def _of(layers: list[nn.Module], names: Iterable[str]) -> Iterator[nn.Linear]:
-    """The linear layers of these names, in the blocks that have them."""
-    for block in layers:
-        of_block = dict(block.named_modules())
-        yield from (cast(nn.Linear, of_block[name]) for name in names if name in of_block)
+def _has_biased_experts(block: nn.Module) -> bool:
+    """Whether experts of a block have biases, as those of gpt-oss, whose stacks are packed as published."""
+    layers = (layer for module in block.modules() if isinstance(module, Experts) for layer in module.modules())
+    return any(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers)
 
 
 def _linears(block: nn.Module) -> Iterator[str]:

@@ -66,7 +66,11 @@ TOLERANCE = {"youtu": 1e-4}
 
 def written(folder, kind):
     values, norms = MODELS[kind]
-    return tiny_decoder(folder, kind, dtype=torch.float32, **values), norms
+    file = tiny_decoder(folder, kind, dtype=torch.float32, **values) / "model.safetensors"
+    tensors = load_file(file)
+    if (bias := tensors.get("lm_head.bias")) is not None:
+        save_file(tensors | {"lm_head.bias": torch.linspace(-1, 1, len(bias))}, file, {"format": "pt"})
+    return folder, norms
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -106,9 +110,6 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
 def test_packed_models_have_the_logits_of_their_dense_weights(tmp_path, kind):
     """A head with a bias, and soft caps."""
     base, _ = written(tmp_path / "base", kind)
-    tensors, file = load_file(base / "model.safetensors"), base / "model.safetensors"
-    if (bias := tensors.get("lm_head.bias")) is not None:
-        save_file(tensors | {"lm_head.bias": torch.linspace(-1, 1, len(bias))}, file, {"format": "pt"})
     quantize_checkpoint(base, tmp_path / "packed", "nvfp4")
     write_dense(tmp_path / "packed", tmp_path / "dense", torch.float32)
     policy = load_policy(tmp_path / "packed", None, "float32", CPU)
