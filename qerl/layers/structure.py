@@ -173,7 +173,7 @@ def _find(lm: Any) -> Structure:
 def _reads_each_expert(kind: str) -> bool:
     """Whether transformers reads the experts of a kind of models one by one, as dense files here have them."""
     renamings = get_checkpoint_conversion_mapping(kind) or ()
-    return any(name.endswith("experts.down_proj") for one in renamings for name in one.target_patterns)
+    return any("experts.*." in name for one in renamings for name in one.source_patterns)
 
 
 def _has_biased_experts(block: nn.Module) -> bool:

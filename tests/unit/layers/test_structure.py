@@ -140,9 +140,10 @@ def test_a_router_that_is_a_linear_layer_is_refused():
     )
 
 
-def test_experts_that_transformers_reads_as_stacks_alone_are_refused():
+@pytest.mark.parametrize("kind", ["granitemoe", "granitemoe_swa"])
+def test_experts_that_transformers_reads_as_stacks_alone_are_refused(kind):
     values = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
-    assert "because transformers reads its experts as stacks alone" in refusal("granitemoe_swa", **values)
+    assert "because transformers reads its experts as stacks alone" in refusal(kind, **values)
 
 
 def test_adapters_of_blocks_without_experts_are_those_that_peft_loads():
