@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from qerl.kernels import reference
 
@@ -76,9 +75,7 @@ class _KeptLogprobs(torch.autograd.Function):
         temperature: float,
         cap: SoftCap | None,
     ) -> tuple[Tensor, Tensor]:
-        logits = linear(hidden, head.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-        if cap is not None:
-            cap.apply_(logits)
+        logits = _logits(hidden, head.to(hidden.dtype), bias, cap)
         chosen, lse, entropy = _operations(hidden)[0](iter([(0, logits)]), targets, temperature)
         ctx.save_for_backward(hidden, head, targets, lse)
         # Not a saved tensor, because the only backward pass overwrites it.
@@ -174,11 +171,19 @@ def _tiles(
     for first in range(0, len(head), COLUMNS):
         weight = head[first : first + COLUMNS].to(hidden.dtype)
         logits = space[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-        if bias is None:
-            torch.mm(hidden, weight.T, out=logits)
-        else:
-            torch.addmm(bias[first : first + COLUMNS].to(hidden.dtype), hidden, weight.T, out=logits)
-        yield first, weight, logits if cap is None else cap.apply_(logits)
+        part = None if bias is None else bias[first : first + COLUMNS]
+        yield first, weight, _logits(hidden, weight, part, cap, logits)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, cap: SoftCap | None, out: Tensor | None = None
+) -> Tensor:
+    """The logits [M, V] by a part of the head in the dtype of `hidden`."""
+    if bias is None:
+        products = torch.mm(hidden, weight.T, out=out)
+    else:
+        products = torch.addmm(bias.to(hidden.dtype), hidden, weight.T, out=out)
+    return products if cap is None else cap.apply_(products)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -160,8 +160,8 @@ def _find(lm: Any) -> Structure:
         windows=windows,
         attention_dropout=max(attention_dropout(module) for module in trace.attention),
         takes_packed_rows=trace.takes_packed_rows,
-        logit_scale=trace.logits[0],
-        logit_cap=trace.logits[1],
+        logit_scale=trace.logit_scale,
+        logit_cap=trace.logit_cap,
         block_weights=sum(
             cast(nn.Linear, block.get_submodule(name)).weight.numel()
             for block, names in zip(layers, linears, strict=True)
@@ -270,7 +270,7 @@ def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
         )
     sinks = [p for path, p in block.named_parameters() if path.rpartition(".")[2] == _SINKS]
     if sinks and settings.get("softcap"):
-        raise StructureError(f"model_type={kind!r} isn't supported, because {name} has sinks and a cap of scores")
+        raise StructureError(f"model_type={kind!r} isn't supported, because {name} has sinks and a soft cap")
     if any(p is not settings.get("s_aux") for p in sinks):
         raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
     idle = [path for path, module in block.named_modules() if is_linear(module) and module not in trace.inputs]

@@ -60,8 +60,8 @@ class Trace:
     """Whether each call can be packed: it gets the argument, keys are as wide as values, scores have no soft cap."""
     inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-    logits: tuple[float, float | None] = (1.0, None)
-    """Their scale and cap."""
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note a call of a module, as a forward hook."""
@@ -130,7 +130,7 @@ def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
         for hook in hooks:
             hook.remove()
     # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
-    trace.logits = _logits_of(lm, trace, last[0] if last else None, output.logits, noted)
+    trace.logit_scale, trace.logit_cap = _logits_of(lm, trace, last[0] if last else None, output.logits, noted)
     check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 

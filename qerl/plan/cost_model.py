@@ -48,7 +48,7 @@ ASSUMED = (
     f"larger and the nearest rank, one that isn't smaller if there is any. Speeds of less than {SMALLEST_BATCH:.1%} of "
     "the batch count neither as measurements nor here. Time per token grows with the parameters, "
     "but doesn't shrink for smaller models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to "
-    "40 % too long, where both have the same lengths, and 24 % too short for 14B in NVFP4 with r64 at 256 sequences, "
+    "40 % too long, where both have the same lengths, and 23 % too short for 14B in NVFP4 with r64 at 256 sequences, "
     "whose points precede faster kernels. "
     f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
     "LoRA's run at the lowest share of the device's bf16 peak at which those of the nearest size and the same system "

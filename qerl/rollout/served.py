@@ -9,6 +9,7 @@ from qerl.checkpoints.folder import whole_model
 from qerl.kernels.activations import Activation
 from qerl.kernels.kv_cache import LEAST_FP8_CAPABILITY
 from qerl.layers.empty_model import rope_types
+from qerl.layers.structure import structure_of
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import EngineSettings
 
@@ -33,10 +34,10 @@ def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
         return f"the native engine has no {_CHANGING_ROPE} rotary positions"
     if (activation := activation_of(config)) not in get_args(Activation):
         return f"the native engine supports {' and '.join(get_args(Activation))} as the activation, not {activation!r}"
-    if has_soft_cap(config):
-        return "the native engine has no soft cap of logits"
     if kind in _HYBRIDS and activation != "silu":
         return f"the native engine supports silu as the activation of delta nets, not {activation!r}"
+    if structure_of(config).logit_cap is not None:
+        return "the native engine has no soft cap of logits"
     return None
 
 
@@ -56,17 +57,12 @@ def activation_of(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
 
 
-def has_soft_cap(config: Any) -> bool:
-    """Whether the logits of a model of this configuration have a soft cap."""
-    return bool(getattr(config, "final_logit_softcapping", None))
-
-
 def refused_by_vllm(config: Any) -> str | None:
     """A sentence that says why vLLM doesn't sample for a model of this configuration; None if it does."""
     kind = getattr(config, "model_type", "")
     if kind not in _VLLM:
         return f"sampling by vLLM is tested with {', '.join(_VLLM)}, not {kind!r}"
-    if has_soft_cap(config):
+    if structure_of(config).logit_cap is not None:
         return "sampling by vLLM is tested with models without a soft cap of logits"
     folder = getattr(config, "name_or_path", "")
     if folder and whole_model(Path(folder)):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from qerl.checkpoints.context import context_length
 from qerl.layers.empty_model import StructureError, rope_types
@@ -138,6 +139,14 @@ def test_a_router_that_is_a_linear_layer_is_refused():
     assert "because model.layers.0 has no module that routes tokens to its experts" in refusal(
         "hunyuan_v1_moe", **values
     )
+
+
+def test_sinks_with_a_soft_cap_are_refused(monkeypatch):
+    """No model of transformers has both."""
+    forward = GptOssAttention.forward
+    monkeypatch.setattr(GptOssAttention, "forward", lambda *args, **settings: forward(*args, softcap=50.0, **settings))
+    with pytest.raises(StructureError, match=r"model\.layers\.0 has sinks and a soft cap"):
+        structure_of(FAMILIES["gpt_oss"].config(vocab_size=103))  # structures are kept by configuration
 
 
 @pytest.mark.parametrize("kind", ["granitemoe", "granitemoe_swa"])

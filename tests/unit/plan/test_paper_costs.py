@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
 from qerl.plan import cost_model, plan
-from qerl.plan.cost_model import SIZES, SPEEDS, Costs, Hours, PlannedWork
+from qerl.plan.cost_model import ASSUMED, SIZES, SPEEDS, Costs, Hours, PlannedWork
 from qerl.plan.paper_costs import Needs, by_table
 from qerl.results.printed import CURVE_FIGURES, NAMES, TABLES
 from qerl.settings.base import ConfigError, parse
@@ -168,6 +168,7 @@ def test_estimates_are_told_from_measurements():
     assert math.isnan(Costs("cpu").update(work(trained=1.0)).estimated)
 
 
+#: A point that precedes the faster products with which 7B and 32B were measured. Its estimate misses the limits.
 OLD = ["qwen2.5-14b", "nvfp4", "native", "64", "256"]
 
 
@@ -186,9 +187,12 @@ def test_an_estimate_is_near_the_measurement_that_it_stands_for(monkeypatch, tmp
         asked = {name: row[name] for name in ("model", "weights", "method", "engine")}
         hours = Costs("h200").rollout(work(**asked, rank=int(row["rank"]), sequences=int(row["sequences"])))
         assert hours.measured == 0
-        # These points precede the faster products with which 7B and 32B were measured.
-        old = [row[name] for name in ("model", "weights", "engine", "rank", "sequences")] == OLD
-        assert (0.76 if old else 0.84) < hours.estimated * float(row["rollout_tokens_per_second"]) < 1.4
+        ratio = hours.estimated * float(row["rollout_tokens_per_second"])
+        if [row[name] for name in ("model", "weights", "engine", "rank", "sequences")] == OLD:
+            assert round(1 - ratio, 2) == 0.23
+            assert "and 23 % too short for 14B in NVFP4 with r64 at 256 sequences" in ASSUMED
+        else:
+            assert 0.84 < ratio < 1.4
 
 
 def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
