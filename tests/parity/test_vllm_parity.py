@@ -30,9 +30,11 @@ from tests.parity.vllm_models import (
     PROMPTS,
     SETTINGS,
     SIGMA,
+    adapted,
     add_noise,
     assert_logprobs,
     change,
+    dense_base,
     draw,
     stock,
     tokens,
@@ -48,14 +50,12 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_qwen2(tmp_path_factory.mktemp("dense"), shard_size="60KB", **HEADS)
+    return dense_base(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="module")
 def policy(checkpoint):
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
-    change(policy, seed=1)
-    return policy
+    return adapted(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +232,7 @@ def test_other_families_draw_as_peft_does_with_adapter_norms_and_noise(tmp_path,
     rope = FAMILIES["phi3"].values["rope_parameters"]  # of heads of 16
     longer = {"rope_parameters": {**rope, **{key: 2 * rope[key] for key in ("short_factor", "long_factor")}}}
     tiny_family(tmp_path / "m", name, **HEADS | {"head_dim": 32}, **(longer if name == "phi3" else {}))
-    policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
-    change(policy, seed=1)
+    policy = adapted(tmp_path / "m")
     policy.save(tmp_path / "a")
     model = stock(tmp_path / "m", tmp_path / "a")
     add_noise(model, SIGMA, seed=3, step=2, norms=NORMS[name])

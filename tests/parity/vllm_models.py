@@ -5,10 +5,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from qerl.policy.policy import with_adapter
 from qerl.rl.noise import standard_normal
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.rollout import VllmSettings
+from qerl.settings.training import AdapterSettings
 from tests.parity.family_models import forced
+from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
@@ -16,6 +19,18 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SETTINGS = VllmSettings(max_model_len=256, kv_cache_gib=0.05)
 SIGMA = 0.1
+
+
+def dense_base(folder):
+    """Write a Qwen2 with such heads, in several files."""
+    return tiny_qwen2(folder, shard_size="60KB", **HEADS)
+
+
+def adapted(checkpoint):
+    """A policy with an adapter, all of whose trained tensors have changed."""
+    policy = with_adapter(checkpoint, AdapterSettings(rank=4, alpha=12), "float32", seed=0, device=CPU)
+    change(policy, seed=1)
+    return policy
 
 
 def change(policy, seed, scale=0.1):

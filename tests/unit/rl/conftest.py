@@ -1,4 +1,4 @@
-"""A small base, and the processes of a run, started at once."""
+"""A small base, rewards of answers, and the processes of a run, started at once."""
 
 import faulthandler
 from dataclasses import replace
@@ -19,6 +19,24 @@ _HANGING = 300
 def checkpoints(tmp_path_factory):
     """A Qwen2, dense and packed."""
     return tiny_bases(tmp_path_factory.mktemp("bases"))
+
+
+def _reward(monkeypatch, number):
+    """Reward a number of an answer's text."""
+    parts = lambda answer, *_: {"correct": float(number(answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+
+
+@pytest.fixture
+def rewarded_characters(monkeypatch):
+    """Reward the number of different characters, because equal rewards teach nothing."""
+    _reward(monkeypatch, lambda text: len(set(text)))
+
+
+@pytest.fixture
+def rewarded_lower_case(monkeypatch):
+    """Reward the number of lower-case letters, which are 26 of the 102 tokens."""
+    _reward(monkeypatch, lambda text: sum(map(str.islower, text)))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from qerl.settings.base import parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2, write_template
-from tests.unit.rl.tiny_trainer import reward_different_characters, untimed
+from tests.unit.rl.tiny_trainer import kill_at, untimed
 
 #: A step is an epoch, so that each but the first finds drafts in completions of earlier ones.
 PROBLEMS = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(2)]
@@ -41,10 +41,9 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def free_rows_and_rewards_that_differ(monkeypatch):
+def free_rows(monkeypatch, rewarded_characters):
     for name, value in (("_DOUBLING_ROWS", 1e9), ("_VERIFICATION", 0), ("_WORTHWHILE", 1), ("_PAUSES", (0, 0))):
         monkeypatch.setattr(speculation, name, value)
-    reward_different_characters(monkeypatch)
 
 
 def trainer(checkpoint, work, drafts) -> Trainer:
@@ -60,12 +59,7 @@ def test_a_killed_run_with_drafts_continues_as_one_of_plain_steps(checkpoint, tm
     whole = trainer(checkpoint, tmp_path / "whole", drafts=False)
     expected = whole.run()
     killed = trainer(checkpoint, tmp_path / "killed", drafts=True)
-    step = killed.step
-    monkeypatch.setattr(
-        killed, "step", lambda n, position: step(n, position) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.run()
+    kill_at(4, killed, monkeypatch)
     assert killed.collector.sampler.drafts.sources[DraftSource.EARLIER].accepted
     continued = trainer(checkpoint, tmp_path / "killed", drafts=True)
     rows = continued.run()

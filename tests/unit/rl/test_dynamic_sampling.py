@@ -5,12 +5,9 @@ from itertools import count
 import pytest
 
 from qerl.rl.rollouts import problem_index
-from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, reward_different_characters, trainer, untimed
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, trainer, untimed
 
-
-@pytest.fixture(autouse=True)
-def reward(monkeypatch):
-    reward_different_characters(monkeypatch)
+pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
 
 def test_every_problem_is_seen_once_an_epoch():

@@ -15,7 +15,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.rollout import NativeSettings
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
-from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, reward_lower_case, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, kill_at, trainer, untimed, weights
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 ALONE = {"rank": 4, "dropout": 0.0, "targets": EXPERTS, "train_norms": False}
@@ -32,9 +32,7 @@ def mixture(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def reward_of_lower_case(monkeypatch):
-    reward_lower_case(monkeypatch)
+pytestmark = pytest.mark.usefixtures("rewarded_lower_case")
 
 
 def learning(mixture, work, **changes):
@@ -74,12 +72,7 @@ def test_a_killed_run_continues_bit_for_bit(mixture, tmp_path, monkeypatch):
     whole = learning(mixture, tmp_path / "whole", **changes)
     expected = whole.run()
     killed = learning(mixture, tmp_path / "killed", **changes)
-    step = killed.step
-    monkeypatch.setattr(
-        killed, "step", lambda n, position: step(n, position) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.run()
+    kill_at(4, killed, monkeypatch)
     continued = learning(mixture, tmp_path / "killed", **changes)
     assert untimed(continued.run()) == untimed(expected)
     for name, tensor in weights(whole).items():

@@ -8,19 +8,9 @@ import torch
 
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.thermostat import Thermostat, followed_entropies
-from tests.unit.rl.tiny_trainer import (
-    CPU,
-    PPO,
-    reward_different_characters,
-    trainer,
-    untimed,
-    weights,
-)
+from tests.unit.rl.tiny_trainer import CPU, PPO, kill_at, trainer, untimed, weights
 
-
-@pytest.fixture(autouse=True)
-def reward(monkeypatch):
-    reward_different_characters(monkeypatch)
+pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
 
 @pytest.mark.parametrize(
@@ -36,12 +26,7 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     whole = trainer(checkpoints, tmp_path / "whole", **changes)
     expected = whole.run()
     killed = trainer(checkpoints, tmp_path / "killed", **changes)
-    step = killed.step
-    monkeypatch.setattr(
-        killed, "step", lambda n, position: step(n, position) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.run()
+    kill_at(4, killed, monkeypatch)
     continued = trainer(checkpoints, tmp_path / "killed", **changes)
     torch.manual_seed(99)
     with caplog.at_level(logging.INFO):
@@ -80,12 +65,7 @@ def test_a_thermostat_sets_the_temperature_of_rollout_and_update(checkpoints, tm
     assert temperatures[0] == 0.1 < min(temperatures[1:])
     assert all(row["mismatch/kl"] < 1e-8 for row in rows)
     killed = following(checkpoints, tmp_path / "killed", followed)
-    step = killed.step
-    monkeypatch.setattr(
-        killed, "step", lambda n, position: step(n, position) if n < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.run()
+    kill_at(3, killed, monkeypatch)
     assert untimed(following(checkpoints, tmp_path / "killed", followed).run()) == untimed(rows)
 
 

@@ -5,12 +5,7 @@ from statistics import fmean
 import pytest
 
 from tests.families import FAMILIES, row
-from tests.unit.rl.tiny_trainer import SHARP, packed_family, reward_lower_case, trainer
-
-
-@pytest.fixture
-def letters(monkeypatch):
-    reward_lower_case(monkeypatch)
+from tests.unit.rl.tiny_trainer import SHARP, packed_family, trainer
 
 
 @pytest.mark.parametrize(
@@ -24,7 +19,7 @@ def letters(monkeypatch):
     ],
     ids=["grpo", "ppo"],
 )
-@pytest.mark.usefixtures("letters")
+@pytest.mark.usefixtures("rewarded_lower_case")
 def test_the_reward_rises(checkpoints, tmp_path, changes):
     """On a packed base; PPO needs no groups."""
     optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
@@ -34,7 +29,7 @@ def test_the_reward_rises(checkpoints, tmp_path, changes):
     assert fmean(rewards[-5:]) > 5.5  # of 6 letters
 
 
-@pytest.mark.usefixtures("letters")
+@pytest.mark.usefixtures("rewarded_lower_case")
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if row(family).refusal is None])
 def test_the_reward_of_each_family_rises(tmp_path, family):
     """On a packed base. With groups of 8 and this rate, runs of three seeds each ended at 5.78 or more."""

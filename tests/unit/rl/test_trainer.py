@@ -18,21 +18,9 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.tiny import edit_config, tiny_qwen2
-from tests.unit.rl.tiny_trainer import (
-    BASE,
-    CPU,
-    PPO,
-    packed_family,
-    reward_different_characters,
-    trainer,
-    untimed,
-    weights,
-)
+from tests.unit.rl.tiny_trainer import BASE, CPU, PPO, packed_family, trainer, untimed, weights
 
-
-@pytest.fixture(autouse=True)
-def reward(monkeypatch):
-    reward_different_characters(monkeypatch)
+pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
 
 def test_casts_of_adapters_that_all_passes_of_an_update_share_change_no_bit(checkpoints, tmp_path, monkeypatch):

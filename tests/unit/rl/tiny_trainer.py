@@ -1,5 +1,6 @@
 """A trainer of a tiny policy, which several files of tests run."""
 
+import pytest
 import torch
 
 from qerl.data.records import Problem
@@ -61,17 +62,15 @@ def packed_family(root, family, packed):
     write_template(root / packed)
 
 
-def _reward(monkeypatch, number):
-    """Reward a number of an answer's text."""
-    parts = lambda answer, *_: {"correct": float(number(answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
-    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+def kill_at(number, run, monkeypatch):
+    """Run a trainer that is killed as this step begins."""
+    step = run.step
 
+    def step_or_end(n, position):
+        if n == number:
+            raise KeyboardInterrupt
+        return step(n, position)
 
-def reward_different_characters(monkeypatch):
-    """Reward the number of different characters, because equal rewards teach nothing."""
-    _reward(monkeypatch, lambda text: len(set(text)))
-
-
-def reward_lower_case(monkeypatch):
-    """Reward the number of lower-case letters, which are 26 of the 102 tokens."""
-    _reward(monkeypatch, lambda text: sum(map(str.islower, text)))
+    monkeypatch.setattr(run, "step", step_or_end)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
