@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Pairs of a block. Of few pairs it takes less time, but an expert that more tokens choose then has several blocks,
-#: which decode its weights again.
-BLOCK_SIZES = (8, 16, 32, 64, 128)
+#: Pairs of a block, and the most pairs of an expert on average with which blocks have that size. An expert that more
+#: tokens choose has several blocks, which decode its weights again; a larger block has more pairs that don't exist.
+#: These are the fastest, or nearly so, for 1 to 2,048 tokens of Qwen3-30B-A3B and 1 to 512 of gpt-oss-20b on an H200
+#: (docs/lab/mixtures.md).
+_MOST_ON_AVERAGE = {8: 4, 16: 8, 32: 16, 64: 128}
+BLOCK_SIZES = (*_MOST_ON_AVERAGE, 128)
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,9 @@ class GroupedLora:
 
 
 def block_size(tokens: int, chosen: int, experts: int) -> int:
-    """Pairs of a block: as many as an expert has on average, or the next size. It doesn't depend on the choice.
-
-    These are the fastest, or nearly so, for 1 to 4,096 tokens of Qwen3-30B-A3B on an H200 (docs/lab/mixtures.md).
-    """
-    return next((size for size in BLOCK_SIZES if tokens * chosen <= size * experts), BLOCK_SIZES[-1])
+    """Pairs of a block. It depends on how many an expert has on average, but not on the choice of experts."""
+    sizes = (size for size, most in _MOST_ON_AVERAGE.items() if tokens * chosen <= most * experts)
+    return next(sizes, BLOCK_SIZES[-1])
 
 
 def most_blocks(tokens: int, chosen: int, experts: int, size: int) -> int:

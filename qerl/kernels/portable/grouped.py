@@ -4,12 +4,18 @@ Weights of all experts are one tensor a layer: packed as `Words`, or dense. An e
 program multiplies some rows of an expert by the pairs of a block; columns aren't divided, so that a pair's result
 doesn't depend on others. Blocks without pairs end at once.
 
+A block is multiplied in strips of as many pairs as an instruction has columns. A program decodes its weights once for
+all strips, and leaves out strips without pairs.
+
 FORMAT is a compile-time parameter: GROUPS scales a block of 128 columns, of which MULTIPLIER and OFFSET decode a byte;
 0 groups mean dense weights.
 
 LoRA of experts has dense products of its own. A x exists before the product that adds B (A x). The gradients of A and B
 are sums over the blocks of an expert, which follow each other.
 """
+
+# mypy takes a tuple that grows in a loop for one of fixed length.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -25,46 +31,53 @@ DENSE_COLUMNS = tl.constexpr(64)
 
 @triton.jit
 def _packed_product(
-    codes, scales, x, n, m, rows_of_w, columns,
+    codes, scales, x, n, strips, rows_of_w, columns,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """W x^T [N, M], without W's factors, of rows n [N] of packed W and rows m [M] of x."""
+    """W x^T, without W's factors, of rows n [N] of packed W: [N, M] for each strip's rows of x [M] in a tuple."""
     column = tl.arange(0, 128)[:, None]
     codes += n[:, None] * 16 + tl.arange(0, 16)[None, :]
     scales += n[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    x += m.to(tl.int64)[None, :] * columns + column
-    total = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
+    places, totals = (), ()
+    for m in tl.static_range(len(strips)):
+        places += (x + strips[m].to(tl.int64)[None, :] * columns + column,)
+        totals += (tl.zeros([n.shape[0], strips[m].shape[0]], tl.float32),)
     for first in tl.range(0, columns, 128, num_stages=STAGES):
         word = tl.load(codes).to(tl.uint32, bitcast=True)
         weight = weight_values(word, tl.load(scales), MULTIPLIER, OFFSET, x.dtype.element_ty)
-        # The last block of W may have columns that x lacks.
-        read = tl.load(x, column < columns - first, other=0.0) if TAIL else tl.load(x)
-        total = tl.dot(weight, read, total, input_precision="ieee")
+        sums = ()
+        for m in tl.static_range(len(strips)):
+            place = places[m] + first
+            # The last block of W may have columns that x lacks.
+            read = tl.load(place, column < columns - first, other=0.0) if TAIL else tl.load(place)
+            sums += (tl.dot(weight, read, totals[m], input_precision="ieee"),)
+        totals = sums
         codes += rows_of_w * 16
         scales += rows_of_w * GROUPS
-        x += 128
         wait_for_products()
-    return total
+    return totals
 
 
 @triton.jit
-def _dense_product(weights, x, n, m, columns, TAIL: tl.constexpr, STAGES: tl.constexpr):
-    """W x^T [N, M] of rows n [N] of dense W and rows m [M] of x."""
+def _dense_product(weights, x, n, strips, columns, TAIL: tl.constexpr, STAGES: tl.constexpr):
+    """W x^T of rows n [N] of dense W: [N, M] for each strip's rows of x [M] in a tuple."""
     column = tl.arange(0, DENSE_COLUMNS)
     weights += n.to(tl.int64)[:, None] * columns + column[None, :]
-    x += m.to(tl.int64)[None, :] * columns + column[:, None]
-    total = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
+    places, totals = (), ()
+    for m in tl.static_range(len(strips)):
+        places += (x + strips[m].to(tl.int64)[None, :] * columns + column[:, None],)
+        totals += (tl.zeros([n.shape[0], strips[m].shape[0]], tl.float32),)
     for first in tl.range(0, columns, DENSE_COLUMNS, num_stages=STAGES):
-        if TAIL:
-            inside = column < columns - first
-            weight = tl.load(weights, inside[None, :], other=0.0)
-            read = tl.load(x, inside[:, None], other=0.0)
-        else:
-            weight, read = tl.load(weights), tl.load(x)
-        total = tl.dot(weight, read, total, input_precision="ieee")
+        inside = column < columns - first
+        weight = tl.load(weights, inside[None, :], other=0.0) if TAIL else tl.load(weights)
+        sums = ()
+        for m in tl.static_range(len(strips)):
+            place = places[m] + first
+            read = tl.load(place, inside[:, None], other=0.0) if TAIL else tl.load(place)
+            sums += (tl.dot(weight, read, totals[m], input_precision="ieee"),)
+        totals = sums
         weights += DENSE_COLUMNS
-        x += DENSE_COLUMNS
-    return total
+    return totals
 
 
 @triton.jit
@@ -79,44 +92,75 @@ def _plus_adapter(y, up, shrunk, n, p, RANK: tl.constexpr, RANKS: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def grouped_product(
-    codes, scales, x, block_pairs, block_experts, factors, bias, up, shrunk, out,
+@triton.jit
+def _strips_product(
+    codes, scales, x, pairs_of_block, expert, tile, factors, bias, up, shrunk, out,
     pairs, fan, rows, all_rows, columns, width,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, BIASED: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr, SILU: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, width] of x [pairs / fan, columns]; with SILU, of gate and up, an expert's lower and upper rows."""
-    block, tile = tl.program_id(0), tl.program_id(1)
-    begin(PDL)
-    expert = tl.load(block_experts + block)
-    if expert >= 0:
-        pair = tl.load(block_pairs + block * M + tl.arange(0, M))
-        # Pairs that don't exist are read as the last one, and not written.
-        p = tl.minimum(pair, pairs - 1)
-        m = p // fan
-        r = tl.arange(0, N)
-        if SILU:
-            n = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
-        else:
-            n = tl.minimum(tile * N + r, width - 1)
-        n += expert * rows
+    """One program's part of `grouped_product`, of the first COUNT strips of a block."""
+    slot, r = tl.arange(0, M), tl.arange(0, N)
+    if SILU:
+        n = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
+    else:
+        n = tl.minimum(tile * N + r, width - 1)
+    n += expert * rows
+    # Pairs that don't exist are read as the last one, and not written.
+    read = ()
+    for strip in tl.static_range(COUNT):
+        read += (tl.minimum(tl.load(pairs_of_block + strip * M + slot), pairs - 1) // fan,)
+    if GROUPS:
+        y_of_strips = _packed_product(
+            codes, scales, x, n, read, all_rows, columns, GROUPS, MULTIPLIER, OFFSET, TAIL, STAGES
+        )
+    else:
+        y_of_strips = _dense_product(codes, x, n, read, columns, TAIL, STAGES)
+    for strip in tl.static_range(COUNT):
+        y, pair = y_of_strips[strip], tl.load(pairs_of_block + strip * M + slot)
         if GROUPS:
-            y = _packed_product(codes, scales, x, n, m, all_rows, columns, GROUPS, MULTIPLIER, OFFSET, TAIL, STAGES)
             y *= tl.load(factors + n)[:, None]
-        else:
-            y = _dense_product(codes, x, n, m, columns, TAIL, STAGES)
         if BIASED:
             y += tl.load(bias + n)[:, None]
         if RANK:
-            y = _plus_adapter(y, up, shrunk, n, p, RANK, RANKS)
+            y = _plus_adapter(y, up, shrunk, n, tl.minimum(pair, pairs - 1), RANK, RANKS)
         if SILU:
             gate, above = tl.split(y.reshape(2, N // 2, M).permute(1, 2, 0))
             gated = gate * tl.sigmoid(gate) * above
             _store(gated, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width, False)
         else:
             _store(y, out, tile * N + r, pair, pairs, width, False)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_product(
+    codes, scales, x, block_pairs, block_experts, factors, bias, up, shrunk, out,
+    pairs, fan, rows, all_rows, columns, width,
+    GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, BIASED: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SILU: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [pairs, width] of x [pairs / fan, columns]; with SILU, of gate and up, an expert's lower and upper rows.
+
+    A block has STRIPS strips of M pairs. Loops exist for each quarter of them, and a program takes the shortest one
+    that has all of its pairs.
+    """
+    block, tile = tl.program_id(0), tl.program_id(1)
+    begin(PDL)
+    expert, pairs_of_block = tl.load(block_experts + block), block_pairs + block * (STRIPS * M)
+    used = 0
+    for strip in tl.static_range(STRIPS):
+        used += (tl.load(pairs_of_block + strip * M) < pairs).to(tl.int32)
+    QUARTER: tl.constexpr = (STRIPS + 3) // 4
+    if expert >= 0:
+        for count in tl.static_range(QUARTER, STRIPS + 1, QUARTER):
+            if (used > count - QUARTER) & (used <= count):
+                _strips_product(
+                    codes, scales, x, pairs_of_block, expert, tile, factors, bias, up, shrunk, out,
+                    pairs, fan, rows, all_rows, columns, width,
+                    GROUPS, MULTIPLIER, OFFSET, TAIL, BIASED, RANK, RANKS, SILU, N, M, count, STAGES,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -79,7 +79,8 @@ def multiply(
         codes, scales, x, groups.pairs, groups.experts, factors, bias, up, shrunk, out, groups.count,
         _pairs_a_row(x, groups), operands.rows, all_rows, operands.columns, width, **decode,
         TAIL=operands.columns % block != 0, BIASED=operands.bias is not None, RANK=rank, RANKS=_ranks(rank),
-        SILU=silu, N=tile.n, M=groups.size, STAGES=tile.stages, num_warps=tile.warps, **dependent(x.device),
+        SILU=silu, N=tile.n, M=tile.m, STRIPS=groups.size // tile.m, STAGES=tile.stages, num_warps=tile.warps,
+        **dependent(x.device),
     )  # fmt: skip
 
 

@@ -109,13 +109,14 @@ class WeightGradientTile:
     stages: int
 
 
-#: Of grouped products, by the pairs of a block: within 5 % of the fastest of those timed with Qwen3-30B-A3B's shapes on
-#: an H200. With dense weights, that of 16 pairs wasn't timed (docs/lab/mixtures.md).
+#: Of grouped products, by the pairs of a block; `m` are those of a strip. They are the fastest, or nearly so, of those
+#: timed with the shapes of Qwen3-30B-A3B and gpt-oss-20b on an H200 (docs/lab/mixtures.md). For strips of 8 pairs the
+#: compiler takes mma.sync on Hopper, too.
 _GROUPED = {
     8: Tile(128, 8, 4, 4),
-    16: Tile(128, 16, 2, 4),
-    32: Tile(128, 32, 8, 4),
-    64: Tile(128, 64, 4, 4),
+    16: Tile(128, 8, 4, 4),
+    32: Tile(128, 8, 4, 3),
+    64: Tile(128, 8, 4, 3),
     128: Tile(128, 128, 8, 3),
 }
 _GRADIENTS = {

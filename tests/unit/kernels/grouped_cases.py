@@ -16,7 +16,7 @@ from qerl.layers.packed_linear import PackedLinear
 
 EXPERTS, ROWS = 5, 40
 #: Tokens of one block size after the other; expert 3 is never chosen.
-TOKENS = (1, 12, 30, 70, 129, 300)
+TOKENS = (1, 12, 30, 70, 129, 330)
 
 
 def chosen(tokens):

@@ -96,11 +96,11 @@ def mixtures():
     dense_weights = grouped_launches.GroupedOperands(zeros(256, 256), 128, None, None)
     for bias in (None, torch.zeros(128)):
         mixture.scores(zeros(4, 256), torch.zeros(128, 256), bias)
-    for tokens in (128, 256, 512, 1024, 1025):
+    for tokens in (64, 128, 256, 1024, 2049):
         mixture.route(torch.zeros(tokens, 128), 8, True)
         groups = mixture.group(torch.zeros(tokens, 8, dtype=torch.int32), 128)
         x, pairs = zeros(tokens, 256), 8 * tokens
-        ends = NIGHTLY or tokens in (128, 1025)
+        ends = NIGHTLY or tokens in (64, 2049)
         for operands in (packed, biased, dense_weights) if ends else (packed, biased):
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
             grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
@@ -108,7 +108,7 @@ def mixtures():
         if ends:
             adapters_of_experts(packed, x, groups, torch.bfloat16)
         mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
-        if tokens in (128, 1025):  # float32, which has other tiles
+        if tokens in (64, 2049):  # float32, which has other tiles
             adapters_of_experts(packed, x.float(), groups, torch.float32)
             adapters_of_experts(biased, x, groups, torch.bfloat16)
             for operands in (packed, grouped_launches.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
