@@ -31,26 +31,26 @@ DENSE_COLUMNS = tl.constexpr(64)
 
 @triton.jit
 def _packed_product(
-    codes, scales, x, n, strips, rows_of_w, columns,
+    codes, scales, x, n, rows_of_x, rows_of_w, columns,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """W x^T, without W's factors, of rows n [N] of packed W: [N, M] for each strip's rows of x [M] in a tuple."""
+    """W x^T [N, M] of each strip, without W's factors: rows n [N] of packed W, a tuple of the strips' rows of x [M]."""
     column = tl.arange(0, 128)[:, None]
     codes += n[:, None] * 16 + tl.arange(0, 16)[None, :]
     scales += n[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     places, totals = (), ()
-    for m in tl.static_range(len(strips)):
-        places += (x + strips[m].to(tl.int64)[None, :] * columns + column,)
-        totals += (tl.zeros([n.shape[0], strips[m].shape[0]], tl.float32),)
+    for strip in tl.static_range(len(rows_of_x)):
+        places += (x + rows_of_x[strip].to(tl.int64)[None, :] * columns + column,)
+        totals += (tl.zeros([n.shape[0], rows_of_x[strip].shape[0]], tl.float32),)
     for first in tl.range(0, columns, 128, num_stages=STAGES):
         word = tl.load(codes).to(tl.uint32, bitcast=True)
         weight = weight_values(word, tl.load(scales), MULTIPLIER, OFFSET, x.dtype.element_ty)
         sums = ()
-        for m in tl.static_range(len(strips)):
-            place = places[m] + first
+        for strip in tl.static_range(len(rows_of_x)):
+            place = places[strip] + first
             # The last block of W may have columns that x lacks.
             read = tl.load(place, column < columns - first, other=0.0) if TAIL else tl.load(place)
-            sums += (tl.dot(weight, read, totals[m], input_precision="ieee"),)
+            sums += (tl.dot(weight, read, totals[strip], input_precision="ieee"),)
         totals = sums
         codes += rows_of_w * 16
         scales += rows_of_w * GROUPS
@@ -59,22 +59,22 @@ def _packed_product(
 
 
 @triton.jit
-def _dense_product(weights, x, n, strips, columns, TAIL: tl.constexpr, STAGES: tl.constexpr):
-    """W x^T of rows n [N] of dense W: [N, M] for each strip's rows of x [M] in a tuple."""
+def _dense_product(weights, x, n, rows_of_x, columns, TAIL: tl.constexpr, STAGES: tl.constexpr):
+    """W x^T [N, M] of each strip: rows n [N] of dense W, a tuple of the strips' rows of x [M]."""
     column = tl.arange(0, DENSE_COLUMNS)
     weights += n.to(tl.int64)[:, None] * columns + column[None, :]
     places, totals = (), ()
-    for m in tl.static_range(len(strips)):
-        places += (x + strips[m].to(tl.int64)[None, :] * columns + column[:, None],)
-        totals += (tl.zeros([n.shape[0], strips[m].shape[0]], tl.float32),)
+    for strip in tl.static_range(len(rows_of_x)):
+        places += (x + rows_of_x[strip].to(tl.int64)[None, :] * columns + column[:, None],)
+        totals += (tl.zeros([n.shape[0], rows_of_x[strip].shape[0]], tl.float32),)
     for first in tl.range(0, columns, DENSE_COLUMNS, num_stages=STAGES):
         inside = column < columns - first
         weight = tl.load(weights, inside[None, :], other=0.0) if TAIL else tl.load(weights)
         sums = ()
-        for m in tl.static_range(len(strips)):
-            place = places[m] + first
+        for strip in tl.static_range(len(rows_of_x)):
+            place = places[strip] + first
             read = tl.load(place, inside[:, None], other=0.0) if TAIL else tl.load(place)
-            sums += (tl.dot(weight, read, totals[m], input_precision="ieee"),)
+            sums += (tl.dot(weight, read, totals[strip], input_precision="ieee"),)
         totals = sums
         weights += DENSE_COLUMNS
     return totals
@@ -108,15 +108,15 @@ def _strips_product(
         n = tl.minimum(tile * N + r, width - 1)
     n += expert * rows
     # Pairs that don't exist are read as the last one, and not written.
-    read = ()
+    rows_of_x = ()
     for strip in tl.static_range(COUNT):
-        read += (tl.minimum(tl.load(pairs_of_block + strip * M + slot), pairs - 1) // fan,)
+        rows_of_x += (tl.minimum(tl.load(pairs_of_block + strip * M + slot), pairs - 1) // fan,)
     if GROUPS:
         y_of_strips = _packed_product(
-            codes, scales, x, n, read, all_rows, columns, GROUPS, MULTIPLIER, OFFSET, TAIL, STAGES
+            codes, scales, x, n, rows_of_x, all_rows, columns, GROUPS, MULTIPLIER, OFFSET, TAIL, STAGES
         )
     else:
-        y_of_strips = _dense_product(codes, x, n, read, columns, TAIL, STAGES)
+        y_of_strips = _dense_product(codes, x, n, rows_of_x, columns, TAIL, STAGES)
     for strip in tl.static_range(COUNT):
         y, pair = y_of_strips[strip], tl.load(pairs_of_block + strip * M + slot)
         if GROUPS:

@@ -7,7 +7,7 @@ from torch import nn
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
 from qerl.kernels import mixture, mixture_reference
-from qerl.kernels.groups import BLOCK_SIZES, GroupedLora, block_size
+from qerl.kernels.groups import BLOCK_SIZES, GroupedLora, Groups, block_size
 from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
 from qerl.layers.grouped_linear import PortableGroupedLinear, TorchGroupedLinear, grouped_product
@@ -66,6 +66,26 @@ def test_products_and_gradients_of_pairs(weights, tokens):
         input_gradient(operands, grad, groups, out)
         read = grad[token] if len(grad) == tokens else grad
         assert_close(out, torch.einsum("pn,pnk->pk", read.double(), exact[owner]))
+
+
+@pytest.mark.parametrize("weights", ["float32", "nvfp4"])
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+@torch.no_grad()
+def test_a_block_may_have_any_number_of_its_pairs(size, weights):
+    """Blocks of 1, 2, 3 and so on pairs, of which those that don't exist are written by no program."""
+    counts = range(1, size + 1) if size < 128 else (1, 64, 127, 128)
+    operands, exact = operands_of(weights, 128)
+    owners = torch.tensor([number % EXPERTS for number, _ in enumerate(counts)])
+    of_pairs, pairs = owners.repeat_interleave(torch.tensor(counts)), sum(counts)
+    table = torch.full((len(counts), size), pairs, dtype=torch.int32)
+    places = torch.randperm(pairs, dtype=torch.int32).split(list(counts))
+    for row, place in zip(table, places, strict=True):
+        row[: len(place)] = place
+    x, out = torch.randn(pairs, 128), torch.full((pairs + 1, ROWS), torch.nan)
+    multiply(operands, x, Groups(table, owners.int(), pairs, 1), out[:pairs])
+    expected = torch.einsum("pk,pnk->pn", x[torch.cat(places)].double(), exact[of_pairs])
+    assert_close(out[torch.cat(places)], expected)
+    assert out[pairs].isnan().all()
 
 
 @pytest.mark.parametrize("rank", [3, 32, 80])
