@@ -29,7 +29,7 @@ completes keys by it, if the file begins with `# yaml-language-server: $schema=P
 * `shapes.yaml`: the paper's tables of speed and memory, on the sizes of Qwen2.5 with random weights. It needs a GPU to
   measure, and no network (docs/results/paper-speeds.md).
 * `peers.yaml`: rollouts, decoding and steps beside vLLM and TRL, on the same sizes (docs/results/h200.md).
-* `families.yaml`: decoding and steps of other families of models beside vLLM (docs/results/h100.md).
+* `families.yaml`: decoding and steps of other families of models beside vLLM (docs/results/h200.md).
 * `cards.yaml`: those of Qwen2.5 with the portable kernels, which serve other GPUs than Hopper's, and under caps of
   memory.
 * `walk.yaml`: the whole DAG on random weights of Qwen2.5-1.5B's size, in files as on the hub (docs/paper.md).

@@ -13,8 +13,8 @@ from torch import Tensor
 
 #: Pairs of a block, and the most pairs of an expert on average with which blocks have that size. An expert that more
 #: tokens choose has several blocks, which decode its weights again; a larger block has more pairs that don't exist.
-#: These are the fastest, or nearly so, for 1 to 2,048 tokens of Qwen3-30B-A3B and 1 to 512 of gpt-oss-20b on an H200
-#: (docs/lab/mixtures.md).
+#: They were chosen by times of 1 to 2,048 tokens of Qwen3-30B-A3B and 1 to 512 of gpt-oss-20b on an H200, of which
+#: docs/lab/mixtures.md names those that weren't timed with the present kernel.
 _MOST_ON_AVERAGE = {8: 4, 16: 8, 32: 16, 64: 128}
 BLOCK_SIZES = (*_MOST_ON_AVERAGE, 128)
 

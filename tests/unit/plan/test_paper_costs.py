@@ -146,7 +146,7 @@ def test_the_same_runs_by_trl_and_vllm(papers):
     updates = 2 * 3 * tokens * 6 * 15.23e9 / 2 / (lowest_share("trl", "qwen2.5-7b") * 989e12) / 3600
     assert table["Figure 12"].split(" + ")[0] == f"{rollouts:.0f}"
     assert float(table["Figure 12"].split("~")[1]) == pytest.approx(updates, abs=0.5)
-    rates = [measured("qwen2.5-14b", weights, 128, "vllm") for weights in ("nvfp4", "bf16")]  # of an H100
+    rates = [measured("qwen2.5-14b", weights, 128, "vllm") for weights in ("nvfp4", "bf16")]
     rates += [measured_update("qwen2.5-14b", weights, "true", "trl") for weights in ("nf4", "bf16")]
     assert table["Figure 14"] == f"{3 * sum(tokens / rate for rate in rates) / 3600:.0f}"
 
