@@ -59,7 +59,8 @@ def wait_for_products():
     """Wait at the end of a loop for products whose left operand is in registers.
 
     On Hopper they are asynchronous, and Triton 3.6 waits for the first eighth alone before the next turn of the loop
-    overwrites these registers (its issue 9433). Other GPUs' products aren't, nor are those of fewer than four warps.
+    overwrites these registers (its issue 9433). Other GPUs' products aren't, nor are those of fewer than four warps or
+    of eight columns, for which there is nothing to wait.
     """
     if not INTERPRETED and cuda_capability_geq(9) and not cuda_capability_geq(10) and num_warps() >= 4:
         tl.inline_asm_elementwise(

@@ -4,8 +4,8 @@ Weights of all experts are one tensor a layer: packed as `Words`, or dense. An e
 program multiplies some rows of an expert by the pairs of a block; columns aren't divided, so that a pair's result
 doesn't depend on others. Blocks without pairs end at once.
 
-A block is multiplied in strips of as many pairs as an instruction has columns. A program decodes its weights once for
-all strips, and leaves out strips without pairs.
+A block of up to 64 pairs is multiplied in strips of eight. A program decodes its weights once for all strips, and
+leaves out strips without pairs. Blocks of 128 have one strip.
 
 FORMAT is a compile-time parameter: GROUPS scales a block of 128 columns, of which MULTIPLIER and OFFSET decode a byte;
 0 groups mean dense weights.

@@ -103,9 +103,10 @@ def mixtures():
         ends = NIGHTLY or tokens in (64, 2049)
         for operands in (packed, biased, dense_weights) if ends else (packed, biased):
             grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
-            # Products of several strips, which have no asynchronous products, take long to compile.
-            if ends or (operands is biased) == (tokens == 256):
+            # Products of several strips, which have no asynchronous products, take long to compile: one a format.
+            if ends or operands is packed:
                 grouped_launches.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
+            if ends or operands is biased:
                 grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
         if ends:
             adapters_of_experts(packed, x, groups, torch.bfloat16)
