@@ -43,6 +43,8 @@ FULL = {
     "optimizer": {"name": "adamw8bit", "learning_rate": 1e-6},
 }
 _MIXED = {"rollout": {"sampling": {"max_tokens": 2048}}}
+#: The lengths of config/peers.yaml's mixed steps.
+_LENGTHS = 300, 0.8
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class Case:
     size: str
     gpus: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
-    #: The mean length of completions, which a stop token may end; None for the greatest length alone.
-    mean_length: int | None = None
+    #: Median and standard deviation of the log of completions' lengths, as the rollout bench draws them; None for the
+    #: greatest length alone.
+    lengths: tuple[int, float] | None = None
     #: The case on one GPU, this one's work as a multiple of that one's, and the least speed-up that is wanted.
     compared: tuple[str, int, float | None] | None = None
 
@@ -66,10 +69,10 @@ class Case:
 
 CASES = {
     "7b-1": Case("7B NVFP4 r16", "7B"),
-    "7b-2": Case("the same work (strong)", "7B", 2, compared=("7b-1", 1, 1.85)),
-    "7b-2-weak": Case("twice the prompts (weak)", "7B", 2, {"rollout": {"prompts": 32}}, compared=("7b-1", 2, 1.95)),
-    "7b-mixed-1": Case("7B NVFP4 r16, mixed lengths", "7B", 1, _MIXED, 300),
-    "7b-mixed-2": Case("the same work (strong)", "7B", 2, _MIXED, 300, ("7b-mixed-1", 1, 1.75)),
+    "7b-2": Case("the same work (strong)", "7B", 2, compared=("7b-1", 1, 1.78)),
+    "7b-2-weak": Case("twice the prompts (weak)", "7B", 2, {"rollout": {"prompts": 32}}, compared=("7b-1", 2, 1.97)),
+    "7b-mixed-1": Case("7B NVFP4 r16, mixed lengths", "7B", 1, _MIXED, _LENGTHS),
+    "7b-mixed-2": Case("the same work (strong)", "7B", 2, _MIXED, _LENGTHS, ("7b-mixed-1", 1, 1.75)),
     "32b-1": Case("32B NVFP4 r16", "32B"),
     "32b-2": Case("the same work (strong)", "32B", 2, compared=("32b-1", 1, None)),
     "14b-full-2": Case("14B in full, AdamW in 8 bits", "14B", 2, FULL),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,11 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-
-#: torch 2.11 accepts fewer key heads than query heads without this argument.
-_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 #: Features that are added to heads with sinks; kernels of GPUs need a multiple of it.
 SINK_FEATURES = 8
@@ -227,20 +223,63 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing | FixedPacking, scale: float, window: int | None
 ) -> Tensor:
     """Attend in one call over all pieces; its causal mask aligns the last query of a piece with its last key."""
-    out = varlen_attn(
-        query,
-        all_keys(key, packing.copies),
-        all_keys(value, packing.copies),
-        packing.queries_ends,
-        packing.keys_ends,
-        packing.longest,
-        packing.widest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **_GQA,
+    out: Tensor = _FlashAttention.apply(
+        query, all_keys(key, packing.copies), all_keys(value, packing.copies), packing, scale, window
     )
-    assert isinstance(out, Tensor)
     return out
+
+
+class _FlashAttention(torch.autograd.Function):
+    """PyTorch's flash attention over sequences of variable length, with a backward pass that repeats to the bit.
+
+    The usual backward pass adds each block of keys' share of the queries' gradient atomically. With three blocks, some
+    300 keys, the order of the sums changes the last bits, and no run repeats. `varlen_attn` can't choose the other
+    algorithm, which PyTorch takes from a global switch, without the switch's effect on all other operations.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packing: Packing | FixedPacking,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        ends = packing.queries_ends, packing.keys_ends
+        # Flash attention's causal mask and a window exclude each other; a window without later keys is causal too.
+        ctx.options = packing.longest, packing.widest, 0.0, window is None
+        ctx.named = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *ends, *ctx.options, False, **ctx.named
+        )
+        ctx.save_for_backward(query, key, value, out, lse, *ends, state, unused)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, state, unused = ctx.saved_tensors
+        with _deterministic():
+            grads = torch.ops.aten._flash_attention_backward(
+                grad.contiguous(), *tensors, *ctx.options, state, unused, **ctx.named
+            )
+        return *grads, None, None, None
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """PyTorch's switch of deterministic algorithms, for single operations."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def _by_piece(

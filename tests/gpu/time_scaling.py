@@ -9,23 +9,27 @@ policy.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+from unittest.mock import patch
 
+import numpy as np
 import typer
 
-from qerl.checkpoints.architectures import ARCHITECTURES
+from qerl.bench.lengths import lognormal_lengths
 from qerl.data.sources import prepare
 from qerl.host.progress import configure_logging
 from qerl.random_models.checkpoint import write_checkpoint
-from qerl.random_models.tokenizer import TEXTS, generation_config
+from qerl.random_models.tokenizer import TEXTS
 from qerl.results.paths import POLICY, ROLLOUTS
-from qerl.rl.train import train_run
+from qerl.rl import train
+from qerl.rl.trainer import Trainer
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import DatasetSettings, Generated
 from tests.jobs import train_job
 from tests.scaling import CASES, Case
@@ -38,7 +42,6 @@ def write_inputs(case: Case, scratch: Path) -> None:
         write_checkpoint(base, case.size, case.run().weights, TEXTS)
     if not data.exists():
         prepare(DatasetSettings(format="gsm8k", origin=Generated(train=4000, validation=4, test=4)), data)
-    (base / "generation_config.json").write_text(json.dumps(_stops(case)))
 
 
 def time_case(name: str, case: Case, scratch: Path, out: Path) -> None:
@@ -46,7 +49,9 @@ def time_case(name: str, case: Case, scratch: Path, out: Path) -> None:
     configure_logging()
     with TemporaryDirectory(dir=scratch) as work:
         paths = _base(case, scratch), scratch / "data", Path(work), out / name
-        train_run(train_job(case.run(), *paths, on_failure="row"))
+        # A run's processes get its function by pickle, and with it the lengths.
+        with patch.object(train, "_train", _TrainWithLengths(case.lengths)):
+            train.train_run(train_job(case.run(), *paths, on_failure="row"))
     for folder in (POLICY, ROLLOUTS):
         shutil.rmtree(out / name / folder, ignore_errors=True)
 
@@ -55,16 +60,43 @@ def _base(case: Case, scratch: Path) -> Path:
     return scratch / f"{case.size}-{case.run().weights}"
 
 
-def _stops(case: Case) -> dict[str, Any]:
-    """The generation config: one stop token, or as many as end completions at the case's mean length.
+@dataclass(frozen=True)
+class _TrainWithLengths:
+    """`qerl.rl.train._train` with completions of given lengths, or of the greatest."""
 
-    Random weights draw all tokens about equally often, so that lengths are geometric.
-    """
-    config = generation_config()
-    vocabulary = ARCHITECTURES[case.size].vocabulary
-    if case.mean_length:
-        config["eos_token_id"] = list(range(0, vocabulary, case.mean_length))
-    return config
+    lengths: tuple[int, float] | None
+
+    def __call__(self, *arguments: Any) -> None:
+        make_trainer = train.make_trainer
+
+        def with_lengths(*of_trainer: Any) -> Trainer:
+            trainer = make_trainer(*of_trainer)
+            trainer.collector.sampler = _Lengths(trainer.collector.sampler, self.lengths)  # type: ignore[assignment]
+            return trainer
+
+        with patch.object(train, "make_trainer", with_lengths):
+            _train(*arguments)
+
+
+_train = train._train
+
+
+class _Lengths:
+    """A sampler whose completions end at lengths drawn once, by their places in the batch; no token stops them."""
+
+    def __init__(self, sampler: Sampler, lengths: tuple[int, float] | None) -> None:
+        self._sampler, self._lengths = sampler, lengths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        if self._lengths is None:
+            # vLLM's sampler has no lengths, and needs none here.
+            return self._sampler.generate(prompts, replace(params, ignore_eos=True))
+        numbers, shape = np.random.default_rng(0), (len(prompts), params.count)
+        lengths = lognormal_lengths(numbers, *self._lengths, params.max_tokens, shape)
+        return self._sampler.generate(prompts, replace(params, ignore_eos=True, lengths=tuple(map(tuple, lengths))))
 
 
 def _alone(function: Callable[..., None], *arguments: Any) -> bool:
