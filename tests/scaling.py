@@ -29,7 +29,7 @@ _MISSING = "not measured"
 #: 16 prompts x 8 completions of 1,024 tokens. Rewards are hashes of texts, so that every group has a gradient.
 _BASE: dict[str, Any] = {
     "dataset": "arithmetic",
-    "steps": WARMUP + 5,
+    "steps": WARMUP + 3,
     "rollout": {"prompts": 16, "group_size": 8, "sampling": {"max_tokens": 1024}},
     "adapter": {"rank": 16, "alpha": 16, "train_norms": False},
     "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step.work:reward"},

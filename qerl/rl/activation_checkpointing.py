@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -96,26 +97,30 @@ def free_bytes() -> float:
 
 
 class Recomputation:
-    """Chooses what to recompute for each update and micro-batch, by the memory that is free just before it."""
+    """Chooses what to recompute for each update and micro-batch, by the memory that is free just before it.
+
+    Recomputed blocks and unpacked weights have the same bits. Logits that are kept don't: other products compute them.
+    So `qerl.rl.update` asks once a run up to how many tokens they are kept.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._blocks = blocks(policy.lm)  # a walk over a mixture's modules takes as long as some blocks' launches
-        self._kept: float | None = None
         #: The most blocks that were recomputed for a forward pass.
         self.most = 0
 
-    def choose(self, tokens: int) -> int:
+    def choose(self, tokens: int, keep_logits: bool = False) -> int:
         """Choose the blocks to recompute for a forward pass over `tokens`, and return their number."""
-        count = self._needed(tokens, free_bytes())
+        count = self._needed(tokens, free_bytes() - keep_logits * tokens * self._token_logits)
         _recompute_first(self._blocks, count)
         self.most = max(self.most, count)
         return count
 
-    def keeps_logits(self, tokens: int) -> bool:
-        """Whether the logits of `tokens` fit into memory beside the activations of all blocks."""
-        return self._needed(tokens, free_bytes() - self._logits(tokens)) == 0
+    def fitting_tokens(self, with_logits: bool) -> int:
+        """The most tokens whose activations, and logits, now fit into memory with no recomputation."""
+        token = (len(self._blocks) + 2) * self._kept + with_logits * self._token_logits
+        return int(free_bytes() / token)
 
     def weights(self, tokens: int) -> AbstractContextManager[None]:
         """A context that keeps packed weights unpacked, for an update of micro-batches of up to `tokens`.
@@ -123,15 +128,19 @@ class Recomputation:
         They are kept only if they fit beside activations and logits, whose recomputation takes longer.
         """
         lm = self.policy.lm
-        free = free_bytes() - self._logits(tokens) - unpacked_bytes(lm, lm.dtype)
+        free = free_bytes() - tokens * self._token_logits - unpacked_bytes(lm, lm.dtype)
         return dense_weights(lm, lm.dtype) if self._needed(tokens, free) == 0 else nullcontext()
 
-    def _logits(self, tokens: int) -> int:
-        return tokens * self.policy.lm.config.vocab_size * self.policy.lm.dtype.itemsize
+    @property
+    def _token_logits(self) -> int:
+        """Bytes of a token's logits."""
+        return self.policy.lm.config.vocab_size * self.policy.lm.dtype.itemsize
+
+    @cached_property
+    def _kept(self) -> float:
+        return kept_bytes(self.policy)
 
     def _needed(self, tokens: int, free: float) -> int:
         lm = self.policy.lm
-        if self._kept is None:
-            self._kept = kept_bytes(self.policy)
         of_input = lm.config.hidden_size * lm.dtype.itemsize
         return recomputed_blocks(len(self._blocks), free, tokens * self._kept, tokens * of_input)

@@ -97,13 +97,10 @@ class PassGraphs:
         self._joint = torch.zeros((), device=policy.device, requires_grad=True)
         self._capture = capture or partial(_captured, torch.cuda.graph_pool_handle())
 
-    def serve(self, tokens: int) -> bool:
-        """Whether passes over rows of up to `tokens` are small enough."""
-        largest = row_tokens_of(tokens)
-        if largest * self._token_bytes > MOST_BYTES:
-            return False
-        known = max((size.tokens for size, _ in self._passes), default=0)
-        return self._recomputation is None or largest <= known or self._recomputation.choose(largest) == 0
+    def fitting_tokens(self) -> int:
+        """The most tokens of a row that can be a graph, by the memory that is free now."""
+        most = int(MOST_BYTES / self._token_bytes)
+        return most if self._recomputation is None else min(most, self._recomputation.fitting_tokens(False))
 
     @cached_property
     def _token_bytes(self) -> float:
@@ -126,7 +123,7 @@ class PassGraphs:
         key = RowSize.of(batch), torch.is_grad_enabled()
         if key not in self._passes:
             if self._recomputation is not None:
-                self._recomputation.choose(batch.ids.numel())  # none, as `serve` has found
+                self._recomputation.choose(0)  # graphs have no recomputation
             self._passes[key] = _Pass(self._policy, batch, torch.is_grad_enabled(), self._capture)
         of_row = self._passes[key]
         of_row.row.fill(batch)

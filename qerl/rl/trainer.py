@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from qerl.rl.rollouts import Behaviour, Collector
 from qerl.rl.sequence_packing import Sample
 from qerl.rl.stored_rollouts import RolloutStore
 from qerl.rl.thermostat import Thermostat
-from qerl.rl.update import Look, Updater
+from qerl.rl.update import Choices, Look, Updater
 from qerl.settings.run import RunSettings
 from qerl.trackers.trackers import Trackers
 
@@ -192,7 +193,8 @@ class Trainer:
             self._shared.save(trained, optimizer, rows)
         elif self.processes.writes:
             weights = {name: parameter.detach() for name, parameter in trained.items()}
-            state = {"trained": weights, "optimizer": optimizer.state_dict(), "rows": rows}
+            choices = self.updater.choices and asdict(self.updater.choices)
+            state = {"trained": weights, "optimizer": optimizer.state_dict(), "rows": rows, "choices": choices}
             self.checkpoints.save(len(rows), state)
 
     def _resume(self) -> list[dict[str, float]]:
@@ -213,6 +215,7 @@ class Trainer:
             for name, parameter in trained.items():
                 parameter.copy_(state["trained"][name])
         optimizer.load_state_dict(state["optimizer"])
+        self.updater.choices = state["choices"] and Choices(**state["choices"])
         rows: list[dict[str, float]] = state["rows"]
         return rows
 

@@ -20,6 +20,7 @@ from qerl.policy.policy import Policy
 from qerl.rl.activation_checkpointing import Recomputation
 from qerl.rl.data_parallel import Processes
 from qerl.rl.failures import DivergedError
+from qerl.rl.fixed_rows import row_tokens_of
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.optimizer import make_optimizer, warmup_cosine
 from qerl.rl.pass_graphs import PassGraphs, pass_graphs
@@ -71,6 +72,18 @@ class _Anchor:
     importance_NT: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What free memory decides once a run, because it changes the last bits; checkpoints have it.
+
+    Rows of up to `logits_tokens` keep their logits for the backward pass, and passes over rows of up to `graph_tokens`
+    are CUDA graphs. Other runs of the same settings may choose differently where memory is short.
+    """
+
+    logits_tokens: int
+    graph_tokens: int
+
+
 def _diverged(what: str, cause: str) -> str:
     return (
         f"{what} not finite, because {cause} NaN or infinite; lower optimizer.learning_rate or use dtype=float32 "
@@ -93,6 +106,8 @@ class Updater:
         #: That of the completions of the present rollout.
         self.temperature = settings.rollout.sampling.temperature
         self.recomputation = Recomputation(policy) if chosen else None
+        #: Chosen by the first update, or else by the run that this one continues.
+        self.choices: Choices | None = None
         #: Whether the passes of the present update are graphs.
         self._in_graphs = False
 
@@ -100,6 +115,14 @@ class Updater:
     def graphs(self) -> PassGraphs | None:
         """Passes as CUDA graphs, if they can be; read after the first rollout, which may move the weights."""
         return pass_graphs(self.policy, self.settings, self.recomputation)
+
+    def _choose(self) -> Choices:
+        """The choices that all processes have the memory for."""
+        self.policy.lm.train()  # with dropout, blocks keep more
+        logits = self.recomputation.fitting_tokens(with_logits=True) if self.recomputation else 0
+        graphs = self.graphs.fitting_tokens() if self.graphs else 0
+        self.policy.lm.eval()
+        return Choices(*(-int(self.processes.max(-most)) for most in (logits, graphs)))
 
     def update(
         self, step: int, samples: list[Sample], temperature: float | None = None, look: Look | None = None
@@ -113,6 +136,7 @@ class Updater:
         over all updates; the others come from the first update, by the policy that sampled.
         """
         self.temperature = temperature or self.settings.rollout.sampling.temperature
+        self.choices = self.choices or self._choose()
         schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * schedule
@@ -125,7 +149,7 @@ class Updater:
         stats = UpdateStats()
         # By rows with their silent completions, so that a large policy doesn't hold memory for its few short rows.
         longest = max((row_tokens(samples, row) for row in rows), default=0)
-        self._in_graphs = self.graphs is not None and self.graphs.serve(longest)
+        self._in_graphs = self.graphs is not None and row_tokens_of(longest) <= self.choices.graph_tokens
         if not self._in_graphs:  # whose policies have no dropout, and the walk over all modules takes long
             self.policy.lm.train()
         with self._weights([*parts, *sampled, *shown]):
@@ -216,8 +240,11 @@ class Updater:
         """Choose the blocks that the backward pass recomputes; returns whether the logits are kept."""
         if self.recomputation is None or not torch.is_grad_enabled():
             return False
+        assert self.choices is not None
         tokens = part.batch.ids.numel()
-        return self.recomputation.choose(tokens) == 0 and self.recomputation.keeps_logits(tokens)
+        keep = tokens <= self.choices.logits_tokens
+        self.recomputation.choose(tokens, keep)
+        return keep
 
     def _weights(self, parts: list[_Part]) -> AbstractContextManager[None]:
         if self.recomputation is None or self._in_graphs:  # graphs unpack weights, whose copies would be elsewhere

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.repeat OUT --cases 1.5B-nvfp4-grpo,7B-nf4-ppo
 
-Each case runs twice on random weights: undisturbed on the first GPU, and on the last one killed at a random moment after
-its first checkpoint and continued, `--kills` times. OUT/repeat.json says for each whether metrics and trained tensors
+Each case runs twice on random weights: undisturbed on the first GPU, and on the last one killed at a random moment
+after its first checkpoint and continued, `--kills` times. OUT/repeat.json says for each whether metrics and trained tensors
 are equal to the bit. Cases run side by side, so that the moments of launches and the free memory differ.
 """
 
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,10 +67,11 @@ def train(case: str, folder: Path) -> None:
     size, weights, loss = case.split("-")
     settings = parse(RunSettings, _settings(size, weights, loss), case)
     if not (folder / "tokenizer").exists():
+        (folder / "tokenizer").mkdir()
         write_tokenizer(folder / "tokenizer", TEXTS, vocabulary(size))
     policy = random_policy(size, weights, settings.adapter.rank, choose_device())
-    policy.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-    policy = prepared(policy, settings)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    policy = prepared(replace(policy, tokenizer=tokenizer), settings)
     drawn = questions(policy.tokenizer, 64, 120)
     task = Task([problem(question, number, False) for number, question in enumerate(drawn)], "gsm8k", "")
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)

@@ -117,11 +117,11 @@ def test_logits_and_then_weights_are_kept_where_they_fit_beside_all_activations(
     activations = (len(blocks(policy.lm)) + 2) * tokens * kept_bytes(policy)
     logits = 2 * tokens * policy.lm.config.vocab_size
     monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda: activations + logits - 1)
-    assert not recomputation.keeps_logits(tokens)
+    assert recomputation.fitting_tokens(with_logits=True) == tokens - 1
     assert recomputation.choose(tokens) == 0
     for free, fit in ((activations + logits + unpacked, True), (activations + logits + unpacked - 1, False)):
         monkeypatch.setattr(activation_checkpointing, "free_bytes", lambda free=free: free)
-        assert recomputation.keeps_logits(tokens)
+        assert recomputation.fitting_tokens(with_logits=True) >= tokens
         with recomputation.weights(tokens):
             held = [module._dense for module in packed]
             assert sum(t.numel() * t.itemsize for t in held if t is not None) == (unpacked if fit else 0)

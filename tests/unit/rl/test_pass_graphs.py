@@ -4,6 +4,8 @@ A CPU has no graphs and no flash attention: work is repeated by calling it, and 
 attention reads. `tests/gpu/test_pass_graphs_gpu.py` has both.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -43,13 +45,14 @@ def base(checkpoints):
 def attention(monkeypatch):
     """Attention over pieces by their ends, as flash attention's; what no piece has is not a number."""
 
-    def attend(query, key, value, queries_ends, keys_ends, longest, widest, *, scale, window_size, enable_gqa=True):
+    def attend(query, key, value, packing, scale, window):
+        assert window is None
         out = torch.full_like(query, torch.nan)
         for (q0, q1), (k0, k1) in zip(
-            queries_ends.unfold(0, 2, 1).tolist(), keys_ends.unfold(0, 2, 1).tolist(), strict=True
+            packing.queries_ends.unfold(0, 2, 1).tolist(), packing.keys_ends.unfold(0, 2, 1).tolist(), strict=True
         ):
-            assert q1 - q0 <= longest
-            assert k1 - k0 <= widest
+            assert q1 - q0 <= packing.longest
+            assert k1 - k0 <= packing.widest
             if q1 > q0:
                 one = [
                     rows[a:b].transpose(0, 1)[None] for rows, a, b in ((query, q0, q1), (key, k0, k1), (value, k0, k1))
@@ -59,7 +62,7 @@ def attention(monkeypatch):
                 out[q0:q1] = found[0].transpose(0, 1)
         return out
 
-    monkeypatch.setattr(packed_sequences, "varlen_attn", attend)
+    monkeypatch.setattr(packed_sequences, "_FlashAttention", SimpleNamespace(apply=attend))
     monkeypatch.setattr(activation_checkpointing, "allocatable_bytes", lambda: 2**33)
 
 
