@@ -17,6 +17,7 @@ A `</think>` without a `<think>` is fine, since some chat templates open the thi
 and exact; `<Answer>` and `<answer >` are text.
 
 An expression of math is equal if math-verify says so and it says no more than the expected answer (`qerl.data.prose`).
+Words and dates are equal as text, in any case and with any spaces.
 After `####`, all commas are ignored, as in lm-eval. Elsewhere only commas between thousands are, and in math `1,2` is
 two numbers.
 """
@@ -32,7 +33,7 @@ from qerl.data import expressions
 from qerl.data.amounts import read_amount
 from qerl.data.countdown import solves, stated_formula
 from qerl.data.formulas import parse_formula
-from qerl.data.prose import is_prose, tells_more
+from qerl.data.prose import is_date, is_prose, is_text, same_text, tells_more
 from qerl.settings.data import AnswerForm, RecordFormat
 
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
@@ -232,7 +233,11 @@ def _number(text: str, record_format: RecordFormat) -> Decimal | None:
 def _same_expression(expected: str, answer: str, units: tuple[str, ...]) -> bool:
     if expected.strip() == answer:
         return True
-    if len(answer) > _LONGEST_EXPRESSION or tells_more(answer, expected, units):
+    if len(answer) > _LONGEST_EXPRESSION:
+        return False
+    if is_text(expected):
+        return same_text(answer, expected)
+    if is_date(answer) or tells_more(answer, expected, units):
         return False
     return expressions.equal(*(_ascii(text) for text in (expected, answer)))
 
