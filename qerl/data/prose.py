@@ -57,7 +57,7 @@ _MONTH = (
     r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
     r"|nov(?:ember)?|dec(?:ember)?)\.?"
 )
-#: Three numbers, two numbers with a leading zero, a year and a month, two years, a day of a month, or a time with AM or PM.
+#: Three numbers, two with a leading zero, a year and a month, two years, a day of a month, or a time with AM or PM.
 _DATE = re.compile(
     r"(?<![0-9.,])[0-9]{1,4}(?P<sign>[-/.:])[0-9]{1,4}(?P=sign)[0-9]{1,4}(?![0-9])"
     r"|(?<![0-9.,])0[0-9]+[-/:][0-9]+(?![0-9.])|(?<![0-9.,])[0-9]+[-/:]0[0-9]+(?![0-9.])"

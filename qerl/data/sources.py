@@ -25,6 +25,7 @@ from qerl.data import arithmetic, comparisons, countdown_problems
 from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.inputs import DATA_SUFFIXES
+from qerl.data.notation import warn_of_notation
 from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
 from qerl.data.split_files import CONVERT, split_files
 from qerl.host.plugins import call
@@ -58,6 +59,9 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
     given = _generated(settings.format, origin) if isinstance(origin, GeneratedSplits) else _read(settings, hub)
     located = distinct(_filtered(given, settings), settings.format, settings.units)
+    for split, records in located.items():
+        problems = (parse_record(record, settings.format, where, settings.units) for where, record in records)
+        warn_of_notation(split, problems, settings.format, settings.answer, settings.units)
     splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
     files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
