@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from decimal import Decimal
 
 from qerl.data.answers import is_correct, stated
@@ -33,7 +33,7 @@ _SIGNS = {
     **{"∈": "\\in ", "°": "^\\circ ", "−": "-", "⁄": "/"},
 }
 #: Characters and calls of other notations, and LaTeX for them.
-_LATEX = [
+_LATEX: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\*\*\s*\(([^()]*)\)|\*\*\s*(-?[0-9]+|\w)"), r"^{\1\2}"),
     (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
