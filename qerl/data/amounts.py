@@ -38,7 +38,7 @@ UNITS = frozenset(unit.replace("_", " ") for unit in _UNITS.split())
 #: Units with fewer letters are symbols, whose case matters.
 _SHORTEST_WORD = 4
 
-_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_DIGITS = r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _CURRENCY = r"[$€£¥]"
 _LETTER = r"[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
 _NAME = rf"{_LETTER}(?:\s*\+\s*{_LETTER})*"

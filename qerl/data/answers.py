@@ -17,6 +17,7 @@ A `</think>` without a `<think>` is fine, since some chat templates open the thi
 and exact; `<Answer>` and `<answer >` are text.
 
 An expression of math is equal if math-verify says so and it says no more than the expected answer (`qerl.data.prose`).
+Words and dates are equal as text, in any case and with any spaces.
 After `####`, all commas are ignored, as in lm-eval. Elsewhere only commas between thousands are, and in math `1,2` is
 two numbers.
 """
@@ -32,17 +33,17 @@ from qerl.data import expressions
 from qerl.data.amounts import read_amount
 from qerl.data.countdown import solves, stated_formula
 from qerl.data.formulas import parse_formula
-from qerl.data.prose import is_prose, tells_more
+from qerl.data.prose import is_date, is_prose, is_text, same_text, tells_more
 from qerl.settings.data import AnswerForm, RecordFormat
 
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 #: The pattern of lm-eval's strict match.
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
-#: What would make the number a part of another one: 11/2, 12:30, 10 000, 2e5, 3.5.2, 1.000,5, 10-12, 2 x 3.
-_GOES_ON = r"[^\S\n]*(?:[-\u2212+/:^_*x×,][^\S\n]*|\.)?[0-9]|[eE][-+]?[0-9]"
-_GOLD_HASHES = re.compile(rf"####\s?(-?(?>{_DIGITS}))(?!{_GOES_ON})")
+_GOLD_HASHES = re.compile(r"####\s?(.*)")
+#: Percentages of gsm8k are plain numbers, and its grader ignores what follows a number.
+_GOLD_UNITS = ("%",)
 _NUMBER = re.compile(rf"([-+\u2212]?)({_DIGITS})\.?")
-_THOUSANDS = re.compile(r"[-+\u2212]?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_THOUSANDS = re.compile(r"[-+\u2212]?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 _DELIMITED = re.compile(
     r"\$\$([^$]+)\$\$|\$([^$]+)\$|\*\*([^*]+)\*\*|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]", re.DOTALL
 )
@@ -65,12 +66,19 @@ def after_thinking(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
-def gold(solution: str, record_format: RecordFormat) -> str | None:
-    """Return the answer that the worked solution of a record states, as written; None if it states none."""
-    if record_format == "gsm8k":
-        match = _GOLD_HASHES.search(after_thinking(solution))
-        return match.group(1) if match else None
-    return extract(_UNBRACED.sub(r"\\boxed{\1}$", solution), record_format)
+def gold(solution: str, record_format: RecordFormat, units: Collection[str] = ()) -> str | None:
+    """Return the answer that the worked solution of a record states, as written; None if it states none.
+
+    An answer of gsm8k is the line after the last `####`, which must be one number, with or without a unit. It is none
+    if a completion of the same text would count as another number.
+    """
+    if record_format != "gsm8k":
+        return extract(_UNBRACED.sub(r"\\boxed{\1}$", solution), record_format)
+    lines = _GOLD_HASHES.findall(after_thinking(solution))
+    number = read_amount(_bare(lines[-1]) or "", (*units, *_GOLD_UNITS)) if lines else None
+    graded = extract(solution, record_format)
+    agree = number is not None and (graded is None or _number(graded, record_format) == _number(number, record_format))
+    return number if agree else None
 
 
 def extract(
@@ -225,7 +233,11 @@ def _number(text: str, record_format: RecordFormat) -> Decimal | None:
 def _same_expression(expected: str, answer: str, units: tuple[str, ...]) -> bool:
     if expected.strip() == answer:
         return True
-    if len(answer) > _LONGEST_EXPRESSION or tells_more(answer, expected, units):
+    if len(answer) > _LONGEST_EXPRESSION:
+        return False
+    if is_text(expected):
+        return same_text(answer, expected)
+    if is_date(answer) or tells_more(answer, expected, units):
         return False
     return expressions.equal(*(_ascii(text) for text in (expected, answer)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from qerl.data.answers import is_correct
 from qerl.data.records import Located, Problem, parse_record
@@ -16,7 +16,9 @@ _ORDER: tuple[Split, ...] = ("test", "validation", "train")
 _NAMED = 3
 
 
-def distinct(splits: dict[Split, list[Located]], record_format: RecordFormat) -> dict[Split, list[Located]]:
+def distinct(
+    splits: dict[Split, list[Located]], record_format: RecordFormat, units: Collection[str] = ()
+) -> dict[Split, list[Located]]:
     """The splits with the first record of each question; the log says how many were dropped.
 
     If the answers to a question contradict each other within a split, all its records are dropped.
@@ -24,7 +26,7 @@ def distinct(splits: dict[Split, list[Located]], record_format: RecordFormat) ->
     seen: set[str] = set()
     kept: dict[Split, list[Located]] = {}
     for split in _ORDER:
-        asked = _by_question(splits.get(split, []), record_format)
+        asked = _by_question(splits.get(split, []), record_format, units)
         unseen = {id: same for id, same in asked.items() if id not in seen}
         agreeing = {id: same for id, same in unseen.items() if _agree(same, record_format)}
         kept[split] = [same[0][0] for same in agreeing.values()]
@@ -38,10 +40,10 @@ def distinct(splits: dict[Split, list[Located]], record_format: RecordFormat) ->
 _Same = list[tuple[Located, Problem]]
 
 
-def _by_question(records: list[Located], record_format: RecordFormat) -> dict[str, _Same]:
+def _by_question(records: list[Located], record_format: RecordFormat, units: Collection[str]) -> dict[str, _Same]:
     by_question: dict[str, _Same] = defaultdict(list)
     for where, record in records:
-        problem = parse_record(record, record_format, where)
+        problem = parse_record(record, record_format, where, units)
         by_question[problem.id].append(((where, record), problem))
     return by_question
 

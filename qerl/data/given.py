@@ -75,7 +75,7 @@ def _as_files(settings: Mapping[str, Any], objects: Any, folder: Path) -> Given:
             raise DataError(f"{where} holds no records; a generator can be read once only")
         for place, record in renamed(located, settings.get("columns") or {}):
             record_format = record_format or detect_format(record, place)
-            parse_record(record, record_format, place)
+            parse_record(record, record_format, place, settings.get("units") or ())
         files[folder / f"{name or 'records'}.jsonl"] = lines_of(record for _, record in located)
     origin = {"source": "local", "path": folder if by_split else folder / "records.jsonl"}
     return Given({**settings, "format": record_format, "origin": origin}, files)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast, get_args
@@ -30,9 +30,11 @@ Located = tuple[str, Record]
 #: A number with an exponent, which no grader reads.
 _EXPONENT = re.compile(r"-?[0-9.]+[eE][-+]?[0-9]+")
 _HASHES_RULE = (
-    "`answer` must end in `#### n`, where n is one number (for other answers: `format: math`, and `columns` to name "
-    "`problem` and `answer`)"
+    "`answer` must end in `#### n`, where n is one number such as `1,234.5`, with a known unit or nothing after it "
+    "(`units` adds units; for other answers: `format: math`, and `columns` to name `problem` and `answer`)"
 )
+#: The most characters that an error quotes of a solution.
+_QUOTED = 40
 
 
 class DataError(UserError):
@@ -97,8 +99,13 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
-def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: str) -> Problem:
-    """Return the problem that `record` states. A `DataError` names `where` (file and line) and the missing key."""
+def parse_record(
+    record: Mapping[str, Any], record_format: RecordFormat, where: str, units: Collection[str] = ()
+) -> Problem:
+    """Return the problem that `record` states. A `DataError` names `where` (file and line) and the missing key.
+
+    `units` may follow a gsm8k answer besides `qerl.data.amounts.UNITS`.
+    """
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
     solution: str | None
@@ -107,7 +114,7 @@ def parse_record(record: Mapping[str, Any], record_format: RecordFormat, where: 
         question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
     elif record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
-        answer = _stated(solution, record_format, _HASHES_RULE, where)
+        answer = _stated(solution, record_format, _HASHES_RULE, where, units)
     elif record_format == "math":
         question, given = _text(record, "problem", where), _given(record, where)
         if not given and _optional(record, "solution", where) is None:
@@ -170,10 +177,10 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _stated(solution: str, record_format: RecordFormat, rule: str, where: str) -> str:
-    answer = gold(solution, record_format)
+def _stated(solution: str, record_format: RecordFormat, rule: str, where: str, units: Collection[str] = ()) -> str:
+    answer = gold(solution, record_format, units)
     if answer is None:
-        raise DataError(f"{where} states no answer: {rule}")
+        raise DataError(f"{where} states no answer: {rule}; it ends in {solution.strip()[-_QUOTED:]!r}")
     return answer
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
 from functools import partial
@@ -25,6 +25,7 @@ from qerl.data import arithmetic, comparisons, countdown_problems
 from qerl.data.distinct import distinct
 from qerl.data.hub import HubFiles, Locked, hub_files
 from qerl.data.inputs import DATA_SUFFIXES
+from qerl.data.notation import warn_of_notation
 from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
 from qerl.data.split_files import CONVERT, split_files
 from qerl.host.plugins import call
@@ -57,7 +58,10 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
     given = _generated(settings.format, origin) if isinstance(origin, GeneratedSplits) else _read(settings, hub)
-    located = distinct(_filtered(given, settings), settings.format)
+    located = distinct(_filtered(given, settings), settings.format, settings.units)
+    for split, records in located.items():
+        problems = (parse_record(record, settings.format, where, settings.units) for where, record in records)
+        warn_of_notation(split, problems, settings.format, settings.answer, settings.units)
     splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
     files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
@@ -89,7 +93,7 @@ def read_meta(folder: Path) -> PreparedDataset:
 def read_split(folder: Path, split: Split) -> list[Problem]:
     """Read the problems of one split of a prepared folder; an empty list if the set has no such split."""
     meta, file = read_meta(folder), split_file(folder, split)
-    problems = [parse_record(record, meta.format, where) for where, record in _records(file)]
+    problems = [parse_record(record, meta.format, where, meta.units) for where, record in _records(file)]
     if len(problems) != meta.rows[split]:
         raise DataError(
             f"{file} holds {len(problems)} records, not the {meta.rows[split]} that were written; delete {folder}, "
@@ -104,18 +108,21 @@ def read_records(folder: Path, split: Split) -> list[Record]:
 
 
 def check_problem_file(
-    path: Path, record_format: RecordFormat | None = None, columns: Mapping[str, str] | None = None
+    path: Path,
+    record_format: RecordFormat | None = None,
+    columns: Mapping[str, str] | None = None,
+    units: Collection[str] = (),
 ) -> RecordFormat:
     """Validate every record of a local file, or of each file of a folder, and return the format.
 
     Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
-    `columns`: the records' own names of the format's columns.
+    `columns`: the records' own names of the format's columns; `units`: units besides `qerl.data.amounts.UNITS`.
     """
     detected = record_format
     for file in chain(*split_files(path).values()) if path.is_dir() else [path]:
         for where, record in renamed(_file(file), columns or {}):
             detected = detected or detect_format(record, where)
-            parse_record(record, detected, where)
+            parse_record(record, detected, where, units)
     assert detected is not None
     return detected
 
@@ -223,12 +230,12 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     records_read = _by_file(hub.splits) if hub else _own_records(origin)
     if isinstance(records_read, list):
         assert isinstance(origin, (LocalData, FunctionData))
-        return _split_by_hash(renamed(records_read, settings.columns), origin, settings.format)
+        return _split_by_hash(renamed(records_read, settings.columns), origin, settings)
     if isinstance(origin, (LocalData, FunctionData)):
         _check_fractions(origin)
     splits = {split: list(renamed(records, settings.columns)) for split, records in records_read.items()}
     for where, record in chain(*splits.values()):
-        parse_record(record, settings.format, where)
+        parse_record(record, settings.format, where, settings.units)
     return splits
 
 
@@ -296,14 +303,13 @@ def check_records(records: Any, rule: str) -> Iterable[Any]:
     return records
 
 
-def _split_by_hash(
-    records: Iterable[Located], origin: LocalData | FunctionData, record_format: RecordFormat
-) -> _Splits:
+def _split_by_hash(records: Iterable[Located], origin: LocalData | FunctionData, settings: DatasetSettings) -> _Splits:
     if origin.test_fraction + origin.validation_fraction > 1:
         raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
     splits: _Splits = {split: [] for split in SPLITS}
     for where, record in records:
-        splits[_hashed_split(parse_record(record, record_format, where), origin)].append((where, record))
+        problem = parse_record(record, settings.format, where, settings.units)
+        splits[_hashed_split(problem, origin)].append((where, record))
     return splits
 
 
@@ -320,14 +326,14 @@ def _filtered(splits: _Splits, settings: DatasetSettings) -> _Splits:
     wanted, given = settings.filter, splits.get("train", [])
     if wanted == FilterSettings() or not given:
         return splits
-    kept = [located for located in given if _keeps(wanted, *located, settings.format)]
+    kept = [located for located in given if _keeps(settings, *located)]
     if not kept:
         raise DataError(f"`filter` leaves none of {len(given)} training records; widen it")
     return {**splits, "train": kept}
 
 
-def _keeps(wanted: FilterSettings, where: str, record: Record, record_format: RecordFormat) -> bool:
-    problem = parse_record(record, record_format, where)
+def _keeps(settings: DatasetSettings, where: str, record: Record) -> bool:
+    wanted, problem = settings.filter, parse_record(record, settings.format, where, settings.units)
     if wanted.max_characters is not None and len(problem.question) > wanted.max_characters:
         return False
     if wanted.levels is not None and problem.level not in wanted.levels:

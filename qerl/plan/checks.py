@@ -110,7 +110,7 @@ def check_inputs(plan_: Plan) -> None:
         from qerl.data.sources import check_problem_file
 
         for dataset in local:
-            check_problem_file(dataset.origin.path, dataset.format, dataset.columns)  # type: ignore[union-attr]
+            check_problem_file(dataset.origin.path, dataset.format, dataset.columns, dataset.units)  # type: ignore[union-attr]
 
 
 def _check_lengths(plan_: Plan) -> None:

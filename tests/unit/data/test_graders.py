@@ -340,6 +340,85 @@ def test_words_and_relations_of_the_expected_answer_are_no_addition(expected, an
     assert is_correct(f"\\boxed{{{answer}}}", expected, "math")
 
 
+#: Expected answers without mathematics, what equals them, and what math-verify would take for them or a reader not.
+TEXT = [
+    ("cat", ("Cat", "\\text{cat}", "\\text{ CAT }", "cat.", "$cat$"), ("act", "tac", "c a", "cats", "c^1at", "tca")),
+    ("no", ("No", "\\text{no}", "\\textbf{NO}"), ("on", "n", "0")),
+    ("\\text{AB}", ("AB", "\\text{AB}"), ("BA",)),
+    ("listen", ("Listen",), ("silent", "enlist")),
+    ("New York", ("new york", "\\text{New York}", "New\\ York"), ("York New",)),
+    ("IV", ("IV",), ("VI",)),
+    ("\u00e9t\u00e9", ("\u00c9T\u00c9", "e\u0301te\u0301"), ("t\u00e9\u00e9",)),
+    ("\u043a\u043e\u0442", ("\u041a\u043e\u0442",), ("\u0442\u043e\u043a",)),
+    ("co-prime", ("Co-prime", "co\u2010prime"), ("prime-co", "co", "-prime+co")),
+    ("Day 5", ("day 5",), ("5 Day", "Yad 5", "Day 6")),
+    ("2025-01-05", ("2025-01-05", "\\text{2025-01-05}", "2025\u201301\u201305"), ("2019", "2025-05-01", "2025-1-5")),
+    ("01/05/2025", ("01/05/2025",), ("\\frac{1}{10125}", "05/01/2025")),
+    ("5.1.2025", ("5.1.2025",), ("1.5.2025",)),
+    ("2024-11", ("2024-11",), ("2013",)),
+    ("1990-1995", ("1990-1995", "1990\u20131995"), ("-5",)),
+    ("555-0123", ("555-0123",), ("432",)),
+    ("09:05", ("09:05",), ("\\frac{9}{5}", "18:10")),
+    ("3:45 PM", ("3:45 pm", "3:45pm", "3{:}45 \\text{ PM}"), ("3:45 am", "3:45 mp")),
+    ("May 5", ("may 5", "\\text{May 5}"), ("5 yam", "Yam 5", "May 6")),
+    ("5 January 2025", ("5 january 2025",), ("2025 January 5", "10125 January")),
+]
+
+
+@pytest.mark.parametrize(("expected", "equal", "different"), TEXT)
+def test_words_and_dates_are_compared_as_text(expected, equal, different):
+    for answer in equal:
+        assert is_correct(f"\\boxed{{{answer}}}", expected, "math"), answer
+        assert is_correct(tags(answer), expected, "math", "tags"), answer
+    for answer in different:
+        assert not is_correct(f"\\boxed{{{answer}}}", expected, "math"), answer
+        assert not is_correct(tags(answer), expected, "math", "tags"), answer
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        *(
+            ("xy", "yx"),
+            ("abc", "b c a"),
+            ("xyz", "zyx"),
+            ("AB", "BA"),
+            ("mgh", "m \\cdot g \\cdot h"),
+            ("ab-c", "-c+ba"),
+        ),
+        *(
+            ("x-y", "-y+x"),
+            ("a/b", "\\frac{a}{b}"),
+            ("infinity", "\\infty"),
+            ("(x, y)", "(x,y)"),
+            ("x \\text{ and } y", "x, y"),
+        ),
+        *(
+            ("10-5", "5"),
+            ("0.05", "\\frac{1}{20}"),
+            ("3:4", "\\frac{3}{4}"),
+            ("12 \\text{ widgets}", "12"),
+            ("2^{10}", "1024"),
+        ),
+        *(
+            ("2025-x", "-x+2025"),
+            ("\\sin x", "\\sin(x)"),
+            ("(B)", "B"),
+            ("1/2", "0.5"),
+            ("-7", "-7.0"),
+            ("5\\text{ min}", "5"),
+        ),
+    ],
+)
+def test_mathematics_is_not_compared_as_text(expected, answer):
+    assert is_correct(f"\\boxed{{{answer}}}", expected, "math")
+
+
+def test_a_date_is_no_number():
+    assert not is_correct("\\boxed{2025-01-05}", "2019", "math")
+    assert not is_correct("\\boxed{01/05}", "\\frac{1}{5}", "math")
+
+
 @pytest.mark.parametrize(("record_format", "expected", "text", "verdict"), NATIVE)
 def test_native_verdicts(record_format, expected, text, verdict):
     assert is_correct(text, expected, record_format, "native") is verdict

@@ -60,6 +60,13 @@ def test_a_number_has_no_exponent_and_is_found_right(number, text):
     assert is_correct(f"\\boxed{{{text}}}", problem.answer, "math")
 
 
+def test_the_error_for_an_answer_that_is_no_number_quotes_it():
+    record = {"question": "How many?", "answer": "2 + 3 = 5, so\n#### 5 million"}
+    with pytest.raises(DataError, match=r"^a.jsonl, line 3 states no answer: .*`units` .* ends in '.*#### 5 million'$"):
+        parse_record(record, "gsm8k", "a.jsonl, line 3")
+    assert parse_record(record, "gsm8k", "a.jsonl, line 3", ["million"]).answer == "5"
+
+
 def test_an_aime_problem_may_lack_a_solution():
     assert parse_record({"problem": "Count.", "answer": 7}, "aime", "here").solution is None
 

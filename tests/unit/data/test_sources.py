@@ -127,6 +127,22 @@ def test_a_question_is_asked_once_in_every_split(tmp_path, said):
     ]
 
 
+def test_an_answer_with_a_unit_of_its_data_set_is_prepared_and_another_is_refused_with_its_line(tmp_path):
+    rows = [*gsm8k(3), {"question": "How many?", "answer": "2 + 3 = 5\n#### 5 widgets"}]
+    origin = LocalData(
+        source="local", path=write_lines(tmp_path / "a.jsonl", rows), test_fraction=1, validation_fraction=0
+    )
+    settings = DatasetSettings(format="gsm8k", origin=origin)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4 states no answer"):
+        prepare(settings, tmp_path / "refused")
+    with_units = settings.model_copy(update={"units": ["widgets"]})
+    prepare(with_units, tmp_path / "out")
+    assert [problem.answer for problem in read_split(tmp_path / "out", "test")] == ["1", "2", "3", "5"]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4 states no answer"):
+        check_problem_file(origin.path, "gsm8k")
+    assert check_problem_file(origin.path, "gsm8k", units=["widgets"]) == "gsm8k"
+
+
 def test_answers_that_contradict_each_other_drop_their_question(tmp_path, said):
     rows = gsm8k(4)
     rows += [{**rows[0], "answer": "#### 1.0"}, {**rows[1], "answer": "#### 7"}, {**rows[1], "answer": "#### 7"}]
