@@ -29,7 +29,7 @@ from qerl.checkpoints.folder import (
     weights_format_of,
 )
 from qerl.checkpoints.layouts import names_in_files
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import converted, stream
 from qerl.formats.codecs import dequantize
 from qerl.policy.adapter_files import read_adapter, write_adapter
 from qerl.policy.loading import packed_layers, read_packed, tied_weights
@@ -57,7 +57,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     headers = read_headers(source)
     layers = set(packed_layers(headers, weights_format))
     kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
-    tensors = {name: tensor.to(dtype) for name, tensor in stream(kept)}
+    tensors = {name: converted(kept[name], tensor, dtype) for name, tensor in stream(kept)}
     for layer, packed in read_packed(headers, weights_format):
         tensors[f"{layer}.weight"] = dequantize(packed, dtype)
     _copy_but_weights(source, target)

@@ -21,7 +21,7 @@ from qerl.checkpoints.folder import (
     read_headers,
     weights_format_of,
 )
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import converted, stream
 from qerl.formats.codecs import dequantize
 from qerl.policy.export import check_changes, trained_tensors
 from qerl.policy.loading import has_packed_delta_nets, load_tokenizer, packed_tensors, read_layer
@@ -65,7 +65,7 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
         layer = name.rpartition(".weight")[0]
         if layer not in packed:
             [(_, weight)] = stream({name: headers[name]})
-            return {name: merged.into(name, weight).to(dtype)}
+            return {name: converted(headers[name], merged.into(name, weight), dtype)}
         if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
             return {}
         weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)

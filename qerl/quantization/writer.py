@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, CheckpointError, by_shard, read_config, read_headers
 from qerl.checkpoints.layouts import TensorInfo, names_in_files
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import finite, stream
 from qerl.formats.codecs import check_magnitudes
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.progress import track
@@ -75,7 +75,10 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
         if name in led:
             return {}
         group = {member: headers[member] for member in (name, *sorted(partners.get(name, ())))}
-        dense = {member: tensor.to(DENSE, copy=True) for member, tensor in stream(group, device)}
+        dense = {
+            member: finite(headers[member], tensor.to(DENSE, copy=True), " as bfloat16")
+            for member, tensor in stream(group, device)
+        }
         if name not in layers:
             return dense
         for member, weight in dense.items():
