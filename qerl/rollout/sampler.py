@@ -118,8 +118,8 @@ def refuse_nan(policy: Policy, prompts: Sequence[Sequence[int]], groups: Sequenc
                 layer = _first_not_finite(policy, [*prompt, *completion.token_ids])
                 where = f"first in {layer}" if layer else "though the layers' outputs are finite outside of the sampler"
                 raise NotFiniteError(
-                    f"log-probabilities of completions are NaN, {where}: a weight isn't finite, or numbers overflow; "
-                    "check the weights of that layer, lower optimizer.learning_rate if they were trained, or use "
+                    f"log-probabilities of completions are NaN, {where}: a weight is not finite, or numbers overflow; "
+                    "check the layer's weights, and where they are trained lower optimizer.learning_rate or use "
                     "dtype=float32"
                 )
 
