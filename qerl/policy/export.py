@@ -23,6 +23,7 @@ from qerl.checkpoints.folder import (
     WEIGHTS,
     CheckpointError,
     check_adapter,
+    index_of,
     read_config,
     read_headers,
     weight_files,
@@ -119,7 +120,7 @@ def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> Non
     headers = read_headers(checkpoint)
     check_changes(checkpoint, {*headers}, {*norms})
     _copy_but_weights(checkpoint, target)
-    if (checkpoint / INDEX).exists():
+    if index_of(checkpoint) is not None:
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
     trained = {info.stored: norms[name] for name, info in headers.items() if name in norms}
     for path in weight_files(checkpoint):

@@ -22,6 +22,7 @@ from transformers import __version__ as transformers_version
 from qerl.checkpoints.folder import (
     CONFIG,
     CheckpointError,
+    check_files,
     check_layers,
     differences,
     read_config,
@@ -173,6 +174,7 @@ def tied_weights(folder: Path) -> set[str]:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises CheckpointError if it needs code from the checkpoint."""
+    check_files(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
