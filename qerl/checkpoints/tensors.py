@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import CheckpointError, by_shard
 from qerl.checkpoints.layouts import FP8_BLOCK, TensorInfo, blocks_of, is_of_rows
 from qerl.formats.codecs import dequantize, from_checkpoint
 from qerl.formats.errors import FormatError
+from qerl.provenance.files import share
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, with the mode that the umask gives to new files."""
+    save_file(tensors, path, metadata={"format": "pt"} if metadata is None else metadata)
+    share(path)
 
 
 def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:

@@ -10,10 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, whole_model
+from qerl.checkpoints.tensors import write_tensors
 from qerl.checkpoints.text_models import own_name
 
 _PREFIX = "base_model.model."
@@ -33,7 +34,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
         tensors = {whole.adapter_name(name): tensor for name, tensor in tensors.items()}
         config = config | ({"exclude_modules": whole.excluded} if whole.excluded else {})
     named = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, folder / ADAPTER, metadata={"format": "pt"})
+    write_tensors(named, folder / ADAPTER)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 

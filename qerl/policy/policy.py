@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +26,7 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.stock import stock_loading
+from qerl.checkpoints.tensors import write_tensors
 from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
@@ -49,6 +50,7 @@ from qerl.policy.expert_adapters import (
 )
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
+from qerl.provenance.files import share
 from qerl.settings.base import ConfigError
 from qerl.settings.errors import nearest
 from qerl.settings.training import LAYERS, AdapterSettings
@@ -155,13 +157,14 @@ class Policy:
             self._save_adapters(self.peft, folder, base)
             if self.value_head is not None:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
-                save_file(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
+                write_tensors(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
         else:
             trained = dict(self.trainable())
             for name, parameter in self.lm.named_parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
             self.lm.save_pretrained(folder, state_dict=self._weights())
             self.tokenizer.save_pretrained(folder)
+            share(folder)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """The weights by the names of the files that they were read from."""
@@ -177,6 +180,7 @@ class Policy:
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
         store_experts(peft, folder)
+        share(folder)
         for name in peft.peft_config:
             name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
