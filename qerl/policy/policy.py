@@ -33,12 +33,13 @@ from qerl.host.progress import log
 from qerl.layers.adapted_experts import adapt_experts
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.dropout import key_dropout
+from qerl.layers.empty_model import MISFITS
 from qerl.layers.lora import register_lora
 from qerl.layers.mlp import fuse_mlps
 from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
-from qerl.policy.adapter_files import name_for_stock
+from qerl.policy.adapter_files import adapter_config, check_taken, misfit, name_for_stock
 from qerl.policy.card import Base, write_card
 from qerl.policy.expert_adapters import (
     fill_experts,
@@ -361,14 +362,22 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = LoraConfig.from_pretrained(str(trained))
+    config = adapter_config(trained, (name for name, _ in lm.named_modules()))
     register_lora(config)
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     if not projections:
-        return PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
+        try:
+            loaded_peft = PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
+        except MISFITS as error:
+            raise misfit(trained, error) from None
+        check_taken(loaded_peft, trained)
+        return loaded_peft
     config.inference_mode = True
-    peft: PeftModel = get_peft_model(lm, config)
+    try:
+        peft: PeftModel = get_peft_model(lm, config)
+    except MISFITS as error:
+        raise misfit(trained, error) from None
     adapt_experts(peft, projections, config.r, config.lora_alpha)
     # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
     others = fill_experts(peft, load_file(trained / ADAPTER), trained)
