@@ -53,7 +53,7 @@ def noted(work: Path, time_limit: float | None) -> Iterator[None]:
     """Write a failure that can be a result to a note in `work`, and re-raise it. Each process writes its own note."""
     try:
         yield
-    except (*OUT_OF_MEMORY, *_KINDS) as error:
+    except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, NotFiniteError, FollowedRunError) as error:
         kind = _KINDS.get(type(error), NO_MEMORY)
         kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""
         work.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,10 @@ REFUSED = {
     "a copy of a module without one in the file": ({"modules_to_save": ["lm_head"]}, "doesn't fit the model"),
     "a copy of the model": ({"modules_to_save": ["model"]}, "doesn't fit the model"),
     "copies that aren't names": ({"modules_to_save": 5}, "modules_to_save='5', which lists no names"),
-    "targets of another model": ({"target_modules": ["c_attn"]}, "doesn't fit the model .No modules were targeted"),
+    "targets of another model": (
+        {"target_modules": ["c_attn"]},
+        "doesn't fit the model .Target modules .'c_attn'. not found",
+    ),
     "targets that aren't linear": ({"target_modules": ["mlp"]}, "doesn't fit the model .*is not supported"),
     "targets that are numbers": ({"target_modules": [3]}, "lists no names"),
     "some of the targets": ({"target_modules": ["q_proj"]}, "holds .*lora_A.weight, which adapter_config.json"),
@@ -96,7 +99,7 @@ _LOOP = "{% for a in range(99999) %}"
 TEMPLATES = {
     "nested loops": _LOOP * 3 + "{% endfor %}" * 3,
     "loops over a message": "{% for a in messages[0].content %}" * 5 + "{% endfor %}" * 5,
-    "a power": "{{ 9**9**9**9 }}",
+    "a power": "{{ 3 ** (9 ** 10) }}",
     "a text without end": "{{ 'a' * 9999999999 }}",
     "a text that doubles": "{% set n = namespace(x='abcdefgh') %}" + _LOOP + "{% set n.x = n.x + n.x %}{% endfor %}",
     "loops within a macro": "{% macro m() %}" + _LOOP * 3 + "{% endfor %}" * 3 + "{% endmacro %}{{ m() }}",
@@ -127,7 +130,7 @@ def test_a_template_without_end_is_refused_in_any_thread(base, tmp_path, templat
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{% generation %}{{ m.content | tojson(indent=1) }}{% endgeneration %}{% break %}{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m | tojson(indent=1) }}{% endgeneration %}{% break %}{% endfor %}",
         "{{ strftime_now('%Y') }}{{ bos_token }}",
         "{{ raise_exception('no system') }}",
     ],
