@@ -37,7 +37,7 @@ template = re.sub(r"{%-?\\s*(end)?generation\\s*-?%}", "", given["template"])
 for messages in given["chats"]:
     try:
         environment.from_string(template).render(messages=messages, add_generation_prompt=True, **given["tokens"])
-    except (MemoryError, OverflowError):
+    except MemoryError:
         raise
     except Exception:
         pass  # what a template raises is said where its text is used
