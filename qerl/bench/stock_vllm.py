@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
 from qerl.checkpoints.published import PUBLISHED
+from qerl.checkpoints.tensors import write_tensors
 from qerl.layers.empty_model import empty_model
 from qerl.layers.structure import structure_of
 from qerl.policy.policy import choose_device
@@ -109,7 +109,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> list[str]:
         key = f"base_model.model.{name}"
         tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, inputs, device=device) * 0.01).bfloat16()
         tensors[f"{key}.lora_B.weight"] = (torch.randn(outputs, rank, device=device) * 0.01).bfloat16()
-    save_file(tensors, folder / "adapter_model.safetensors")
+    write_tensors(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
     targets = sorted({name.split(".")[-1] for name in shapes})
     config["target_modules"] = targets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 _LARGEST = 1 << 20
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
+#: The most bytes of files that are read whole, by suffix. The largest tokenizers have 40 MB, templates 20 KB.
+_MOST_BYTES = {".json": 2**28, ".txt": 2**28, ".model": 2**28, ".jinja": 2**20}
 #: Bytes of an element by safetensors' name of its dtype.
 _BYTES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
 _BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
@@ -111,6 +114,7 @@ def check_adapter(folder: Path) -> None:
 
     PEFT itself would load a pickle in place of missing safetensors.
     """
+    check_files(folder)
     weights = folder / ADAPTER
     if not weights.is_file():
         raise CheckpointError(f"{folder} has no {ADAPTER}; save the adapter in safetensors format")
@@ -187,6 +191,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {folder} doesn't exist; give a folder in the hub's layout")
     _check_kind(folder)
+    check_files(folder)
     try:
         config = text_config(_read_json(folder / CONFIG))
     except FormatError as error:
@@ -245,7 +250,34 @@ def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
+def check_file(path: Path) -> None:
+    """Raise `CheckpointError` if a file that exists can't be read, would be waited for without end, or is too large."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(state.st_mode):
+        raise CheckpointError(f"{path} is no regular file; download the checkpoint again")
+    try:
+        path.open("rb").close()
+    except PermissionError:  # libraries in Rust call such a file missing
+        raise CheckpointError(f"permission denied: {path}; set its permissions") from None
+    most = _MOST_BYTES.get(path.suffix, _MOST_BYTES[".json"])
+    if path.suffix != ".safetensors" and state.st_size > most:
+        raise CheckpointError(
+            f"{path} has {state.st_size} bytes, and such a file has at most {most}; download the checkpoint again"
+        )
+
+
+def check_files(folder: Path) -> None:
+    """`check_file` of all files of a checkpoint or an adapter that transformers, PEFT or this package may read."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (*_MOST_BYTES, ".safetensors"):
+            check_file(path)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    check_file(path)
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -259,12 +291,42 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted; `CheckpointError` if there are none."""
-    if (folder / INDEX).exists():
-        return [folder / name for name in sorted(set(_read_index(folder).values()))]
+    """The safetensors files of a checkpoint, sorted; `CheckpointError` if there are none, or two sets of weights."""
+    if (folder / ADAPTER_CONFIG).exists() and (folder / CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} holds a model and an adapter ({CONFIG}, {ADAPTER_CONFIG}), and libraries differ in what they "
+            "load; move one of them to a folder of its own"
+        )
+    if (folder / CONFIG).exists() and (other := _read_json(folder / CONFIG).get("transformers_weights")) is not None:
+        raise CheckpointError(
+            f"{folder / CONFIG} has transformers_weights={str(other)[:80]!r}, which names other weights than {WEIGHTS} "
+            f"or {INDEX}; give the file that name, and remove the key"
+        )
+    if (index := index_of(folder)) is not None:
+        return [folder / name for name in sorted(set(index.values()))]
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}; download the checkpoint in safetensors format")
+
+
+def index_of(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by the index of a checkpoint; None without an index.
+
+    A single file is the newer one if an index beside it names files that are gone: `save_pretrained` leaves it there.
+    If they are still there, libraries differ in what they load, so that is a `CheckpointError`.
+    """
+    if not (folder / INDEX).exists():
+        return None
+    index = _read_index(folder)
+    shards = set(index.values()) - {WEIGHTS}
+    if not shards or not (folder / WEIGHTS).exists():
+        return index
+    if left := sorted(shard for shard in shards if (folder / shard).exists()):
+        raise CheckpointError(
+            f"{folder} holds two sets of weights, {WEIGHTS} and those of {INDEX} ({left[0]}, ...), and libraries "
+            "differ in which they load; delete one set"
+        )
+    return None
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -315,12 +377,11 @@ def _stored(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{path} and {tensors[name].shard} both hold {name}; remove the superfluous file")
             tensors[name] = info
-    if (folder / INDEX).exists():
-        for name, shard in _read_index(folder).items():
-            if name not in tensors or tensors[name].shard.name != shard:
-                raise CheckpointError(
-                    f"{folder / INDEX} names {name}, which {shard} doesn't hold; download the checkpoint again"
-                )
+    for name, shard in (index_of(folder) or {}).items():
+        if name not in tensors or tensors[name].shard.name != shard:
+            raise CheckpointError(
+                f"{folder / INDEX} names {name}, which {shard} doesn't hold; download the checkpoint again"
+            )
     return tensors
 
 
@@ -334,6 +395,7 @@ def by_shard(headers: dict[str, TensorInfo]) -> dict[Path, list[str]]:
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, whose header must describe exactly the file's bytes."""
+    check_file(path)
     if not path.is_file():
         raise CheckpointError(f"{path} doesn't exist, though the index names it; download the checkpoint again")
     try:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import CheckpointError, by_shard
 from qerl.checkpoints.layouts import FP8_BLOCK, TensorInfo, blocks_of, is_of_rows
 from qerl.formats.codecs import dequantize, from_checkpoint
+from qerl.formats.errors import FormatError
+from qerl.provenance.files import share
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, with the mode that the umask gives to new files."""
+    save_file(tensors, path, metadata={"format": "pt"} if metadata is None else metadata)
+    share(path)
 
 
 def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -22,11 +32,16 @@ def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -
     for path, names in by_shard(headers).items():
         with safe_open(path, framework="pt", device=str(device)) as shard:
             for name in names:
-                yield name, _as_read(headers[name], _finite(headers[name], _stored(headers[name], shard)))
+                yield name, _read(headers[name], shard)
+
+
+def _read(info: TensorInfo, shard: Any) -> Tensor:
+    """A tensor of an open file as `info.reading` says; neither the file's values nor these may be NaN or infinite."""
+    tensor = _as_read(info, finite(info, _stored(info, shard)))
+    return tensor if info.reading == "stored" else finite(info, tensor, " as it is used")
 
 
 def _as_read(info: TensorInfo, tensor: Tensor) -> Tensor:
-    """The tensor of the file as `info.reading` says."""
     if info.reading == "reciprocal":
         return _reciprocal(info, tensor)
     if info.reading == "bytes":
@@ -36,7 +51,11 @@ def _as_read(info: TensorInfo, tensor: Tensor) -> Tensor:
     if info.reading == "unpacked":
         names = ("weight_packed", "weight_scale", "weight_global_scale")
         parts = dict(zip(names, (_part(part, tensor.device) for part in info.parts), strict=False))
-        return dequantize(from_checkpoint("nvfp4" if len(parts) == len(names) else "mxfp4", parts), torch.float32)
+        try:
+            packed = from_checkpoint("nvfp4" if len(parts) == len(names) else "mxfp4", parts)
+        except FormatError as error:
+            raise CheckpointError(f"{info.shard}: {info.stored.rpartition('.')[0]}: {error}") from None
+        return dequantize(packed, torch.float32)
     return tensor
 
 
@@ -58,7 +77,7 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 def _part(info: TensorInfo, device: torch.device) -> Tensor:
     with safe_open(info.shard, framework="pt", device=str(device)) as shard:
-        return _as_read(info, _finite(info, _stored(info, shard)))
+        return _read(info, shard)
 
 
 def _stored(info: TensorInfo, shard: Any) -> Tensor:
@@ -72,10 +91,19 @@ def _stored(info: TensorInfo, shard: Any) -> Tensor:
     return tensor.reshape(info.shape)
 
 
-def _finite(info: TensorInfo, tensor: Tensor) -> Tensor:
-    """The tensor, which must have neither NaN nor infinity."""
+def converted(info: TensorInfo, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of a checkpoint in `dtype`; `CheckpointError` if it is infinite there."""
+    return (
+        tensor if tensor.dtype == dtype else finite(info, tensor.to(dtype), f" as {str(dtype).removeprefix('torch.')}")
+    )
+
+
+def finite(info: TensorInfo, tensor: Tensor, use: str = "") -> Tensor:
+    """The tensor, which must have neither NaN nor infinity; `use` completes "holds NaN or infinity in NAME"."""
     if not _is_finite(tensor):
-        raise CheckpointError(f"{info.shard} holds NaN or infinity in {info.stored}; download the checkpoint again")
+        raise CheckpointError(
+            f"{info.shard} holds NaN or infinity in {info.stored}{use}; download the checkpoint again"
+        )
     return tensor
 
 

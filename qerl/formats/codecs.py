@@ -163,6 +163,24 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     return grouped.view(packed.shape).to(dtype)
 
 
+def check_scales(packed: Packed) -> None:
+    """Raise `FormatError`, which names the tensor, if scales of a weight make infinity or NaN of codes.
+
+    What counts is the scale as it multiplies: NVFP4 divides by the global scale, and NF4's scales are products. The
+    largest code times it must be finite in float32 and bfloat16.
+    """
+    tensors = packed.tensors
+    if packed.weights_format == "nf4":
+        name, top = "weight.absmax", nf4.largest(tensors)
+    elif packed.weights_format == "mxfp4":
+        name, top = "weight_scale", _E2M1_MAX * 2.0 ** (int(tensors["weight_scale"].max()) - _E8M0_BIAS)
+    else:
+        name, smallest = "weight_global_scale", tensors["weight_global_scale"].min().item()
+        top = _E4M3_MAX * _E2M1_MAX / smallest if smallest > 0 else math.inf
+    if not top <= torch.finfo(torch.bfloat16).max:
+        raise FormatError(f"{name} makes weights infinite or NaN; download the checkpoint again, or quantize it again")
+
+
 def _check_group(weights_format: str, columns: int) -> None:
     if weights_format not in GROUP_SIZE:
         raise FormatError(f"unknown weights format {weights_format!r}; use one of {', '.join(PACKED_FORMATS)}")
@@ -251,13 +269,17 @@ def _quantize_mxfp4(weight: Tensor) -> dict[str, Tensor]:
 def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packed:
     """A layer's tensors by their names in a checkpoint, without the layer's own name, as a `Packed`.
 
-    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module.
+    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module, and as
+    `check_scales` does.
     """
     if weights_format == "nf4":
         renamed, shape = nf4.from_checkpoint(tensors)
-        return Packed("nf4", shape, renamed)
-    rows, half = tensors["weight_packed"].shape
-    return Packed(weights_format, (rows, 2 * half), dict(tensors))
+        packed = Packed("nf4", shape, renamed)
+    else:
+        rows, half = tensors["weight_packed"].shape
+        packed = Packed(weights_format, (rows, 2 * half), dict(tensors))
+    check_scales(packed)
+    return packed
 
 
 def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

@@ -132,6 +132,15 @@ def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: tor
     return values.view(shape).to(dtype)
 
 
+def largest(tensors: Mapping[str, Tensor]) -> float:
+    """A bound on the magnitudes that a weight of these tensors can have; NaN if one of the tensors has NaN."""
+    tops = {name: tensor.double().abs().max().item() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if "weight_nested_absmax" not in tops:
+        return tops["weight_quant_map"] * tops["weight_absmax"]
+    absmax = tops["weight_nested_quant_map"] * tops["weight_nested_absmax"] + tops["weight_nested_offset"]
+    return tops["weight_quant_map"] * absmax
+
+
 def multiply(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
     """x [m, in] W^T + bias [out] on a GPU, without gradients, in the dtype of x, one of `KERNEL_DTYPES`."""
     from bitsandbytes import matmul_4bit
@@ -207,8 +216,9 @@ def read_state(tensor: Tensor) -> dict[str, Any]:
         state = None
     if not isinstance(state, dict) or not _is_shape(state.get("shape")):
         raise FormatError(f"NF4 weight has metadata that is no JSON object with a shape; {again}")
-    if not isinstance(state.get("nested_offset", 0.0), float | int):
-        raise FormatError(f"NF4 weight has a nested_offset that is no number; {again}")
+    nested_offset = state.get("nested_offset", 0.0)
+    if not isinstance(nested_offset, float | int) or not abs(nested_offset) <= torch.finfo(torch.float32).max:
+        raise FormatError(f"NF4 weight has a nested_offset that is no finite number; {again}")
     expected = {"quant_type": "nf4", "blocksize": GROUP_SIZE["nf4"]}
     if "nested_offset" in state:
         expected |= {"nested_blocksize": NESTED_GROUP_SIZE, "nested_dtype": "float32"}

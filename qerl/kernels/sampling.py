@@ -70,7 +70,9 @@ def _chunks(
     for quarter in tl.static_range(4):
         raw, column = raws[quarter], chunk * CHUNK + quarter * QUARTER + place
         allowed = column < width
-        x = tl.where(allowed, tl.maximum(raw * inverse, _LOWEST), _LOWEST)
+        # A NaN stays one, and so reaches the log-probability, which the host reads.
+        lifted = tl.maximum(raw * inverse, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.where(allowed, lifted, _LOWEST)
         total += tl.where(allowed, tl.exp(x - peak), 0.0)
         if TRUNCATED:
             allowed = allowed & (raw >= tl.load(lowest + row))

@@ -14,10 +14,11 @@ import torch
 from peft import LoraConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG, CheckpointError
+from qerl.checkpoints.tensors import write_tensors
 from qerl.layers.adapted_experts import AdaptedExperts, adapted_experts
 from qerl.layers.structure import Structure
 from qerl.settings.base import ConfigError
@@ -137,7 +138,7 @@ def store_experts(model: nn.Module, folder: Path) -> None:
     for name, experts in adapters.items():
         for key, view in _stored(name, experts):
             tensors[key] = view.detach().flatten(1).contiguous()
-    save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
+    write_tensors(tensors, folder / ADAPTER)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import (
@@ -23,13 +22,14 @@ from qerl.checkpoints.folder import (
     WEIGHTS,
     CheckpointError,
     check_adapter,
+    index_of,
     read_config,
     read_headers,
     weight_files,
     weights_format_of,
 )
 from qerl.checkpoints.layouts import names_in_files
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import converted, stream, write_tensors
 from qerl.formats.codecs import dequantize
 from qerl.policy.adapter_files import read_adapter, write_adapter
 from qerl.policy.loading import packed_layers, read_packed, tied_weights
@@ -57,7 +57,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     headers = read_headers(source)
     layers = set(packed_layers(headers, weights_format))
     kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
-    tensors = {name: tensor.to(dtype) for name, tensor in stream(kept)}
+    tensors = {name: converted(kept[name], tensor, dtype) for name, tensor in stream(kept)}
     for layer, packed in read_packed(headers, weights_format):
         tensors[f"{layer}.weight"] = dequantize(packed, dtype)
     _copy_but_weights(source, target)
@@ -65,7 +65,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     named = names_in_files(headers)
-    save_file({named(name): tensor for name, tensor in tensors.items()}, target / WEIGHTS, metadata={"format": "pt"})
+    write_tensors({named(name): tensor for name, tensor in tensors.items()}, target / WEIGHTS)
 
 
 def export(checkpoint: Path, trained: Path, out: Path) -> None:
@@ -119,7 +119,7 @@ def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> Non
     headers = read_headers(checkpoint)
     check_changes(checkpoint, {*headers}, {*norms})
     _copy_but_weights(checkpoint, target)
-    if (checkpoint / INDEX).exists():
+    if index_of(checkpoint) is not None:
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
     trained = {info.stored: norms[name] for name, info in headers.items() if name in norms}
     for path in weight_files(checkpoint):
@@ -134,4 +134,4 @@ def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]
     """Copy a safetensors file, applying `change` to each tensor."""
     with safe_open(source, framework="pt") as shard:
         tensors = {name: change(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
-        save_file(tensors, target, metadata=shard.metadata())
+        write_tensors(tensors, target, metadata=shard.metadata())

@@ -22,6 +22,7 @@ from transformers import __version__ as transformers_version
 from qerl.checkpoints.folder import (
     CONFIG,
     CheckpointError,
+    check_files,
     check_layers,
     differences,
     read_config,
@@ -30,9 +31,10 @@ from qerl.checkpoints.folder import (
     whole_model,
 )
 from qerl.checkpoints.layouts import TensorInfo
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import converted, stream
 from qerl.formats import codecs, nf4
 from qerl.formats.errors import FormatError
+from qerl.host.limits import SECONDS, template_ends
 from qerl.host.progress import log
 from qerl.layers.attention import use_attend
 from qerl.layers.empty_model import MISFITS, StructureError, empty_model
@@ -119,6 +121,7 @@ def load_model(
         slot = slots[name]
         wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
+    _check_scales(model, headers)
     if tied_head is not None:
         _tie_head(model, tied_head, headers)
     _restore_computed_buffers(model, device)
@@ -171,11 +174,24 @@ def tied_weights(folder: Path) -> set[str]:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint. Raises CheckpointError if it needs code from the checkpoint."""
+    """The tokenizer of a checkpoint.
+
+    Raises CheckpointError if it needs code from the checkpoint, or has a chat template without an end.
+    """
+    check_files(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
+    templates = tokenizer.chat_template
+    tokens = tuple(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
+    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
+        if not template_ends(template, tokens):
+            raise CheckpointError(
+                f"{folder} has a chat template that isn't done with a short chat after {SECONDS} s, or needs too much "
+                "memory for it; use the template of another checkpoint"
+            )
+    return tokenizer
 
 
 def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, codecs.Packed]]:
@@ -197,7 +213,10 @@ def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[
 def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) -> codecs.Packed:
     """The packed weight of a layer out of the tensors that `packed_tensors` names."""
     tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}
-    return codecs.from_checkpoint(weights_format, tensors)
+    try:
+        return codecs.from_checkpoint(weights_format, tensors)
+    except FormatError as error:
+        raise CheckpointError(f"{next(iter(infos.values())).shard}: {layer}: {error}") from None
 
 
 def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
@@ -298,7 +317,7 @@ def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: Tens
     packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
     if tensor.shape != target.shape or (packed and tensor.dtype != target.dtype) or not _is_float(tensor, packed):
         raise _mismatch(name, info, target)
-    tensor = tensor if packed else tensor.to(dtype)
+    tensor = tensor if packed else converted(info, tensor, dtype)
     setattr(module, slot.name, tensor if slot.name in module._buffers else nn.Parameter(tensor))
 
 
@@ -321,6 +340,17 @@ def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None
         raise CheckpointError(f"{info.shard}: {error}") from None
     if "nested_offset" in state:
         module.weight_nested_offset = nf4.offset(state, tensor.device)
+
+
+def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
+    """Raise `CheckpointError` if scales of a packed layer make infinity or NaN of codes."""
+    for layer, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            try:
+                codecs.check_scales(module.packed)
+            except FormatError as error:
+                marker = _MARKER[module.weights_format]
+                raise CheckpointError(f"{headers[layer + marker].shard}: {layer}: {error}") from None
 
 
 def _tie_head(model: PreTrainedModel, tied_head: str, headers: dict[str, TensorInfo]) -> None:

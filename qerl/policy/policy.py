@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,18 +26,20 @@ from qerl.checkpoints.folder import (
 )
 from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.stock import stock_loading
+from qerl.checkpoints.tensors import write_tensors
 from qerl.checkpoints.text_models import KEY_MAPPING
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.progress import log
 from qerl.layers.adapted_experts import adapt_experts
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.layers.dropout import key_dropout
+from qerl.layers.empty_model import MISFITS
 from qerl.layers.lora import register_lora
 from qerl.layers.mlp import fuse_mlps
 from qerl.layers.noisy_norm import make_noisy
 from qerl.layers.packed_attention import fuse_attentions
 from qerl.layers.structure import Structure, structure_of
-from qerl.policy.adapter_files import name_for_stock
+from qerl.policy.adapter_files import adapter_config, check_taken, misfit, name_for_stock
 from qerl.policy.card import Base, write_card
 from qerl.policy.expert_adapters import (
     fill_experts,
@@ -49,6 +51,7 @@ from qerl.policy.expert_adapters import (
 )
 from qerl.policy.loading import load_model, load_tokenizer
 from qerl.policy.masters import Masters
+from qerl.provenance.files import share
 from qerl.settings.base import ConfigError
 from qerl.settings.errors import nearest
 from qerl.settings.training import LAYERS, AdapterSettings
@@ -155,13 +158,14 @@ class Policy:
             self._save_adapters(self.peft, folder, base)
             if self.value_head is not None:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
-                save_file(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
+                write_tensors(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
         else:
             trained = dict(self.trainable())
             for name, parameter in self.lm.named_parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
             self.lm.save_pretrained(folder, state_dict=self._weights())
             self.tokenizer.save_pretrained(folder)
+            share(folder)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """The weights by the names of the files that they were read from."""
@@ -177,6 +181,7 @@ class Policy:
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
         store_experts(peft, folder)
+        share(folder)
         for name in peft.peft_config:
             name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
         norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
@@ -357,14 +362,22 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = LoraConfig.from_pretrained(str(trained))
+    config = adapter_config(trained, (name for name, _ in lm.named_modules()))
     register_lora(config)
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     if not projections:
-        return PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
+        try:
+            loaded_peft = PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
+        except MISFITS as error:
+            raise misfit(trained, error) from None
+        check_taken(loaded_peft, trained)
+        return loaded_peft
     config.inference_mode = True
-    peft: PeftModel = get_peft_model(lm, config)
+    try:
+        peft: PeftModel = get_peft_model(lm, config)
+    except MISFITS as error:
+        raise misfit(trained, error) from None
     adapt_experts(peft, projections, config.r, config.lora_alpha)
     # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
     others = fill_experts(peft, load_file(trained / ADAPTER), trained)

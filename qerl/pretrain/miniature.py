@@ -23,6 +23,7 @@ from qerl.data.answers import is_correct
 from qerl.data.prompts import prompt_text, prompts_ids, texts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_split
+from qerl.provenance.files import share
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import RecordFormat
 from qerl.settings.models import PretrainSettings
@@ -95,6 +96,7 @@ def pretrain(
             f"outside `accepted` [{low:.0%}, {high:.0%}]; change `max_steps`, `target_accuracy` or the data's `terse`"
         )
     model.bfloat16().save_pretrained(target)
+    share(target)
     tokenizer.save_pretrained(target)
     return report
 

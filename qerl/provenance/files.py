@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,19 @@ def write_bytes(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     put(partial, path)
+
+
+def share(path: Path) -> None:
+    """Give a file, or the safetensors files of a folder, the mode of new files, which the umask decides.
+
+    safetensors writes files that only their owner can read.
+    """
+    for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
+        probe = file.with_name(f".{file.name}.mode")
+        with probe.open("xb") as new:
+            mode = os.fstat(new.fileno()).st_mode
+        probe.unlink()
+        file.chmod(stat.S_IMODE(mode))
 
 
 def put(partial: Path, path: Path) -> None:

@@ -6,7 +6,6 @@ of the base. Noise (AQN) is no part of a stored policy, and so of no merge.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +20,9 @@ from qerl.checkpoints.folder import (
     read_headers,
     weights_format_of,
 )
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import converted, stream
 from qerl.formats.codecs import dequantize
+from qerl.policy.adapter_files import adapter_values
 from qerl.policy.export import check_changes, trained_tensors
 from qerl.policy.loading import has_packed_delta_nets, load_tokenizer, packed_tensors, read_layer
 from qerl.quantization.checkpoint import quantize_checkpoint
@@ -65,7 +65,7 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
         layer = name.rpartition(".weight")[0]
         if layer not in packed:
             [(_, weight)] = stream({name: headers[name]})
-            return {name: merged.into(name, weight).to(dtype)}
+            return {name: converted(headers[name], merged.into(name, weight), dtype)}
         if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
             return {}
         weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)
@@ -93,7 +93,7 @@ class _Adapter:
     """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
 
     def __init__(self, trained: Path) -> None:
-        config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = adapter_values(trained)
         for option, plain in _PLAIN.items():
             if config.get(option) is not None and config[option] not in plain:
                 raise CheckpointError(

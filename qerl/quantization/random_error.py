@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qerl.checkpoints.folder import read_headers
 from qerl.checkpoints.layouts import TensorInfo
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import converted, stream
 from qerl.formats.codecs import Packed, dequantize
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.quantization.writer import DENSE, write_config, write_packed, write_shards
@@ -41,7 +41,7 @@ def write_random_error(source: Path, target: Path, error: RandomErrorSettings) -
 
 def _with_error(name: str, info: TensorInfo, rounded: dict[str, Packed], error: RandomErrorSettings) -> Tensor:
     [(_, weight)] = stream({name: info})
-    dense = weight.to(DENSE)
+    dense = converted(info, weight, DENSE)
     packed = rounded.get(name.removesuffix(".weight"))
     if packed is None:
         return dense

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.folder import CONFIG, INDEX, WEIGHTS, CheckpointError, by_shard, read_config, read_headers
 from qerl.checkpoints.layouts import TensorInfo, names_in_files
-from qerl.checkpoints.tensors import stream
+from qerl.checkpoints.tensors import finite, stream, write_tensors
 from qerl.formats.codecs import check_magnitudes
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.progress import track
@@ -75,7 +74,10 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
         if name in led:
             return {}
         group = {member: headers[member] for member in (name, *sorted(partners.get(name, ())))}
-        dense = {member: tensor.to(DENSE, copy=True) for member, tensor in stream(group, device)}
+        dense = {
+            member: finite(headers[member], tensor.to(DENSE, copy=True), " as bfloat16")
+            for member, tensor in stream(group, device)
+        }
         if name not in layers:
             return dense
         for member, weight in dense.items():
@@ -109,7 +111,7 @@ def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Calla
         tensors = {named(key): tensor.cpu() for name in names for key, tensor in tensors_of(name).items()}
         if not tensors:
             continue
-        save_file(tensors, target / path.name, metadata={"format": "pt"})
+        write_tensors(tensors, target / path.name)
         weight_map |= dict.fromkeys(tensors, path.name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         del tensors

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.checkpoints.architectures import ARCHITECTURES, FUSED, linear_shapes
 from qerl.checkpoints.folder import CONFIG, INDEX
+from qerl.checkpoints.tensors import write_tensors
 from qerl.formats.codecs import nvfp4_global_scale, quantize, to_checkpoint
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.random_models.tokenizer import END, END_OF_TEXT, IDS, generation_config, write_pretty, write_tokenizer
@@ -48,7 +48,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     """Files in the order of the tensors, and their index; a file's name says how many there are."""
     shards: list[dict[str, int]] = []
     for shard in _grouped(tensors, shard_bytes):
-        save_file(shard, folder / f"{len(shards)}.partial", metadata={"format": "pt"})
+        write_tensors(shard, folder / f"{len(shards)}.partial")
         shards.append({name: tensor.nbytes for name, tensor in shard.items()})
     where: dict[str, str] = {}
     for number, sizes in enumerate(shards):

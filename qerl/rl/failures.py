@@ -15,6 +15,7 @@ from qerl.results.files import read
 from qerl.results.paths import RUN
 from qerl.results.schema.stored import DIVERGED, NO_MEMORY, OK
 from qerl.results.schema.training import RunResult
+from qerl.rollout.sampler import NotFiniteError
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
@@ -42,6 +43,7 @@ class Failure:
 _KINDS: dict[type[Exception], str] = {
     TimeLimitError: "timeout",
     DivergedError: DIVERGED,
+    NotFiniteError: DIVERGED,
     FollowedRunError: "followed run failed",
 }
 
@@ -51,7 +53,7 @@ def noted(work: Path, time_limit: float | None) -> Iterator[None]:
     """Write a failure that can be a result to a note in `work`, and re-raise it. Each process writes its own note."""
     try:
         yield
-    except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, FollowedRunError) as error:
+    except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, NotFiniteError, FollowedRunError) as error:
         kind = _KINDS.get(type(error), NO_MEMORY)
         kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""
         work.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from qerl.layers.lora import kept_operands
 from qerl.layers.packed_linear import PackedLinear, dense_weights
 from qerl.policy.policy import Policy
-from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, stop_tokens
+from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, refuse_nan, stop_tokens
 
 #: The tokens among which a draw with top-p is made, if those that it may take are all among them.
 _FEW = 64
@@ -165,6 +165,7 @@ class NativeSampler:
                 drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
                 for number, group in zip(numbers, drawn, strict=True):
                     completions[number] = group
+        refuse_nan(self.policy, prompts, completions)
         return completions
 
     def _generate_batch(

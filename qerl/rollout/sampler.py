@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from qerl.layers.packed_linear import dense_weights
 from qerl.policy.policy import Policy
+from qerl.settings.base import UserError
+
+
+class NotFiniteError(UserError):
+    """Log-probabilities of completions are NaN. The message is one sentence for the user, which names the layer."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,48 @@ class Sampler(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """Return `params.count` completions for each prompt (token ids, no padding), in the order of the prompts."""
         ...
+
+
+def refuse_nan(policy: Policy, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]) -> None:
+    """Raise `NotFiniteError`, which names the layer, if a log-probability of the prompts' completions is NaN.
+
+    The layer is searched for only then, in a pass over one completion.
+    """
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            if math.isnan(sum(completion.logprobs)):
+                layer = _first_not_finite(policy, [*prompt, *completion.token_ids])
+                where = f"first in {layer}" if layer else "though the layers' outputs are finite outside of the sampler"
+                raise NotFiniteError(
+                    f"log-probabilities of completions are NaN, {where}: a weight is not finite, or numbers overflow; "
+                    "check the layer's weights, and where they are trained lower optimizer.learning_rate or use "
+                    "dtype=float32"
+                )
+
+
+@torch.no_grad()
+def _first_not_finite(policy: Policy, tokens: Sequence[int]) -> str | None:
+    """The innermost module whose output is the first with NaN or infinity; its parameter that has them, if one has."""
+    found: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            if not found and not all(tensor.isfinite().all() for tensor in tensors):
+                weights = (n for n, p in module.named_parameters(name) if not p.isfinite().all())
+                found.append(next(weights, name))
+
+        return hook
+
+    lm = policy.lm
+    hooks = [module.register_forward_hook(look(name)) for name, module in lm.named_modules() if name]
+    try:
+        with dense_weights(lm, lm.dtype), policy.autocast():
+            lm(input_ids=torch.tensor([tokens], device=policy.device), use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
 
 
 def refuse_lengths(params: SamplingParams) -> None:

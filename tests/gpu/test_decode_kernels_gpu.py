@@ -225,6 +225,21 @@ def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("place", [0, 7, 49_999])
+def test_a_logit_that_is_nan_makes_the_logprob_nan(place):
+    from qerl.kernels.sampling import draw
+
+    logits = torch.randn(4, 50_000, device=CUDA).bfloat16()
+    logits[1, place], logits[2] = torch.nan, torch.nan
+    sampling = SamplingState.empty(CUDA)
+    sampling.set(temperature=1.0, seed=3, top_p=1.0, top_k=0, stops=())
+    state = DecodeState.empty(4, 4, 1, CUDA)
+    state.position[:-1], state.limit[:], state.sequence[:-1] = 5, 4, torch.arange(4, device=CUDA)
+    draw(logits, torch.arange(4, device=CUDA).int(), state, sampling, False)
+    assert state.logprobs[:4, 0].isnan().tolist() == [False, True, True, False]
+    assert ((state.tokens[:4, 0] >= 0) & (state.tokens[:4, 0] < 50_000)).all()
+
+
 def test_a_draw_does_not_depend_on_the_batch():
     from qerl.kernels.sampling import draw
 

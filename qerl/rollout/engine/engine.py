@@ -23,7 +23,7 @@ from qerl.rollout.engine.scheduler import Pool, Scheduler, pages_for
 from qerl.rollout.engine.sequences import steps_between_looks
 from qerl.rollout.engine.speculation import DraftCounts, Speculation, step_sizes
 from qerl.rollout.engine.verification import VerifyGraphs
-from qerl.rollout.sampler import Completion, SamplingParams, stop_tokens
+from qerl.rollout.sampler import Completion, SamplingParams, refuse_nan, stop_tokens
 from qerl.rollout.served import refused_fp8_cache
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
@@ -104,6 +104,7 @@ class EngineSampler:
         self.sync()
         try:
             completions = self._generate(prompts, params)
+            refuse_nan(self.policy, prompts, completions)
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):

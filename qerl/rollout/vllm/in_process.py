@@ -18,7 +18,7 @@ from qerl.host.profiling import memory_share, seconds
 from qerl.host.progress import log
 from qerl.policy.export import lora_room, write_dense
 from qerl.policy.policy import Policy
-from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, stop_tokens
+from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, refuse_nan, stop_tokens
 from qerl.rollout.vllm.seeds import prompt_seed
 from qerl.rollout.vllm.weight_sync import adapter_config, lora_tensors, norm_weights
 from qerl.settings.base import ConfigError
@@ -157,6 +157,7 @@ class VllmSampler:
             self.engine.sleep(level=1)
             self._asleep = True
         groups = [[_completion(choice) for choice in output.outputs] for output in outputs]
+        refuse_nan(self.policy, prompts, groups)
         # vLLM refuses to draw the same greedy completion several times.
         return groups if params.temperature else [group * params.count for group in groups]
 

@@ -22,6 +22,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from qerl.layers.adapters import POLICY_ADAPTER
 from qerl.policy.policy import Policy
+from qerl.provenance.files import share
 from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, stop_tokens
 from qerl.rollout.vllm.seeds import prompt_seed
 from qerl.rollout.vllm.weight_sync import noisy_norms
@@ -102,6 +103,7 @@ class VllmServerSampler:
         name = f"qerl-{uuid4().hex[:12]}"
         with torch.no_grad():
             self.policy.peft.save_pretrained(str(self._folder / name), selected_adapters=[POLICY_ADAPTER])
+        share(self._folder / name)
         self._send("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self._folder / name)})
         self._forget()
         self._loaded = name

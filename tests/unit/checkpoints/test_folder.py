@@ -1,12 +1,18 @@
 """Errors of checkpoints that headers, config.json and tokenizer alone show."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tokenizer, weights_format_of
@@ -89,6 +95,99 @@ def test_index_that_disagrees_with_the_shards(tmp_path):
     cheap_error(folder, r"model\.extra\.weight")
     path.write_text("{}")
     cheap_error(folder, "weight_map")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return tiny_qwen2(tmp_path / "shards", dtype=torch.float32, shard_size="40KB", seed=1)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[5, 6, 7]])).logits
+
+
+def test_two_sets_of_weights_are_refused(shards, tmp_path):
+    """transformers would load the single file, vLLM the index's."""
+    shutil.copy(tiny_qwen2(tmp_path / "new", seed=2) / "model.safetensors", shards)
+    sentence = r"holds two sets of weights, model\.safetensors and those of .*index\.json \(model-00001-of"
+    for read in (check_checkpoint, lambda folder: load_model(folder, torch.float32)):
+        with pytest.raises(CheckpointError, match=sentence):
+            read(shards)
+
+
+def test_an_index_that_save_pretrained_left_is_stale(shards):
+    stock = AutoModelForCausalLM.from_pretrained(shards, dtype=torch.float32)
+    with torch.no_grad():
+        stock.model.norm.weight.mul_(2)
+    stock.save_pretrained(shards)
+    assert (shards / "model.safetensors.index.json").exists()
+    assert torch.equal(logits(load_model(shards, torch.float32)), logits(stock))
+
+
+def test_an_index_of_one_file_is_no_second_set(folder):
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    check_checkpoint(folder)
+
+
+def test_an_adapter_beside_a_model_is_a_second_set(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds a model and an adapter"):
+        load_model(folder, torch.float32)
+
+
+def test_other_weights_that_the_config_names_are_refused(folder):
+    edit_config(folder, transformers_weights="other.safetensors")
+    with pytest.raises(CheckpointError, match=r"transformers_weights='other\.safetensors', which names other weights"):
+        load_model(folder, torch.float32)
+
+
+READ = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*READ, "special_tokens_map.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_file_is_refused(folder, name):
+    """Whoever reads it would wait without end."""
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for read in (check_checkpoint, load_tokenizer, lambda folder: load_model(folder, torch.float32)):
+        with pytest.raises(CheckpointError, match=f"{re.escape(name)} is no regular file"):
+            read(folder)
+
+
+@pytest.mark.parametrize(("name", "size"), [("config.json", 2**28), ("chat_template.jinja", 2**20)])
+def test_a_file_without_end_is_refused_by_its_size(folder, name, size):
+    with (folder / name).open("ab") as file:
+        file.truncate(size + 1)
+    with pytest.raises(CheckpointError, match=f"{name} has {size + 1} bytes, and such a file has at most {size}"):
+        check_checkpoint(folder)
+
+
+@contextmanager
+def other_user():
+    """A context without the rights of root, for whom every file is readable."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_unreadable_file_is_named_as_such(name):
+    with TemporaryDirectory() as scratch:
+        folder = tiny_qwen2(Path(scratch) / "model")
+        for path in (folder.parent, folder):
+            path.chmod(0o755)
+        for path in folder.iterdir():
+            path.chmod(0o644)
+        (folder / name).chmod(0o000 if os.geteuid() else 0o600)
+        with other_user(), pytest.raises(CheckpointError, match=rf"permission denied: .*{re.escape(name)}; set"):
+            check_checkpoint(folder)
 
 
 def test_unsupported_architecture(folder):

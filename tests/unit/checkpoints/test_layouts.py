@@ -226,6 +226,22 @@ def test_a_run_takes_it_as_it_is(checkpoint):
         ("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(3), r"q_proj\.weight in FP8 .*F32 \[3\]; only"),
         ("model.layers.0.mlp.up_proj.weight_scale_2", torch.tensor(0.0), r"holds 0 as .*weight_scale_2"),
         ("model.layers.0.mlp.up_proj.weight_scale_2", torch.tensor(np.inf), r"NaN or infinity in .*weight_scale_2"),
+        (
+            "model.layers.0.mlp.up_proj.weight_scale_2",
+            torch.tensor(1e-40),
+            r"infinity in .*weight_scale_2 as it is used",
+        ),
+        (
+            "model.layers.0.mlp.up_proj.weight_scale_2",
+            torch.tensor(3e38),
+            r"up_proj: weight_global_scale makes weights",
+        ),
+        (
+            "model.layers.0.self_attn.q_proj.weight_scale",
+            torch.tensor(3e38),
+            r"infinity in .*q_proj\.weight as it is used",
+        ),
+        ("lm_head.weight_scale_2", torch.tensor(3e38), r"lm_head: weight_global_scale makes weights infinite or NaN"),
         ("model.layers.0.mlp.up_proj.weight_scale_2", torch.ones(2), r"weight_global_scale as F32 \[2\]"),
         (
             "model.layers.0.mlp.up_proj.pre_quant_scale",

@@ -1,5 +1,6 @@
 """load_model on dense checkpoints, and the errors of tensors that can't be loaded."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.folder import CheckpointError, check_checkpoint, read_headers, weights_format_of
-from qerl.policy.loading import checkpoint_structure, load_model
+from qerl.formats.codecs import dequantize
+from qerl.policy.loading import checkpoint_structure, load_model, read_packed
 from qerl.quantization.checkpoint import quantize_checkpoint
-from tests.tiny import edit_config, tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
 
@@ -203,6 +205,86 @@ def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_pat
     rewrite(tmp_path / "out", lambda tensors: tensors[name].view(torch.uint8)[0].fill_(0x7F))
     with pytest.raises(CheckpointError, match=f"holds NaN or infinity in {name}"):
         load_model(tmp_path / "out", torch.bfloat16)
+
+
+_Q = "model.layers.0.self_attn.q_proj."
+
+
+def _nf4_offset(tensors, number):
+    name = _Q + "weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {"nested_offset": number}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+#: Formats, and what makes a scale multiply by infinity or NaN though the file's own numbers are finite.
+OVERFLOWS = {
+    "divided by 0": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(0.0)),
+    "divided by a subnormal number": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(1e-40)),
+    "6 * 448 / 1e-36 is infinite": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(1e-36)),
+    "divided by a negative number": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(-1.0)),
+    "no number in OCP's specification": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(255)),
+    "6 * 2^127 is infinite": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(254)),
+    "4 * 2^126 is infinite": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(253)),
+    "absmax * absmax": ("nf4", lambda t: t[_Q + "weight.nested_absmax"].fill_(3e38).add_(_nested(t, 1e10))),
+    "an offset that is no number": ("nf4", lambda t: _nf4_offset(t, float("nan"))),
+    "an offset beyond float32": ("nf4", lambda t: _nf4_offset(t, 10**400)),
+    "an offset that is added to 3e38": (
+        "nf4",
+        lambda t: (_nf4_offset(t, 3e38), t[_Q + "weight.nested_absmax"].fill_(3e38)),
+    ),
+}
+
+
+def _nested(tensors, factor):
+    tensors[_Q + "weight.nested_quant_map"].mul_(factor)
+    return 0.0
+
+
+@pytest.mark.parametrize(("weights", "change"), OVERFLOWS.values(), ids=OVERFLOWS)
+def test_scales_that_multiply_by_infinity_or_nan_are_refused(folder, tmp_path, weights, change):
+    """By whoever loads the checkpoint, and by whoever unpacks it."""
+    quantize_checkpoint(folder, tmp_path / "out", weights)
+    rewrite(tmp_path / "out", change)
+    for read in (lambda: load_model(tmp_path / "out", torch.float32), lambda: unpacked(tmp_path / "out", weights)):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*(infinite or NaN|no finite number)"):
+            read()
+
+
+def unpacked(folder, weights):
+    return {layer: dequantize(packed, torch.float32) for layer, packed in read_packed(read_headers(folder), weights)}
+
+
+@pytest.mark.parametrize("exponent", [0, 252])
+def test_scales_at_the_ends_of_what_is_finite_load(folder, tmp_path, exponent):
+    quantize_checkpoint(folder, tmp_path / "out", "mxfp4")
+    rewrite(tmp_path / "out", lambda tensors: tensors[_Q + "weight_scale"].fill_(exponent))
+    load_model(tmp_path / "out", torch.bfloat16)
+    assert all(weight.isfinite().all() for weight in unpacked(tmp_path / "out", "mxfp4").values())
+
+
+@pytest.mark.parametrize("scale", [253, 254, 255])
+def test_scales_of_stacked_experts_are_checked(tmp_path, scale):
+    folder = tiny_gpt_oss(tmp_path / "oss")
+    rewrite(folder, lambda t: next(t[n] for n in sorted(t) if n.endswith("down_proj_scales"))[-1, -1, -1:].fill_(scale))
+    with pytest.raises(CheckpointError, match=r"experts\.\d+\.down_proj: weight_scale makes weights infinite or NaN"):
+        load_model(folder, torch.bfloat16)
+
+
+def test_numbers_beyond_the_dtype_that_computes_are_refused(folder, tmp_path):
+    """float64 numbers beyond float32, and float32 numbers that bfloat16 rounds to infinity."""
+    name = "model.embed_tokens.weight"
+    for number, dtypes in ((1e39, (torch.float32, torch.bfloat16)), (3.4e38, (torch.bfloat16,))):
+
+        def change(tensors, number=number):
+            tensors[name] = tensors[name].double()
+            tensors[name][0, 0] = number
+
+        rewrite(folder, change)
+        for dtype in dtypes:
+            with pytest.raises(CheckpointError, match=f"NaN or infinity in {name} as {str(dtype)[6:]}; download"):
+                load_model(folder, dtype)
+    with pytest.raises(CheckpointError, match=f"NaN or infinity in {name} as bfloat16; download"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from qerl.results import readers
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.failures import DivergedError, FollowedRunError, TimeLimitError
 from qerl.rl.train import train_run
+from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.run import RunSettings
@@ -161,7 +162,7 @@ def test_a_run_that_diverges_is_a_row_and_so_is_its_follower(folder):
     found = train(folder, "follower", follower, on_failure="row", followed=metrics)
     assert found["status"] == "followed run failed after 0 of 4 steps"
     assert lost["status"] in found["reason"]
-    for name, changes, error in (("a", diverging, DivergedError), ("b", follower, FollowedRunError)):
+    for name, changes, error in (("a", diverging, (DivergedError, NotFiniteError)), ("b", follower, FollowedRunError)):
         with pytest.raises(error):
             train(folder, name, changes, followed=metrics if name == "b" else None)
 

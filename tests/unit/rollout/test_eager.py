@@ -11,7 +11,9 @@ from qerl.policy.policy import load_policy, with_adapter
 from qerl.quantization.checkpoint import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler, draw
-from qerl.rollout.sampler import BatchPart, SamplingParams, refuse_lengths
+from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.sampler import BatchPart, NotFiniteError, SamplingParams, refuse_lengths
+from qerl.settings.rollout import NativeSettings
 from qerl.settings.training import AdapterSettings, NoiseSettings
 from tests.tiny import tiny_qwen2
 
@@ -239,3 +241,30 @@ def test_replayed_completions_are_the_trace(policy):
             for completion in group:
                 exact = full_logprobs(policy, prompt, completion.token_ids)
                 np.testing.assert_allclose(completion.logprobs, exact, atol=1e-5)
+
+
+#: Changes of a weight by its name, and the layer whose output is the first that they spoil.
+SPOILED = {
+    "model.layers.1.mlp.down_proj": ("weight", float("nan"), r"model\.layers\.1\.mlp"),
+    "model.layers.1.input_layernorm": ("weight", float("inf"), r"model\.layers\.1\.input_layernorm"),
+    "lm_head": ("weight", float("nan"), "lm_head"),
+}
+
+
+@pytest.mark.parametrize("sampler", [NativeSampler, lambda policy: EngineSampler(policy, NativeSettings())])
+@pytest.mark.parametrize("layer", SPOILED)
+def test_logprobs_that_are_nan_are_refused_with_the_layer(tmp_path, sampler, layer):
+    policy = load_policy(tiny_qwen2(tmp_path / "dense", tie_word_embeddings=False), None, "float32", CPU)
+    name, number, first = SPOILED[layer]
+    policy.lm.get_submodule(layer).get_parameter(name).data[..., :5] = number
+    with pytest.raises(NotFiniteError, match=rf"are NaN, first in {first}\b"):
+        sampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4, count=2))
+
+
+def test_an_adapter_that_is_nan_is_named(checkpoint):
+    policy = with_adapter(checkpoint, AdapterSettings(rank=2, targets=["q_proj"]), "float32", seed=0, device=CPU)
+    for name, parameter in policy.trainable():
+        if "lora_B" in name:
+            parameter.data.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match=r"first in model\.layers\.0\.self_attn\.q_proj.*lora_B"):
+        NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4))
