@@ -33,7 +33,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SetMean:
     """The mean over the problems of one data set, and the distances from it to the ends of its interval."""
 
     mean: float
@@ -130,7 +130,7 @@ def _bootstrap(samples: tuple[npt.ArrayLike, ...], statistic: Callable[..., Scor
     return Interval(float(statistic(*map(np.asarray, samples), axis=-1)), float(low), float(high))
 
 
-def _interval(parts: Sequence[_Part], sets: Sequence[Scores], lowest: float) -> Interval:
+def _interval(parts: Sequence[_SetMean], sets: Sequence[Scores], lowest: float) -> Interval:
     """The mean of the parts, whose ends are combined with the variation between seeds, within [`lowest`, 1].
 
     Distances to ends of independent errors add up in squares (Zou and Donner's MOVER). The error of the seeds is the
@@ -147,7 +147,7 @@ def _interval(parts: Sequence[_Part], sets: Sequence[Scores], lowest: float) -> 
     return Interval(mean, max(float(mean - below), lowest), min(float(mean + above), 1.0))
 
 
-def _accuracy(shares: Scores) -> _Part:
+def _accuracy(shares: Scores) -> _SetMean:
     """Wilson's interval with the effective number of problems. shares: float [problems], within [0, 1].
 
     The effective number is n problems over the design effect: the variance of the shares over m (1 - m), which is that
@@ -166,10 +166,10 @@ def _accuracy(shares: Scores) -> _Part:
     ratio = quantile**2 / effective
     center = (mean + ratio / 2) / (1 + ratio)
     half = np.sqrt(ratio * (binary + ratio / 4)) / (1 + ratio)
-    return _Part(mean, float(mean - center + half), float(center + half - mean))
+    return _SetMean(mean, float(mean - center + half), float(center + half - mean))
 
 
-def _difference(gains: Scores) -> _Part:
+def _difference(gains: Scores) -> _SetMean:
     """Mean gain less mean loss. gains: float [problems], within [-1, 1].
 
     The distances to the ends of gain and loss are added in squares, with the correlation of the two, as a problem has a
@@ -183,7 +183,7 @@ def _difference(gains: Scores) -> _Part:
     def distance(one: float, other: float) -> float:
         return float(np.sqrt(one**2 + other**2 - 2 * correlation * one * other))
 
-    return _Part(gain.mean - loss.mean, distance(gain.below, loss.above), distance(gain.above, loss.below))
+    return _SetMean(gain.mean - loss.mean, distance(gain.below, loss.above), distance(gain.above, loss.below))
 
 
 def _quantile(freedom: float) -> float:

@@ -87,7 +87,7 @@ def test_the_default_is_every_layer_by_the_names_of_the_model(tmp_path):
 
 
 def test_a_stored_adapters_names_have_one_order(tmp_path):
-    """Of seven names, the order of a set in another process, or of one that was loaded, is nearly never this one."""
+    """A set of seven names has nearly never this order, in another process or when it was loaded."""
     folder = base(tmp_path, "qwen2")
     made(folder, *LAYERS).save(tmp_path / "adapter")
     stored = (tmp_path / "adapter" / ADAPTER_CONFIG).read_bytes()

@@ -100,7 +100,7 @@ def test_coverage_of_three_seeds(seed_effect):
 
 
 def share_covered(interval, truth):
-    """Of 600 experiments; 0.93 lies 2.2 standard errors below 0.95."""
+    """The share of 600 experiments; 0.93 lies 2.2 standard errors below 0.95."""
     generator = np.random.default_rng(7)
     found = [interval(generator) for _ in range(600)]
     return np.mean([each.low <= truth <= each.high for each in found])
@@ -124,7 +124,7 @@ def test_coverage_of_an_accuracy(problems, rate, repeats, alike):
 @pytest.mark.parametrize(("repeats", "alike"), [(1, 0.1), (1, 10.0), (32, 1.0)])
 @pytest.mark.parametrize("learned", [0.0, 0.1])
 def test_coverage_of_a_paired_difference(problems, rate, repeats, alike, learned):
-    """Of the problems, the share `learned` is always right after training; the others keep their rates."""
+    """The share `learned` of the problems is always right after training; the others keep their rates."""
 
     def drawn(generator):
         rates = generator.beta(rate * alike, (1 - rate) * alike, problems)
