@@ -49,7 +49,7 @@ def publish(
     """
     from huggingface_hub import HfApi
 
-    from qerl.publishing.upload import check_private, texts_in, upload, would_upload
+    from qerl.publishing.upload import check_contents, check_private, texts_in, upload, would_upload
 
     trained = Run(Path(run))
     check_finished(trained)
@@ -62,6 +62,7 @@ def publish(
     facts = facts_of(trained, [*map(Path, evaluations)], None if unreachable else hub)
     with TemporaryDirectory() as scratch:
         _stage(trained, facts, repo, Path(scratch))
+        check_contents(Path(scratch))
         check_private(texts_in(Path(scratch)))
         if dry_run:
             return would_upload(repo, Path(scratch), private, _notes(facts))
@@ -132,21 +133,21 @@ def _asked(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None
 
 
 def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
-    """Fill the folder with what is uploaded; weights are links."""
+    """Fill the folder with what is uploaded; weights are links to the run's own files."""
     from qerl.policy.card import CARD
     from qerl.publishing.cards import adapter_card, full_card
     from qerl.publishing.scores import eval_results
+    from qerl.publishing.upload import model_files, own_file
 
     texts = eval_results(facts.scores)
     if run.settings.method == "full":
-        for file in run.adapter.iterdir():
-            if file.name not in (CARD, METRICS):  # which are written here, and not through a link
-                os.symlink(file.resolve(), folder / file.name)
+        for file in model_files(run.folder, run.adapter, ours=(CARD, METRICS)):  # which are written here
+            os.symlink(file, folder / file.name)
         texts[CARD] = full_card(facts, repo)
     else:
-        os.symlink((run.adapter / ADAPTER).resolve(), folder / ADAPTER)
+        os.symlink(own_file(run.folder, run.adapter / ADAPTER), folder / ADAPTER)
         texts |= {CARD: adapter_card(facts, repo), ADAPTER_CONFIG: _config(run, facts.base)}
-    shutil.copyfile(run.folder / METRICS, folder / METRICS)
+    shutil.copyfile(own_file(run.folder, run.folder / METRICS), folder / METRICS)
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -154,7 +155,9 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
 
 def _config(run: Run, base: BaseModel) -> str:
     """PEFT's adapter_config.json, in which the base has its public name."""
-    config = json.loads((run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    from qerl.publishing.upload import own_file
+
+    config = json.loads(own_file(run.folder, run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return json.dumps({**config, "base_model_name_or_path": base.name, "revision": base.revision}, indent=2) + "\n"
 
 

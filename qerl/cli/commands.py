@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from qerl import api
 from qerl.checkpoints.folder import RUN_FILE
 from qerl.cli import doctor, rules, sharing, watch, workflow
-from qerl.cli.console import console, print_table
+from qerl.cli.console import console, print_error, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.host.screen import UNKNOWN, quiet
@@ -293,11 +293,11 @@ def main() -> None:
     except ValueError as error:
         if hasattr(error, "__notes__"):  # out of a function of the user, whose traceback says where
             raise
-        typer.echo(f"qerl: {error}", err=True)
+        print_error(error)
         sys.exit(2)
     except OSError as error:
         if error.errno not in _REMEDIES:
             raise
         what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        typer.echo(f"qerl: {what}; {_REMEDIES[error.errno]} and start again: what is finished stays", err=True)
+        print_error(f"{what}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
+
+from qerl.host.screen import VisibleConsole, visible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,7 +17,12 @@ def console() -> Console:
     """The terminal at its width; a file or pipe at the width of tables."""
     from qerl.report.summary import WIDTH
 
-    return Console(width=None if Console().is_terminal else WIDTH)
+    return VisibleConsole(width=None if Console().is_terminal else WIDTH)
+
+
+def print_error(sentence: object) -> None:
+    """Print a sentence for the user on standard error."""
+    typer.echo(f"qerl: {visible(str(sentence))}", err=True)
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from qerl.cli.console import print_error
 from qerl.jobs.base import KilledError
 from qerl.jobs.dispatch import parse_job, run
 
@@ -21,5 +22,5 @@ def rule(
     try:
         run(parse_job(job), gpu_percent)
     except KilledError as error:
-        typer.echo(f"qerl: {error}", err=True)
+        print_error(error)
         raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again

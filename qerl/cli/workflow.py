@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qerl.plan.cost_model import Hours
     from qerl.settings.benches import ShapesSettings
 
-from qerl.cli.console import console, print_table, show
+from qerl.cli.console import console, print_error, print_table, show
 
 #: The heading of these commands in `qerl --help`.
 PANEL = "The workflow"
@@ -184,7 +184,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 
     verdicts = read_verdicts(verdict)
     show(rich_table("", verdict_table(verdicts)))
-    typer.echo(f"qerl: {sentence(verdicts)}", err=True)
+    print_error(sentence(verdicts))
     raise typer.Exit(int(any(gate.outcome != "pass" for gate in verdicts)))
 
 

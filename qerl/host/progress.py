@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from qerl.host.screen import console, join_screen
+from qerl.host.screen import VisibleFormatter, console, join_screen
 
 T = TypeVar("T")
 log = logging.getLogger("qerl")
@@ -25,7 +25,9 @@ LOG_EVERY = 15.0
 
 def configure_logging() -> None:
     """Log time-stamped lines to standard error, which Snakemake's rules redirect to their log files."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     join_screen()
 

@@ -6,13 +6,15 @@ import fcntl
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 #: The variable with a path that opens the screen, for processes that a command starts. Their standard error is the log.
@@ -24,9 +26,47 @@ _log = logging.getLogger("qerl")
 _console: Console | None = None
 
 
+#: Characters of the categories of `_HIDDEN` that text needs: the joiners are part of words and of emoji.
+_NEEDED = "\n\t\u200c\u200d"
+#: Unicode's categories of control characters, of format characters such as bidirectional overrides, and the like.
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def visible(text: str) -> str:
+    """The text with each control or format character as its number, such as `\\x1b`, but line breaks and tabs.
+
+    What models, templates and files say may hold sequences that a terminal obeys, or that reorder what is read.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in _NEEDED and unicodedata.category(character) in _HIDDEN
+        else character
+        for character in text
+    )
+
+
+class VisibleConsole(Console):
+    """A console on which texts can't control the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments of a renderable; those of text are `visible`, and those of rich's own control stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats a record, tracebacks included, without characters that control a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, or lines, of a record."""
+        return visible(super().format(record))
+
+
 def console() -> Console:
     """The console for progress: the screen, or else standard error."""
-    return _console or Console(stderr=True)
+    return _console or VisibleConsole(stderr=True)
 
 
 class ScreenHandler(logging.Handler):
@@ -59,7 +99,8 @@ def quiet(log_file: Path | None = None) -> Iterator[None]:
             raise
         except Exception:
             file.seek(0)
-            sys.stderr.write(f"qerl: the log is {log_file}\n" if log_file else file.read().decode(errors="replace"))
+            printed = "" if log_file else file.read().decode(errors="replace").replace("\r", "\n")
+            sys.stderr.write(f"qerl: the log is {log_file}\n" if log_file else visible(printed))
             raise
 
 
@@ -100,7 +141,7 @@ def _shown_on(number: int) -> Iterator[None]:
 
 def _show(stream: TextIO) -> ScreenHandler:
     global _console
-    _console = Console(file=stream)
+    _console = VisibleConsole(file=stream)
     handler = ScreenHandler(_console)
     _log.addHandler(handler)
     return handler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from qerl.checkpoints.stock import StockLoading
+from qerl.host.screen import visible
 
 CARD = "README.md"
 #: What the hub's metadata says of every adapter.
@@ -55,7 +57,7 @@ def _text(folder: Path, base: Base, weights: str, norms: bool, stock: StockLoadi
     return f"""
 # A policy trained by qerl
 
-A LoRA adapter {trained}, trained by reinforcement learning on `{base.name}`{at},
+A LoRA adapter {trained}, trained by reinforcement learning on {code_span(base.name)}{at},
 whose linear weights are {weights}. `adapter_config.json` has rank, alpha and targets.
 
 With transformers and PEFT:
@@ -69,6 +71,19 @@ With transformers and PEFT:
 With qerl, of a run of `qerl train` in the folder RUN: `qerl sample RUN PROMPT`. For vLLM: `qerl export RUN OUT` writes
 a base and an adapter that it loads.
 """
+
+
+def plain(text: str) -> str:
+    """A name for Markdown, in which none of its characters begins markup, a cell or a line."""
+    return re.sub(r"([\\`*\[\]<>|&~$]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(visible(text).split()))
+
+
+def code_span(text: str) -> str:
+    """A name as code in Markdown, within a longer fence if it has backticks itself."""
+    shown = " ".join(visible(text).split())
+    fence = "`" * (max(map(len, re.findall("`+", shown)), default=0) + 1)
+    space = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{space}{shown}{space}{fence}"
 
 
 def loading_notes(weights: str, norms: bool, stock: StockLoading) -> str:

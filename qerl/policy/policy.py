@@ -178,6 +178,10 @@ class Policy:
         base = base or Base(str(checkpoint))
         for config in peft.peft_config.values():
             config.base_model_name_or_path, config.revision = base.name, base.revision
+            # PEFT keeps these as sets, whose order in a file would follow the process's hash seed.
+            for key in ("target_modules", "exclude_modules"):
+                if isinstance(names := getattr(config, key), set):
+                    setattr(config, key, sorted(names))
         # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
         peft.save_pretrained(str(folder), save_embedding_layers=False)
         store_experts(peft, folder)

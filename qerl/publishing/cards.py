@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from qerl.checkpoints.folder import RUN_FILE
-from qerl.policy.card import ABOUT_ADAPTERS, Base, loading_code, loading_notes
+from qerl.host.screen import visible
+from qerl.policy.card import ABOUT_ADAPTERS, Base, code_span, loading_code, loading_notes, plain
 from qerl.policy.export import lora_room
 from qerl.publishing import sections
 from qerl.publishing.run_facts import BaseModel, RunFacts, data_name
@@ -69,6 +71,7 @@ All weights of {sections.named(facts.base)}, trained by reinforcement learning
 
 def merged_card(facts: RunFacts, merged: MergedExport, title: str) -> str:
     """The card of a merged checkpoint in a folder called `title`."""
+    title = visible(title)
     relation = "finetune" if merged.weights == "bf16" else "quantized"
     about = _metadata(replace(facts, scores=()), title, base_model_relation=relation, **_about_models())
     rounded = {
@@ -77,7 +80,7 @@ def merged_card(facts: RunFacts, merged: MergedExport, title: str) -> str:
     }[merged.weights]
     norms = "Trained norms were float32. Engines keep norms in 16 bits, so they are rounded, which the loss includes.\n"
     return f"""{about}
-# {title}
+# {plain(title)}
 
 A policy in one checkpoint, trained by reinforcement learning with qerl, an implementation of
 [QeRL](https://arxiv.org/abs/2510.11696), on {sections.named(facts.base)},
@@ -132,13 +135,13 @@ def _base_first(facts: RunFacts) -> str:
     """How to make the base that the adapter belongs to, unless it is a repository as it is."""
     base, settings = facts.base, facts.run.settings
     if base.as_it_is:
-        return "" if base.on_hub else f"Replace `{base.name}` below by the path of that folder.\n\n"
+        return "" if base.on_hub else f"Replace {code_span(base.name)} below by the path of that folder.\n\n"
     if settings.recipe != "rtn":
         how = f"with the recipe `{settings.recipe}` and the settings below in a `{RUN_FILE}` of `qerl train`"
         return f"The adapter belongs to the quantized base. Make it first, as the folder `{_BASE}`, {how}.\n\n"
     source = f"{base.name}@{base.revision}" if base.revision else base.name
     nets = " --pack-delta-nets" if settings.pack_delta_nets else ""
-    command = f"qerl quantize {source} --weights {settings.weights}{nets} --out {_BASE}"
+    command = f"qerl quantize {shlex.quote(source)} --weights {settings.weights}{nets} --out {_BASE}"
     return f"The adapter belongs to the quantized base. Make it first:\n\n```sh\n{command}\n```\n\n"
 
 
@@ -149,7 +152,7 @@ def _vllm(facts: RunFacts, repo: str) -> str:
     base = _loaded_base(facts.base)
     if not settings.adapter.train_norms:
         at = f" --revision {base.revision}" if base.revision else ""
-        return f"With vLLM:\n\n```sh\nvllm serve {base.name}{at} {serve}{repo}\n```"
+        return f"With vLLM:\n\n```sh\nvllm serve {shlex.quote(base.name)}{at} {serve}{repo}\n```"
     folder = f"Path(snapshot_download({base.name!r}, revision={base.revision!r}))"
     source = folder if facts.base.as_it_is and facts.base.on_hub else f"Path({base.name!r})"
     return f"""vLLM takes no trained norms as part of an adapter, so qerl first writes a base that has them:
@@ -178,7 +181,7 @@ model = AutoModelForCausalLM.from_pretrained({name!r}, dtype="auto").eval()
 ```
 
 ```sh
-vllm serve {name}
+vllm serve {shlex.quote(name)}
 ```"""
 
 

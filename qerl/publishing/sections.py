@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -9,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from qerl.policy.card import code_span, plain
 from qerl.publishing.run_facts import BaseModel, RunFacts, RunScore, data_name
 from qerl.results.intervals import METHOD, Interval
 from qerl.results.schema.preparation import PreparedDataset
@@ -37,6 +39,8 @@ def training(facts: RunFacts) -> str:
     """The sections on the training of a policy: data, reward, curve, settings."""
     settings = facts.run.settings
     decisive: dict[str, Any] = settings.model_dump(mode="json", exclude=UNDECIDING | _STATED)
+    stated = yaml.safe_dump(decisive, sort_keys=False).strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", stated)), default=0))
     return f"""## Training
 
 {_data(facts.data)}
@@ -47,9 +51,9 @@ def training(facts: RunFacts) -> str:
 
 <details><summary>All settings</summary>
 
-```yaml
-{yaml.safe_dump(decisive, sort_keys=False).strip()}
-```
+{fence}yaml
+{stated}
+{fence}
 
 </details>"""
 
@@ -57,7 +61,7 @@ def training(facts: RunFacts) -> str:
 def named(base: BaseModel) -> str:
     """The base by its name, with a link where others can get it."""
     if not base.on_hub:
-        return f"`{base.name}` (a folder of the author's)"
+        return f"{code_span(base.name)} (a folder of the author's)"
     at = f" at revision `{base.revision}`" if base.revision else ""
     return f"[{base.name}](https://huggingface.co/{base.name}){at}"
 
@@ -90,7 +94,9 @@ def stamp(provenance: Provenance, license_known: bool, base: BaseModel) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
     code = provenance.columns["commit"]
     unlicensed = (
-        "" if license_known else f"\n\nThe licence of {base.name} isn't stated here; look it up before you use this."
+        ""
+        if license_known
+        else f"\n\nThe licence of {plain(base.name)} isn't stated here; look it up before you use this."
     )
     return f"""## Stamp
 
@@ -114,14 +120,14 @@ def _data(data: PreparedDataset) -> str:
         at = f", revision `{origin['revision']}`" if origin.get("revision") else ""
         name = f"[{name}](https://huggingface.co/datasets/{name}){subset}{at}"
     else:
-        name = f"`{name}`"
+        name = code_span(name)
     rows = ", ".join(f"{count} {split}" for split, count in data.rows.items())
-    asked = f" Each question is followed by: `{data.instruction}`" if data.instruction else ""
+    asked = f" Each question is followed by: {code_span(data.instruction)}" if data.instruction else ""
     return f"Data: {name}, records of format {data.format} ({rows}).{asked}"
 
 
 def _reward(reward: RewardSettings) -> str:
-    custom = f", {reward.custom:g} × `{reward.function}`" if reward.function else ""
+    custom = f", {reward.custom:g} × {code_span(reward.function)}" if reward.function else ""
     long = f", {reward.overlong:g} × penalty for long completions" if reward.overlong_buffer else ""
     return f"Reward: {reward.correct:g} × right answer, {reward.format:g} × readable form{custom}{long}."
 
@@ -138,4 +144,4 @@ def _curve(metrics: Sequence[StepMetrics]) -> str:
 def _score(each: RunScore) -> str:
     policy = "trained" if each.trained else "untrained base"
     count = f"{each.score.problems} × {each.score.repeats}"
-    return f"| {each.label} | {policy} | {scored_by(each)} | {count} | {percent(each.accuracy)} |"
+    return f"| {plain(each.label)} | {policy} | {scored_by(each)} | {count} | {percent(each.accuracy)} |"

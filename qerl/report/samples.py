@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl.results.catalogue import schema_of
 from qerl.results.files import ResultError, read, read_rows
-from qerl.results.names import training_name, variant, weights_name
+from qerl.results.names import training_name, variant, weights_name, without_folders
 from qerl.results.paths import EVALUATE, RESULT, ROLLOUTS, RUN, SAMPLES, TRAIN, WORK
 from qerl.results.schema.evaluation import EvaluationResult, OwnEvaluationResult, SampleRow, Scores
 from qerl.results.schema.training import RolloutRow, RunResult, StoredCompletion
@@ -128,10 +128,12 @@ def _is_base(base: EvaluationResult, trained: EvaluationResult) -> bool:
 
 def _about(result: Scores) -> str:
     if isinstance(result, EvaluationResult):
-        named = f"{result.model}, {weights_name(result.weights, result.recipe, result.pack_delta_nets)}"
+        named = (
+            f"{without_folders(result.model)}, {weights_name(result.weights, result.recipe, result.pack_delta_nets)}"
+        )
         return f"{named}, {result.arm}" if result.run else f"{named}, untrained"
     if isinstance(result, OwnEvaluationResult):
-        return f"{result.model}, {'trained' if result.adapter else 'untrained'}"
+        return f"{without_folders(result.model)}, {'trained' if result.adapter else 'untrained'}"
     return "a committed policy"
 
 
@@ -139,7 +141,7 @@ def _about_run(run: RunResult) -> str:
     settings = run.settings
     training = training_name(settings.method, settings.noise.schedule)
     parts = [
-        settings.model,
+        without_folders(settings.model),
         weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
         training,
         variant(run.varied),

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from qerl.host.screen import VisibleConsole
 from qerl.report.formatting import present
 from qerl.report.pages import by_dataset
 from qerl.results.files import ResultError
@@ -25,7 +26,7 @@ _WIDEST = 10_000
 
 def print_summary(root: Path, console: Console | None = None) -> None:
     """Print the accuracy table of a folder of results, if it has one, and the paths of all that people read."""
-    console = console or Console(width=None if Console().is_terminal else WIDTH)
+    console = console or VisibleConsole(width=None if Console().is_terminal else WIDTH)
     if not (root / REPORT_PAGE).exists():
         raise ResultError(f"{root / REPORT_PAGE} doesn't exist; run the workflow to its end first")
     if (file := root / TABLES / "accuracy.csv").exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from qerl.settings.models import Recipe, WeightFormat
@@ -23,6 +25,18 @@ def weights_names() -> list[str]:
     """All names of weights, in the order of tables."""
     options = [*((recipe, False) for recipe in get_args(Recipe)), ("rtn", True)]
     return [weights_name(weights, *option) for weights in get_args(WeightFormat) for option in options]
+
+
+def without_folders(value: Any) -> Any:
+    """A setting, or settings in lists and mappings, in which an absolute path of this machine is its last name."""
+    match value:
+        case str() if Path(value).is_absolute():
+            return Path(value).name
+        case Mapping():
+            return {key: without_folders(of_key) for key, of_key in value.items()}
+        case list() | tuple():
+            return [without_folders(each) for each in value]
+    return value
 
 
 def variant(varied: dict[str, Any]) -> str:

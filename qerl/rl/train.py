@@ -24,6 +24,7 @@ from qerl.policy.policy import Policy, trained_in_full, trained_in_shards, weigh
 from qerl.provenance.code_version import code_version
 from qerl.provenance.files import NO_ROOM, flush, write_text, writing
 from qerl.results.files import write
+from qerl.results.names import without_folders
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN
 from qerl.results.schema.stored import Provenance, Quartiles, whole
 from qerl.results.schema.training import RunResult, RunSummary
@@ -180,7 +181,7 @@ def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractConte
     """The trackers of a run, in the project of its experiment; none in processes that write no files."""
     if not job.settings.track or not processes.writes:
         return nullcontext()
-    record = Record(job.experiment, job.id, record_id(state), job.tracked, whole(job.settings))
+    record = Record(job.experiment, job.id, record_id(state), job.tracked, without_folders(whole(job.settings)))
     return Trackers(job.settings.track, record)
 
 

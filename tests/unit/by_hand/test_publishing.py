@@ -13,6 +13,7 @@ import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData, parse_eval_result_entries
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from safetensors.torch import save_file
 
 import qerl
 from qerl.cli import commands as cli
@@ -202,6 +203,38 @@ def test_a_private_path_in_the_settings_is_refused(copy, before):
     assert hub.files == {}
 
 
+@pytest.mark.parametrize("name", ["policy/adapter_model.safetensors", "policy/adapter_config.json", "metrics.jsonl"])
+def test_a_link_in_a_run_is_not_followed(copy, tmp_path, name):
+    """Also where the file behind it is of the right kind, and where a folder is the link."""
+    hub = Hub()
+    (tmp_path / "elsewhere").write_bytes((copy / name).read_bytes())
+    (copy / name).unlink()
+    (copy / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"{name} is a link or no regular file"):
+        qerl.publish(copy, REPO, hub=hub)
+    (copy / name).unlink()
+    shutil.copyfile(tmp_path / "elsewhere", copy / name)
+    shutil.move(copy / "policy", tmp_path / "policy")
+    (copy / "policy").symlink_to(tmp_path / "policy")
+    with pytest.raises(ConfigError, match="is a link or no regular file"):
+        qerl.publish(copy, REPO, hub=hub, dry_run=True)
+    assert hub.files == {}
+
+
+def test_what_is_no_file_of_tensors_is_not_published_as_one(copy):
+    """A hard link to another file can't be told from a file, but its content can."""
+    hub = Hub()
+    weights = copy / "policy/adapter_model.safetensors"
+    weights.unlink()
+    weights.write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is no file of tensors"):
+        qerl.publish(copy, REPO, hub=hub)
+    save_file({"a": torch.zeros(1)}, weights, metadata={"made_in": "/home/someone/runs"})
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors would tell /home/someone/runs"):
+        qerl.publish(copy, REPO, hub=hub)
+    assert hub.files == {}
+
+
 def test_an_unfinished_run_and_a_wrong_name_are_refused(copy):
     with pytest.raises(ConfigError, match="'tiny' names no repository of the hub; give it as user/name"):
         qerl.publish(copy, "tiny", hub=Hub())
@@ -245,6 +278,16 @@ def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
     text = hub.files[REPO]["README.md"].decode()
     assert "All weights of `tiny-model`" in text
     assert f"from_pretrained('{REPO}', dtype=\"auto\")" in text
+    for name in ("id_rsa", "notes.txt", "train.py"):
+        (whole.adapter / name).write_text("mine")
+        with pytest.raises(ConfigError, match=f"{name} is no file of a model trained in full; move it out"):
+            qerl.publish(whole.folder, "someone/other", hub=hub)
+        (whole.adapter / name).unlink()
+    (tmp_path / "secret").write_text("{}")
+    (whole.adapter / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"vocab\.json is a link or no regular file"):
+        qerl.publish(whole.folder, "someone/other", hub=hub)
+    (whole.adapter / "vocab.json").unlink()
     config = whole.adapter / "config.json"
     config.write_text(config.read_text().replace("{", '{"_name_or_path": "/home/someone/model",', 1))
     with pytest.raises(ConfigError, match=r"config\.json would tell /home/someone/model"):

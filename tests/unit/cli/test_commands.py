@@ -203,6 +203,7 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
             "--dataset: `format` must be one",
         ),
         (["plan", str(ROOT / "config/mini.yaml"), "modle=x"], "mini.yaml with modle of the command line: unknown key"),
+        (["plan", "no\x1b[2J\u202e.yaml"], r"no\x1b[2J\u202e.yaml"),
         (["eval", "run", "--out", "run"], "run exists and is not the folder of an evaluation; give a new folder"),
         (["eval", "run", "--out", "sums.jsonl"], "sums.jsonl exists and is not the folder of an evaluation"),
         (["eval", "run", "--out", "sums.jsonl/e"], "sums.jsonl/e can't be made, because "),

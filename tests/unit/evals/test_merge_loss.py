@@ -87,4 +87,6 @@ def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, mo
 def test_a_model_has_no_loss_against_itself(policies, data):
     loss = merge_loss(policies[0], policies[0], data, SETTINGS)
     assert (loss.kl.mean, loss.same_token, loss.problems) == (0, 1, 4)
-    assert (loss.difference.low, loss.difference.mean, loss.difference.high) == (0, 0, 0)
+    # Four problems that agree don't show that no problem would differ.
+    assert loss.difference.mean == 0
+    assert loss.difference.low == -loss.difference.high < 0

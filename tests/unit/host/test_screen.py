@@ -6,12 +6,16 @@ import pty
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from qerl.host import progress
+from qerl.host.screen import VisibleConsole, visible
 
 ROOT = Path(__file__).parents[3]
 NOISE = """
@@ -149,3 +153,46 @@ def test_the_screen_takes_characters_that_its_encoding_lacks(tmp_path):
     command = [sys.executable, "-c", NOISE + body]
     seen = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, check=False)
     assert (seen.returncode, seen.stderr) == (0, "warning: a completion is '\\u0394\\u4e8c'\n")
+
+
+#: Clears the screen, sets the window's title, the same by C1, overwrites the line, and reorders what is read.
+HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\u2066f\U000e0041g"
+
+
+def assert_shown(text: str, letters: str = "abcdefg"):
+    kept = [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t"]
+    assert kept == []
+    assert [letter for letter in letters if letter not in text] == []
+    for number in (r"\x1b", r"\x9b", r"\u202e", r"\u2066", r"\U000e0041"):
+        assert number in text
+
+
+def test_what_a_model_or_file_says_can_not_control_the_terminal():
+    """On consoles with and without a terminal, in text, in cells of tables, and beside rich's own colors."""
+    for terminal in (False, True):
+        screen = VisibleConsole(file=io.StringIO(), force_terminal=terminal, color_system=None, width=200)
+        table = Table()
+        table.add_column(HOSTILE)
+        table.add_row(Text(HOSTILE))
+        for shown in (Text(HOSTILE), HOSTILE, table, Group(Text(HOSTILE))):
+            screen.print(shown, soft_wrap=isinstance(shown, (Text, str)))
+            assert_shown(screen.file.getvalue())
+    colored = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system="standard")
+    colored.print(Text("bold", style="bold"))
+    assert colored.file.getvalue() == "\x1b[1mbold\x1b[0m\n"
+
+
+@pytest.mark.parametrize("text", ["\n\tπ ≤ 4", "नमस्ते", "می\u200cخواهم", "👩\u200d🚀", "한국어"])
+def test_text_of_any_language_stays_as_it_is(text):
+    assert visible(text) == text
+
+
+def test_lines_of_the_log_and_of_libraries_can_not_control_the_terminal(tmp_path):
+    body = f"log.warning({HOSTILE!r})\n"
+    plain = run(NOISE + body, tmp_path, capture_output=True)
+    assert_shown(plain.stderr)
+    body = f"with quiet(Path('log.txt')):\n    log.warning({HOSTILE!r})\n"
+    assert_shown(run(NOISE + body, tmp_path, capture_output=True).stderr)
+    assert_shown((tmp_path / "log.txt").read_text())
+    body = f"with quiet():\n    print({HOSTILE!r})\n    1 / 0\n"
+    assert_shown(run(NOISE + body, tmp_path, capture_output=True).stderr)

@@ -8,13 +8,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.folder import ADAPTER_CONFIG
-from qerl.policy.policy import with_adapter
+from qerl.policy.policy import load_policy, with_adapter
 from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.served import refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.training import LAYERS, AdapterSettings
 from tests.families import LEFT_OUT
 from tests.tiny import tiny_family
 
@@ -83,7 +83,18 @@ def test_the_default_is_every_layer_by_the_names_of_the_model(tmp_path):
     assert adapted(policy) == every
     policy.save(tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())
-    assert sorted(config["target_modules"]) == ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]
+    assert config["target_modules"] == ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]
+
+
+def test_a_stored_adapters_names_have_one_order(tmp_path):
+    """A set of seven names has nearly never this order, in another process or when it was loaded."""
+    folder = base(tmp_path, "qwen2")
+    made(folder, *LAYERS).save(tmp_path / "adapter")
+    stored = (tmp_path / "adapter" / ADAPTER_CONFIG).read_bytes()
+    assert json.loads(stored)["target_modules"] == sorted(LAYERS)
+    load_policy(folder, tmp_path / "adapter", "float32", CPU).save(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / ADAPTER_CONFIG).read_bytes())
+    assert again == {**json.loads(stored), "inference_mode": True}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 """Texts of cards that no run of the tests' size has: sparklines, origins of data, and bases of every kind."""
 
+import json
 import re
+import shlex
+from html import unescape
 
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 
 from qerl.checkpoints.stock import StockLoading
+from qerl.policy.card import code_span, plain
 from qerl.publishing.cards import adapter_card, full_card
 from qerl.publishing.run_facts import BaseModel, License, RunFacts, data_name
 from qerl.publishing.sections import sparkline
-from qerl.publishing.upload import check_private
+from qerl.publishing.upload import check_private, texts_in
 from qerl.results.schema.preparation import PreparedDataset
 from qerl.results.schema.stored import Machine, Provenance, Quartiles
 from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
@@ -112,14 +117,100 @@ def test_a_model_trained_in_full_loads_by_itself(tmp_path):
     assert re.search(r"from_pretrained\('me/mine', dtype=\"auto\"\)", made.text)
 
 
-@pytest.mark.parametrize("text", ["see /home/me/x", "path: /srv/a.b/c-d", "token hf_" + "a" * 30, "(/mnt/data/set)"])
-def test_paths_and_tokens_are_found(text):
-    with pytest.raises(ConfigError, match=r"README.md would tell (/|a token).*nothing was uploaded"):
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("see /home/me/x", "/home/me/x"),
+        ("path: /srv/a.b/c-d", "/srv/a.b/c-d"),
+        ("(/mnt/data/set)", "/mnt/data/set"),
+        ("key in /secrets", "/secrets"),
+        ("'/.netrc'", "/.netrc"),
+        ("see ~/notes.txt", "~/notes.txt"),
+        ("~alice/notes", "~alice/notes"),
+        ("$HOME/keys", "$HOME/keys"),
+        (r"C:\Users\me", r"C:\Users"),
+        ("D:/models", "D:/models"),
+        (r'"C:\\Users\\me"', r"C:\\Users"),
+        (r"on \\server\share", r"\\server\share"),
+        (r"%USERPROFILE%\keys", r"%USERPROFILE%\keys"),
+    ],
+)
+def test_paths_are_found_and_named(text, path):
+    with pytest.raises(ConfigError, match=re.escape(f"README.md would tell {path}") + ".*nothing was uploaded"):
         check_private({"README.md": text})
 
 
 @pytest.mark.parametrize(
-    "text", ["https://huggingface.co/org/base/blob/main/LICENSE", "<think>a</think>", "8-3 / 4", "and/or/both", "/x"]
+    "secret",
+    [
+        "hf_" + "a" * 30,
+        "hf_oauth_" + "eyJhbGciOiJFZERTQSJ9.a-b_c",
+        "sk-proj-" + "Ab1_" * 8,
+        "sk-ant-" + "a1" * 20,
+        "github_pat_" + "a1" * 20,
+        "AKIA" + "ABCDEFGH" * 2,
+        "wandb_v1_" + "a1" * 20,
+        "WANDB_API_KEY=" + "0123456789" * 4,
+        '"api_key": "' + "0123456789" * 3 + '"',
+        "https://me:pass@host.org/x",
+        "postgresql://me:pass@host/db",
+        "https://0123abcd@host.org",
+        "https://host.org/x?access_token=0123456789",
+        "-----BEGIN OPENSSH PRIVATE KEY-----",
+    ],
+)
+def test_secrets_are_found_and_not_repeated(secret):
+    with pytest.raises(ConfigError, match=r"README.md would tell a token, a key or a password") as error:
+        check_private({"README.md": f"with {secret} in it"})
+    assert secret not in str(error.value)
+
+
+def test_the_value_of_a_secret_variable_is_found_whatever_its_form(monkeypatch):
+    text = {"README.md": f"commit {'c0ffee' * 6}"}
+    check_private(text)
+    monkeypatch.setenv("SOME_TRACKER_KEY", "c0ffee" * 6)
+    with pytest.raises(ConfigError, match="would tell a token, a key"):
+        check_private(text)
+
+
+def test_strings_of_json_are_read_as_they_are_and_not_as_they_are_escaped(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"template": "A:\nB:\tC", "eos_token": "<|endoftext|>"}))
+    check_private(texts_in(tmp_path))
+    (tmp_path / "a.json").write_text(r'{"deep": [{"x": "\u002fhome\/me"}]}')
+    with pytest.raises(ConfigError, match=r"a\.json would tell /home/me"):
+        check_private(texts_in(tmp_path))
+
+
+def test_names_of_folders_are_no_markup_and_no_commands(tmp_path):
+    name = "a`b`|c <img src=x>*d*; rm -rf x\n# Title"
+    made = card(adapter_card(facts(BaseModel(name, False, None, False)), "me/mine"), tmp_path)
+    html = MarkdownIt("gfm-like", {"linkify": False}).render(made.text)
+    assert "<img" not in html
+    assert "<h1>Title" not in html
+    assert "<em>" not in html
+    [command] = re.findall(r"```sh\n(qerl quantize .*?)\n```", made.text, re.DOTALL)
+    assert shlex.split(command)[2] == name
+    for written in (plain(name), code_span(name)):
+        shown = MarkdownIt("gfm-like", {"linkify": False}).renderInline(written)
+        assert unescape(re.sub("</?code>", "", shown)) == name.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://huggingface.co/org/base/blob/main/LICENSE",
+        "<think>a</think>",
+        "8-3 / 4",
+        "and/or/both",
+        "/x",
+        "/no_think",
+        "A: / B",
+        "~5/3",
+        "me@host.org",
+        "https://host.org/@me",
+        "task-specific-settings-of-it",
+        "mailto:me@host",
+    ],
 )
 def test_addresses_and_fractions_are_no_paths(text):
     check_private({"README.md": text})

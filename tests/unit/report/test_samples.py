@@ -113,6 +113,12 @@ def test_a_run_has_its_steps_and_its_evaluation_and_the_base_of_its_weights_befo
     assert {name: source.before for name, source in sources.items()} == {RUN: BASE, BASE: None, "base-bf16": None}
 
 
+def test_a_base_that_is_a_folder_is_named_without_its_path(tmp_path):
+    write_evaluation(tmp_path, BASE, {"sums": answers(0.5, 0, problems=2, repeats=1)}, "nvfp4", model="/srv/me/mini")
+    [source] = sources_in([tmp_path])
+    assert source.about == "mini, nvfp4, untrained"
+
+
 def test_each_grader_has_its_verdict_and_what_it_read(results):
     rows = [
         sample("0", 0, correct=1, extracted="2", agrees=False, read=None),

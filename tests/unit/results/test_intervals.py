@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl.results.intervals import accuracy_interval, difference_interval
+from qerl.results.intervals import accuracy_interval, average_interval, difference_interval
 
 
 def test_one_evaluation_matches_the_binomial():
@@ -45,7 +45,7 @@ def test_pairing_removes_the_difficulty_of_problems():
     interval = difference_interval(scores, base)
     unpaired = accuracy_interval(scores)
     assert interval.mean == pytest.approx((scores[0] - base).mean())
-    assert interval.high - interval.low < 0.2 * (unpaired.high - unpaired.low)
+    assert interval.high - interval.low < 0.3 * (unpaired.high - unpaired.low)
 
 
 def test_paired_difference_matches_scipys_bootstrap():
@@ -99,8 +99,73 @@ def test_coverage_of_three_seeds(seed_effect):
         assert resampled / experiments < 0.89
 
 
+def share_covered(interval, truth):
+    """The share of 600 experiments; 0.93 lies 2.2 standard errors below 0.95."""
+    generator = np.random.default_rng(7)
+    found = [interval(generator) for _ in range(600)]
+    return np.mean([each.low <= truth <= each.high for each in found])
+
+
+@pytest.mark.parametrize("problems", [30, 100, 500])
+@pytest.mark.parametrize("rate", [0.02, 0.05, 0.5, 0.97])
+@pytest.mark.parametrize(("repeats", "alike"), [(1, 1.0), (32, 0.5), (32, 5.0)])
+def test_coverage_of_an_accuracy(problems, rate, repeats, alike):
+    """Problems' own rates are drawn from a beta distribution; a small `alike` has problems always or never solved."""
+
+    def drawn(generator):
+        rates = generator.beta(rate * alike, (1 - rate) * alike, problems)
+        return accuracy_interval(generator.binomial(repeats, rates)[None] / repeats)
+
+    assert share_covered(drawn, rate) >= 0.93
+
+
+@pytest.mark.parametrize("problems", [30, 100, 500])
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.98])
+@pytest.mark.parametrize(("repeats", "alike"), [(1, 0.1), (1, 10.0), (32, 1.0)])
+@pytest.mark.parametrize("learned", [0.0, 0.1])
+def test_coverage_of_a_paired_difference(problems, rate, repeats, alike, learned):
+    """The share `learned` of the problems is always right after training; the others keep their rates."""
+
+    def drawn(generator):
+        rates = generator.beta(rate * alike, (1 - rate) * alike, problems)
+        after = np.where(generator.random(problems) < learned, 1.0, rates)
+        arm, base = (generator.binomial(repeats, each) / repeats for each in (after, rates))
+        return difference_interval(arm[None], base)
+
+    assert share_covered(drawn, learned * (1 - rate)) >= 0.93
+
+
+@pytest.mark.parametrize("seed_effect", [0.0, 0.05])
+def test_coverage_of_a_difference_of_three_seeds_on_few_problems(seed_effect):
+    def drawn(generator):
+        rates = generator.beta(0.3, 0.3, 30) * 0.8
+        after = np.clip(rates + 0.1 + generator.normal(0, seed_effect, (3, 1)), 0, 1)
+        return difference_interval(generator.binomial(4, after) / 4, generator.binomial(4, rates) / 4)
+
+    assert share_covered(drawn, 0.1) >= 0.93
+
+
+@pytest.mark.parametrize("right", [0, 1, 15, 30])
+def test_a_difference_without_any_disagreement_is_that_of_no_gain_and_no_loss(right):
+    """Without a discordant pair, Tango's score interval of n pairs ends at z**2 / (n + z**2), as Wilson's of 0 does."""
+    scores = (np.arange(30) < right).astype(float)
+    interval = difference_interval(np.stack([scores] * 3), scores)
+    z = stats.norm.ppf(0.975)
+    assert (interval.mean, interval.high) == pytest.approx((0, z**2 / (30 + z**2)))
+    assert interval.low == -interval.high
+
+
+def test_an_average_difference_without_disagreement_has_a_width_too():
+    sets = [np.zeros((1, 30)), np.ones((1, 40))]
+    interval = average_interval(sets, [scores[0] for scores in sets])
+    ends = [difference_interval(scores, scores[0]).high for scores in sets]
+    assert interval.high == pytest.approx(np.hypot(*ends) / 2)
+
+
 def test_shapes_that_cannot_be_paired_are_errors():
     with pytest.raises(ValueError, match="paired"):
         difference_interval(np.zeros((2, 5)), np.zeros(4))
     with pytest.raises(ValueError, match="seeds, problems"):
         accuracy_interval(np.zeros(5))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        accuracy_interval(np.full((1, 5), 40.0))

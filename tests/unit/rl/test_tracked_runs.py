@@ -9,7 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qerl.provenance.code_version import decides
 from qerl.rl import trainer
-from qerl.rl.train import train_run
+from qerl.rl.data_parallel import Processes
+from qerl.rl.train import _trackers, train_run
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from qerl.trackers.tensorboard import TensorBoard
@@ -83,3 +84,14 @@ def test_trackers_are_no_change_of_a_run(inputs, tmp_path):
     assert plain.deciding == tracked.deciding == moved.deciding
     assert decides("qerl.rl.trainer")
     assert not decides("qerl.trackers.wandb")
+
+
+def test_a_record_has_no_folder_of_this_machine(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.rl.train.Trackers", lambda _, record: record)
+    thermostat = {"metrics": str(tmp_path / "other" / "metrics.jsonl")}
+    one = job(inputs, tmp_path, "named", track=["wandb"], model=str(inputs / "base"), thermostat=thermostat)
+    settings = _trackers(one, tmp_path, Processes()).settings
+    assert settings["model"] == "base"
+    assert settings["thermostat"]["metrics"] == "metrics.jsonl"
+    assert str(tmp_path) not in json.dumps(settings)
+    assert settings["optimizer"] == one.settings.optimizer.model_dump(mode="json")
