@@ -174,6 +174,9 @@ def _parquet_rows(path: Path) -> list[Record]:
         table = parquet.ParquetFile(path).read()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a valid parquet file: {error}") from None
+    if len(names := table.column_names) > len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{path} has the column `{twice}` twice; keep one")
     for index, field in enumerate(table.schema):
         if pa.types.is_float32(field.type):  # as text 0.1, and 0.10000000149011612 as a number of 64 bits
             exact = table.column(index).cast(pa.string()).cast(pa.float64())
@@ -187,8 +190,10 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
     A mark of byte order before it, as some editors write, is no part of it.
     """
     try:
-        value = json.loads(text.removeprefix(BOM_UTF8).decode())
+        value = json.loads(text.removeprefix(BOM_UTF8).decode(), object_pairs_hook=partial(_object, where))
         json.dumps(value, ensure_ascii=False).encode()
+    except DataError:
+        raise
     except RecursionError:
         raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
     except UnicodeDecodeError as error:
@@ -196,6 +201,16 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
     # Broken JSON, lone surrogates and numbers with thousands of digits.
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON in UTF-8: {error}{hint}") from None
+    return value
+
+
+def _object(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `DataError` for one with a key twice, of which only one value could count."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise DataError(f"{where} has the key `{twice}` twice in one object; keep one")
     return value
 
 
@@ -364,7 +379,14 @@ def _line(record: Record) -> str:
         f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
         for column, value in record.items()
     )
-    return f"{{{', '.join(values)}}}"
+    line = f"{{{', '.join(values)}}}"
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"a record has half of a surrogate pair, which is no character: {line[:200]}; correct the text"
+        ) from None
+    return line
 
 
 def _plain(column: str, value: Any) -> Any:
