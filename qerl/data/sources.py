@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
@@ -31,6 +32,7 @@ from qerl.host.plugins import call
 from qerl.results.files import read, write
 from qerl.results.paths import DATASET
 from qerl.results.schema.preparation import PreparedDataset
+from qerl.settings.base import check_unicode
 from qerl.settings.data import (
     ComparisonData,
     CountdownData,
@@ -175,8 +177,7 @@ def _parquet_rows(path: Path) -> list[Record]:
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a valid parquet file: {error}") from None
     if len(names := table.column_names) > len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{path} has the column `{twice}` twice; keep one")
+        raise DataError(f"{path} has the column `{Counter(names).most_common(1)[0][0]}` twice; keep one")
     for index, field in enumerate(table.schema):
         if pa.types.is_float32(field.type):  # as text 0.1, and 0.10000000149011612 as a number of 64 bits
             exact = table.column(index).cast(pa.string()).cast(pa.float64())
@@ -208,8 +209,7 @@ def _object(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises `DataError` for one with a key twice, of which only one value could count."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise DataError(f"{where} has the key `{twice}` twice in one object; keep one")
     return value
 
@@ -380,12 +380,7 @@ def _line(record: Record) -> str:
         for column, value in record.items()
     )
     line = f"{{{', '.join(values)}}}"
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        raise DataError(
-            f"a record has half of a surrogate pair, which is no character: {line[:200]}; correct the text"
-        ) from None
+    check_unicode(line, "a record")
     return line
 
 

@@ -137,6 +137,11 @@ class Config(Settings):
         rest = _with_nested_keys({key: value for key, value in values.items() if key != "protocols"})
         return {**merged(rest, _with_nested_keys(parts[protocol])), "name": f"{values['name']}-{protocol}"}
 
+    @field_validator("protocols")
+    @classmethod
+    def _keys_are_nested(cls, protocols: dict[Protocol, dict[str, Any]]) -> dict[Protocol, dict[str, Any]]:
+        return {name: _with_nested_keys(values) for name, values in protocols.items()}
+
     @field_validator("name")
     @classmethod
     def _name_is_a_folder(cls, name: str) -> str:

@@ -64,5 +64,5 @@ def _hidden(text: str | bytes, error: yaml.MarkedYAMLError) -> str:
         return ""
     whole = text.decode(errors="replace") if isinstance(text, bytes) else text
     wrong = "".join(whole.split("\n")[min(marks) : max(marks) + 1])
-    found = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
-    return f"; there are invisible characters here: {' '.join(found)}" if found else ""
+    escapes = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
+    return f"; there are invisible characters here: {' '.join(escapes)}" if escapes else ""

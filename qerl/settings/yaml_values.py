@@ -75,11 +75,11 @@ def _check_spellings(node: yaml.MappingNode) -> None:
 
     A key that is merged in (<<) may be overridden in either spelling.
     """
-    own = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-    if not any("." in key.value for key, _ in own):
+    pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    if not any("." in key.value for key, _ in pairs):
         return
     given: dict[tuple[str, ...], tuple[bool, int]] = {}
-    for key, value in own:
+    for key, value in pairs:
         line = key.start_mark.line + 1
         leaves = {(*key.value.split("."), *inner): off for inner, off in _leaves(value).items()}
         for path, off in leaves.items():

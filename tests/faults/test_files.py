@@ -30,8 +30,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings
 from tests.jobs import train_job
-
-from tests.unit.report.test_samples import rollout
+from tests.unit.report.test_samples import rollout, write_steps
 
 from .conftest import forked, ordinary_user, read_rows, untimed
 
