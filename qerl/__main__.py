@@ -1,11 +1,11 @@
 """The entry point: `qerl`, or `python -m qerl`."""
 
-from qerl.cli.interrupt import interruptible
+from qerl.cli.interrupt import interruptible, within_memory
 
 
 def main() -> None:
     """Import the command line, which takes a second, and call it; Ctrl-C may come in either."""
-    with interruptible():
+    with interruptible(), within_memory():
         from qerl.cli.commands import main
 
         main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +14,11 @@ from qerl.data.by_hand import local_dataset
 from qerl.data.given import GIVEN, GivenData, given
 from qerl.host.imports import check_installed
 from qerl.prepare.run_parts import DATA, whole
-from qerl.provenance.files import check_writable
+from qerl.provenance.files import check_writable, writing
 from qerl.results.files import read, read_rows
 from qerl.results.paths import DATASET, OUTCOMES, RESULT, SAMPLES
 from qerl.results.schema.evaluation import OwnEvaluationResult, SampleRow
-from qerl.settings.base import ConfigError, check_seed, parse
+from qerl.settings.base import ConfigError, check_count, check_seed, check_unicode, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings
 from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
 from qerl.settings.rollout import EngineSettings, SamplingSettings
@@ -35,7 +35,7 @@ Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
 
 
 def sample(
-    policy: Policy, prompts: Sequence[str], *, count: int = 1, seed: int = 0, instruction: str = "", **sampling: float
+    policy: Policy, prompts: Iterable[str], *, count: int = 1, seed: int = 0, instruction: str = "", **sampling: float
 ) -> list[list[Drawn]]:
     """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
 
@@ -48,18 +48,20 @@ def sample(
     from qerl.rollout.factory import make_sampler
     from qerl.rollout.sampler import SamplingParams
 
-    if isinstance(prompts, str):
-        raise TypeError("prompts must be a list of strings, not one string")
-    for prompt in prompts:
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a list of strings, not {prompts!r}")
+    texts = list(prompts)  # a generator can be read once only
+    for prompt in texts:
         if not isinstance(prompt, str):
             raise TypeError(f"a prompt must be a string, the text of one user's message, not {prompt!r}")
-    if count < 1:
-        raise ConfigError(f"`count` must be a whole number above 0, not {count}")
+        check_unicode(prompt, "a prompt")
+    check_unicode(instruction or "", "instruction")
+    check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_seed(seed)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in prompts]
+    ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in texts]
     context = context_length(policy.lm.config.to_dict())
     return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
@@ -126,22 +128,27 @@ def evaluate(
     from qerl.evals.job import score_policy
 
     _check_policy(policy)
-    folder = Path(out)
+    folder = path_argument(out, "out")
+    check_unicode(instruction or "", "instruction")
     if isinstance(task, str):
         task = stock_task(task)
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        raise ConfigError(f"units must be a list of words and signs, not {units!r}")
     if task and task.task and (instruction or answer != "native" or units):
         raise ConfigError(
             f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
         )
     check_evaluation(problems, folder, task)
     asked = {"answer": answer, "units": [*units], **({} if instruction is None else {"instruction": instruction})}
-    data = _problem_folder(problems, asked, folder)
+    with writing(folder):
+        data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
     about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
     row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
-    score_policy(policy, settings, row, {_TASK: data}, folder)
+    with writing(folder):
+        score_policy(policy, settings, row, {_TASK: data}, folder)
     return Evaluation(folder)
 
 
@@ -150,7 +157,9 @@ _TASK = "problems"
 
 def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | None = None) -> None:
     """Raise `ConfigError` for an impossible evaluation, before a policy is loaded."""
-    folder = Path(out)
+    if problems is None:
+        raise ConfigError("nothing to evaluate on: `problems` must be records, or a file or folder of them")
+    folder = path_argument(out, "out")
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.

@@ -15,7 +15,7 @@ from qerl.results.files import read, write
 from qerl.results.paths import MERGED
 from qerl.results.schema.evaluation import MergedExport
 from qerl.results.schema.stored import Provenance
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, check_count, path_argument
 from qerl.settings.data import Split
 from qerl.settings.evaluation import EvaluationSettings, TaskSettings
 from qerl.settings.models import MergedFormat
@@ -31,7 +31,7 @@ def export(run: PathLike, out: PathLike) -> Path:
     Trained norms, which no engine takes as an adapter, are in the base, in float32: an engine that computes in 16 bits
     rounds them as it loads them.
     """
-    trained, target = _with_adapter(run), Path(out)
+    trained, target = _with_adapter(run), path_argument(out, "out")
     check_writable(target)
     check_checkpoint(trained.checkpoint)
     from qerl.policy.export import export as write_parts
@@ -54,7 +54,7 @@ def export_merged(
     run's `split` are asked (`qerl.results.schema.evaluation.MergeLoss`). The loss is in merged.json and in the card.
     Both models are in memory for it.
     """
-    trained, target = _with_adapter(run), Path(out)
+    trained, target = _with_adapter(run), path_argument(out, "out")
     if weights != "bf16":
         check_installed("train")
     if target.exists():
@@ -68,7 +68,7 @@ def export_merged(
 
 def _with_adapter(run: PathLike) -> Run:
     """The finished run, which has an adapter."""
-    trained = Run(Path(run))
+    trained = Run(path_argument(run, "run"))
     check_finished(trained)
     if trained.settings.method == "full":
         raise ConfigError(f"{run} was trained in full: {trained.adapter} is a checkpoint already, which vLLM loads")
@@ -78,8 +78,7 @@ def _with_adapter(run: PathLike) -> Run:
 def _check_asked(run: Run, split: Split, problems: int) -> None:
     from qerl.data.sources import read_meta
 
-    if problems < 1:
-        raise ConfigError(f"problems={problems} measures nothing; give at least 1")
+    check_count(problems, "problems")
     rows = read_meta(run.data).rows
     if not rows[split]:
         others = ", ".join(name for name in ("validation", "test") if rows[name])  # type: ignore[index]

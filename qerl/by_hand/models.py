@@ -23,7 +23,7 @@ from qerl.host.screen import console
 from qerl.prepare.run_parts import whole
 from qerl.provenance.files import check_writable
 from qerl.results.paths import REPORT
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, path_argument
 from qerl.settings.run import RunSettings
 
 PathLike = str | Path
@@ -54,18 +54,20 @@ def quantize(
     """
     from qerl.prepare.base_checkpoint import make_checkpoint
 
-    target = Path(out)
-    if weights not in GROUP_SIZE:
+    target, given_model = path_argument(out, "out"), path_argument(model, "model")
+    if not isinstance(weights, str) or weights not in GROUP_SIZE:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
     check_installed("train")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
-    source = base_folder(str(model))
+    source = base_folder(str(given_model))
     nets = pack_delta_nets
     whole(
         target,
-        lambda folder: make_checkpoint(str(model), weights, source, folder, folder / REPORT, pack_delta_nets=nets),
+        lambda folder: make_checkpoint(
+            str(given_model), weights, source, folder, folder / REPORT, pack_delta_nets=nets
+        ),
     )
     return target
 

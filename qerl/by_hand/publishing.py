@@ -23,7 +23,7 @@ from qerl.results.paths import DATA, DATASET, METRICS, POLICY, REPORT, RESULT, R
 from qerl.results.schema.evaluation import OwnEvaluationResult
 from qerl.results.schema.preparation import PreparedDataset
 from qerl.results.schema.training import RunResult, StepMetrics
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, path_argument
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -51,7 +51,7 @@ def publish(
 
     from qerl.publishing.upload import check_contents, check_private, texts_in, upload, would_upload
 
-    trained = Run(Path(run))
+    trained = Run(path_argument(run, "run"))
     check_finished(trained)
     if HUB_MODEL.fullmatch(repo) is None or "@" in repo:
         raise ConfigError(f"{repo!r} names no repository of the hub; give it as user/name")

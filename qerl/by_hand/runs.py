@@ -35,9 +35,9 @@ from qerl.provenance.files import check_writable, write_text, writing
 from qerl.results.files import read_rows
 from qerl.results.paths import LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema.training import StepMetrics
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, path_argument
 from qerl.settings.data import FunctionData, LocalData
-from qerl.settings.reading import read_yaml
+from qerl.settings.reading import check_kind, read_yaml
 from qerl.settings.run import UNDECIDING, RunFile
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", path_argument(self.folder, "the folder of a run"))
 
     @cached_property
     def settings(self) -> RunFile:
@@ -155,8 +155,14 @@ def _make(run: Run, settings: RunFile, records: Given) -> None:
 
 def _checked_source(settings: RunFile) -> Path:
     """The folder of the model, after all checks that need no work; of a model of the hub config.json comes first."""
+    import torch
+
     from qerl.rl.data_parallel import check_processes
 
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "training needs gradients, which torch.inference_mode() or torch.no_grad() turns off here; call it outside"
+        )
     check_processes(settings.processes, settings.nodes)
     if settings.reward.function is not None:
         check_function(settings.reward.function, "reward.function")
@@ -210,7 +216,10 @@ def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None)
     elif isinstance(run, Mapping):
         values, where = dict(run), "run"
     elif isinstance(run, (str, PathLike)):
+        if (stored := Path(run) / RUN_FILE).is_file():
+            raise ConfigError(f"{run} is the folder of a run; go on with its file: qerl train {stored}")
         values, where = read_yaml(Path(run)), str(run)
+        check_kind(values, where, of_run=True)
         if _is_stored(Path(run), values):
             return _read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
     else:
@@ -306,10 +315,11 @@ def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
     """
     if dtype not in (None, *get_args(Dtype)):
         raise ConfigError(f"dtype={dtype!r} isn't supported; use {' or '.join(get_args(Dtype))}")
-    run = Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
+    folder = path_argument(model, "a model or a run")
+    run = Run(folder) if (folder / RUN_FILE).is_file() else None
     if run:
         check_finished(run)
-    checkpoint = run.checkpoint if run else model_folder(str(model))
+    checkpoint = run.checkpoint if run else model_folder(str(folder))
     check_checkpoint(checkpoint)
     check_tokenizer(checkpoint)
     from qerl.data.prompts import check_template

@@ -8,6 +8,7 @@ import sys
 from io import TextIOWrapper
 from pathlib import Path
 from shutil import get_terminal_size
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from qerl.cli.console import console, print_error, print_table
 from qerl.cli.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.host.screen import UNKNOWN, quiet
+from qerl.provenance.files import check_writable
 from qerl.results.files import read
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema.preparation import QuantizationReport
@@ -141,6 +143,7 @@ def view(
     if target.is_dir():
         raise ConfigError(f"--out {target} is a folder; give the path of the page, such as {target / SAMPLES_PAGE}")
     report = REPORT_PAGE if (target.parent / REPORT_PAGE).is_file() else ""
+    check_writable(target)
     make_page(folders[0].resolve().name, sources, target, megabytes or MEGABYTES, report=report)
     typer.echo(target)
     if open_it:
@@ -297,7 +300,18 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         if error.errno not in _REMEDIES:
+            _check_working_directory(error)
             raise
-        what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        print_error(f"{what}; {_REMEDIES[error.errno]} and start again: what is finished stays")
+        # Whatever writes a file names it, or its folder; what remains is what the command prints.
+        where = error.filename or f"the output, or {gettempdir()}"
+        print_error(f"{error.strerror}: {where}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)
+
+
+def _check_working_directory(error: OSError) -> None:
+    """Leave with a sentence if the error is that the working directory was deleted."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print_error("the working directory doesn't exist any more; change to another one and start again")
+        raise SystemExit(2) from error

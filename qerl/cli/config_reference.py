@@ -15,10 +15,12 @@ from qerl.settings import base, benches, config, data, evaluation, models, rewar
 HEAD = """# Configuration
 
 A configuration is one YAML file: data sets, models, experiments, evaluation and measurements. It describes the science;
-files in `profiles/` describe cores, GPUs and clusters. An unknown key, or one given twice, is an error. Where a setting
-can be off, `off`, `none` and `false` all mean off. `qerl keys` prints this page from the settings' code, and `qerl keys
---schema` the JSON schema in `workflow/schemas/config.schema.yaml`. An editor with a YAML language server checks and
-completes keys by it, if the file begins with `# yaml-language-server: $schema=PATH`.
+files in `profiles/` describe cores, GPUs and clusters. An unknown key, or one given twice, is an error, also
+once with dots and once nested. So is a number that YAML reads otherwise than by its digits, such as `0123` (83) and
+`1:30` (90), and a second trained arm with the same settings. Where a setting can be off, `off`, `none` and `false` all
+mean off; for a list that may be empty they mean the empty list. `qerl keys` prints this page from the settings' code,
+and `qerl keys --schema` the JSON schema in `workflow/schemas/config.schema.yaml`. An editor with a
+YAML language server checks and completes keys by it, if the file begins with `# yaml-language-server: $schema=PATH`.
 
 * `mini.yaml`: the whole workflow on two CPU cores, without GPU or network. It is the default, unless the working
   directory has a `config/config.yaml`.

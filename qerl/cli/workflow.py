@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.reading import parse_yaml, read_yaml
+from qerl.settings.reading import check_kind, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,7 +131,9 @@ def lock(config: Path) -> None:
     from qerl.data.hub_lock import write_lock
     from qerl.settings.config import Config
 
-    typer.echo(write_lock(parse(Config, read_yaml(config), str(config))))
+    values = read_yaml(config)
+    check_kind(values, str(config), of_run=False)
+    typer.echo(write_lock(parse(Config, values, str(config))))
 
 
 @app.command(rich_help_panel=PANEL)

@@ -77,11 +77,12 @@ _ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", 
 
 def _mapping(record: Mapping[str, Any]) -> str:
     """The hint that `columns` can map a record's own names to those of a format."""
-    question = next((name for name in _QUESTIONS if name in record), None)
+    # Alpaca's records have an `input` that is mostly empty beside their `instruction`.
+    question = next((name for name in _QUESTIONS if name in record and str(record[name]).strip()), None)
     chat = next((name for name, value in record.items() if _is_chat(value)), None)
     if chat is not None and question in (None, chat):
         return f"its `{chat}` is a list, such as a chat: give the question as text, in a column of its own"
-    answer = next((name for name in _ANSWERS if name in record), None)
+    answer = next((name for name in _ANSWERS if name in record and str(record[name]).strip()), None)
     if question is None or answer is None:
         return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
     if not isinstance(record[question], str):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date, time
 from decimal import Decimal
@@ -32,6 +33,7 @@ from qerl.host.plugins import call
 from qerl.results.files import read, write
 from qerl.results.paths import DATASET
 from qerl.results.schema.preparation import PreparedDataset
+from qerl.settings.base import check_unicode
 from qerl.settings.data import (
     ComparisonData,
     CountdownData,
@@ -181,6 +183,8 @@ def _parquet_rows(path: Path) -> list[Record]:
         table = parquet.ParquetFile(path).read()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a valid parquet file: {error}") from None
+    if len(names := table.column_names) > len(set(names)):
+        raise DataError(f"{path} has the column `{Counter(names).most_common(1)[0][0]}` twice; keep one")
     for index, field in enumerate(table.schema):
         if pa.types.is_float32(field.type):  # as text 0.1, and 0.10000000149011612 as a number of 64 bits
             exact = table.column(index).cast(pa.string()).cast(pa.float64())
@@ -194,8 +198,10 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
     A mark of byte order before it, as some editors write, is no part of it.
     """
     try:
-        value = json.loads(text.removeprefix(BOM_UTF8).decode())
+        value = json.loads(text.removeprefix(BOM_UTF8).decode(), object_pairs_hook=partial(_object, where))
         json.dumps(value, ensure_ascii=False).encode()
+    except DataError:
+        raise
     except RecursionError:
         raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
     except UnicodeDecodeError as error:
@@ -203,6 +209,15 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
     # Broken JSON, lone surrogates and numbers with thousands of digits.
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON in UTF-8: {error}{hint}") from None
+    return value
+
+
+def _object(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `DataError` for one with a key twice, of which only one value could count."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise DataError(f"{where} has the key `{twice}` twice in one object; keep one")
     return value
 
 
@@ -370,7 +385,9 @@ def _line(record: Record) -> str:
         f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
         for column, value in record.items()
     )
-    return f"{{{', '.join(values)}}}"
+    line = f"{{{', '.join(values)}}}"
+    check_unicode(line, "a record")
+    return line
 
 
 def _plain(column: str, value: Any) -> Any:

@@ -90,6 +90,7 @@ AttentionInterface.register(_TRACED, _attend)
 AttentionMaskInterface.register(_TRACED, sdpa_mask)
 
 
+@torch.inference_mode(False)  # a caller's inference mode refuses in-place operations of some models
 @torch.no_grad()
 def traced(lm: Any, kind: str) -> Trace:
     """A forward pass over two tokens, with the arguments of `qerl.layers.attention.token_hidden`."""

@@ -348,5 +348,7 @@ def _lower(shape: ModelShape, settings: StepSettings, capacity: float) -> str:
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The content of `qerl doctor --json`."""
     memory = diagnosis.memory
+    if memory is None:
+        return asdict(diagnosis)
     peaks = {name: getattr(memory, name) for name in ("rollout_peak", "update_peak", "peak", "least", "verdict")}
-    return {**asdict(diagnosis), "memory": {**asdict(memory), **peaks} if memory else None}
+    return {**asdict(diagnosis), "memory": {**asdict(memory), **peaks}}

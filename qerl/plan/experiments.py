@@ -10,34 +10,17 @@ from typing import Any
 
 from qerl.plan.sheets import PlannedRun
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.config import Experiment, merged
+from qerl.settings.config import Experiment, merged, nested
 from qerl.settings.run import RunSettings
-
-#: The deepest allowed nesting of settings; deeper values contain themselves through an alias.
-_DEEPEST = 20
-
-
-def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Merge {"adapter.rank": 8, "adapter": {"alpha": 16}} to {"adapter": {"rank": 8, "alpha": 16}}, recursively."""
-    if depth > _DEEPEST:
-        raise ConfigError(f"keys of a run are nested over {_DEEPEST} deep; see whether an alias (*) contains itself")
-    tree: dict[str, Any] = {}
-    for key, value in dotted.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"{key!r} is not a key of a run; write it as text")
-        branch = nested(value, depth + 1) if isinstance(value, Mapping) else value
-        for part in reversed(key.split(".")):
-            branch = {part: branch}
-        tree = merged(tree, branch)
-    return tree
 
 
 def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> Iterator[PlannedRun]:
     """One run for each arm and point of the grid. `defaults` are keys of the runs that the experiment may override."""
     labels = _short(list(experiment.grid))
-    base = merged(defaults, nested(experiment.base))
+    base = merged(defaults, experiment.base)
+    same: dict[str, dict[str, RunSettings]] = {}
     for arm, changes in experiment.arms.items():
-        of_arm = merged(base, nested(changes))
+        of_arm = merged(base, changes)
         written = functools.partial(written_as, name, experiment, arm)
         points: list[dict[str, Any]] = []
         for values in itertools.product(*experiment.grid.values()):
@@ -48,6 +31,15 @@ def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> It
                 twice = ", ".join(f"{key}={value}" for key, value in varied.items())
                 raise ConfigError(f"experiments.{name}.grid has {twice} twice; keep one of the equal values")
             points.append(varied)
+            others = same.setdefault(repr(varied), {})
+            # Arms that are only timed may be equal, which shows how far times repeat.
+            if experiment.train and settings in others.values():
+                twin = next(other for other, of_other in others.items() if of_other == settings)
+                raise ConfigError(
+                    f"experiments.{name}.arms.{arm} has the same settings as the arm {twin}, so their runs would be "
+                    "the same; change one, or leave it out"
+                )
+            others[arm] = settings
             suffix = "".join(f"-{labels[key]}{plain(value)}" for key, value in varied.items())
             yield PlannedRun(f"{name}-{arm}{suffix}", name, arm, varied, settings)
 
@@ -57,7 +49,7 @@ def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
     above = f"experiments.{name}"
     if any(f"{key}.".startswith(f"{varied}.") for varied in experiment.grid):
         return f"{above}.grid.{key}"
-    if experiment.arms[arm] and (not key or _holds(nested(experiment.arms[arm]), key)):
+    if experiment.arms[arm] and (not key or _holds(experiment.arms[arm], key)):
         return f"{above}.arms.{arm}.{key}".removesuffix(".")
     return f"{above}.base.{key}".removesuffix(".")
 

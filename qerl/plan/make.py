@@ -16,7 +16,7 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.benches import RolloutBench
 from qerl.settings.config import Config
 from qerl.settings.models import LocalModel
-from qerl.settings.reading import read_yaml
+from qerl.settings.reading import check_kind, read_yaml
 
 #: The longest id in characters; with suffixes it becomes a file name, which has at most 255 bytes.
 _LONGEST_ID = 200
@@ -108,6 +108,7 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
         values, where, typed = {**read_yaml(default), **given}, _as_typed(default), given
     if typed:
         where += f" with {', '.join(map(str, typed))} of the command line"
+    check_kind(values, where, of_run=False)
     if "name" not in values:
         raise ConfigError(f"{where} has no `name`; give it a `name`: its results go to results/NAME")
     if values.get("protocol", "paper") != "paper":

@@ -15,7 +15,7 @@ from typing import Any
 from qerl.checkpoints.context import context_length
 from qerl.checkpoints.folder import read_config, read_headers
 from qerl.host.gpu_lease import devices
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, can_name_a_file
 from qerl.settings.config import Config, merged
 
 #: (least number of parameters, learning rate of LoRA): the paper's for large models, higher ones for smaller models.
@@ -71,14 +71,17 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
     result, shortest = dict(values), None
     fitting: dict[str, Any] = {}
     for name, experiment in experiments.items():
-        of = traits(_folder(values, experiment))
+        folder = _folder(values, experiment)
+        if not isinstance(folder, (str, Path)):  # validation names the key of a number
+            return dict(values)
+        of = traits(can_name_a_file(Path(folder)))
         fitting[name] = merged({"base": chosen(of)["run"]}, experiment)
         shortest = of if shortest is None or (of.context or math.inf) < (shortest.context or math.inf) else shortest
     evaluation = chosen(shortest)["evaluation"] if shortest else {}
     return {**result, "experiments": fitting, "evaluation": merged(evaluation, values.get("evaluation") or {})}
 
 
-def _folder(values: Mapping[str, Any], experiment: Any) -> Path:
+def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
     base = experiment.get("base") if isinstance(experiment, Mapping) else None
     models = values.get("models")
     name = base.get("model") if isinstance(base, Mapping) else None
@@ -89,7 +92,7 @@ def _folder(values: Mapping[str, Any], experiment: Any) -> Path:
             "fit_to_model chooses settings by a local checkpoint: give one as `model=FOLDER` (make: MODEL=FOLDER), or "
             "as the `model` of each experiment, with source: local"
         )
-    return Path(path)
+    return path
 
 
 def described(of: Traits, settings: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from qerl.plan.make import plan_from
 from qerl.plan.sheets import Plan
 from qerl.provenance.files import check_clock
+from qerl.settings.base import ConfigError
+from qerl.settings.models import LocalModel
 from qerl.settings.reading import read_yaml
 
 Asked = TypeVar("Asked", bound=Callable[..., Any])
@@ -45,5 +47,29 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     for file in files:
         read_yaml(file)  # Snakemake takes the last one of two equal keys
     plan = plan_from(given, default, files)
+    _check_paths(plan)
     check_clock([Path(plan.folder)])
     return plan
+
+
+def _check_paths(plan: Plan) -> None:
+    """Refuse paths of the user in which Snakemake would take a part in braces for a wildcard."""
+    config = plan.config
+    models = {f"models.{name}.path": m.path for name, m in config.models.items() if isinstance(m, LocalModel)}
+    data = {f"datasets.{name}.origin": one.own_file for name, one in config.datasets.items()}
+    followed = {
+        f"experiments.{run.experiment}.thermostat.metrics": run.settings.thermostat.metrics
+        for run in plan.runs.values()
+        if run.settings.thermostat
+    }
+    given = {"model": config.model, "problems": config.problems}
+    gates = config.gates
+    of_gates = (
+        {f"gates.{key}": getattr(gates, key) for key in ("file", "baselines", "vectors", "stored")} if gates else {}
+    )
+    for key, path in {**given, **models, **data, **followed, **of_gates}.items():
+        if path is not None and "{" in str(path):
+            raise ConfigError(
+                f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "
+                "whose name has none"
+            )

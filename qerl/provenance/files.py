@@ -67,8 +67,9 @@ def write_bytes(path: Path, content: bytes) -> None:
     """As `write_text`, with bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    put(partial, path)
+    with writing(path.parent):
+        partial.write_bytes(content)
+        put(partial, path)
 
 
 def share(path: Path) -> None:
@@ -118,7 +119,8 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"can't write to {folder} ({error.strerror}); make it writable, make room, or choose another folder"
+            f"can't write to {folder} ({error.strerror}); make it writable, make room, or name another "
+            "place (`out`, --out)"
         ) from None
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from qerl.checkpoints.folder import RUN_FILE
 from qerl.results.catalogue import schema_of
 from qerl.results.files import ResultError, read, read_rows
 from qerl.results.names import training_name, variant, weights_name, without_folders
@@ -170,6 +171,11 @@ def sources_in(folders: Sequence[Path]) -> list[Source]:
             *(file for file in (folder / RUN, folder / RESULT) if file.is_file()),
         ]
         begun = [] if files else _unfinished(folder)
+        if not files and not begun and (folder / RUN_FILE).is_file():
+            raise ResultError(
+                f"{folder} has no samples yet: the run has not finished its first step, or stores no rollouts "
+                "(stored_rollouts.every: 0)"
+            )
         if not files and not begun:
             raise ResultError(f"{folder} has no samples: it is no folder of results, of a run or of an evaluation")
         runs += [file for file in files if file.name == RUN]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from qerl.settings.errors import sentence
+from qerl.settings.errors import sentence, visible
 from qerl.settings.yaml_values import as_meant
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
@@ -46,7 +48,7 @@ class UserError(ValueError):
     """An error that the user can correct. Its message is one line, and a long one is shortened in the middle."""
 
     def __init__(self, message: str) -> None:
-        line = " ".join(message.split())
+        line = " ".join(part for part in re.split(r"[ \t\r\n]+", visible(message)) if part)
         super().__init__(line if len(line) <= 2000 else f"{line[:1500]} ... {line[-450:]}")
 
 
@@ -118,10 +120,46 @@ def _is_a_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_is_a_name)]
 
 
-def check_seed(seed: int) -> None:
+def check_seed(seed: Any) -> None:
     """Raise `ConfigError` unless every consumer of seeds accepts `seed`."""
-    if not 0 <= seed < SEEDS:
-        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed}")
+    if not _is_whole(seed) or not 0 <= seed < SEEDS:
+        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed!r}")
+
+
+def check_count(count: Any, key: str) -> None:
+    """Raise `ConfigError` unless the argument `key` of a function is a whole number above 0."""
+    if not _is_whole(count) or count < 1:
+        raise ConfigError(f"`{key}` must be a whole number above 0, not {count!r}")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise `ConfigError` for a text with half of a surrogate pair, which no tokenizer or file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{what} has half of a surrogate pair at character {error.start}, which is no character; correct the text"
+        ) from None
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is a whole number of Python or numpy. True and false are none."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def path_argument(value: Any, what: str) -> Path:
+    """The path that a function's argument `what` names. Raises `ConfigError` for a value that can't name a file."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{what} must be a path, not {value!r}")
+    try:
+        path = Path(not_empty(value))
+        return path if os.path.lexists(path) else can_name_a_file(path)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from None
 
 
 def parse(

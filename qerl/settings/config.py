@@ -48,6 +48,11 @@ class Experiment(Settings):
     omitted: dict[str, str] = {}
     """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
 
+    @field_validator("base")
+    @classmethod
+    def _keys_are_nested(cls, base: dict[str, Any]) -> dict[str, Any]:
+        return nested(base)
+
     @field_validator("arms", mode="before")
     @classmethod
     def _null_is_left_out(cls, arms: Any) -> Any:
@@ -58,7 +63,7 @@ class Experiment(Settings):
     def _arms_are_left(cls, arms: dict[Name, dict[str, Any]]) -> dict[Name, dict[str, Any]]:
         if not arms:
             raise ValueError("no arm is left, and so no run; give at least one, or leave `arms` out for a single run")
-        return arms
+        return {name: nested(arm) for name, arm in arms.items()}
 
     @field_validator("grid")
     @classmethod
@@ -129,8 +134,13 @@ class Config(Settings):
             return values  # not a mapping, for which the fields raise the error
         if not isinstance(parts.get(protocol), Mapping):
             raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(map(str, parts)) or 'empty'})")
-        rest = {key: value for key, value in values.items() if key != "protocols"}
-        return {**merged(rest, parts[protocol]), "name": f"{values['name']}-{protocol}"}
+        rest = _with_nested_keys({key: value for key, value in values.items() if key != "protocols"})
+        return {**merged(rest, _with_nested_keys(parts[protocol])), "name": f"{values['name']}-{protocol}"}
+
+    @field_validator("protocols")
+    @classmethod
+    def _keys_are_nested(cls, protocols: dict[Protocol, dict[str, Any]]) -> dict[Protocol, dict[str, Any]]:
+        return {name: _with_nested_keys(values) for name, values in protocols.items()}
 
     @field_validator("name")
     @classmethod
@@ -193,6 +203,44 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, An
     for key, value in override.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = merged(result[key], value) if both else value
+    return result
+
+
+#: The deepest allowed nesting of settings; deeper values contain themselves through an alias.
+_DEEPEST = 20
+
+
+def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Merge {"adapter.rank": 8, "adapter": {"alpha": 16}} to {"adapter": {"rank": 8, "alpha": 16}}, recursively."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"keys of a run are nested over {_DEEPEST} deep; see whether an alias (*) contains itself")
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r} is not a key of a run; write it as text")
+        branch = nested(value, depth + 1) if isinstance(value, Mapping) else value
+        for part in reversed(key.split(".")):
+            branch = {part: branch}
+        tree = merged(tree, branch)
+    return tree
+
+
+def _with_nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with dotted keys of runs nested: merging compares keys, and the later of two spellings would win."""
+    experiments = values.get("experiments")
+    if not isinstance(experiments, Mapping):
+        return dict(values)
+    return {**values, "experiments": {name: _of_runs(experiment) for name, experiment in experiments.items()}}
+
+
+def _of_runs(experiment: Any) -> Any:
+    if not isinstance(experiment, Mapping):
+        return experiment
+    result = dict(experiment)
+    if isinstance(base := result.get("base"), Mapping):
+        result["base"] = nested(base)
+    if isinstance(arms := result.get("arms"), Mapping):
+        result["arms"] = {arm: nested(keys) if isinstance(keys, Mapping) else keys for arm, keys in arms.items()}
     return result
 
 

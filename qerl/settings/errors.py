@@ -6,6 +6,7 @@ pydantic finds the error. This module makes the sentence from the types of the s
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -22,6 +23,65 @@ _OF_KEY = "[key]"
 _SLIP = 0.9
 #: Limits from this number on are left out of sentences.
 _LARGE = 2**53
+#: Characters that Unicode counts as printable and that show nothing: fillers, joiners and variation selectors.
+_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+#: Names of TRL, PEFT, transformers, vLLM and verl, by the keys of this project that have their meaning.
+_OTHER_NAMES = {
+    "model": "model_name model_name_or_path pretrained_model_name_or_path base_model base_model_name_or_path model_id",
+    "dataset": "dataset_name dataset_path train_dataset train_file train_files data_path",
+    "out": "output_dir save_dir default_local_dir",
+    "weights": "load_in_4bit load_in_8bit quantization quantization_config bnb_4bit_quant_type quant_type",
+    "method": "use_peft use_lora peft finetuning_type full_finetuning",
+    "adapter.rank": "r lora_r lora_rank max_lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
+    "adapter.train_norms": "modules_to_save",
+    "rollout.prompts": "per_device_train_batch_size train_batch_size batch_size generation_batch_size "
+    "global_batch_size rollout_batch_size",
+    "rollout.group_size": "num_generations num_return_sequences n group G",
+    "rollout.engine": "use_vllm vllm_mode",
+    "rollout.max_prompt_tokens": "max_prompt_length max_input_length",
+    "rollout.sampling.max_tokens": "max_completion_length max_new_tokens max_response_length response_length "
+    "max_gen_toks",
+    "rollout.vllm.utilization": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "rollout.vllm.tensor_parallel": "vllm_tensor_parallel_size tensor_parallel_size tensor_model_parallel_size",
+    "rollout.vllm.sleep": "vllm_enable_sleep_mode enable_sleep_mode",
+    "rollout.vllm.url": "vllm_server_base_url vllm_server_host",
+    "rollout.vllm.max_model_len": "vllm_max_model_length max_model_length max_seq_length max_seq_len",
+    "rollout.vllm.eager": "enforce_eager",
+    "reward.function": "reward_funcs reward_fn reward_func reward_functions",
+    "reward.correct": "reward_weights",
+    "loss.name": "loss_type importance_sampling_level adv_estimator algorithm",
+    "loss.kl": "beta kl_coef kl_coeff init_kl_coef kl_loss_coef use_kl_loss",
+    "loss.clip_low": "epsilon epsilon_low cliprange clip_range clip_ratio clip_ratio_low clip_eps",
+    "loss.clip_high": "epsilon_high clip_ratio_high clip_eps_high",
+    "loss.scale_advantages": "scale_rewards",
+    "loss.mask_truncated": "mask_truncated_completions",
+    "loss.updates_per_rollout": "num_iterations num_ppo_epochs ppo_epochs mu",
+    "loss.correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    "loss.correction_cap": "vllm_importance_sampling_cap",
+    "loss.ppo.lam": "lambda gae_lambda",
+    "loss.ppo.value_clip": "cliprange_value",
+    "loss.ppo.value_coefficient": "vf_coef vf_coeff",
+    "loss.ppo.whiten": "whiten_advantages whiten_rewards",
+    "optimizer.name": "optim optimizer_type",
+    "optimizer.learning_rate": "learning_rate lr actor_lr",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.warmup_ratio": "warmup_steps lr_warmup_steps_ratio num_warmup_steps",
+    "optimizer.max_grad_norm": "grad_clip gradient_clipping clip_grad_norm",
+    "steps": "max_steps num_train_epochs total_training_steps total_epochs num_epochs epochs",
+    "micro_batch_tokens": "gradient_accumulation_steps ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+    "gradient_checkpointing": "gradient_checkpointing_kwargs enable_gradient_checkpointing use_gradient_checkpointing",
+    "dtype": "bf16 fp16 torch_dtype precision mixed_precision compute_dtype",
+    "checkpoint_every": "save_steps save_freq save_strategy",
+    "stored_rollouts": "log_completions",
+    "track": "report_to logger",
+    "seed": "data_seed random_seed",
+    "processes": "num_processes n_gpus_per_node nproc_per_node",
+    "nodes": "num_machines nnodes",
+    "repeats": "n num_samples num_return_sequences num_generations",
+}
 
 
 # --- types -----------------------------------------------------------------------------------------------------------
@@ -229,9 +289,29 @@ def _meant(place: _Place, settings: type[BaseModel], written: Callable[[str], st
     beside = f"; did you mean `{written(f'{above}.{similar[0]}'.removeprefix('.'))}`?" if similar else ""
     if difflib.get_close_matches(name, known, 1, cutoff=_SLIP):
         return beside
-    if elsewhere := [key for key in _keys(settings) if key.rpartition(".")[2] == name]:
+    if elsewhere := _elsewhere(name, above, place.owner, settings):
         return f"; did you mean {_or([f'`{written(key)}`' for key in elsewhere])}?"
     return beside or f"; the keys here are {_listed(known, 20)} (config/README.md has every key)"
+
+
+def _elsewhere(name: str, above: str, owner: type[BaseModel] | None, settings: type[BaseModel]) -> list[str]:
+    """The dotted keys that an unknown key may mean: those of its name, else of that name in other libraries.
+
+    Those below the mapping that has the unknown key come before all others, and among the latter those of fewer
+    levels: `learning_rate` is first of all the optimizer's.
+    """
+    inner = [f"{above}.{key}".removeprefix(".") for key in _keys(owner)] if owner else []
+    meant = [key for key, names in _OTHER_NAMES.items() if name in names.split()]
+    for known in (inner, list(_keys(settings))):
+        same = [key for key in known if key.rpartition(".")[2] == name]
+        if same:
+            return sorted(same, key=lambda key: key.count("."))
+        # A command's or an evaluation's settings are a part of a run's: `sampling.max_tokens`.
+        if other := [
+            key for key in known if any(f".{one}".endswith(f".{key.removeprefix(f'{above}.')}") for one in meant)
+        ]:
+            return other[:1]
+    return []
 
 
 def _keys(settings: type[BaseModel], above: str = "") -> Iterator[str]:
@@ -262,11 +342,19 @@ def _tag_sentence(place: _Place, error: Mapping[str, Any], key: str) -> str:
 def _remedy(place: _Place, error: Mapping[str, Any]) -> str:
     """The fix: the nearest word, quotes for text that YAML reads as another type, or a limit not yet named."""
     value, text = error["input"], any(option in (str, Path) for option in options(place.annotation))
+    if isinstance(value, (int, float)) and Path in options(place.annotation):
+        return "; a name that reads as a number needs its folder, as in ./NAME"
     if text and not isinstance(value, (Mapping, list, tuple, str)):
         return "; put it in quotes"
     if error.get("ctx", {}).get("lt", 0) >= _LARGE:
         return "; it is too large"
     return nearest(value, choices(place.annotation))
+
+
+def visible(text: str) -> str:
+    """The text with each invisible character, except for spaces and line ends, as its escape, such as `\\u200b`."""
+    shown = (c if c in " \t\r\n" or (c.isprintable() and not _BLANK.match(c)) else ascii(c)[1:-1] for c in text)
+    return "".join(shown)
 
 
 def _shown(value: Any) -> str:

@@ -30,6 +30,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.training import AdapterSettings
 from tests.jobs import train_job
+from tests.unit.report.test_samples import rollout, write_steps
 
 from .conftest import forked, ordinary_user, read_rows, untimed
 
@@ -337,6 +338,17 @@ def test_read_only_results_are_reported_before_the_work(public, capsys, monkeypa
             said = said_by(capsys, monkeypatch, "rule", job.model_dump_json())
         assert f"can't write to {public} (Permission denied); make it writable" in said
     assert not list(public.iterdir())
+
+
+def test_a_page_beside_a_read_only_run_names_the_option(public, capsys, monkeypatch):
+    state = public / "mine/work/abc"
+    state.mkdir(parents=True)
+    write_steps(state / "metrics.jsonl", {1: [rollout(1, "p", [["x"]])]})
+    (public / "mine").chmod(0o555)
+    with ordinary_user():
+        said = said_by(capsys, monkeypatch, "view", str(public / "mine"))
+    assert f"can't write to {public / 'mine'} (Permission denied)" in said
+    assert "--out" in said
 
 
 def test_what_is_to_be_there_need_not_be_there_yet(tmp_path):

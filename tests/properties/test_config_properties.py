@@ -1,6 +1,7 @@
 """Configurations: any YAML is accepted or refused in one sentence, and any accepted one can be planned."""
 
 import copy
+import itertools
 import re
 import string
 from pathlib import Path
@@ -221,6 +222,16 @@ names = st.text(string.ascii_letters + string.digits + "._+-", min_size=1, max_s
 )
 
 
+def any_equal(arms, grid) -> bool:
+    """Whether two arms have the same settings at a point of the grid."""
+    for point in itertools.product(*grid.values()):
+        over = nested(dict(zip(grid, point, strict=True)))
+        made = [parse(RunSettings, merged(merged(nested(RUN), nested(arm)), over), "") for arm in arms.values()]
+        if any(one == other for one, other in itertools.combinations(made, 2)):
+            return True
+    return False
+
+
 @given(
     name=names,
     arms=st.dictionaries(names, st.fixed_dictionaries({}, optional=OVERRIDES), min_size=1, max_size=3),
@@ -229,6 +240,10 @@ names = st.text(string.ascii_letters + string.digits + "._+-", min_size=1, max_s
 def test_valid_overrides_expand_to_runs_that_differ_in_name_and_hold_them(name, arms, grid):
     experiments = {name: {"base": RUN, "arms": arms, "grid": grid}}
     values = {**WHOLE, "experiments": experiments, "benches": {}}
+    if any_equal(arms, grid):
+        with pytest.raises(ConfigError, match="has the same settings as the arm"):
+            plan(parse(Config, values, "made"))
+        return
     made = plan(parse(Config, values, "made"))
     points = 1
     for of_key in grid.values():

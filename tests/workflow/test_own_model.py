@@ -77,3 +77,40 @@ def test_a_model_without_a_configuration_uses_that_of_real_models(tmp_path, tree
     (model / "chat_template.jinja").write_text(TEMPLATE)
     planned = tree.planned("--config", f"model={model}")
     assert (planned["train"], planned["evaluate"], planned.get("pretrain")) == (3, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "sentence"),
+    [
+        (
+            "model",
+            "1e5",
+            "`model` must be a path or null, not 100000.0; a name that reads as a number needs its folder",
+        ),
+        (
+            "model",
+            "2024_01",
+            "`model` must be a path or null, not 202401; a name that reads as a number needs its folder",
+        ),
+        ("model", "run{1}", "`model`: Snakemake takes braces for a wildcard, and run{1} has some; rename it"),
+        (
+            "problems",
+            "sums {a}.jsonl",
+            "`problems`: Snakemake takes braces for a wildcard, and sums {a}.jsonl has some",
+        ),
+    ],
+)
+def test_a_name_that_snakemake_reads_otherwise_is_a_sentence(tmp_path, key, name, sentence):
+    tree = copy_tree(tmp_path / "tree")
+    names = {"model": "plain", "problems": "sums.jsonl", key: name}
+    (tiny_qwen2(tree.folder / names["model"]) / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(60)]
+    (tree.folder / names["problems"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [f"{one}={path}" for one, path in names.items()]
+    run = tree.snakemake("-n", "--config", *arguments, check=False)
+    assert run.returncode == 1
+    said = run.stdout + run.stderr
+    assert sentence in said
+    assert "Traceback" not in said
+    if name[0].isdigit():  # the remedy that the sentence names
+        assert tree.planned("--config", f"model=./{name}", "problems=sums.jsonl")["train"] > 0

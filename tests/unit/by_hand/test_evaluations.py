@@ -7,7 +7,7 @@ import pytest
 import qerl
 from qerl.data.by_hand import parse_run
 from qerl.data.sources import prepare
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, UserError
 from qerl.settings.evaluation import TaskSettings
 from tests.unit.by_hand.conftest import ROWS
 
@@ -89,6 +89,11 @@ def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path)
         ([[{"role": "user", "content": "Two?"}]], 1, TypeError, "the text of one user's message, not .*'role': 'user'"),
         (["Two?", None], 1, TypeError, "must be a string.* not None"),
         (["Two?"], 0, ConfigError, "`count` must be a whole number above 0, not 0"),
+        (["Two?"], "4", ConfigError, "`count` must be a whole number above 0, not '4'"),
+        (["Two?"], 2.5, ConfigError, "`count` must be a whole number above 0, not 2.5"),
+        (["Two?"], True, ConfigError, "`count` must be a whole number above 0, not True"),
+        (["Tw\ud800?"], 1, ConfigError, "a prompt has half of a surrogate pair at character 2, which is no character"),
+        (None, 1, TypeError, "prompts must be a list of strings, not None"),
     ],
 )
 def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
@@ -99,3 +104,50 @@ def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
 def test_a_dtype_that_is_not_supported_is_a_sentence(model):
     with pytest.raises(ConfigError, match="dtype='float16' isn't supported; use float32 or bfloat16"):
         qerl.load(model, dtype="float16")
+
+
+def test_prompts_may_come_from_a_generator(model):
+    policy = qerl.load(model, dtype="float32")
+    drawn = qerl.sample(policy, (prompt for prompt in ("a", "b")), count=2, max_tokens=3)
+    assert drawn == qerl.sample(policy, ["a", "b"], count=2, max_tokens=3)
+    assert len(drawn) == 2
+
+
+@pytest.mark.parametrize("seed", ["1", None, 1.0, True])
+def test_a_seed_is_a_whole_number(model, seed):
+    with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not "):
+        qerl.sample(None, ["a"], seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda policy, out: qerl.load(None), "a model or a run must be a path, not None"),
+        (lambda policy, out: qerl.load(7), "a model or a run must be a path, not 7"),
+        (lambda policy, out: qerl.load(""), "a model or a run: this is empty"),
+        (lambda policy, out: qerl.load("x\ud800"), "a model or a run: this can't be a file's name"),
+        (lambda policy, out: qerl.Run(None), "the folder of a run must be a path, not None"),
+        (lambda policy, out: qerl.quantize(None, out), "model must be a path, not None"),
+        (lambda policy, out: qerl.quantize("m", None), "out must be a path, not None"),
+        (lambda policy, out: qerl.quantize("m", out, ["nvfp4"]), r"weights=\['nvfp4'\] is no 4-bit format"),
+        (lambda policy, out: qerl.export(None, out), "run must be a path, not None"),
+        (lambda policy, out: qerl.evaluate(policy, ROWS, None), "out must be a path, not None"),
+        (lambda policy, out: qerl.evaluate(policy, None, out), "`problems` must be records, or a file or folder of"),
+        (
+            lambda policy, out: qerl.evaluate(policy, ROWS, out, units=5),
+            "units must be a list of words and signs, not 5",
+        ),
+        (
+            lambda policy, out: qerl.evaluate(policy, ROWS, out, instruction="\ud800"),
+            "instruction has half of a surrogate",
+        ),
+        (
+            lambda policy, out: qerl.evaluate(policy, [{**ROWS[0], "more": "\ud800"}], out),
+            "a record has half of a surrogate pair",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_a_sentence(model, tmp_path, use, sentence):
+    policy = qerl.load(model, dtype="float32")
+    with pytest.raises(UserError, match=sentence):
+        use(policy, tmp_path / "out")

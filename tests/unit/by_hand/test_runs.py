@@ -375,3 +375,28 @@ def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):
 def test_a_file_whose_problems_are_all_held_out_says_so(values, tmp_path):
     with pytest.raises(DataError, match="no training problems, since all 1 are held out; give it more problems"):
         qerl.train({**values, "dataset": {"validation": ROWS[:1]}})
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_training_without_gradients_is_not_the_models_fault(values, tmp_path, mode):
+    with mode(), pytest.raises(ConfigError, match=r"training needs gradients, which torch.inference_mode\(\) or "):
+        qerl.train(values)
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_a_packed_policy_is_loaded_and_sampled_in_inference_mode(packed):
+    with torch.inference_mode():
+        [inside] = qerl.sample(qerl.load(packed, "float32"), ["a"], max_tokens=4)
+    assert [inside] == qerl.sample(qerl.load(packed, "float32"), ["a"], max_tokens=4)
+
+
+def test_the_folder_of_a_run_points_to_its_file(run):
+    with pytest.raises(
+        ConfigError, match=rf"{run.folder} is the folder of a run; .*: qerl train {run.folder}/run.yaml"
+    ):
+        qerl.train(run.folder)
+
+
+def test_a_configuration_of_the_workflow_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"mini\.yaml is a configuration of the workflow, with experiments"):
+        qerl.train(Path(__file__).parents[3] / "config/mini.yaml", tmp_path / "run")

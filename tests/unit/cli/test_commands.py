@@ -188,6 +188,13 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
             ["plan", str(ROOT / "config/own.yaml"), f"model={__file__}"],
             "test_commands.py is a file, and a model is a folder",
         ),
+        (["plan", "run.yaml"], "run.yaml is the file of one run, which `qerl train` takes"),
+        (["where", "run/run.yaml"], "run.yaml is the file of one run, which `qerl train` takes"),
+        (["lock", "run.yaml"], "run.yaml is the file of one run, which `qerl train` takes"),
+        (["train", str(ROOT / "config/mini.yaml"), "--out", "e"], "mini.yaml is a configuration of the workflow"),
+        (["train", "run"], "run is the folder of a run; go on with its file: qerl train run/run.yaml"),
+        (["plan", str(ROOT / "config/own.yaml"), "model=2024"], "needs its folder, as in ./NAME"),
+        (["plan", str(ROOT / "config/own.yaml"), "model=2024_01"], "model: line 1: YAML reads `2024_01` as "),
         (["sample", "model"], "nothing to sample from"),
         (["sample", "model", "hello", "--seed", "-5"], "`--seed` must be a whole number from 0 to 4294967295, not"),
         (["sample", "model", "hello", "--temperature", "-1"], "`--temperature` must be a number of at least 0, not"),
@@ -374,3 +381,52 @@ def test_a_page_cannot_take_the_place_of_a_folder(call, folder):
     ):
         call("view", "run", "--out", str(folder / "run"))
     assert not (folder / "run.partial").exists()
+
+
+def installed(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, as it is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "qerl", *arguments]
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+def test_a_deleted_working_directory_is_a_sentence(tmp_path):
+    (gone := tmp_path / "gone").mkdir()
+    left = installed("plan", str(ROOT / "config/mini.yaml"), cwd=gone, preexec_fn=gone.rmdir)
+    assert left.returncode == 2
+    assert left.stderr == "qerl: the working directory doesn't exist any more; change to another one and start again\n"
+
+
+def test_a_full_output_is_a_sentence(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        left = installed("where", str(ROOT / "config/mini.yaml"), cwd=tmp_path, stdout=full)
+    assert left.returncode == 2
+    assert left.stderr.startswith("qerl: No space left on device: the output")
+    assert left.stderr.count("\n") == 1
+
+
+def raised(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_full_memory_is_a_sentence(monkeypatch, capsys, error):
+    monkeypatch.setattr(cli, "app", lambda: raised(error))
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("qerl: this machine's memory is full, or a limit of this process ")
+
+
+def test_other_errors_are_not_taken_for_full_memory(monkeypatch):
+    monkeypatch.setattr(cli, "app", lambda: raised(RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        __main__.main()

@@ -128,6 +128,10 @@ def test_an_unknown_record_has_no_format():
         ({"prompt": "Two?", "completion": "#### 2"}, "format: gsm8k, columns: {question: prompt, answer: completion}"),
         ({"prompt": "Two?", "answer": "\\frac{4}{2}"}, "format: math, columns: {problem: prompt}"),
         ({"prompt": "Two?", "ground_truth": 2}, "format: math, columns: {problem: prompt, answer: ground_truth}"),
+        (
+            {"instruction": "Two?", "input": "", "output": "#### 2"},
+            "format: gsm8k, columns: {question: instruction, answer: output}",
+        ),
         ({"query": "Two?", "response": "So \\boxed{2}"}, "format: math, columns: {problem: query, solution: response}"),
     ],
 )

@@ -5,7 +5,9 @@ from datetime import date, datetime
 from decimal import Decimal
 
 import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from qerl.data.records import DataError
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_meta, read_records, read_split
@@ -175,6 +177,40 @@ def test_a_bad_line_is_named(tmp_path, content, message):
         check_problem_file(path)
     with pytest.raises(DataError, match=message):
         prepared(tmp_path, LocalData(source="local", path=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        (
+            "a.jsonl",
+            '{"question": "Two?", "answer": "#### 2", "answer": "#### 3"}',
+            "line 1 has the key `answer` twice",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "Two?", "answer": "#### 2", "more": {"x": 1, "x": 1}}',
+            "line 1 has the key `x` twice",
+        ),
+        (
+            "a.json",
+            '[{"question": "1?", "answer": "#### 1"}, {"a": 1, "question": "2?", "a": 1}]',
+            "has the key `a` twice",
+        ),
+    ],
+)
+def test_a_key_twice_in_a_record_is_refused(tmp_path, name, content, sentence):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError, match=sentence):
+        check_problem_file(path)
+
+
+def test_a_column_twice_in_a_table_is_refused(tmp_path):
+    columns = [pa.array(["Two?"]), pa.array(["#### 2"]), pa.array(["#### 3"])]
+    parquet.write_table(pa.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has the column `answer` twice; keep one"):
+        check_problem_file(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", "{}\r\n"), ("a.json", "[{}]")])

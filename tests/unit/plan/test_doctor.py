@@ -230,6 +230,14 @@ def test_the_exit_code_says_whether_the_step_fits(machine, size, memory, code):
         assert answer["memory"]["verdict"] == ("doesn't fit" if code else "fits")
 
 
+def test_scripts_read_the_state_of_a_machine_without_a_model(machine):
+    machine((9, 0))
+    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    answer = json.loads(result.stdout)
+    assert answer["memory"] is None
+    assert [device["device"] for device in answer["devices"]] == ["NVIDIA GPU-0"]
+
+
 def test_people_read_tables(machine):
     machine((8, 6))
     result = CliRunner().invoke(app, ["doctor", "--model", "1.5B", "--rank", "16", "--max-tokens", "1024"])

@@ -217,6 +217,13 @@ def test_a_timed_experiment_is_measured_and_not_trained():
     assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
 
 
+@pytest.mark.parametrize("arms", [{"a": {}, "b": {}}, {"a": {"steps": 7}, "b": {"seed": 0, "steps": 7}}])
+def test_trained_arms_of_equal_settings_are_refused(arms):
+    given = with_experiment(arms=arms, grid={"seed": [0, 1]})
+    with pytest.raises(ConfigError, match=r"arms\.b has the same settings as the arm a"):
+        planned(given)
+
+
 # --- recipes
 
 

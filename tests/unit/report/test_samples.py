@@ -178,6 +178,13 @@ def test_folders_without_samples_and_folders_of_one_name_are_named(results, tmp_
         sources_in([results, tmp_path / "other" / BASE])
 
 
+def test_a_run_before_its_first_step_has_no_samples_yet(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/run.yaml").write_text("model: m\n")
+    with pytest.raises(ResultError, match="mine has no samples yet: the run has not finished its first step"):
+        sources_in([tmp_path / "mine"])
+
+
 def test_a_run_in_progress_is_read_from_its_work(tmp_path):
     folder = tmp_path / "mine" / "work" / "abc"
     folder.mkdir(parents=True)

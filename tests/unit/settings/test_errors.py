@@ -12,7 +12,7 @@ from qerl.settings.config import Config, Experiment
 from qerl.settings.data import DatasetSettings
 from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import LockedRepo
-from qerl.settings.reading import parse_yaml
+from qerl.settings.reading import check_kind, parse_yaml
 from qerl.settings.run import RunFile, RunSettings
 from tests.properties.values import PHRASES
 
@@ -224,3 +224,133 @@ def test_invalid_yaml_is_named_with_its_line(text):
 def test_a_key_may_stand_over_that_of_a_merged_mapping():
     text = "base: &base {a: 1, b: 1}\nover: {<<: *base, a: 2}\nagain: {<<: *base, b: 3}\n"
     assert parse_yaml(text, "x") == {"base": {"a": 1, "b": 1}, "over": {"a": 2, "b": 1}, "again": {"a": 1, "b": 3}}
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "value"),
+    [
+        ("steps: 0123", "0123", "83"),
+        ("steps: -010", "-010", "-8"),
+        ("levels: [1, 00]", "00", "0"),
+        ("timeout: 1:30", "1:30", "90"),
+        ("timeout: 1:30.5", "1:30.5", "90.5"),
+        ("a: {b: [2:00:00]}", "2:00:00", "7200"),
+        ("name: 2024_01", "2024_01", "202401"),
+        ("017: x", "017", "15"),
+    ],
+)
+def test_a_number_that_yaml_reads_otherwise_than_by_its_digits_is_refused(text, written, value):
+    said = sentence_of(lambda: parse_yaml(f"first: 1\n{text}", "my.yaml"))
+    assert said.startswith(f"my.yaml: line 2: YAML reads `{written}` as ")
+    assert f"which is {value}; write the number in decimal digits" in said
+
+
+def test_plain_numbers_and_quoted_text_are_read_as_before():
+    text = "a: [0, -7, 10, 1_000, 12_345_678, 0x1F, 1.5, 0.5, 1.0e-5, -0, '0123', '1:30', 09:15, 2024-01]"
+    numbers = [0, -7, 10, 1000, 12345678, 31, 1.5, 0.5, 1e-5, 0, "0123", "1:30", "09:15", "2024-01"]
+    assert parse_yaml(text, "x") == {"a": numbers}
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [
+        ("rollout: {prompts: 2}, rollout.prompts: 3", "rollout.prompts"),
+        ("rollout.prompts: 3, rollout: {prompts: 3}", "rollout.prompts"),
+        ("rollout: {sampling.top_p: 1.0, sampling: {top_p: 0.9}}", "sampling.top_p"),
+        ("rollout.sampling: {top_p: 1.0}, rollout: {sampling: {top_p: 0.9}}", "rollout.sampling.top_p"),
+        ("thermostat: off, thermostat.arm: other", "thermostat"),
+    ],
+)
+def test_a_setting_given_with_dots_and_nested_is_refused(base, key):
+    said = sentence_of(lambda: parse_yaml(f"base: {{{base}}}", "my.yaml"))
+    assert f"the key `{key}` is given with dots and nested, in lines 1 and 1" in said
+
+
+def test_different_keys_with_dots_and_a_merged_mapping_are_no_repetition():
+    text = "one: &one {noise: {stages: 4, sigma_start: 0.1}}\ntwo: {<<: *one, noise.stages: 5}\n"
+    merged = parse_yaml(text, "x")["two"]
+    assert Experiment(base=merged).base == {"noise": {"stages": 5, "sigma_start": 0.1}}
+    parse_yaml("{adapter.rank: 8, adapter: {alpha: 16}, qwen2: a, qwen2.5: b}", "x")
+
+
+def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
+    rest = "protocols: {upstream-scripts: {experiments: {main: {base: {rollout: {prompts: 3}}}}}}"
+    file = configuration(tmp_path, base="rollout: {group_size: 4}, rollout.prompts: 2", rest=rest)
+    plan_ = plan_from({**yaml.safe_load(file.read_text()), "protocol": "upstream-scripts"}, file, [file])
+    assert {run.settings.rollout.prompts for run in plan_.runs.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "key"),
+    [
+        (RunSettings, "num_generations: 8", "rollout.group_size"),
+        (RunSettings, "rollout: {num_generations: 8}", "rollout.group_size"),
+        (RunSettings, "r: 16", "adapter.rank"),
+        (RunSettings, "adapter: {r: 16}", "adapter.rank"),
+        (RunSettings, "adapter: {lora_alpha: 16}", "adapter.alpha"),
+        (RunSettings, "target_modules: all-linear", "adapter.targets"),
+        (RunSettings, "bf16: true", "dtype"),
+        (RunSettings, "load_in_4bit: true", "weights"),
+        (RunSettings, "per_device_train_batch_size: 8", "rollout.prompts"),
+        (RunSettings, "gradient_accumulation_steps: 2", "micro_batch_tokens"),
+        (RunSettings, "max_completion_length: 512", "rollout.sampling.max_tokens"),
+        (RunSettings, "rollout: {max_completion_length: 512}", "rollout.sampling.max_tokens"),
+        (RunSettings, "max_prompt_length: 512", "rollout.max_prompt_tokens"),
+        (RunSettings, "beta: 0.04", "loss.kl"),
+        (RunSettings, "loss: {beta: 0.04}", "loss.kl"),
+        (RunSettings, "epsilon_high: 0.28", "loss.clip_high"),
+        (RunSettings, "loss_type: dapo", "loss.name"),
+        (RunSettings, "num_iterations: 2", "loss.updates_per_rollout"),
+        (RunSettings, "learning_rate: 1e-5", "optimizer.learning_rate"),
+        (RunSettings, "loss: {learning_rate: 1e-5}", "loss.ppo.learning_rate"),
+        (RunSettings, "lr: 1e-5", "optimizer.learning_rate"),
+        (RunSettings, "save_steps: 10", "checkpoint_every"),
+        (RunSettings, "max_steps: 10", "steps"),
+        (RunFile, "output_dir: x", "out"),
+        (RunFile, "model_name_or_path: x", "model"),
+        (EvaluationSettings, "max_new_tokens: 512", "sampling.max_tokens"),
+        (EvaluationSettings, "sampling: {max_new_tokens: 512}", "sampling.max_tokens"),
+        (EvaluationSettings, "num_samples: 4", "repeats"),
+    ],
+)
+def test_the_name_of_another_library_gets_the_key_that_it_means(settings, text, key):
+    said = sentence_of(lambda: parse(settings, parse_yaml(text, "x"), ""))
+    assert f"; did you mean `{key}`" in said
+
+
+def test_off_is_an_empty_list_where_one_is_the_default():
+    for word in ("off", "none", "false", "'off'"):
+        assert parse(RunSettings, parse_yaml(f"{{model: m, dataset: d, track: {word}}}", "x"), "").track == []
+    said = sentence_of(
+        lambda: parse(RunSettings, parse_yaml("{model: m, dataset: d, adapter: {targets: off}}", "x"), "")
+    )
+    assert "`adapter.targets` must be a list of at least one item" in said
+
+
+@pytest.mark.parametrize("invisible", ["\u200b", "\u00a0", "\u2060", "\ufeff", "\u3164", "\ufe0f", "\x07"])
+def test_an_invisible_character_of_a_key_is_shown(invisible):
+    said = sentence_of(lambda: parse(RunSettings, {"model": "m", "dataset": "d", f"steps{invisible}": 3}, ""))
+    assert f"unknown key `steps{ascii(invisible)[1:-1]}`; did you mean `steps`?" in said
+
+
+def test_an_invisible_character_in_broken_yaml_is_shown():
+    said = sentence_of(lambda: parse_yaml("model: m\nsteps:\u00a03\nseed: 1\n", "my.yaml"))
+    assert said.startswith("my.yaml, line ")
+    assert "\\xa0" in said
+
+
+def test_a_run_and_a_configuration_are_told_apart():
+    run, grid = {"model": "m", "dataset": "d", "out": "o"}, {"name": "n", "experiments": {}, "models": {}}
+    check_kind(run, "my.yaml", of_run=True)
+    check_kind(grid, "my.yaml", of_run=False)
+    assert "my.yaml is the file of one run, which `qerl train` takes" in sentence_of(
+        lambda: check_kind(run, "my.yaml", of_run=False)
+    )
+    assert "my.yaml is a configuration of the workflow" in sentence_of(lambda: check_kind(grid, "my.yaml", of_run=True))
+
+
+def test_a_name_that_reads_as_a_number_needs_its_folder(tmp_path):
+    values = yaml.safe_load(configuration(tmp_path).read_text())
+    said = sentence_of(lambda: plan_from({**values, "model": 100000.0}, MINI, []))
+    assert "`model` must be a path or null, not 100000.0" in said
+    assert "needs its folder, as in ./NAME" in said
