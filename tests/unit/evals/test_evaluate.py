@@ -269,15 +269,32 @@ def test_truncated_share(monkeypatch, run):
     assert metrics["gsm8k"].truncated == 0.75
 
 
-def test_stop_strings_of_the_task_end_a_completion(run, problems):
-    """The stock task stops at the next "Question:": an answer written after it doesn't count."""
-
+def test_stop_strings_of_few_shot_prompts_end_no_completion_of_our_own_prompts(run, problems):
     def script(name, number, repeat):
-        return f"I think\nQuestion: what now?\n#### {problems[name][number].answer}"
+        answer = problems[name][number].answer
+        return f"I think\nQuestion: what now?\n{stated(name, answer)}"
 
-    metrics, samples, _ = run(script, names=("gsm8k",))
-    assert metrics["gsm8k"].accuracy == 0.0
-    assert {sample["completion"] for sample in samples} == {"I think\n"}
+    metrics, samples, _ = run(script)
+    assert {task.accuracy for task in metrics.values()} == {1.0}
+    assert all("what now?" in sample["completion"] and sample["agrees"] for sample in samples)
+
+
+def test_a_number_in_the_thinking_is_no_answer_of_any_harness(run, problems):
+    def script(name, number, repeat):
+        return f"<think>{stated(name, '98765')}</think>{stated(name, problems[name][number].answer)}"
+
+    metrics, samples, _ = run(script)
+    assert {task.accuracy for task in metrics.values()} == {1.0}
+    assert all(sample["agrees"] for sample in samples)
+
+
+def test_lighteval_reads_the_box_and_not_what_stands_before_it(run, problems):
+    def script(name, number, repeat):
+        return f"The final answer is $m+n$, with $m=7$: {stated(name, problems[name][number].answer)}"
+
+    metrics, samples, _ = run(script, names=("math", "aime"))
+    assert {task.accuracy for task in metrics.values()} == {1.0}
+    assert all(sample["extracted"] == sample["gold"] for sample in samples)
 
 
 def test_lighteval_does_not_score_the_thinking(run, problems):
