@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -286,6 +287,40 @@ def test_a_number_in_the_thinking_is_no_answer_of_any_harness(run, problems):
     metrics, samples, _ = run(script)
     assert {task.accuracy for task in metrics.values()} == {1.0}
     assert all(sample["agrees"] for sample in samples)
+
+
+def test_a_busy_machine_grades_as_an_idle_one(run, problems, monkeypatch):
+    """lighteval's own limit is 5 seconds of the clock."""
+    from lighteval.metrics.utils import math_comparison
+
+    compare = math_comparison.sympy_expr_eq
+
+    def slow(*given, **options):
+        time.sleep(5.5)
+        return compare(*given, **options)
+
+    monkeypatch.setattr(math_comparison, "sympy_expr_eq", slow)
+
+    def script(name, number, repeat):
+        right = number == repeat == 0
+        return stated(name, problems[name][number].answer) if right else "no idea"
+
+    _, samples, _ = run(script, names=("math",))
+    assert [sample["correct"] for sample in samples] == [1] + [0] * (len(samples) - 1)
+    assert not any(sample["timeout"] for sample in samples)
+
+
+def test_comparisons_over_their_limit_are_counted(run, problems, monkeypatch):
+    monkeypatch.setattr("qerl.evals.lighteval.CPU_SECONDS", 0.5)
+
+    def script(name, number, repeat):
+        return "\\boxed{(x+y+z)^{99}}" if number == 0 else stated(name, problems[name][number].answer)
+
+    metrics, samples, _ = run(script, names=("math",))
+    over = [sample for sample in samples if sample["timeout"]]
+    assert {sample["problem"] for sample in over} <= {problems["math"][0].id}
+    assert metrics["math"].timeouts == len(over) > 0
+    assert not any(sample["correct"] for sample in over)
 
 
 def test_lighteval_reads_the_box_and_not_what_stands_before_it(run, problems):
