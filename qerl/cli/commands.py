@@ -165,13 +165,15 @@ def sample(
     asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
     if not asked:
         raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
     of_run = _asked(model)
-    asks: dict[str, Any] = {"instruction": of_run.get("instruction", "") if instruction is None else instruction}
-    asks |= {"date": of_run.get("date")}
+    added = of_run.get("instruction", "") if instruction is None else instruction
     with quiet():
-        drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, **asks, **sampling)
+        policy = api.load(model, dtype)
+        drawn = api.sample(
+            policy, asked, count=count, seed=seed, instruction=added, date=of_run.get("date"), **sampling
+        )
     for text, completions in zip(asked, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)

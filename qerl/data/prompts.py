@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ def chat_text(
     """
     # As a variable of the template it hides the library's function of this name, which reads the clock.
     moment = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
-    dated = {"strftime_now": moment.strftime} if _states_date(tokenizer) else {}
+    dated: dict[str, Any] = {"strftime_now": moment.strftime} if _states_date(tokenizer) else {}
     try:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False, **dated)
     except (TemplateError, ArithmeticError, TypeError, ValueError) as error:

@@ -296,7 +296,7 @@ def on(monkeypatch, day):
 
 def dated(folder):
     model = tiny_qwen2(folder)
-    write_template(model, "On {{ strftime_now('%Y-%m-%d') }}: " + TEMPLATE)
+    write_template(model, "{{ strftime_now('%Y-%m-%d') }}: " + TEMPLATE)
     return {"model": str(model), "stored_rollouts": {"every": 1}}
 
 
@@ -311,9 +311,9 @@ def test_a_run_that_continues_the_next_day_states_the_date_of_its_start(values, 
     train_until("qerl.rl.trainer.Trainer._write", values)
     on(monkeypatch, 2)
     run = qerl.train(values)
-    assert {prompt[:14] for prompt in prompts(run)} == {"On 2026-01-01:"}
+    assert {prompt[:10] for prompt in prompts(run)} == {"2026-01-01"}
     evaluated = qerl.evaluate(run.policy, run.data, tmp_path / "evaluated", repeats=1, max_tokens=2)
-    assert {prompt[:14] for prompt in evaluated.samples["prompt"]} == {"On 2026-01-01:"}
+    assert {prompt[:10] for prompt in evaluated.samples["prompt"]} == {"2026-01-01"}
     assert evaluated.metrics["date"] == "2026-01-01"
 
 
@@ -321,7 +321,7 @@ def test_the_date_of_the_settings_is_stated(values, problems, tmp_path):
     values |= dated(tmp_path / "dated")
     dataset = {"format": "gsm8k", "origin": {"source": "local", "path": str(problems)}, "date": "2024-07-26"}
     run = qerl.train({**values, "dataset": dataset})
-    assert {prompt[:14] for prompt in prompts(run)} == {"On 2024-07-26:"}
+    assert {prompt[:10] for prompt in prompts(run)} == {"2024-07-26"}
     with pytest.raises(ConfigError, match="date is written as 2026-01-31, not 20240726"):
         qerl.train({**values, "dataset": {**dataset, "date": 20240726}, "out": tmp_path / "other"})
 
