@@ -98,8 +98,8 @@ def extract(
 def boxed(text: str) -> str | None:
     """The content of the last box after the thinking, empty if the box is open; None if there is no box."""
     spoken = after_thinking(text)
-    found = _last_boxed(spoken)
-    return found[0] if found else "" if _BOXED in spoken else None
+    box = _last_boxed(spoken)
+    return box[0] if box else "" if _BOXED in spoken else None
 
 
 def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:

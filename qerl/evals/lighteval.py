@@ -51,8 +51,8 @@ def _boxed(answer: str) -> str:
 def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     """The function that makes the metric's input from a completion.
 
-    At the project's own prompts that is the answer which the reward reads, where there is any: the tagged one, or the
-    last box, before which lighteval would take what follows "final answer is".
+    At the project's own prompts that is the answer which the reward reads: the tagged one, or the last box. In a text
+    with a box, lighteval would first take what follows "final answer is".
     """
 
     def of_tags(text: str) -> str:

@@ -69,14 +69,14 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
     architecture, tokenizer = read_config(model), load_tokenizer(model)
     check_template(tokenizer, architecture["vocab_size"])
     _tell_unused_end(model, tokenizer)
-    told: set[str] = set()
+    lines: set[str] = set()
     for data, rollout in runs:
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         task = Task.of(data)
-        if (line := Thinking(tokenizer, task.thinking).summary) not in told:
+        if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
             log.info("%s", line)
-            told.add(line)
+            lines.add(line)
         _tell_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
 
 

@@ -302,8 +302,8 @@ def test_a_busy_machine_grades_as_an_idle_one(run, problems, monkeypatch):
     monkeypatch.setattr(math_comparison, "sympy_expr_eq", slow)
 
     def script(name, number, repeat):
-        right = number == repeat == 0
-        return stated(name, problems[name][number].answer) if right else "no idea"
+        half = f"\\frac{{{2 * int(problems[name][number].answer)}}}{{2}}"  # equal by algebra, and not as text
+        return stated(name, half) if number == repeat == 0 else "no idea"
 
     _, samples, _ = run(script, names=("math",))
     assert [sample["correct"] for sample in samples] == [1] + [0] * (len(samples) - 1)
