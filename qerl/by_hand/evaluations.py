@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,11 +36,19 @@ Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
 
 
 def sample(
-    policy: Policy, prompts: Iterable[str], *, count: int = 1, seed: int = 0, instruction: str = "", **sampling: float
+    policy: Policy,
+    prompts: Iterable[str],
+    *,
+    count: int = 1,
+    seed: int = 0,
+    instruction: str = "",
+    date: datetime.date | None = None,
+    **sampling: float,
 ) -> list[list[Drawn]]:
     """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
 
-    A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template.
+    A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template, which may
+    state `date` (by default today's). In `text`, thinking stands between `<think>` and `</think>`.
     `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`. Raises `TypeError` for
     prompts that aren't strings, such as chats, and for a policy that isn't loaded.
     """
@@ -61,7 +70,7 @@ def sample(
     check_seed(seed)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, instruction) for prompt in texts]
+    ids = [prompt_ids(policy.tokenizer, prompt, instruction, date) for prompt in texts]
     context = context_length(policy.lm.config.to_dict())
     return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
@@ -109,6 +118,8 @@ def evaluate(
     instruction: str | None = None,
     answer: AnswerForm = "native",
     units: Sequence[str] = (),
+    thinking: Sequence[str] | None = None,
+    date: datetime.date | None = None,
     task: StockTask | TaskSettings | None = None,
     **sampling: float,
 ) -> Evaluation:
@@ -118,7 +129,9 @@ def evaluate(
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
 
     `problems` is a file of records, or records as `train` takes them. All of these are asked, for an answer of the form
-    `answer` whose number `units` may follow, and with `instruction`, by default that of `DatasetSettings`. `problems`
+    `answer` whose number `units` may follow, and with `instruction`, by default that of `DatasetSettings`. `thinking`
+    and `date` are keys of it too: delimiters of thinking, and the date that chat templates state. Give a base and the
+    policies that are compared with it the same date. `problems`
     may also be a folder with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`. Then the
     test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p
     0.95, four repeats.
@@ -139,7 +152,8 @@ def evaluate(
             f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
         )
     check_evaluation(problems, folder, task)
-    asked = {"answer": answer, "units": [*units], **({} if instruction is None else {"instruction": instruction})}
+    asked = {"answer": answer, "units": [*units], "thinking": thinking, "date": date}
+    asked |= {} if instruction is None else {"instruction": instruction}
     with writing(folder):
         data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")

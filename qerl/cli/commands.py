@@ -168,11 +168,15 @@ def sample(
     asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
     if not asked:
         raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
-    added = _asked(model).get("instruction", "") if instruction is None else instruction
+    of_run = _asked(model)
+    added = of_run.get("instruction", "") if instruction is None else instruction
     with quiet():
-        drawn = api.sample(api.load(model, dtype), asked, count=count, seed=seed, instruction=added, **sampling)
+        policy = api.load(model, dtype)
+        drawn = api.sample(
+            policy, asked, count=count, seed=seed, instruction=added, date=of_run.get("date"), **sampling
+        )
     for text, completions in zip(asked, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
@@ -232,9 +236,11 @@ def _run_of(model: str) -> api.Run | None:
 
 
 def _asked(model: str) -> dict[str, Any]:
-    """The instruction and answer form of a run's data set. A model that isn't a run has none."""
+    """The prompt and answer form of a run's data set, with its date. A model that isn't a run has none."""
+    from qerl.data.sources import read_meta
+
     run = _run_of(model)
-    return run.settings.dataset.asked if run else {}
+    return {**run.settings.dataset.asked, "date": read_meta(run.data).date} if run and run.data.is_dir() else {}
 
 
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:

@@ -28,6 +28,7 @@ import re
 from collections.abc import Collection
 from decimal import Decimal
 from functools import lru_cache
+from typing import Literal
 
 from qerl.data import expressions
 from qerl.data.amounts import read_amount
@@ -35,6 +36,8 @@ from qerl.data.countdown import solves, stated_formula
 from qerl.data.formulas import parse_formula
 from qerl.data.prose import is_date, is_prose, is_text, same_text, tells_more
 from qerl.settings.data import AnswerForm, RecordFormat
+
+Verdict = Literal["right", "wrong", "timeout"]
 
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 #: The pattern of lm-eval's strict match.
@@ -54,7 +57,8 @@ _BOXED = "\\boxed{"
 _UNBRACED = re.compile(r"\\boxed\s+([^\s{}$\\]+)\$")
 _BEFORE_BOX = re.compile(r"(?:[\s$*]|\\[(\[])*")
 _AFTER_BOX = re.compile(r"(?:[\s.$*]|\\[)\]])*")
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+#: The tags of thinking and of the answer, in their order.
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 #: The most characters of an expression.
 _LONGEST_EXPRESSION = 512
@@ -99,6 +103,13 @@ def extract(
     return _in_format(boxed[0].strip(), record_format, units) if boxed else None
 
 
+def boxed(text: str) -> str | None:
+    """The content of the last box after the thinking, empty if the box is open; None if there is no box."""
+    spoken = after_thinking(text)
+    box = _last_boxed(spoken)
+    return box[0] if box else "" if _BOXED in spoken else None
+
+
 def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
     """Return the text in which a completion is expected to state `answer`, as `extract` reads it."""
     if form == "tags":
@@ -114,15 +125,26 @@ def is_correct(
     units: Collection[str] = (),
 ) -> bool:
     """Whether the final answer of `text` equals `problem_answer`, as a number or expression, or reaches its goal."""
+    return verdict(text, problem_answer, record_format, form, units) == "right"
+
+
+def verdict(
+    text: str,
+    problem_answer: str,
+    record_format: RecordFormat,
+    form: AnswerForm = "native",
+    units: Collection[str] = (),
+) -> Verdict:
+    """The verdict on `text`, as `is_correct`; `timeout` if the comparison of expressions exceeded its limits."""
     answer = extract(text, record_format, form, units)
     if answer is None:
-        return False
+        return "wrong"
     if record_format == "countdown":
-        return solves(answer, problem_answer)
+        return "right" if solves(answer, problem_answer) else "wrong"
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
-        return number == expected
-    return record_format == "math" and _same_expression(problem_answer, answer, tuple(units))
+        return "right" if number == expected else "wrong"
+    return _same_expression(problem_answer, answer, tuple(units)) if record_format == "math" else "wrong"
 
 
 def well_formed(
@@ -137,7 +159,7 @@ def well_formed(
     if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
         return False
     if form == "tags":
-        return all(text.count(tag) == 1 for tag in _TAGS) and _TAGGED.fullmatch(text) is not None and _is_alone(text)
+        return all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None and _is_alone(text)
     spoken = after_thinking(text)
     if record_format in ("gsm8k", "countdown"):
         return _ends_in_hashes(spoken, record_format)
@@ -230,16 +252,17 @@ def _number(text: str, record_format: RecordFormat) -> Decimal | None:
 
 
 @lru_cache(maxsize=4096)
-def _same_expression(expected: str, answer: str, units: tuple[str, ...]) -> bool:
+def _same_expression(expected: str, answer: str, units: tuple[str, ...]) -> Verdict:
     if expected.strip() == answer:
-        return True
+        return "right"
     if len(answer) > _LONGEST_EXPRESSION:
-        return False
+        return "wrong"
     if is_text(expected):
-        return same_text(answer, expected)
+        return "right" if same_text(answer, expected) else "wrong"
     if is_date(answer) or tells_more(answer, expected, units):
-        return False
-    return expressions.equal(*(_ascii(text) for text in (expected, answer)))
+        return "wrong"
+    equal = expressions.equal(*(_ascii(text) for text in (expected, answer)))
+    return "timeout" if equal is None else "right" if equal else "wrong"
 
 
 def _ascii(text: str) -> str:

@@ -31,9 +31,10 @@ _STATUS = {0: _EQUAL, 10: _DIFFERENT, 11: _LIMIT}
 _NEVER = 3600
 
 
-def equal(expected: str, answer: str) -> bool:
-    """Whether `answer` is mathematically equal to `expected` (LaTeX, without delimiters); False above the limits."""
-    return _helper.ask(json.dumps([expected, answer]).encode() + b"\n") == _EQUAL
+def equal(expected: str, answer: str) -> bool | None:
+    """Whether `answer` is mathematically equal to `expected` (LaTeX, without delimiters); None above the limits."""
+    reply = _helper.ask(json.dumps([expected, answer]).encode() + b"\n")
+    return None if reply == _LIMIT else reply == _EQUAL
 
 
 class _Helper:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -15,16 +17,20 @@ def prompt_text(question: str, instruction: str) -> str:
     return f"{question}\n{instruction}" if instruction else question
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str, instruction: str) -> list[int]:
-    """The token ids of the chat up to the start of the policy's answer."""
-    return prompts_ids(tokenizer, [question], instruction)[0]
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, question: str, instruction: str, date: datetime.date | None = None
+) -> list[int]:
+    """The token ids of the chat up to the start of the policy's answer; `date` as for `chat_text`."""
+    return prompts_ids(tokenizer, [question], instruction, date)[0]
 
 
-def prompts_ids(tokenizer: PreTrainedTokenizerBase, questions: Iterable[str], instruction: str) -> list[list[int]]:
+def prompts_ids(
+    tokenizer: PreTrainedTokenizerBase, questions: Iterable[str], instruction: str, date: datetime.date | None = None
+) -> list[list[int]]:
     """`prompt_ids` of each question."""
     _check_there(tokenizer)
     chats = ([{"role": "user", "content": prompt_text(question, instruction)}] for question in questions)
-    return texts_ids(tokenizer, [chat_text(tokenizer, chat) for chat in chats])
+    return texts_ids(tokenizer, [chat_text(tokenizer, chat, date=date) for chat in chats])
 
 
 def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -44,19 +50,30 @@ def _check_there(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[dict[str, str]],
+    add_generation_prompt: bool = True,
+    date: datetime.date | None = None,
 ) -> str:
     """Render a chat by the tokenizer's template, which the library runs in a sandbox.
 
-    Raises `DataError` for a template that is broken or accesses more than text.
+    A template that states the date (`strftime_now`) states `date`, by default today's. Raises `DataError` for a
+    template that is broken or accesses more than text.
     """
+    # As a variable of the template it hides the library's function of this name, which reads the clock.
+    moment = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
+    dated: dict[str, Any] = {"strftime_now": moment.strftime} if _states_date(tokenizer) else {}
     try:
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False, **dated)
     except (TemplateError, ArithmeticError, TypeError, ValueError) as error:
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} fails ({error}); use that of another checkpoint"
         ) from None
     return str(text)
+
+
+def _states_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -82,7 +99,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
 
 
 def longer_than(
-    most: int, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], instruction: str
+    most: int,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    instruction: str,
+    date: datetime.date | None = None,
 ) -> dict[str, int]:
     """Return the number of tokens of each prompt that has more than `most`, by the problem's id.
 
@@ -91,10 +112,12 @@ def longer_than(
     if not problems:
         return {}
     first = problems[0].question
-    around = len(chat_text(tokenizer, [{"role": "user", "content": prompt_text(first, instruction)}]).encode())
+    around = len(
+        chat_text(tokenizer, [{"role": "user", "content": prompt_text(first, instruction)}], date=date).encode()
+    )
     around -= len(first.encode())
     long = [problem for problem in problems if len(problem.question.encode()) + around > most]
-    tokens = {problem.id: len(prompt_ids(tokenizer, problem.question, instruction)) for problem in long}
+    tokens = {problem.id: len(prompt_ids(tokenizer, problem.question, instruction, date)) for problem in long}
     return {id: count for id, count in tokens.items() if count > most}
 
 

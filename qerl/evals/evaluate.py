@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -58,13 +60,14 @@ def evaluate(
         for task, dataset in tasks:
             sampling, count = settings.sampling_of(task), settings.repeats_of(task)
             params = SamplingParams(**sampling.model_dump(), count=count, seed=settings.seed)
-            policy = EvaluatedPolicy(sampler, tokenizer, params, context)
+            policy = EvaluatedPolicy(sampler, tokenizer, params, context, dataset.thinking, dataset.date)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
             outcomes = outcomes_of(rows, dataset.format == "countdown")
             for file, lines in ((samples, rows), (counted, outcomes)):
                 file.writelines(json.dumps(line.content()) + "\n" for line in lines)
-            scores[task.label] = score = _score(rows, outcomes, task, sampling)
-            progress(f"{task.label}: {score.accuracy:.1%} of {len(rows)} completions correct")
+            scores[task.label] = score = _score(rows, outcomes, task, sampling, dataset)
+            late = f"; the comparison of {score.timeouts} exceeded its limit of CPU time" if score.timeouts else ""
+            progress(f"{task.label}: {score.accuracy:.1%} of {len(rows)} completions correct{late}")
     return scores
 
 
@@ -89,7 +92,11 @@ def outcomes_of(rows: Sequence[SampleRow], has_ways: bool) -> list[OutcomeRow]:
 
 
 def _score(
-    rows: Sequence[SampleRow], outcomes: Sequence[OutcomeRow], task: TaskSettings, sampling: SamplingSettings
+    rows: Sequence[SampleRow],
+    outcomes: Sequence[OutcomeRow],
+    task: TaskSettings,
+    sampling: SamplingSettings,
+    dataset: EvaluationSet,
 ) -> TaskScore:
     repeats = sorted({row.repeat for row in rows})
     flexible = [row.flexible for row in rows if row.flexible is not None]
@@ -110,6 +117,8 @@ def _score(
         distinct_solutions=fmean(distinct) if distinct else None,
         task=task.task,
         sampling=sampling,
+        timeouts=sum(row.timeout for row in rows),
+        date=dataset.date,
     )
 
 
@@ -134,8 +143,11 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
         )
     if task.task is None:
         form, units = about.answer, tuple(about.units)
-        return EvaluationSet(task.label, about.format, about.instruction, problems, form, units)
-    return EvaluationSet(task.label, about.format, "", problems, stock=_stock(task, folder))
+        asked = EvaluationSet(task.label, about.format, about.instruction, problems, form, units)
+    else:
+        asked = EvaluationSet(task.label, about.format, "", problems, stock=_stock(task, folder))
+    # A folder that was prepared before data sets had a date takes the day on which the evaluation starts.
+    return replace(asked, thinking=about.thinking, date=about.date or datetime.date.today())
 
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:
@@ -178,7 +190,7 @@ def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[lis
 def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[SampleRow]:
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
         ours = grader.verdicts((verdict.drawn for verdict in repeats), problem, dataset)
-        for repeat, (verdict, (read, right)) in enumerate(zip(repeats, ours, strict=True)):
+        for repeat, (verdict, (read, judged)) in enumerate(zip(repeats, ours, strict=True)):
             drawn = verdict.drawn
             yield SampleRow(
                 dataset=task.label,
@@ -192,7 +204,8 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Gra
                 gold=problem.answer,
                 correct=int(verdict.correct),
                 flexible=verdict.flexible,
-                agrees=verdict.correct == right,
+                agrees=verdict.correct == (judged == "right"),
+                timeout=verdict.timeout or judged == "timeout",
                 tokens=drawn.tokens,
                 finished=drawn.finished,
             )

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from types import FrameType
 from typing import Any, NoReturn
 
 from datasets import Dataset, DatasetDict
@@ -23,20 +26,22 @@ from lighteval.models.abstract_model import LightevalModel
 from lighteval.models.model_output import ModelResponse
 from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
 from lighteval.tasks.requests import Doc
-from lighteval.utils.utils import remove_reasoning_tags
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.answers import extract
+from qerl.data.answers import after_thinking, boxed, extract
 from qerl.data.prompts import plain_ids, prompt_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 from qerl.settings.evaluation import StockTask
 
 _SPLIT = "test"
-_REASONING_TAGS = [("<think>", "</think>")]
+#: The CPU time of the comparison of a completion with the gold answer.
+CPU_SECONDS = 10.0
+#: lighteval's limits in seconds of wall-clock time, which are so high that only ours takes effect.
+_NEVER = 3600
 
 
-def _without_thinking(text: str) -> str:
-    return str(remove_reasoning_tags(text, _REASONING_TAGS))
+class _TimeUpError(BaseException):
+    """A comparison over its limit. lighteval handles each `Exception` as an answer that can't be read."""
 
 
 def _boxed(answer: str) -> str:
@@ -44,13 +49,23 @@ def _boxed(answer: str) -> str:
 
 
 def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
-    """The function that makes the metric's input from a completion."""
+    """The function that makes the metric's input from a completion.
 
-    def boxed(text: str) -> str:
+    At the project's own prompts that is the answer which the reward reads: the tagged one, or the last box. In a text
+    with a box, lighteval would first take what follows "final answer is".
+    """
+
+    def of_tags(text: str) -> str:
         answer = extract(text, dataset.format, dataset.answer, dataset.units)
         return "" if answer is None else _boxed(answer)
 
-    return boxed if dataset.answer == "tags" and dataset.stock is None else _without_thinking
+    def of_box(text: str) -> str:
+        answer = boxed(text)
+        return after_thinking(text) if answer is None else _boxed(answer) if answer else ""
+
+    if dataset.stock:
+        return after_thinking
+    return of_tags if dataset.answer == "tags" else of_box
 
 
 class SamplerModel(LightevalModel):
@@ -60,7 +75,7 @@ class SamplerModel(LightevalModel):
     """
 
     def __init__(
-        self, policy: EvaluatedPolicy, read: Callable[[str], str] = _without_thinking, *, chat: bool = True
+        self, policy: EvaluatedPolicy, read: Callable[[str], str] = after_thinking, *, chat: bool = True
     ) -> None:
         self.policy = policy
         self.read = read
@@ -95,7 +110,9 @@ class SamplerModel(LightevalModel):
         ]
 
     def _ids(self, query: str) -> list[int]:
-        return prompt_ids(self.tokenizer, query, "") if self.chat else plain_ids(self.tokenizer, query)
+        if self.chat:
+            return prompt_ids(self.tokenizer, query, "", self.policy.date)
+        return plain_ids(self.tokenizer, query)
 
     def loglikelihood(self, docs: list[Doc]) -> NoReturn:
         """Refuse: no task of the project scores given text."""
@@ -147,19 +164,44 @@ def stock_config(task: StockTask) -> LightevalTaskConfig:
     return known[task]
 
 
-def _recording(metric: Any, extracted: list[str | None]) -> Any:
-    """A copy of lighteval's metric that appends to `extracted` what it extracts from each completion."""
+def _recording(metric: Any, recorded: list[tuple[str | None, bool]]) -> Any:
+    """A copy of lighteval's metric whose limit is CPU time.
+
+    It appends to `recorded` what it extracts from each completion, and whether the comparison exceeded the limit.
+    """
     metric = copy.deepcopy(metric)
     score_one: Callable[..., float] = metric.sample_level_fn.compute_score
+    score_one.__self__.timeout_seconds = _NEVER  # type: ignore[attr-defined]
 
     def score_and_record(doc: Doc, model_response: ModelResponse) -> float:
-        value = score_one(doc=doc, model_response=model_response)
+        try:
+            with _cpu_limit():
+                value = score_one(doc=doc, model_response=model_response)
+        except _TimeUpError:
+            recorded.append((None, True))
+            return 0.0
         predictions = (doc.specific or {}).get("extracted_predictions")
-        extracted.append(predictions[0] if predictions else None)
+        recorded.append((predictions[0] if predictions else None, False))
         return value
 
     metric.sample_level_fn.compute_score = score_and_record
     return metric
+
+
+@contextmanager
+def _cpu_limit() -> Iterator[None]:
+    """A context that raises `_TimeUpError` after `CPU_SECONDS` of this process's CPU time."""
+
+    def stop(signal_number: int, frame: FrameType | None) -> NoReturn:
+        raise _TimeUpError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def documents(dataset: EvaluationSet) -> tuple[list[Doc], Any]:
@@ -177,9 +219,9 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     """Draw and score the test split; verdicts by problem, then by repeat."""
     # It would log a warning for each completion without an answer, which the samples file already shows.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
-    extracted: list[str | None] = []
+    recorded: list[tuple[str | None, bool]] = []
     docs, stock_metric = documents(dataset)
-    metric = _recording(stock_metric, extracted)
+    metric = _recording(stock_metric, recorded)
     chat = dataset.stock is None or dataset.stock.chat
     model = SamplerModel(policy, _reader(dataset), chat=chat)
     responses = model.greedy_until(docs)
@@ -187,5 +229,10 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     pairs = [(doc, ModelResponse(text=[text])) for doc, r in zip(docs, responses, strict=True) for text in r.final_text]
     outputs = apply_metric(docs=[doc for doc, _ in pairs], responses=[r for _, r in pairs], metrics=[metric])
     correct = [bool(output[metric.metric_name] == 1.0) for output in outputs]
-    verdicts = zip(extracted, correct, strict=True)
-    return [[GradedCompletion(drawn, *next(verdicts)) for drawn in repeats] for repeats in model.drawn]
+    verdicts = zip(recorded, correct, strict=True)
+
+    def graded(drawn: Drawn) -> GradedCompletion:
+        (extracted, timeout), right = next(verdicts)
+        return GradedCompletion(drawn, extracted, right, timeout=timeout)
+
+    return [[graded(drawn) for drawn in repeats] for repeats in model.drawn]

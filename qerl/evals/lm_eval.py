@@ -25,7 +25,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from qerl.data.answers import extract
+from qerl.data.answers import after_thinking, extract
 from qerl.data.prompts import chat_text, plain_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 
@@ -38,10 +38,13 @@ _INVALID = "[invalid]"
 
 
 class SamplerLM(LM):
-    """lm-eval's model interface for a policy, which only generates."""
+    """lm-eval's model interface for a policy, which only generates. `read` makes lm-eval's input of a completion."""
 
-    def __init__(self, policy: EvaluatedPolicy, *, chat: bool = True) -> None:
+    def __init__(
+        self, policy: EvaluatedPolicy, read: Callable[[str], str] = after_thinking, *, chat: bool = True
+    ) -> None:
         super().__init__()
+        self.read = read
         self.policy = policy
         self.chat = chat
         self.drawn: list[list[Drawn]] = []
@@ -55,7 +58,7 @@ class SamplerLM(LM):
         unique = [request for _, same in groupby(requests, key=id) for request in [next(same)]]
         stop = unique[0].args[1]["until"]
         self.drawn = self.policy.draw([self._ids(request.args[0]) for request in unique], stop)
-        return [drawn.text for repeats in self.drawn for drawn in repeats]
+        return [self.read(drawn.text) for repeats in self.drawn for drawn in repeats]
 
     def _ids(self, prompt: str) -> list[int]:
         tokenizer = self.policy.tokenizer
@@ -63,7 +66,7 @@ class SamplerLM(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the chat as text; its encoding is `qerl.data.prompts.prompt_ids`."""
-        return chat_text(self.policy.tokenizer, chat_history, add_generation_prompt)
+        return chat_text(self.policy.tokenizer, chat_history, add_generation_prompt, self.policy.date)
 
     @property
     def tokenizer_name(self) -> str:
@@ -100,7 +103,7 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     else:
         prompts = _own_prompts(file, dataset)
         strict = filters[_STRICT]
-        filters = {_STRICT: _from_tags(strict, dataset) if dataset.answer == "tags" else strict}
+        filters = {_STRICT: strict}
     return {
         **prompts,
         "task": dataset.name,
@@ -116,7 +119,9 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
 def _own_prompts(file: dict[str, Any], dataset: EvaluationSet) -> dict[str, Any]:
     records = [{"question": problem.question, "answer": problem.solution} for problem in dataset.problems]
     return {
-        **{key: file[key] for key in ("output_type", "doc_to_target", "metric_list", "generation_kwargs", "metadata")},
+        **{key: file[key] for key in ("output_type", "doc_to_target", "metric_list", "metadata")},
+        # The file's stop strings end the questions of few-shot prompts, and may occur within an answer here.
+        "generation_kwargs": {**file["generation_kwargs"], "until": []},
         "custom_dataset": _in_memory({_SPLIT: records}),
         "test_split": _SPLIT,
         "doc_to_text": lambda record: prompt_text(record["question"], dataset.instruction),
@@ -153,14 +158,19 @@ def _only(repeat: int) -> dict[str, Any]:
     return _custom(lambda texts: [texts[repeat]])
 
 
-def _from_tags(strict: list[dict[str, Any]], dataset: EvaluationSet) -> list[dict[str, Any]]:
-    """The stock strict-match steps, given the number that `qerl.data.answers` reads in the tags as `#### n`."""
+def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
+    """The function that makes lm-eval's input of a completion: of tags, their number as `#### n`.
+
+    At the project's own prompts no thinking counts. The stock task reads the whole text, as lm-eval's entry point does.
+    """
 
     def as_hashes(text: str) -> str:
         answer = extract(text, dataset.format, dataset.answer, dataset.units)
         return "" if answer is None else f"#### {answer}"
 
-    return [_custom(lambda texts: [as_hashes(text) for text in texts]), *strict]
+    if dataset.stock:
+        return str
+    return as_hashes if dataset.answer == "tags" else after_thinking
 
 
 def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
@@ -168,7 +178,7 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     # It would warn about records in memory.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chat = dataset.stock is None or dataset.stock.chat
-    model = SamplerLM(policy, chat=chat)
+    model = SamplerLM(policy, _reader(dataset), chat=chat)
     loaded = TaskManager(include_defaults=False).load(
         [{**task_config(dataset, policy.params.count), "class": _QuietTask}]
     )

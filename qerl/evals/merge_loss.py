@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from qerl.checkpoints.context import usable_length
 from qerl.data.answers import is_correct
 from qerl.data.prompts import prompt_ids
+from qerl.data.thinking import Thinking
 from qerl.evals.evaluate import open_task
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
 from qerl.policy.policy import Policy
@@ -38,9 +40,10 @@ def merge_loss(
     [task] = settings.tasks
     asked = open_task(task, {task.dataset: data})
     asked = replace(asked, problems=asked.problems[:most])
-    prompts = [prompt_ids(policy.tokenizer, problem.question, asked.instruction) for problem in asked.problems]
+    ask = partial(prompt_ids, policy.tokenizer, instruction=asked.instruction, date=asked.date)
+    prompts = [ask(problem.question) for problem in asked.problems]
     drawn, others = _draw(policy, prompts, settings), _draw(merged, prompts, settings)
-    shares, merged_shares = _right(policy, asked, drawn), _right(merged, asked, others)
+    shares, merged_shares = (_right(policy, asked, prompts, each) for each in (drawn, others))
     kl, same, tokens = _compare(policy, merged, prompts, drawn)
     return MergeLoss(
         split=task.split,
@@ -64,15 +67,18 @@ def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSett
     return EvaluatedPolicy(make_sampler(policy, settings), policy.tokenizer, params, context).complete(prompts)
 
 
-def _right(policy: Policy, asked: EvaluationSet, drawn: Sequence[Sequence[Completion]]) -> Scores:
+def _right(
+    policy: Policy, asked: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
+) -> Scores:
     """The share of right completions of each problem, [problems]."""
     form = (asked.format, asked.answer, asked.units)
-
-    def right(completion: Completion, answer: str) -> bool:
-        return is_correct(str(policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)), answer, *form)
-
-    pairs = zip(asked.problems, drawn, strict=True)
-    return np.array([np.mean([right(each, problem.answer) for each in group]) for problem, group in pairs])
+    thinking = Thinking(policy.tokenizer, asked.thinking)
+    shares = []
+    for problem, prompt, completions in zip(asked.problems, prompts, drawn, strict=True):
+        begun = str(policy.tokenizer.decode(prompt))
+        texts = [thinking.text(completion.token_ids, begun) for completion in completions]
+        shares.append(np.mean([is_correct(text, problem.answer, *form) for text in texts]))
+    return np.array(shares)
 
 
 def _compare(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.checkpoints.context import check_room
 from qerl.data.prompts import check_lengths
 from qerl.data.records import Problem
+from qerl.data.thinking import Thinking
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.evaluation import StockTask
@@ -18,7 +21,7 @@ from qerl.settings.evaluation import StockTask
 
 @dataclass(frozen=True)
 class Drawn:
-    """One completion as a harness reads it: text without special tokens, up to the first stop string."""
+    """One completion up to the first stop string, with its text as graders read it (`qerl.data.thinking`)."""
 
     prompt: str
     text: str
@@ -30,13 +33,15 @@ class Drawn:
 class GradedCompletion:
     """A completion, the answer that the harness extracted from it (None if it found none), and the harness's score.
 
-    `flexible`: the score by lm-eval's flexible-extract, where the task has it beside the strict match.
+    `flexible`: the score by lm-eval's flexible-extract, where the task has it beside the strict match. `timeout`: the
+    harness's comparison exceeded its limit of CPU time.
     """
 
     drawn: Drawn
     extracted: str | None
     correct: bool
     flexible: bool | None = None
+    timeout: bool = False
 
 
 #: The columns from which a stock task makes its prompt and gold answer.
@@ -65,6 +70,7 @@ class Stock:
 class EvaluationSet:
     """A data set's problems, their records' format, the instruction appended to each question, the answers' form.
 
+    `thinking` names delimiters of thinking, and `date` is the one that chat templates state (`DatasetSettings`).
     With `stock`, prompt and gold answer are the harness's, and instruction, form and units have no effect.
     """
 
@@ -75,19 +81,29 @@ class EvaluationSet:
     answer: AnswerForm = "native"
     units: tuple[str, ...] = ()
     stock: Stock | None = None
+    thinking: tuple[str, str] | None = None
+    date: datetime.date | None = None
 
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
     """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat.
 
-    `context` is the most tokens of a prompt with its completion, or None if unknown.
+    `context` is the most tokens of a prompt with its completion, or None if unknown. `delimiters` name what begins and
+    ends thinking, and `date` is the one that the chat template states; None takes the tokenizer's, and today's.
     """
 
     sampler: Sampler
     tokenizer: PreTrainedTokenizerBase
     params: SamplingParams
     context: int | None = None
+    delimiters: tuple[str, str] | None = None
+    date: datetime.date | None = None
+
+    @cached_property
+    def thinking(self) -> Thinking:
+        """What ends the policy's thinking."""
+        return Thinking(self.tokenizer, self.delimiters)
 
     def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
         """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""
@@ -116,7 +132,7 @@ class EvaluatedPolicy:
         """One completion; `texts` has those of the prompt's that are decoded already, which many repeat."""
         ids = tuple(completion.token_ids)
         if ids not in texts:
-            texts[ids] = cast(str, self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            texts[ids] = self.thinking.text(ids, prompt)
         text = texts[ids]
         end = min((text.index(string) for string in stop if string in text), default=None)
         finished = completion.finished or end is not None

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.checkpoints.context import check_room, usable_length
 from qerl.checkpoints.folder import CONFIG, read_config, weights_format_of
 from qerl.data.prompts import check_lengths, check_template, longer_than
+from qerl.data.thinking import Thinking
 from qerl.evals.evaluate import open_task
 from qerl.host.progress import log
 from qerl.jobs.prepare import CheckJob
@@ -68,10 +69,14 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
     architecture, tokenizer = read_config(model), load_tokenizer(model)
     check_template(tokenizer, architecture["vocab_size"])
     _tell_unused_end(model, tokenizer)
+    lines: set[str] = set()
     for data, rollout in runs:
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         task = Task.of(data)
+        if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
+            log.info("%s", line)
+            lines.add(line)
         _tell_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
 
 
@@ -120,6 +125,6 @@ def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mappin
         asked, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
         check_room(context, limit, f"max_tokens of the evaluation on {task.label}")
         if context is not None and asked.stock is None:
-            longer = longer_than(context - limit, tokenizer, asked.problems, asked.instruction)
+            longer = longer_than(context - limit, tokenizer, asked.problems, asked.instruction, asked.date)
             remedy = f"or take these problems out of the test split of {task.dataset}"
             check_lengths(longer.values(), len(asked.problems), context, limit, remedy)

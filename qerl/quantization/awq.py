@@ -43,10 +43,10 @@ def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration
     problems = read_split(data, "train")
     if not problems:
         raise DataError(f"{data} has no training problems to calibrate on; name another set as calibration.dataset")
-    instruction = read_meta(data).instruction
+    about = read_meta(data)
     texts = []
     for problem in Random(settings.seed).sample(problems, min(settings.samples, len(problems))):
-        prompt = prompt_ids(tokenizer, problem.question, instruction)
+        prompt = prompt_ids(tokenizer, problem.question, about.instruction, about.date)
         answer = tokenizer.encode(problem.solution or problem.answer, add_special_tokens=False)
         texts.append([*prompt, *answer, tokenizer.eos_token_id][: settings.length])
     return texts

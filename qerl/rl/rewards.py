@@ -20,7 +20,11 @@ LARGEST = 1e15
 
 @dataclass(frozen=True)
 class Answer:
-    """The input of rewards: a completion's text, its number of tokens and their limit."""
+    """The input of rewards: a completion's text, its number of tokens and their limit.
+
+    In the text a model's thinking stands between `<think>` and `</think>`, whatever its own delimiters are, and begins
+    with `<think>` if the chat template began it in the prompt. Other special tokens are left out.
+    """
 
     text: str
     tokens: int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qerl.data.answers import verdict
 from qerl.data.prompts import check_lengths, longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
+from qerl.data.thinking import Thinking
 from qerl.host.profiling import seconds
 from qerl.policy.policy import Policy
 from qerl.rl.advantages import differ, group_advantages
@@ -38,12 +41,16 @@ class Task:
     instruction: str
     answer: AnswerForm = "native"
     units: tuple[str, ...] = ()
+    thinking: tuple[str, str] | None = None
+    date: datetime.date | None = None
+    """The date that a chat template states; None is today's."""
 
     @staticmethod
     def of(data: Path) -> Task:
         """The training problems of a prepared data set."""
         meta = read_meta(data)
-        return Task(read_split(data, "train"), meta.format, meta.instruction, meta.answer, tuple(meta.units))
+        form = meta.answer, tuple(meta.units), meta.thinking, meta.date
+        return Task(read_split(data, "train"), meta.format, meta.instruction, *form)
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
         """The task without problems longer than `rollout.max_prompt_tokens`. Raises DataError if any of the others
@@ -51,13 +58,13 @@ class Task:
         """
         kept, most = self.problems, settings.max_prompt_tokens
         if most is not None:
-            longer = longer_than(most, tokenizer, kept, self.instruction)
+            longer = longer_than(most, tokenizer, kept, self.instruction, self.date)
             kept = [problem for problem in kept if problem.id not in longer]
             if not kept:
                 raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
         if context is not None:
             limit = settings.sampling.max_tokens
-            longer = longer_than(context - limit, tokenizer, kept, self.instruction)
+            longer = longer_than(context - limit, tokenizer, kept, self.instruction, self.date)
             remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
             check_lengths(longer.values(), len(kept), context, limit, remedy)
         return replace(self, problems=kept)
@@ -65,7 +72,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one problem, with their rewards."""
+    """The completions of one problem, with their texts as graders read them (`qerl.data.thinking`) and their rewards.
+
+    `timeouts` counts the completions whose comparison with the answer exceeded the grader's limits.
+    """
 
     problem: Problem
     prompt: list[int]
@@ -73,6 +83,7 @@ class Group:
     texts: list[str]
     parts: list[dict[str, float]]
     rewards: list[float]
+    timeouts: int = 0
 
     @property
     def informative(self) -> bool:
@@ -130,6 +141,11 @@ class Collector:
         self.processes = Processes()
         self._lengths = ExpectedLengths()
 
+    @cached_property
+    def thinking(self) -> Thinking:
+        """What ends the policy's thinking."""
+        return Thinking(self.policy.tokenizer, self.task.thinking)
+
     def collect(self, step: int, position: int, behaviour: Behaviour | None = None) -> Rollout:
         """The batch of `step`, the same in every process; earlier steps have used `position` problems.
 
@@ -160,7 +176,8 @@ class Collector:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
         seed, problems = self.settings.seed, self.task.problems
         chosen = [problems[problem_index(len(problems), seed, place)] for place in positions]
-        prompts = [prompt_ids(self.policy.tokenizer, p.question, self.task.instruction) for p in chosen]
+        tokenizer, task = self.policy.tokenizer, self.task
+        prompts = [prompt_ids(tokenizer, problem.question, task.instruction, task.date) for problem in chosen]
         sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
             **sampling,
@@ -214,11 +231,14 @@ class Collector:
 
     def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
         limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
-        texts = [str(self.policy.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
+        asked = str(self.policy.tokenizer.decode(prompt))
+        texts = [self.thinking.text(c.token_ids, asked) for c in completions]
         answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
         task = self.task
         parts = [reward_parts(a, problem, task.format, weights, task.answer, task.units) for a in answers]
-        return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts])
+        form = problem.answer, task.format, task.answer, task.units
+        timeouts = sum(verdict(text, *form) == "timeout" for text in texts)
+        return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts], timeouts)
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])
@@ -241,6 +261,7 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
     rewards = [reward for group in groups for reward in group.rewards]
     parts = [part for group in groups for part in group.parts]
     completions = [completion for group in groups for completion in group.completions]
+    timeouts = sum(group.timeouts for group in groups)
     return {
         "reward": statistics.fmean(rewards),
         "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
@@ -249,6 +270,7 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
         "completion_tokens": sum(len(c.token_ids) for c in completions),
         "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
         "truncated": statistics.fmean(not c.finished for c in completions),
+        **({"grading/timeouts": timeouts} if timeouts else {}),
         "entropy/sampler": -sum(sum(c.logprobs) for c in completions)
         / max(sum(len(c.token_ids) for c in completions), 1),
     }

@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -107,9 +108,10 @@ class StoredStep:
 
     def _completion(self, group: Group, number: int, index: int, entropies: dict[int, list[float]]) -> StoredCompletion:
         completion, text, task = group.completions[number], group.texts[number], self.collector.task
+        ids, thinking = completion.token_ids, self.collector.thinking
         ppo = self.collector.settings.loss.name == "ppo"
         return StoredCompletion(
-            tokens=token_texts(self.collector.policy.tokenizer, completion.token_ids, text),
+            tokens=token_texts(self.collector.policy.tokenizer, ids, thinking.written(ids), thinking.hidden),
             logprobs=_rounded(completion.logprobs),
             entropies=entropies[index],
             parts=group.parts[number],
@@ -124,14 +126,15 @@ def _rounded(values: list[float]) -> list[float]:
     return [round(value, _DECIMALS) + 0.0 for value in values]  # + 0.0 makes -0.0 a plain zero
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, hidden: Collection[int]) -> list[str]:
     """The text of each token of `ids`, whose decoded text is `text`; joined, they are `text`.
 
+    The special tokens `hidden` have no text.
     A character of several tokens belongs to the last of them. If a tokenizer's whole text isn't what its tokens decode
     to one after the other, the last token has all that differs.
     """
-    stream = DecodeStream(skip_special_tokens=True)
-    pieces = [stream.step(tokenizer.backend_tokenizer, id) or "" for id in ids]
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces = ["" if id in hidden else stream.step(tokenizer.backend_tokenizer, id) or "" for id in ids]
     done = 0
     for place, piece in enumerate(pieces):
         if not text.startswith(piece, done):

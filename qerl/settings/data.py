@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     field_validator,
     model_validator,
@@ -162,6 +164,16 @@ def _instruction_of(values: dict[str, Any]) -> str:
     return INSTRUCTIONS[values["answer"]][values["format"]]
 
 
+def _no_number(value: Any) -> Any:
+    """Refuse a number, which the library would read as seconds since 1970."""
+    if isinstance(value, (int, float)):
+        raise ValueError(f"a date is written as 2026-01-31, not {value!r}")
+    return value
+
+
+Delimiter = Annotated[str, Field(min_length=1)]
+
+
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers.
 
@@ -188,6 +200,15 @@ class DatasetSettings(Settings):
     """Words and signs that may follow a number without changing it, such as `["%", points]`. They add to the built-in
     units (docs/evaluation.md). A number followed by any other word doesn't count as an answer."""
 
+    thinking: tuple[Delimiter, Delimiter] | None = None
+    """What begins and ends the model's thinking, such as `["<plan>", "</plan>"]`. By default its tokenizer and chat
+    template tell. `<think>` and `</think>` always do so, too. `qerl train` says before it starts what ends the model's
+    thinking. A completion whose thinking hasn't ended states no answer."""
+    date: Annotated[datetime.date, BeforeValidator(_no_number)] | None = None
+    """The date that the model's chat template states, if it states one. None takes the day on which the data are
+    prepared, which is kept with them, so that runs and evaluations that start or continue later have the same
+    prompts."""
+
     @property
     def own_file(self) -> Path | None:
         """The user's file or folder from which the data set is made, or None."""
@@ -198,7 +219,8 @@ class DatasetSettings(Settings):
     @property
     def asked(self) -> dict[str, Any]:
         """The settings of prompt and answer, which can be applied to other problems too."""
-        return {"instruction": self.instruction, "answer": self.answer, "units": self.units}
+        keys = ("instruction", "answer", "units", "thinking", "date")
+        return {key: getattr(self, key) for key in keys}
 
     @field_validator("units")
     @classmethod
@@ -209,6 +231,13 @@ class DatasetSettings(Settings):
                     f"a unit is a word or a sign such as '%', without digits, points and commas; got {unit!r}"
                 )
         return [unit.strip() for unit in units]
+
+    @field_validator("thinking")
+    @classmethod
+    def _delimiters_differ(cls, thinking: tuple[str, str] | None) -> tuple[str, str] | None:
+        if thinking and (thinking[0] in thinking[1] or thinking[1] in thinking[0]):
+            raise ValueError(f"no delimiter may be a part of the other; got {thinking[0]!r} and {thinking[1]!r}")
+        return thinking
 
     @model_validator(mode="after")
     def _generator_has_the_format(self) -> DatasetSettings:

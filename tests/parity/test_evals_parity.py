@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import lm_eval.tasks
 import pytest
@@ -82,13 +83,6 @@ def test_gsm8k_verdicts_are_those_of_the_stock_task(stock_gsm8k, repeat):
     assert verdicts(ours, repeat) == expected
 
 
-def test_gsm8k_stop_strings_are_those_of_the_stock_task(stock_gsm8k):
-    problem = Problem("0", "How many?", GSM8K_GOLD, "1,234")
-    ours = ConfigurableTask(config=task_config(EvaluationSet("words", "gsm8k", "", [problem]), repeats=1))
-    assert ours.config.generation_kwargs["until"] == stock_gsm8k.config.generation_kwargs["until"]
-    assert (ours.config.num_fewshot, ours.config.repeats) == (0, 1)
-
-
 SOLUTION = "We add the halves: $\\frac14 + \\frac14 = \\frac12$. So it is $\\boxed{\\frac{1}{2}}$."
 MATH = [
     ("\\boxed{\\frac12}", True),
@@ -135,6 +129,7 @@ def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_for
 
         chat_template = "on"
         name_or_path = "script"
+        added_tokens_decoder: ClassVar[dict] = {}
 
         def generate(self, prompts, params):
             return [[Completion([r + 1], [0.0], True) for r in range(params.count)] for _ in prompts]
@@ -166,6 +161,7 @@ class OneEach:
 
     chat_template = "on"
     name_or_path = "one each"
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def __init__(self, texts):
         self.texts = texts
@@ -202,11 +198,10 @@ def graded_texts(record_format, form):
 
 
 #: Right for the reward and not for the harness, as docs/evaluation.md says: numbers spelled unlike the record's, which
-#: lm-eval compares as text, a number after #### in the thinking, and a point within the box.
+#: lm-eval compares as text, and a point within the box.
 REWARDED_ONLY = {
     ("gsm8k", "native"): [
         *("#### 18.0", "#### 1800", "#### .5", "#### 0018"),
-        *("<think>#### 20</think>\n#### 18", "<think>#### 20</think>#### 18"),
     ],
     ("gsm8k", "tags"): [
         "<think>9*2</think>\n<answer>$1,800.50</answer>",

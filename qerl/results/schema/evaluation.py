@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, TypeAdapter
@@ -18,7 +19,8 @@ class SampleRow(Stored):
     """A line of samples.jsonl, with the verdicts of the harness and of the grader of training.
 
     `extracted` and `correct` are the harness's, and `flexible` is a stock task's second match. `agrees` says whether
-    the grader of training has the same verdict, and `read` is the answer that it read.
+    the grader of training has the same verdict, and `read` is the answer that it read. `completion` is the text as
+    graders read it (`qerl.data.thinking`). `timeout` says whether either comparison exceeded its limit of CPU time.
     """
 
     dataset: str
@@ -33,6 +35,7 @@ class SampleRow(Stored):
     correct: int
     flexible: bool | None = None
     agrees: bool
+    timeout: bool = False
     tokens: int
     finished: bool
 
@@ -54,7 +57,8 @@ class TaskScore(Stored):
     """The score of one data set. `task` is the stock task, or none for the prompt of training.
 
     `pass_at` has the unbiased pass@k by k. `distinct_solutions` is the mean number of distinct right formulas of a
-    problem (countdown).
+    problem (countdown). `timeouts` counts the completions whose comparison exceeded its limit of CPU time. `date` is
+    the one that chat templates state.
     """
 
     harness: Harness
@@ -72,6 +76,8 @@ class TaskScore(Stored):
     distinct_solutions: Number | None = None
     task: StockTask | None = None
     sampling: Annotated[SamplingSettings, PlainSerializer(whole)] | None = None
+    timeouts: int = 0
+    date: datetime.date | None = None
 
 
 class Scores(Stored):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from pydantic import Field
@@ -14,14 +15,16 @@ from qerl.settings.models import WeightFormat
 class PreparedDataset(Stored):
     """data/<dataset>/dataset.json: the problems' prompt and origin, and the rows and SHA-256 of each split.
 
-    Folders that were prepared before data sets had units lack them. It has no stamp, so that equal problems give equal
-    files.
+    Folders that were prepared before data sets had units, thinking and date lack them. `date` is the one that chat
+    templates state. It has no stamp, so that equal problems and dates give equal files.
     """
 
     format: RecordFormat
     instruction: str
     answer: AnswerForm
     units: list[str] = Field([])
+    thinking: tuple[str, str] | None = None
+    date: datetime.date | None = None
     rows: dict[Split, int]
     sha256: dict[Split, str]
     columns: dict[str, str]

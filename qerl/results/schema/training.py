@@ -22,6 +22,8 @@ class StepMetrics(Stored):
     """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
 
     `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
+    `grading/timeouts` counts completions whose comparison with the answer exceeded the grader's limits; a step without
+    such completions lacks it.
     `silent/` is of completions without a gradient: their number, and the sample that stands for them in `entropy`,
     `mismatch/` and `ess/`. `seconds/idle` is of several processes: for how long a rank waited in the rollout for the
     others, as the mean of all ranks, and as the longest.
@@ -39,6 +41,7 @@ class StepMetrics(Stored):
     completion_tokens: Number
     completion_length: Number
     truncated: Number
+    grading_timeouts: int | None = _maybe("grading/timeouts")
     loss: Number
     entropy: Number
     entropy_sampler: Number | None = _maybe("entropy/sampler")

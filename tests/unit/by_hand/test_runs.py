@@ -1,7 +1,9 @@
 """Runs by hand through the Python API: checkpoints, data, mistakes, and what continues."""
 
+import datetime
 import functools
 import json
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,9 +21,12 @@ from qerl.cli.commands import app
 from qerl.data.by_hand import parse_run
 from qerl.data.records import DataError
 from qerl.policy.loading import has_packed_delta_nets
+from qerl.results.files import read_rows
+from qerl.results.paths import rollouts_file
+from qerl.results.schema.training import RolloutRow
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunFile
-from tests.tiny import edit_config, tiny_family, tiny_qwen2, write_template
+from tests.tiny import TEMPLATE, edit_config, tiny_family, tiny_qwen2, write_template
 from tests.unit.by_hand.conftest import ROWS
 
 
@@ -270,6 +275,70 @@ def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     assert qerl.train(values).finished
     assert (run.data / "dataset.json").stat().st_mtime_ns == kept
     assert list(run.metrics["reward"]) == list(whole.metrics["reward"])
+
+
+def on(monkeypatch, day):
+    """Let the clock of data sets and of chat templates be on a day of January 2026."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 1, day, 12)
+
+    class Calendar(datetime.date):
+        @classmethod
+        def today(cls):
+            return datetime.date(2026, 1, day)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    monkeypatch.setattr("qerl.data.sources.date", Calendar)
+
+
+def dated(folder):
+    model = tiny_qwen2(folder)
+    write_template(model, "{{ strftime_now('%Y-%m-%d') }}: " + TEMPLATE)
+    return {"model": str(model), "stored_rollouts": {"every": 1}}
+
+
+def prompts(run):
+    files = [run.folder / "rollouts" / rollouts_file(step) for step in (1, 2)]
+    return [row.prompt for file in files for row in read_rows(RolloutRow, file)]
+
+
+def test_a_run_that_continues_the_next_day_states_the_date_of_its_start(values, tmp_path, monkeypatch):
+    values |= dated(tmp_path / "dated")
+    on(monkeypatch, 1)
+    train_until("qerl.rl.trainer.Trainer._write", values)
+    on(monkeypatch, 2)
+    run = qerl.train(values)
+    assert {prompt[:10] for prompt in prompts(run)} == {"2026-01-01"}
+    evaluated = qerl.evaluate(run.policy, run.data, tmp_path / "evaluated", repeats=1, max_tokens=2)
+    assert {prompt[:10] for prompt in evaluated.samples["prompt"]} == {"2026-01-01"}
+    assert evaluated.metrics["date"] == "2026-01-01"
+
+
+def test_the_date_of_the_settings_is_stated(values, problems, tmp_path):
+    values |= dated(tmp_path / "dated")
+    dataset = {"format": "gsm8k", "origin": {"source": "local", "path": str(problems)}, "date": "2024-07-26"}
+    run = qerl.train({**values, "dataset": dataset})
+    assert {prompt[:10] for prompt in prompts(run)} == {"2024-07-26"}
+    with pytest.raises(ConfigError, match="date is written as 2026-01-31, not 20240726"):
+        qerl.train({**values, "dataset": {**dataset, "date": 20240726}, "out": tmp_path / "other"})
+
+
+def test_thinking_that_the_template_begins_earns_nothing_until_it_ends(values, tmp_path, caplog):
+    model = tiny_qwen2(tmp_path / "thinks")
+    write_template(model, TEMPLATE + "<think>")
+    (tmp_path / "seen.py").write_text("def seen(answer, problem):\n    return answer.text.startswith('<think>')\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with caplog.at_level("INFO"):
+            reward = {"function": "seen:seen", "custom": 1.0}
+            run = qerl.train({**values, "model": str(model), "reward": reward})
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert list(run.metrics["reward/custom"]) == [1.0, 1.0]
+    assert "thinking ends at </think> (the chat template begins it in the prompt)" in caplog.text
 
 
 def test_a_folder_with_other_content_is_left_unchanged(values, tmp_path):

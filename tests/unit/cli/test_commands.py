@@ -338,7 +338,8 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
     done = call_in_fork(train, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["settings", "checkpoint", "trained", "metrics"]
-    unreadable, steps, flat = done.stderr.splitlines()
+    thinking, unreadable, steps, flat = done.stderr.splitlines()
+    assert "thinking ends at </think> (a completion may begin it)" in thinking
     assert unreadable.startswith("warning: step 1: no completion states an answer that the grader reads.")
     assert re.fullmatch(r"steps: 1 of 1, reward 0\.000, length \d, sampler KL \S+, [\d,]+ tokens/s", steps)
     assert flat.startswith("warning: reward 0.000 -> 0.000 in 1 step: nothing was learned")

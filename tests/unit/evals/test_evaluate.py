@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -269,15 +270,66 @@ def test_truncated_share(monkeypatch, run):
     assert metrics["gsm8k"].truncated == 0.75
 
 
-def test_stop_strings_of_the_task_end_a_completion(run, problems):
-    """The stock task stops at the next "Question:": an answer written after it doesn't count."""
+def test_stop_strings_of_few_shot_prompts_end_no_completion_of_our_own_prompts(run, problems):
+    def script(name, number, repeat):
+        answer = problems[name][number].answer
+        return f"I think\nQuestion: what now?\n{stated(name, answer)}"
+
+    metrics, samples, _ = run(script)
+    assert {task.accuracy for task in metrics.values()} == {1.0}
+    assert all("what now?" in sample["completion"] and sample["agrees"] for sample in samples)
+
+
+def test_a_number_in_the_thinking_is_no_answer_of_any_harness(run, problems):
+    def script(name, number, repeat):
+        return f"<think>{stated(name, '98765')}</think>{stated(name, problems[name][number].answer)}"
+
+    metrics, samples, _ = run(script)
+    assert {task.accuracy for task in metrics.values()} == {1.0}
+    assert all(sample["agrees"] for sample in samples)
+
+
+def test_a_busy_machine_grades_as_an_idle_one(run, problems, monkeypatch):
+    """lighteval's own limit is 5 seconds of the clock."""
+    from lighteval.metrics.utils import math_comparison
+
+    compare = math_comparison.sympy_expr_eq
+
+    def slow(*given, **options):
+        time.sleep(5.5)
+        return compare(*given, **options)
+
+    monkeypatch.setattr(math_comparison, "sympy_expr_eq", slow)
 
     def script(name, number, repeat):
-        return f"I think\nQuestion: what now?\n#### {problems[name][number].answer}"
+        half = f"\\frac{{{2 * int(problems[name][number].answer)}}}{{2}}"  # equal by algebra, and not as text
+        return stated(name, half) if number == repeat == 0 else "no idea"
 
-    metrics, samples, _ = run(script, names=("gsm8k",))
-    assert metrics["gsm8k"].accuracy == 0.0
-    assert {sample["completion"] for sample in samples} == {"I think\n"}
+    _, samples, _ = run(script, names=("math",))
+    assert [sample["correct"] for sample in samples] == [1] + [0] * (len(samples) - 1)
+    assert not any(sample["timeout"] for sample in samples)
+
+
+def test_comparisons_over_their_limit_are_counted(run, problems, monkeypatch):
+    monkeypatch.setattr("qerl.evals.lighteval.CPU_SECONDS", 0.5)
+
+    def script(name, number, repeat):
+        return "\\boxed{(x+y+z)^{99}}" if number == 0 else stated(name, problems[name][number].answer)
+
+    metrics, samples, _ = run(script, names=("math",))
+    over = [sample for sample in samples if sample["timeout"]]
+    assert {sample["problem"] for sample in over} <= {problems["math"][0].id}
+    assert metrics["math"].timeouts == len(over) > 0
+    assert not any(sample["correct"] for sample in over)
+
+
+def test_lighteval_reads_the_box_and_not_what_stands_before_it(run, problems):
+    def script(name, number, repeat):
+        return f"The final answer is $m+n$, with $m=7$: {stated(name, problems[name][number].answer)}"
+
+    metrics, samples, _ = run(script, names=("math", "aime"))
+    assert {task.accuracy for task in metrics.values()} == {1.0}
+    assert all(sample["extracted"] == sample["gold"] for sample in samples)
 
 
 def test_lighteval_does_not_score_the_thinking(run, problems):

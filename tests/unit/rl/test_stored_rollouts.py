@@ -224,7 +224,7 @@ def test_texts_of_tokens_join_to_the_text(text):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode())
-    pieces = token_texts(tokenizer, ids, tokenizer.decode(ids, skip_special_tokens=True))
+    pieces = token_texts(tokenizer, ids, tokenizer.decode(ids, skip_special_tokens=True), ())
     assert "".join(pieces) == text
     ends = [len(text[:place].encode()) - 1 for place in range(1, len(text) + 1)]
     assert [place for place, piece in enumerate(pieces) if piece] == ends
@@ -233,10 +233,10 @@ def test_texts_of_tokens_join_to_the_text(text):
 def test_a_stop_token_has_no_text_and_broken_characters_stay_as_decoded():
     tokenizer = byte_tokenizer()
     ids = [*tokenizer.encode("ab"), tokenizer.eos_token_id]
-    assert token_texts(tokenizer, ids, "ab") == ["a", "b", ""]
+    assert token_texts(tokenizer, ids, "ab", {tokenizer.eos_token_id}) == ["a", "b", ""]
     cut = tokenizer.encode("aé")[:-1]
     text = tokenizer.decode(cut)
-    assert token_texts(tokenizer, cut, text) == ["a", "�"]
+    assert token_texts(tokenizer, cut, text, ()) == ["a", "�"]
     within = [cut[1], *tokenizer.encode("b")]
-    assert "".join(token_texts(tokenizer, within, tokenizer.decode(within))) == "�b"
-    assert token_texts(tokenizer, [], "") == []
+    assert "".join(token_texts(tokenizer, within, tokenizer.decode(within), ())) == "�b"
+    assert token_texts(tokenizer, [], "", ()) == []

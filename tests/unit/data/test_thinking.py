@@ -1,0 +1,140 @@
+"""Where thinking ends, for tokenizers and chat templates of each kind."""
+
+import pytest
+from tokenizers import AddedToken, decoders
+
+from qerl.data.answers import is_correct, well_formed
+from qerl.data.thinking import Thinking
+from qerl.policy.loading import load_tokenizer
+from tests.tiny import TEMPLATE, tiny_tokenizer, write_template
+
+HARMONY = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "return", "constrain")]
+HARMONY_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}<|start|>assistant"
+)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Makes a tokenizer of characters with added tokens, special or not, and a chat template."""
+
+    def make(tokens, template=TEMPLATE, special=True):
+        tokenizer = tiny_tokenizer(tmp_path)
+        tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_tokens([AddedToken(token, special=special) for token in tokens])
+        tokenizer.save_pretrained(tmp_path)
+        write_template(tmp_path, template)
+        return load_tokenizer(tmp_path)
+
+    return make
+
+
+def read(tokenizer, written, named=None, question="9+9?"):
+    """What graders read of a completion, which a stop token ends."""
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(written + "<eos>", add_special_tokens=False)["input_ids"]
+    return Thinking(tokenizer, named).text(ids, prompt)
+
+
+def grade(text, record_format="gsm8k", form="native"):
+    return is_correct(text, "18", record_format, form), well_formed(text, record_format, form)
+
+
+PAIRS = [
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("begin", "end"), PAIRS)
+def test_delimiters_of_the_tokenizer_delimit_thinking(made, begin, end, special):
+    tokenizer = made([begin, end], special=special)
+    assert grade(read(tokenizer, f"{begin}9+8 #### 17{end}#### 18")) == (True, True)
+    assert grade(read(tokenizer, f"{begin}#### 18{end}#### 17")) == (False, True)
+    assert grade(read(tokenizer, f"{begin}Perhaps #### 18")) == (False, False)
+    assert grade(read(tokenizer, "#### 18")) == (True, True)
+
+
+@pytest.mark.parametrize(("begin", "end"), PAIRS)
+@pytest.mark.parametrize("rest", ["", "\n", "\nOkay, "])
+def test_a_template_that_begins_the_thinking(made, begin, end, rest):
+    tokenizer = made([begin, end], template=f"{TEMPLATE}{begin}{rest}")
+    assert Thinking(tokenizer).begins_in_prompt
+    assert grade(read(tokenizer, f"so{end}<answer>18</answer>"), form="tags") == (True, True)
+    assert grade(read(tokenizer, f"{begin}so{end}<answer>18</answer>"), form="tags") == (True, True)
+    assert grade(read(tokenizer, "<answer>18</answer>"), form="tags") == (False, False)
+    assert grade(read(tokenizer, "Perhaps \\boxed{18}"), "math") == (False, False)
+    assert grade(read(tokenizer, f"so{end}\\boxed{{18}}"), "math") == (True, True)
+
+
+def test_a_template_that_ends_the_thinking_in_the_prompt(made):
+    tokenizer = made(["<think>", "</think>"], template=f"{TEMPLATE}<think>\n\n</think>\n\n")
+    assert not Thinking(tokenizer).begins_in_prompt
+    assert grade(read(tokenizer, "#### 18")) == (True, True)
+
+
+def test_tags_in_a_question_begin_no_thinking(made):
+    tokenizer = made(["<think>", "</think>"])
+    assert grade(read(tokenizer, "#### 18", question="Think after <think>. 9+9?")) == (True, True)
+
+
+def test_a_template_that_thinks_for_some_messages_alone(made):
+    thinks = "{% if '/think' in messages[-1]['content'] %}<think>{% endif %}"
+    tokenizer = made([], template=TEMPLATE + thinks)
+    assert grade(read(tokenizer, "#### 18")) == (True, True)
+    assert grade(read(tokenizer, "#### 18", question="/think 9+9?")) == (False, False)
+
+
+def test_tags_of_answers_that_are_special_tokens_are_read(made):
+    tokenizer = made(["<think>", "</think>", "<answer>", "</answer>"])
+    text = read(tokenizer, "<think>9+9</think><answer>18</answer>")
+    assert text == "<think>9+9</think><answer>18</answer>"
+    assert grade(text, form="tags") == (True, True)
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (f"{ANALYSIS}Not #### 17.<|end|>{FINAL}#### 18<|return|>", "<think>Not #### 17.</think>#### 18"),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c", "<think>ab</think>c"),
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary to=f <|constrain|>json<|message|>b", "<think>ab"),
+        (f"{ANALYSIS}#### 18<|end|><|start|>assistant<|channel|>fin", "<think>#### 18"),
+        ("<|channel|>final<|message|>#### 18<|return|>", "#### 18"),
+        ("#### 18", "#### 18"),
+    ],
+)
+def test_channels_of_harmony(made, written, text):
+    assert read(made(HARMONY, HARMONY_TEMPLATE), written) == text
+
+
+def test_a_template_that_begins_the_analysis(made):
+    tokenizer = made(HARMONY, HARMONY_TEMPLATE + ANALYSIS)
+    assert read(tokenizer, f"a<|end|>{FINAL}#### 18") == "<think>a</think>#### 18"
+    assert grade(read(tokenizer, "#### 18")) == (False, False)
+
+
+def test_delimiters_of_the_settings(made):
+    tokenizer = made([])
+    assert grade(read(tokenizer, "<plan>#### 17</plan>#### 18")) == (False, False)
+    assert grade(read(tokenizer, "<plan>#### 17</plan>#### 18", ["<plan>", "</plan>"])) == (True, True)
+
+
+def test_what_ends_the_thinking_is_one_line(made):
+    lines = [
+        Thinking(made(["[THINK]", "[/THINK]"])).summary,
+        Thinking(made(HARMONY, HARMONY_TEMPLATE)).summary,
+        Thinking(made([], template=f"{TEMPLATE}<think>")).summary,
+    ]
+    for line, end in zip(lines, ("[/THINK]", "<|channel|>final", "begins it in the prompt"), strict=True):
+        assert end in line
+        assert "\n" not in line
