@@ -96,6 +96,8 @@ def _route(
     tl.store(weights + row * CHOSEN + place, _probabilities(read, place, CHOSEN, NORMALISED), place < CHOSEN)
 
 
+# Routes and groups stay two launches: one launch was slower for 128 experts, and saved 0.02 ms of a step for 32
+# (docs/lab/mixtures.md).
 def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """See `mixture_reference.route`. Of equal scores the first wins."""
     (rows, experts), device = scores.shape, scores.device

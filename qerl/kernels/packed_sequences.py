@@ -219,6 +219,7 @@ def attend_masked(
     return out[..., :size]
 
 
+# There is no soft cap of scores: flash attention has none, and Gemma 3 and later models don't need it.
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing | FixedPacking, scale: float, window: int | None
 ) -> Tensor:

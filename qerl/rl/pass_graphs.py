@@ -1,7 +1,7 @@
 """Forward and backward passes of small policies as CUDA graphs.
 
 A pass of a small policy launches some thousand kernels of a few microseconds each. The host takes 25 times as long to
-launch them as the GPU to run them (docs/lab/exploration.md). A graph launches them all at once.
+launch them as the GPU to run them (docs/lab/updates.md). A graph launches them all at once.
 """
 
 from __future__ import annotations

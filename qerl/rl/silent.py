@@ -24,6 +24,8 @@ class Silent:
     tokens: int
 
 
+# Micro-batches are cut as if silent completions were read. Cutting the rest anew would make fewer of them, but `bnpo`
+# would be another loss, and every loss would add up its terms in another order.
 def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> Silent:
     """The silent completions of a batch, and a random sample of them by (seed, step).
 

@@ -11,13 +11,6 @@ import yaml
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_small_exploration_runs_its_configuration():
-    said = subprocess.run(
-        ["make", "--dry-run", "exploration-small", "CORES=2"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert "snakemake --cores 2 --configfile config/exploration-small.yaml " in said
-
-
 @pytest.mark.parametrize("model", ["models/mine", "my models/a b", "it's; rm -rf *"])
 def test_paths_of_ones_own_reach_the_workflow_as_they_are(model):
     told = subprocess.run(

@@ -9,7 +9,8 @@ from qerl.formats import tiles as layout
 #: Shared memory that keeps two thread blocks of a launch off one multiprocessor. Otherwise, if a norm's block occupies
 #: a multiprocessor, two blocks of the product share another and delay all: 28 % of a step at one sequence.
 ONE_PER_SM_BYTES = 116000
-#: Rows of A in a stage of the pipeline, beyond 32 rows of x.
+#: Rows of A in a stage of the pipeline, beyond 32 rows of x. With fewer rows separate warps compute A x, because
+#: further stages would delay their thread blocks by more than the work takes. With more, they'd read x too often.
 SHRINK_ROWS = 32
 #: Up to 32 rows of x: the fewest and most spans of columns into which A x is divided, by the number of A's rows.
 _SPANS = (8, 40)

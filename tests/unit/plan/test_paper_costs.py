@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from qerl.cli import commands as cli
 from qerl.plan import cost_model, plan
 from qerl.plan.cost_model import ASSUMED, SIZES, SPEEDS, Costs, Hours, PlannedWork
 from qerl.plan.paper_costs import Needs, by_table
@@ -288,14 +286,3 @@ def test_a_measured_update_says_whether_with_gradient_checkpointing(monkeypatch,
     write(monkeypatch, tmp_path, [row])
     with pytest.raises(ConfigError, match="doesn't say gradient_checkpointing"):
         Costs("h200")
-
-
-# --- the page
-
-
-def test_the_page_is_what_the_command_prints(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    said = CliRunner().invoke(cli.app, ["plan", "config/paper.yaml", "--by", "table"], catch_exceptions=False).output
-    file = ROOT / "docs/gpu-hours.md"
-    assert said == file.read_text(), "run: qerl plan config/paper.yaml --by table > docs/gpu-hours.md"
-    assert "gpu-hours.md" in (ROOT / "docs/paper.md").read_text()

@@ -1,16 +1,21 @@
-"""The page with every number of the paper's speed tables: its numbers by their samples, and the committed page."""
+"""The page with every number of the paper's speed tables: its numbers by their samples."""
 
 import json
 import re
+from pathlib import Path
 from statistics import median
 
 import pytest
 
+from qerl.plan.shapes import committed_files
 from qerl.report.grid import write_all
+from qerl.report.paper_page import paper_page
 from qerl.results.names import decode_name
-from tests.paper_tables import PAGE, page
+from qerl.results.speed_readers import load_points, load_steps
+from qerl.settings.reading import read_yaml
 from tests.synthetic_results import OUT_OF_MEMORY, decode_file
 
+ROOT = Path(__file__).parents[3]
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 #: Sequences of a batch of one, by the heading of a reading.
 READINGS = {"concurrent sequences": 1, "prompts of 8 completions": 8}
@@ -39,16 +44,15 @@ def expected(file, batch, factor):
     return OUT_OF_MEMORY if content["status"] == OUT_OF_MEMORY else median(step["step"] for step in content["steps"])
 
 
-def test_the_committed_page_is_that_of_the_committed_points():
-    assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.paper_tables"
-
-
-def test_every_number_of_the_committed_page_is_that_of_its_samples():
+def test_every_number_is_that_of_its_committed_samples(tmp_path):
+    files = committed_files([ROOT / folder for folder in read_yaml(ROOT / "config/shapes.yaml")["shapes"]["samples"]])
+    decode, steps = ([file for file in files if file.name.startswith(kind)] for kind in ("decode-", "step-"))
+    page = paper_page(load_points(decode), load_steps(steps), files, tmp_path)
     seen = set()
-    for factor, title, row in rows(PAGE.read_text(encoding="utf-8")):
+    for factor, title, row in rows(page):
         for cell in row.values():
             for text, link in LINK.findall(cell):
-                number = expected(PAGE.parent / link, int(row["batch"]), factor)
+                number = expected(tmp_path / link, int(row["batch"]), factor)
                 shown = text if number == OUT_OF_MEMORY else float(text.partition(" ")[0].replace(",", ""))
                 assert shown == (number if number == OUT_OF_MEMORY else pytest.approx(number, rel=6e-3)), (title, row)
                 seen.add(title)

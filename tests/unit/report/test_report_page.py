@@ -14,7 +14,6 @@ from qerl.report import grid, job
 from qerl.report.pages import page
 from qerl.report.report_page import write_report
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
-from tests.browser import browser, needs_browser
 from tests.synthetic_results import (
     ARMS,
     NO_METRICS,
@@ -201,37 +200,3 @@ def test_the_gates_have_a_report_of_their_verdict_and_runs(tmp_path):
 def test_it_is_one_file_of_a_few_megabytes(report):
     assert report.stat().st_size < 5e6
     assert not re.findall(r'(?:src|srcset|href)="(?!data:|#|samples\.html)', report.read_text())
-
-
-@needs_browser
-def test_it_reads_well_in_a_browser(report, tmp_path):
-    """In light and dark on a phone and a large screen: nothing overflows, and the answer is on the first screen."""
-    colours = set()
-    with browser() as tab:
-        for width in (400, 1400):
-            for dark in (False, True):
-                tab.open(report, width=width, dark=dark)
-                assert not tab.errors
-                assert not tab.requests
-                assert tab.overflow() == 0
-                assert tab.ask("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
-                tables = tab.ask("[...document.querySelectorAll('.wide')].map(e => e.getBoundingClientRect().right)")
-                assert max(tables) <= width
-                colours.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
-            top, bottom = tab.ask("(b => [b.top, b.bottom])(document.querySelector('.main').getBoundingClientRect())")
-            assert 0 < top < 400
-            heads = "[...document.querySelectorAll('.main thead tr:last-child th')]"
-            widths = tab.ask(f"{heads}.map(e => e.offsetWidth)")
-            assert widths[0] < 200, "only reasons are long: the empty cell above the names takes no room"
-            assert bottom < (900 if width > 400 else 1000)
-        tops = tab.ask("[...document.querySelectorAll('figure')].slice(0, 2).map(e => e.getBoundingClientRect().top)")
-        assert max(tops) < 700
-        chosen = "document.images[0].currentSrc === document.images[0].src"
-        assert tab.ask(chosen)
-        tab.resize(400)
-        tab.settle()
-        assert not tab.ask(chosen)
-        tab.open(report)
-        tab.pdf(tmp_path / "report.pdf")
-    assert len(colours) == 2
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")

@@ -343,36 +343,6 @@ def test_a_right_to_left_override_turns_nothing_around_outside_of_itself(results
 
 
 @needs_browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
-def test_the_page_fits_windows_and_keeps_its_contrast(results, tab, width, dark):
-    page = made(results)
-    for address in (RUN, f"{RUN}/sums/1", f"{RUN}/12/train-3?shade=surprise"):
-        opened(tab, page, address, width=width, dark=dark)
-        assert tab.overflow() == 0
-        colours = tab.ask("['color', 'backgroundColor'].map(key => getComputedStyle(document.body)[key])")
-        ink, paper = (luminance([int(n) for n in re.findall(r"\d+", colour)[:3]]) for colour in colours)
-        assert (paper < ink) == dark
-        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7  # WCAG's AAA
-    if width == 400:  # the list and the problem are two screens
-        tab.click(".to-list")
-        ready(tab)
-        assert tab.ask("document.getElementById('problem').offsetHeight") == 0
-        tab.click("#problems a:nth-of-type(2)")
-        ready(tab)
-        assert tab.text("h2") == "Problem 2"
-        assert tab.ask("document.getElementById('problems').offsetHeight") == 0
-        tab.ask("history.back()")
-        tab.wait_for("document.getElementById('problems').offsetHeight > 0")
-
-
-def luminance(colour: list[int]) -> float:
-    """WCAG's relative luminance."""
-    linear = [(c / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 * 255) / 255 for c in colour]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-@needs_browser
 def test_an_address_of_what_is_not_there_leads_to_what_is_near_and_says_so(results, tab):
     opened(tab, made(results), f"{RUN}/14/train-99")
     told = tab.text("#problem")
