@@ -34,8 +34,8 @@ def load(path: str) -> Callable[..., Any]:
     Errors of the module during its import propagate, with a note that names the module.
     """
     module_name, _, name = path.partition(":")
-    # Unlike `python -m qerl`, the installed command `qerl` lacks the working directory on its path. It is added last,
-    # so that a file in it can't shadow a package.
+    # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
+    # can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     module = _imported(module_name, path)

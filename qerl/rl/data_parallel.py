@@ -36,6 +36,8 @@ _MEETING_SECONDS = 3600
 _ANSWER_SECONDS = 120
 #: The exit status of a process that begins a run while it imports the script that started it.
 _UNGUARDED = 76
+#: Set, it keeps the working directory from the front of Python's path.
+_SAFE_PATH = "PYTHONSAFEPATH"
 #: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
 _COUNTERS = itertools.count()
 
@@ -155,6 +157,8 @@ def _launch(
         place = {"rdzv_backend": "static", "rdzv_endpoint": f"{at.address}:{at.port}", "run_id": "qerl"}
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
     launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"  # new processes import modules before they get this one's path
     try:
         elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
     except SignalException as error:
@@ -176,6 +180,10 @@ def _launch(
                 'write `if __name__ == "__main__":` before the calls in the script'
             ) from None
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
+    finally:
+        os.environ.pop(_SAFE_PATH)
+        if before is not None:
+            os.environ[_SAFE_PATH] = before
 
 
 def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:

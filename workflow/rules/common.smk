@@ -13,6 +13,8 @@ ROOT = next(folder for folder in (BASE, *BASE.parents) if (folder / "qerl").is_d
 sys.path.insert(0, str(ROOT))
 OTHERS = filter(None, [os.environ.get("PYTHONPATH")])  # jobs load it, too
 os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]))
+# Snakemake starts itself as a module, for rules with `run` and on clusters: a file here must not shadow one of its modules.
+os.environ.update(PYTHONSAFEPATH="1")
 
 from snakemake.exceptions import WorkflowError
 

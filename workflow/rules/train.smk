@@ -36,6 +36,6 @@ rule train:
         ),
     shell:
         "for try in 1 2 3; do"
-        " {params.launcher} python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
+        " {params.launcher} python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
         " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"

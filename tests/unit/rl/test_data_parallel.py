@@ -145,6 +145,18 @@ def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_p
     assert "Traceback" not in done.stderr.partition("ConfigError")[2]
 
 
+def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_path):
+    script, place = tmp_path / "script.py", tmp_path / "place"
+    place.mkdir()
+    (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
+    run = "run_in_processes(2, print, 'a process of', 'the run')"
+    script.write_text(f"from qerl.rl.data_parallel import run_in_processes\nif __name__ == '__main__':\n    {run}\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, script]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split("\n").count("a process of the run") == 2, done.stderr
+
+
 def test_a_launcher_around_the_run_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without a launcher"):
