@@ -1,6 +1,6 @@
 """The entry point: `qerl`, or `python -m qerl`."""
 
-from qerl.cli.interrupt import interruptible
+from qerl.host.interrupt import interruptible
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def training(shown: str, run: str) -> SimpleNamespace:
     return SimpleNamespace(
         resources=SimpleNamespace(**numbers, get=numbers.get, keys=numbers.keys),
         threads=int(threads[1]) if threads else 1,
-        command=block[block.index("for try in") :],
+        command=block[block.index("trap : TERM") :],
     )
 
 
