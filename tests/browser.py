@@ -54,7 +54,7 @@ class Tab:
         return self._page
 
     def open(self, page: Path, fragment: str = "", *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Load a file, `fragment` after its #, in a window of this size (pixels); below a width of 500 it is a phone."""
+        """Load a file, `fragment` after its #, in a window of this size in pixels, narrow as a phone below 500."""
         self.close()
         self.errors, self.requests = [], []
         self._page = self._chromium.new_page(
