@@ -11,7 +11,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-PAGES = ("*.md", "docs/**/*.md", "config/**/*.md", "profiles/*.md", "results/reference/**/*.md")
+PAGES = ("*.md", "docs/**/*.md", "config/**/*.md", "qerl/**/*.md", "profiles/*.md", "results/reference/**/*.md")
 _LINK = re.compile(r"(?:\]\(|src(?:set)?=\")([^)#\s\":]+)")
 
 

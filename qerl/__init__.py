@@ -25,6 +25,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The documented names, of which most exist only once they are used."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """The API on first use: Snakemake imports this package at every call, and must not wait for torch."""
     if name in __all__:

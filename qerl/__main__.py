@@ -1,6 +1,6 @@
 """The entry point: `qerl`, or `python -m qerl`."""
 
-from qerl.cli.interrupt import interruptible, within_memory
+from qerl.host.interrupt import interruptible, within_memory
 
 
 def main() -> None:

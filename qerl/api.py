@@ -7,7 +7,7 @@ starts.
 
 from __future__ import annotations
 
-from qerl.by_hand.evaluations import Evaluation, Problems, check_evaluation, evaluate, sample, stock_task
+from qerl.by_hand.evaluations import Evaluation, Problems, asked_by, check_evaluation, evaluate, sample, stock_task
 from qerl.by_hand.exports import LOSS_PROBLEMS, export, export_merged
 from qerl.by_hand.models import Dtype, Packed, PathLike, quantize
 from qerl.by_hand.publishing import publish
@@ -25,6 +25,7 @@ __all__ = [
     "Problems",
     "Run",
     "Split",
+    "asked_by",
     "check_evaluation",
     "evaluate",
     "export",

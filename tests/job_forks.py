@@ -33,9 +33,9 @@ _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 arguments = sys.argv[1:]
 if {name!r} == "python":
-    if arguments[:2] != ["-m", "qerl"]:
+    if arguments[:3] != ["-P", "-m", "qerl"]:
         os.execv({python!r}, [{python!r}, *arguments])
-    arguments = arguments[2:]
+    arguments = arguments[3:]
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     asked = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()

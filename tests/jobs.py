@@ -57,7 +57,7 @@ def processes_of(kind: str, folder: Path) -> list[int]:
             command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
         except OSError:  # it ended meanwhile, or is another user's
             continue
-        called = place == folder and command[1:4] == [b"-m", b"qerl", b"rule"]
-        if called and json.loads(command[4])["kind"] == kind:
+        called = place == folder and command[1:5] == [b"-P", b"-m", b"qerl", b"rule"]
+        if called and json.loads(command[5])["kind"] == kind:
             found.append(int(process.name))
     return found

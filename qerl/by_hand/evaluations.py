@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoints.context import context_length
+from qerl.checkpoints.folder import RUN_FILE
 from qerl.data.by_hand import local_dataset
 from qerl.data.given import GIVEN, GivenData, given
 from qerl.host.imports import check_installed
@@ -31,26 +32,28 @@ if TYPE_CHECKING:
     from qerl.policy.policy import Policy
     from qerl.results.intervals import Interval
 from qerl.by_hand.models import PathLike
+from qerl.by_hand.runs import Run, load
 
 Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
 
 
 def sample(
-    policy: Policy,
+    policy: Policy | PathLike,
     prompts: Iterable[str],
     *,
     count: int = 1,
     seed: int = 0,
-    instruction: str = "",
+    instruction: str | None = None,
     date: datetime.date | None = None,
     **sampling: float,
 ) -> list[list[Drawn]]:
     """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
 
-    A prompt becomes a user's message, with `instruction` on a line of its own, in the policy's chat template, which may
-    state `date` (by default today's). In `text`, thinking stands between `<think>` and `</think>`.
-    `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of `SamplingSettings`. Raises `TypeError` for
-    prompts that aren't strings, such as chats, and for a policy that isn't loaded.
+    `policy` is what `load` returns, or the model or run that `load` takes. A prompt becomes a user's message, with
+    `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default today's). The
+    defaults of both are those of the run, if `policy` is the folder of one. In `text`, thinking stands between
+    `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
+    `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings, such as chats.
     """
     from qerl.data.prompts import prompt_ids
     from qerl.evals.policy import EvaluatedPolicy
@@ -58,26 +61,48 @@ def sample(
     from qerl.rollout.sampler import SamplingParams
 
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a list of strings, not {prompts!r}")
+        raise ConfigError(f"prompts must be a list of strings, not {prompts!r}")
     texts = list(prompts)  # a generator can be read once only
     for prompt in texts:
         if not isinstance(prompt, str):
-            raise TypeError(f"a prompt must be a string, the text of one user's message, not {prompt!r}")
+            raise ConfigError(f"a prompt must be a string, the text of one user's message, not {prompt!r}")
         check_unicode(prompt, "a prompt")
     check_unicode(instruction or "", "instruction")
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_seed(seed)
+    asked = "" if instruction is None else instruction
+    if isinstance(policy, (str, Path)):
+        of_run = asked_by(policy)
+        asked = of_run.get("instruction", "") if instruction is None else asked
+        date = date or of_run.get("date")
+        policy = load(policy)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, instruction, date) for prompt in texts]
+    ids = [prompt_ids(policy.tokenizer, prompt, asked, date) for prompt in texts]
     context = context_length(policy.lm.config.to_dict())
     return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
 
+def asked_by(model: PathLike) -> dict[str, Any]:
+    """What a run's data set asks for: instruction, form of answers, and the date that chat templates state.
+
+    A model that isn't a run has none.
+    """
+    from qerl.data.sources import read_meta
+
+    if not (Path(model) / RUN_FILE).is_file():
+        return {}
+    run = Run(Path(model))
+    asked = run.settings.dataset.asked
+    return {**asked, "date": read_meta(run.data).date} if run.data.is_dir() else asked
+
+
 def _check_policy(policy: Any) -> None:
     if not hasattr(policy, "tokenizer"):
-        raise TypeError(f"a policy is what qerl.load(FOLDER) returns, or the `policy` of a run, not {policy!r}")
+        raise ConfigError(
+            f"a policy is a folder of a model or run, what qerl.load returns, or the `policy` of a run, not {policy!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,51 +134,63 @@ class Evaluation:
 
 
 def evaluate(
-    policy: Policy,
+    policy: Policy | PathLike,
     problems: Problems,
     out: PathLike,
     *,
     repeats: int | None = None,
     seed: int = 0,
     instruction: str | None = None,
-    answer: AnswerForm = "native",
-    units: Sequence[str] = (),
+    answer: AnswerForm | None = None,
+    units: Sequence[str] | None = None,
     thinking: Sequence[str] | None = None,
     date: datetime.date | None = None,
     task: StockTask | TaskSettings | None = None,
     **sampling: float,
 ) -> Evaluation:
-    """Score `policy` by the harness of the record format: lm-eval (gsm8k), lighteval (math, aime) or the own grader.
+    """Score a policy by the harness of the record format: lm-eval (gsm8k), lighteval (math, aime) or the own grader.
+
+    `policy` is what `sample` takes.
 
     `task` names a stock task of the harness, with its prompt, gold answer and metric. As `TaskSettings`, it may also
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
 
     `problems` is a file of records, or records as `train` takes them. All of these are asked, for an answer of the form
-    `answer` whose number `units` may follow, and with `instruction`, by default that of `DatasetSettings`. `thinking`
-    and `date` are keys of it too: delimiters of thinking, and the date that chat templates state. Give a base and the
-    policies that are compared with it the same date. `problems`
-    may also be a folder with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`. Then the
-    test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6, top_p
-    0.95, four repeats.
+    `answer` whose number `units` may follow, and with `instruction`. `thinking` and `date` are keys of the data set too:
+    delimiters of thinking, and the date that chat templates state. Give a base and the policies that are compared with
+    it the same date. The defaults are those of the run, if `policy` is the folder of one, else of `DatasetSettings`.
+    `problems` may also be a folder with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`.
+    Then the test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6,
+    top_p 0.95, four repeats.
     """
     check_installed("eval")
     from qerl.data.sources import read_meta
     from qerl.evals.job import score_policy
 
-    _check_policy(policy)
+    if not isinstance(policy, (str, Path)):
+        _check_policy(policy)
     folder = path_argument(out, "out")
     check_unicode(instruction or "", "instruction")
+    if isinstance(units, str) or not (units is None or isinstance(units, Iterable)):
+        raise ConfigError(f"units must be a list of words and signs, not {units!r}")
+    of_call = {
+        "instruction": instruction,
+        "answer": answer,
+        "units": None if units is None else [*units],
+        "thinking": thinking,
+        "date": date,
+    }
+    asked = {key: value for key, value in of_call.items() if value is not None}
     if isinstance(task, str):
         task = stock_task(task)
-    if isinstance(units, str) or not isinstance(units, Iterable):
-        raise ConfigError(f"units must be a list of words and signs, not {units!r}")
-    if task and task.task and (instruction or answer != "native" or units):
+    if task and task.task and (instruction or units or answer not in (None, "native")):
         raise ConfigError(
             f"task {task.task} has a prompt and a form of answers of its own; leave out instruction, answer and units"
         )
     check_evaluation(problems, folder, task)
-    asked = {"answer": answer, "units": [*units], "thinking": thinking, "date": date}
-    asked |= {} if instruction is None else {"instruction": instruction}
+    if isinstance(policy, (str, Path)):
+        asked = asked if task and task.task else {**asked_by(policy), **asked}
+        policy = load(policy)
     with writing(folder):
         data = _problem_folder(problems, asked, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")

@@ -143,9 +143,8 @@ def _make(run: Run, settings: RunFile, records: Given) -> None:
         # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
         with FileLock(run.folder / WORK / "parts"):
             records.write()
+            _forget_parts(run, settings)
             _write_run_file(settings)
-            if not run.checkpoint.exists():  # settings may have been corrected
-                shutil.rmtree(run.data, ignore_errors=True)
             make_data(settings)
             check_runs(source, [(run.data, settings.rollout)])
             make_base(settings, source)
@@ -249,7 +248,7 @@ def _check_same(folder: Path, settings: RunFile) -> None:
         if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return
-    if not Run(folder).checkpoint.exists():  # nothing was made that took time: settings may still be corrected
+    if not _trained(Run(folder)):  # a start that failed: settings may still be corrected
         return
     import pandas as pd
 
@@ -263,6 +262,31 @@ def _check_same(folder: Path, settings: RunFile) -> None:
                 f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {asked.get(key)} here); "
                 "give another folder as `out`, or delete this one"
             )
+
+
+def _trained(run: Run) -> bool:
+    """Whether at least one step of the run is done."""
+    return run.finished or any(run.folder.glob(f"{WORK}/*/{METRICS}"))
+
+
+def _forget_parts(run: Run, settings: RunFile) -> None:
+    """Remove data and checkpoint that an earlier, failed start made by other settings. Files are compared elsewhere."""
+    if not (run.folder / RUN_FILE).is_file():
+        return
+    before = Run(run.folder).settings
+    if not run.checkpoint.exists() or before.dataset != settings.dataset:
+        shutil.rmtree(run.data, ignore_errors=True)
+    if _of_base(before) != _of_base(settings):
+        if run.checkpoint.is_symlink():
+            run.checkpoint.unlink()
+        else:
+            shutil.rmtree(run.checkpoint, ignore_errors=True)
+
+
+def _of_base(settings: RunFile) -> tuple[Any, ...]:
+    """The settings of which a base is made."""
+    of_run = settings.settings
+    return settings.model, settings.weights, settings.pack_delta_nets, of_run.calibrated, of_run.perturbed
 
 
 def _write_run_file(settings: RunFile) -> None:

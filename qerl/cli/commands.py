@@ -19,7 +19,7 @@ from qerl import api
 from qerl.checkpoints.folder import RUN_FILE
 from qerl.cli import doctor, rules, sharing, watch, workflow
 from qerl.cli.console import console, print_error, print_table
-from qerl.cli.interrupt import interruptible
+from qerl.host.interrupt import interruptible
 from qerl.host.progress import configure_logging
 from qerl.host.screen import UNKNOWN, quiet
 from qerl.provenance.files import check_writable
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Interruptible(TyperGroup):
-    """The commands, with their own handling of Ctrl-C, at which click would print "Aborted!"."""
+    """The commands, with their own handling of Ctrl-C and other signals, at which click would print "Aborted!"."""
 
     def invoke(self, ctx: Any) -> Any:
         with interruptible():
@@ -170,7 +170,7 @@ def sample(
         raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
-    of_run = _asked(model)
+    of_run = api.asked_by(model)
     added = of_run.get("instruction", "") if instruction is None else instruction
     with quiet():
         policy = api.load(model, dtype)
@@ -213,7 +213,7 @@ def evaluate(
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
-    asks = _asked(model) if stock is None else {}
+    asks = api.asked_by(model) if stock is None else {}
     asks |= {} if instruction is None else {"instruction": instruction}
     api.check_evaluation(asked, out, stock)
     with quiet():
@@ -233,14 +233,6 @@ def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> N
 
 def _run_of(model: str) -> api.Run | None:
     return api.Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
-
-
-def _asked(model: str) -> dict[str, Any]:
-    """The prompt and answer form of a run's data set, with its date. A model that isn't a run has none."""
-    from qerl.data.sources import read_meta
-
-    run = _run_of(model)
-    return {**run.settings.dataset.asked, "date": read_meta(run.data).date} if run and run.data.is_dir() else {}
 
 
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:

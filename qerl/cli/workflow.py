@@ -152,7 +152,7 @@ def grid(
     jobs = point_jobs(shapes, Files(plan).points)
     left = {id: job for id, one in jobs.items() if (job := remaining(one, shapes))}
     if missing:
-        commands = [["python", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
+        commands = [["python", "-P", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
         typer.echo("\n".join(map(shlex.join, commands)))
     else:
         _print_grid(str(config), shapes, jobs, left)

@@ -92,7 +92,7 @@ def unpacked_wheel(commit: str, folder: Path) -> Path:
             name,
             str(source),
         ]
-        _run([sys.executable, "-m", "pip", *build])
+        _run([sys.executable, "-P", "-m", "pip", *build])
         [wheel] = Path(name).glob("*.whl")
         zipfile.ZipFile(wheel).extractall(unpacked)
         unpacked.rename(target)

@@ -5,6 +5,7 @@ Modules are searched among the installed ones first, then in the working directo
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 import signal
@@ -14,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +36,8 @@ def load(path: str) -> Callable[..., Any]:
     Errors of the module during its import propagate, with a note that names the module.
     """
     module_name, _, name = path.partition(":")
-    # Unlike `python -m qerl`, the installed command `qerl` lacks the working directory on its path. It is added last,
-    # so that a file in it can't shadow a package.
+    # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
+    # can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     module = _imported(module_name, path)
@@ -81,8 +83,13 @@ def _place(error: BaseException) -> str:
 def check(path: str, key: str) -> None:
     """Raise `ConfigError` unless the function can be imported and accepts the arguments of `key` (`ARGUMENTS`)."""
     function, arguments = load(path), ARGUMENTS[key]
-    if inspect.iscoroutinefunction(function):
+    # That of an object is its method; of a class, an instance of it is the value.
+    plain = inspect.isroutine(function) or isinstance(function, (partial, type))
+    called: Any = function if plain else type(function).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
         raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
+    if key == "reward.function" and inspect.isgeneratorfunction(called):
+        raise ConfigError(f"{key} {path} has `yield`, so that its value is a generator; `return` a number instead")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
@@ -124,10 +131,11 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
     """
     function = load(path)
     try:
-        with _limited(limit, key):
+        with _limited(limit):
             return function(*arguments)
     except _OverTime as error:
-        place = traceback.extract_tb(error.__traceback__)[-2]  # the last one is the handler of the signal
+        # Not the handler of the signal, which is in this file.
+        place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__][-1]
         raise ConfigError(
             f"{key} {path} wasn't done after {limit:g} s (it was at {place.filename}, line {place.lineno}); mend it, "
             "or allow it more time: then the run goes on from its last checkpoint"
@@ -147,13 +155,19 @@ class _OverTime(BaseException):
 
 
 @contextmanager
-def _limited(limit: float | None, key: str) -> Iterator[None]:
-    """A context that SIGALRM interrupts after `limit` seconds, both in Python code and while waiting."""
+def _limited(limit: float | None) -> Iterator[None]:
+    """A context that is interrupted after `limit` seconds.
+
+    In the main thread SIGALRM does it, both in Python code and while waiting; in others, such as those of servers, only
+    Python code is interrupted.
+    """
     if limit is None:
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(f"{key} can have a time limit only in the main thread; train there, or set timeout: null")
+        with _limited_thread(limit):
+            yield
+        return
 
     def expire(*_: Any) -> None:
         raise _OverTime
@@ -165,6 +179,26 @@ def _limited(limit: float | None, key: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *other_timer)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _limited_thread(limit: float) -> Iterator[None]:
+    thread, lock, done = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+
+    def expire() -> None:
+        with lock:
+            if not done:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OverTime))
+
+    timer = threading.Timer(limit, expire)
+    timer.daemon = True  # an interrupted program doesn't wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            done = True
 
 
 def source_version(path: str) -> str:

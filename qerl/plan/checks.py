@@ -175,7 +175,7 @@ def check_interpreter() -> None:
     if python is not None:
         if Path(python).parent == Path(sys.executable).parent:
             return
-        if not subprocess.run([python, "-c", "import qerl.cli.commands"], capture_output=True).returncode:
+        if not subprocess.run([python, "-P", "-c", "import qerl.cli.commands"], capture_output=True).returncode:
             return
     refused = "no python is on the PATH" if python is None else f"the PATH's first, {python}, can't import qerl"
     activate = Path(sys.executable).with_name("activate")

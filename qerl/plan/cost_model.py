@@ -15,15 +15,16 @@ from typing import Literal, get_args
 
 from qerl.settings.base import ConfigError
 
-REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+#: Within the package, so that a plan needs no clone.
+MEASURED = Path(__file__).parent / "measured"
 #: Measured tokens/s of one device, by machine, model (its name in the configuration), weights, engine and batch. A row
 #: has one of the two rates; an update's rate applies to runs with the same `gradient_checkpointing`.
 #: `python -m tests.speeds` writes the file from the committed measurements.
-SPEEDS = REFERENCE / "speeds.csv"
+SPEEDS = MEASURED / "speeds.csv"
 #: Gigabytes (1e9 bytes) of a checkpoint.
-SIZES = REFERENCE / "sizes.csv"
+SIZES = MEASURED / "sizes.csv"
 #: Numbers of test problems of the hub's data sets.
-PROBLEMS = REFERENCE / "problems.csv"
+PROBLEMS = MEASURED / "problems.csv"
 UNMEASURED = "unmeasured"
 
 #: Dense bf16 FLOP/s of one device, by its data sheet.

@@ -219,8 +219,8 @@ def page(plan: Plan, machine: str) -> str:
         f"# GPU-hours of {plan.config.name}, by table and figure",
         f"`qerl plan CONFIG --by table` prints this page. Hours are of one {machine.upper()}, and every "
         "completion counts at its longest. Numbers without a mark follow from measured "
-        f"speeds (results/reference/speeds.csv) and so are upper limits{_of_slower(machine)}. Rollouts with an adapter "
-        "stand for those without one, which are faster. Numbers after ~ are "
+        f"speeds (qerl/plan/measured/speeds.csv) and so are upper limits{_of_slower(machine)}. Rollouts with an "
+        "adapter stand for those without one, which are faster. Numbers after ~ are "
         "estimates, where no speed was measured. Time to start, "
         "load, compile and quantize is not counted. Work that several tables share is counted in the row of each.",
         "The last column prices the same runs and evaluations with rollouts by vLLM and updates by TRL. TRL trains "

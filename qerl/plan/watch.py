@@ -95,8 +95,9 @@ def _running(processes: Path) -> Iterator[tuple[Path, int]]:
             command, folder = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
         except OSError:  # it has ended, or is another user's
             continue
-        if command[1:4] == [b"-m", b"qerl", b"rule"] and command[4].startswith(b"{"):  # else it asks for help
-            yield (folder / json.loads(command[4])["out"]).resolve(), int(process.name)
+        flagless = [word for word in command[1:6] if word != b"-P"]
+        if flagless[:3] == [b"-m", b"qerl", b"rule"] and flagless[3].startswith(b"{"):  # else it asks for help
+            yield (folder / json.loads(flagless[3])["out"]).resolve(), int(process.name)
 
 
 def leased(process: int) -> list[str]:

@@ -64,6 +64,6 @@ def of_figure(name: str) -> str:
         )
     return (
         f"{title} mean and range over our seeds, smoothed as the axis label says. Dashed curves are the paper's, read "
-        f"from its plots to about 0.02 (config/paper/{printed.CURVES}). The paper's accuracy reward stands beside the "
-        "share of right answers; the paper doesn't print the values of its rewards."
+        f"from its plots to about 0.02 (qerl/results/paper/{printed.CURVES}). The paper's accuracy reward stands "
+        "beside the share of right answers; the paper doesn't print the values of its rewards."
     )

@@ -1,4 +1,4 @@
-"""The paper's printed numbers (config/paper/*.csv), and its tables and figures for which a configuration has results.
+"""The paper's printed numbers (the files in `paper`), and its tables and figures for which a configuration has results.
 
 A row of a table's file is one printed number. Model, weights, method, noise, rank, setting (such as `bs=8; gc=on`) and
 metric identify it. An empty column isn't stated in the paper or doesn't apply. `inconsistent` says how the paper
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "config" / "paper"
+FOLDER = Path(__file__).parent / "paper"
 #: The file of points read off the paper's plots, which isn't in `TABLES`.
 CURVES = "curves.csv"
 #: The names that the paper's models have in a configuration.

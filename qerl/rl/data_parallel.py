@@ -14,8 +14,10 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
+from qerl.host.interrupt import Announcement, Interrupted, handling
 from qerl.host.nodes import LOST, NodeWatch, by_torchrun, check_torchrun, meeting, node_number
 from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
@@ -36,6 +39,14 @@ _MEETING_SECONDS = 3600
 _ANSWER_SECONDS = 120
 #: The exit status of a process that begins a run while it imports the script that started it.
 _UNGUARDED = 76
+#: The exit status of a process that ended after a checkpoint because a signal announced the end.
+_INTERRUPTED = 77
+#: Seconds that the other processes of a run have to end after one has failed. They take the launcher's SIGTERM for an
+#: announcement, and may wait for the one that failed.
+_SHUTDOWN_SECONDS = 5
+#: For the launcher and its processes. These import modules before they get this process's path, which shouldn't begin
+#: with the working directory. The launcher ends its processes at once by each signal that it handles.
+_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT,SIGQUIT"}
 #: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
 _COUNTERS = itertools.count()
 
@@ -154,15 +165,20 @@ def _launch(
         at = meeting(nodes)
         place = {"rdzv_backend": "static", "rdzv_endpoint": f"{at.address}:{at.port}", "run_id": "qerl"}
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
+    end = Announcement()
     launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
+    launch.shutdown_timeout = _SHUTDOWN_SECONDS
     try:
-        elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
+        with handling(partial(_pass_on, end)), _environment(_ENVIRONMENT):
+            elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if end.number or failure.exitcode == _INTERRUPTED:  # if not, another machine of the run had the signal
+            raise Interrupted(end.number or signal.SIGTERM) from None
         if failure.exitcode == -signal.SIGKILL:
             raise KilledError(
                 f"process {rank} of {count} was killed, possibly because memory ran out; start the run again, with "
@@ -178,6 +194,30 @@ def _launch(
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
 
 
+def _pass_on(end: Announcement, number: int) -> None:
+    """Pass a signal on to the processes of the run, which end after their step; a second one ends them at once."""
+    children = multiprocessing.active_children()
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL if end.number else number)  # type: ignore[arg-type]
+    if end.number or not children:
+        raise Interrupted(number)
+    end.number = number
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
     from qerl.host.progress import configure_logging
 
@@ -185,7 +225,10 @@ def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., N
     configure_logging()
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // here, 1))
-    _watched(nodes, node_timeout, False, function, arguments)
+    try:
+        _watched(nodes, node_timeout, False, function, arguments)
+    except Interrupted:  # of which multiprocessing would make a success
+        sys.exit(_INTERRUPTED)
 
 
 def _watched(

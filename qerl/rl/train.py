@@ -13,6 +13,7 @@ from qerl.checkpoints.context import usable_length
 from qerl.checkpoints.folder import check_checkpoint
 from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
+from qerl.host.interrupt import announced
 from qerl.host.nodes import is_first
 from qerl.host.plugins import source_version
 from qerl.host.profiling import peak_memory_bytes
@@ -148,7 +149,9 @@ def _train(job: TrainJob, state: Path) -> None:
             trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
             # Closed after the results are written: a tracker's library may wait for its server.
             trainer.trackers = last.enter_context(_trackers(job, state, trainer.processes))
-            rows = trainer.run(job.time_limit)
+            # To the end, because the results of the last step are no checkpoint before they are written.
+            end = last.enter_context(announced(alone=trainer.processes.count == 1))
+            rows = trainer.run(job.time_limit, end)
         peak = trainer.processes.max(peak_memory_bytes())
         whole = trainer.trained_policy()
         if trainer.processes.writes:

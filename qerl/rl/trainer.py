@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qerl.host.interrupt import Announcement, Interrupted
 from qerl.host.profiling import peak_memory_bytes, seconds
 from qerl.host.progress import Advance, log, showing
 from qerl.policy.policy import Policy
@@ -71,10 +72,11 @@ class Trainer:
         #: The lines of the metrics file.
         self._lines: list[str] = []
 
-    def run(self, time_limit: float | None = None) -> list[dict[str, float]]:
+    def run(self, time_limit: float | None = None, end: Announcement | None = None) -> list[dict[str, float]]:
         """Train to the last step, and return the metrics of all steps.
 
-        Raises `TimeLimitError` if all steps, including those before a kill, took longer than `time_limit` hours.
+        Raises `TimeLimitError` if all steps, including those before a kill, took longer than `time_limit` hours. Raises
+        `Interrupted` after a step during which `end` was announced, with a checkpoint of it.
         """
         rows = self._resume()
         steps = range(len(rows) + 1, self.settings.steps + 1)
@@ -91,9 +93,14 @@ class Trainer:
                 if self.processes.writes:
                     self._write(rows)
                     self._tell(rows)
-                if step % self.settings.checkpoint_every == 0 and step < self.settings.steps:
+                # All processes must decide alike, also if only one of several machines has the signal.
+                ending = int(self.processes.max(end.number)) if end else 0
+                if (ending or step % self.settings.checkpoint_every == 0) and step < self.settings.steps:
                     self._save(rows)
                 advance(headline(rows[-1]))
+                if ending and step < self.settings.steps:
+                    self.processes.wait()  # the others end when this one does, perhaps amid their checkpoint
+                    raise Interrupted(ending)
         return rows
 
     def _showing(self, done: int) -> AbstractContextManager[Advance]:

@@ -1,9 +1,10 @@
 """A user's reward that raises or hangs: the error names the reward and line, and finished work stays."""
 
+import re
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,21 +91,14 @@ def test_the_limit_leaves_other_alarms_alone(reward):
     assert rung == [1]
 
 
-def test_in_another_thread_no_limit_is_promised(reward):
-    said = []
-
-    def call(**changes):
-        try:
-            said.append(reward("quick", **changes))
-        except ConfigError as error:
-            said.append(str(error))
-
-    for changes in ({}, {"timeout": None}):
-        thread = threading.Thread(target=call, kwargs=changes)
-        thread.start()
-        thread.join()
-    assert "only in the main thread; train there, or set timeout: null" in said[0]
-    assert said[1] == 1.0
+def test_in_another_thread_a_reward_has_its_limit_too(reward):
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(reward, "quick").result() == 1.0
+        assert thread.submit(reward, "quick", timeout=None).result() == 1.0
+        late = thread.submit(reward, "spins", timeout=0.1).exception()
+        assert thread.submit(reward, "quick", timeout=0.1).result() == 1.0
+    assert isinstance(late, ConfigError)
+    assert re.search(r"own_faults:spins wasn't done after 0\.1 s \(it was at .*own_faults\.py, line [89]\)", str(late))
 
 
 def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):

@@ -1,7 +1,10 @@
 """Small random models of the families of the table, and what tests compute with stock libraries."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qerl.policy.export import write_dense
@@ -62,3 +65,27 @@ def forced(model, prompt, tokens, temperature=1.0):
     """Log-probabilities [T] of a completion, from one forward pass over it alone."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+#: The resolution of float32, and how many times over the bounds of `exact` allow for it: a float32 pass rounds after
+#: each operation, of which a tiny model has some dozens in a row.
+EPS, ROUNDINGS = torch.finfo(torch.float32).eps, 16
+
+
+def exact(make: Callable[[], nn.Module], compute: Callable[[nn.Module], dict]) -> tuple[dict, dict]:
+    """What `compute` finds of a model in float64, and how far a float32 computation may be from it, by name.
+
+    The bounds follow from the model's condition and not from a machine: they are `ROUNDINGS` times what rounding all
+    weights at random to float32's resolution changes in float64, or the resolution of the values themselves.
+    """
+    found = compute(make().double())
+    bounds = {name: EPS * value.abs().max() for name, value in found.items()}
+    for seed in range(3):
+        generator, model = torch.Generator().manual_seed(seed), make().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.mul_(1 + EPS * (2 * noise - 1))
+        for name, value in compute(model).items():
+            bounds[name] = torch.maximum(bounds[name], (value - found[name]).abs().max())
+    return found, {name: ROUNDINGS * bound for name, bound in bounds.items()}

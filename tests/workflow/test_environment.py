@@ -55,7 +55,7 @@ def test_what_the_workflow_catalog_is_told_is_true():
     assert usage["software-stack-deployment"] == {"conda": True}
     assert usage["report"] is True
     rules = re.split(r"\n *rule ", "".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")))[1:]
-    jobs = [rule for rule in rules if "python -m qerl rule" in rule]
+    jobs = [rule for rule in rules if "python -P -m qerl rule" in rule]
     assert len(jobs) > 10
     assert all(re.search(r'\n +conda:\n +"../../environment.yml"\n', rule) for rule in jobs)
     assert any("report(" in rule for rule in jobs)

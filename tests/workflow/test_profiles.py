@@ -43,17 +43,17 @@ def training(shown: str, run: str) -> SimpleNamespace:
     return SimpleNamespace(
         resources=SimpleNamespace(**numbers, get=numbers.get, keys=numbers.keys),
         threads=int(threads[1]) if threads else 1,
-        command=block[block.index("for try in") :],
+        command=block[block.index("trap : TERM") :],
     )
 
 
 def test_a_run_on_several_machines_is_started_by_srun_on_each(trainings):
     one, two = trainings["one"], trainings["two"]
-    assert " python -m qerl rule" in one.command
+    assert " python -P -m qerl rule" in one.command
     assert "srun" not in one.command
     assert not {"nodes", "tasks", "mpi", "gres", "tasks_per_gpu"} & one.resources.keys()
     assert (one.threads, one.resources.gpu) == (2, 2)
-    assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=3 python -m qerl rule" in two.command
+    assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=3 python -P -m qerl rule" in two.command
     assert (two.threads, two.resources.gpu, two.resources.gpu_percent) == (3, 6, 300)
     assert (two.resources.nodes, two.resources.gres) == (2, "gpu:3")
 

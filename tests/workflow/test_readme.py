@@ -1,26 +1,32 @@
-"""The README on runs by hand and on the library: its blocks work as they stand, on a checkpoint of random weights."""
+"""The README on runs by hand and on the library: its blocks work as they stand, on a checkpoint of random weights.
+
+The package is that of its wheel, in a folder without the clone.
+"""
 
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from qerl.__main__ import main
 from qerl.settings.data import INSTRUCTIONS
-from tests.forks import call
+from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
 
 from .conftest import ROOT
 
 pytestmark = [pytest.mark.slow]
+#: The folder of the installed package.
+PACKAGES = "site-packages"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,11 +37,26 @@ def section(title: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
+    install(folder / "clone", folder / PACKAGES)
+    for name in ("config", "profiles"):
+        shutil.copytree(ROOT / name, folder / name)
     model = tiny_qwen2(folder / "my-model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     rows = [{"question": f"How many are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def install(clone: Path, target: Path) -> None:
+    """Build the wheel from a copy of its sources, because setuptools writes beside them, and unpack it."""
+    shutil.copytree(ROOT / "qerl", clone / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = ["wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", clone.parent, clone]
+    subprocess.run([sys.executable, "-P", "-m", "pip", *build], check=True)
+    [wheel] = clone.parent.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(target)
+    shutil.rmtree(clone)
 
 
 def blocks(text: str, folder: Path) -> list[tuple[str, str]]:
@@ -51,14 +72,16 @@ def blocks(text: str, folder: Path) -> list[tuple[str, str]]:
     return others
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment(folder: Path, **variables: str) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test", **variables}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGES), "QERL_COMMIT": "test", **variables}
 
 
 def in_a_shell(block: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
     command = ["bash", "-ec", block]
-    run = subprocess.run(command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        command, cwd=folder, env=environment(folder, **variables), capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, block + run.stdout + run.stderr
     return run
 
@@ -67,7 +90,7 @@ def in_forks(language: str, block: str, folder: Path) -> str:
     """Run a block of Python, or each command of a block of `qerl`; what they print."""
     said = ""
     for text in block.splitlines() if language == "sh" else [block]:
-        run = call(partial(in_this_process, language, text), folder, environment())
+        run = call(partial(in_this_process, language, text), folder, environment(folder))
         assert run.returncode == 0, text + run.stdout + run.stderr
         said += run.stdout
     return said
@@ -75,11 +98,15 @@ def in_forks(language: str, block: str, folder: Path) -> str:
 
 def in_this_process(language: str, text: str) -> None:
     torch.set_num_threads(1)
+    forget_package()
+    sys.path[:0] = [os.environ["PYTHONPATH"]]
     if language == "python":
         exec(text, {"__name__": "__main__"})
         return
     command, *sys.argv[1:] = shlex.split(text, comments=True)
     assert command == "qerl"
+    from qerl.__main__ import main
+
     main()
 
 
@@ -116,6 +143,29 @@ def test_one_run_by_hand(folder):
     # The tiny tokenizer puts spaces between its characters.
     assert {"".join(prompt.split()) for prompt in prompts} == {"".join(question.split()) for question in held_out}
     assert json.loads((folder / "my-model-mxfp4/report.json").read_text())["weights"] == "mxfp4"
+
+
+def test_the_wheel_has_every_file_of_the_package(folder):
+    def files(place: Path) -> set[str]:
+        found = (file for file in (place / "qerl").rglob("*") if file.is_file() and file.suffix not in (".pyc", ".md"))
+        return {str(file.relative_to(place)) for file in found}
+
+    assert files(folder / PACKAGES) == files(ROOT)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "qerl plan config/paper.yaml --by table",
+        "qerl plan config/own.yaml model=my-model",
+        "qerl grid config/shapes.yaml",
+        "qerl doctor --model my-model --rank 16 --max-tokens 6 --memory-gb 24",
+        "qerl keys",
+        "qerl where config/mini.yaml",
+    ],
+)
+def test_commands_around_the_workflow_need_no_clone(folder, command):
+    assert in_forks("sh", command, folder)
 
 
 def library(own: bool) -> str:

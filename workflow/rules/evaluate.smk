@@ -30,4 +30,4 @@ rule evaluate:
         decides=decides("evaluate"),
         code=code("evaluate"),
     shell:
-        "python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

@@ -19,7 +19,7 @@ rule gate_numerics:
         decides=decides("numerics"),
         code=code("numerics"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule gate_stored:
@@ -45,7 +45,7 @@ rule gate_stored:
         decides=decides("stored"),
         code=code("stored"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # This rule takes the whole machine, so that nothing else runs beside it.
@@ -70,7 +70,7 @@ rule gate_speed:
         decides=decides("speed"),
         code=code("speed"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule verdict:
@@ -98,7 +98,7 @@ rule verdict:
         decides=decides("verdict"),
         code=code("verdict"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # The file exists only if every gate passes.
@@ -112,4 +112,4 @@ rule gate:
         "<logs>/gates/gate.log",
     localrule: True
     shell:
-        "python -m qerl gate show {input[0]:q} 2> {log:q}"
+        "python -P -m qerl gate show {input[0]:q} 2> {log:q}"

@@ -19,7 +19,7 @@ rule prepare_data:
         content=content("data"),
         code=code("data"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule pretrain:
@@ -46,7 +46,7 @@ rule pretrain:
         decides=decides("pretrain"),
         code=code("pretrain"),
     shell:
-        "python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
 
 
 rule fetch_model:
@@ -63,7 +63,7 @@ rule fetch_model:
         job=job("fetch"),
         decides=decides("fetch"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # Runs before all other ready jobs. It is no input of `quantize`, because other lengths would then remake each format and run.
@@ -89,4 +89,4 @@ rule check_model:
         content=content("check"),
         code=code("check"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

@@ -23,4 +23,4 @@ rule profile:
         decides=decides("profile"),
         code=code("profile"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

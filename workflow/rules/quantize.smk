@@ -25,4 +25,4 @@ rule quantize:
         content=content("quantize"),
         code=code("quantize"),
     shell:
-        "python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

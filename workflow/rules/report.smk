@@ -51,7 +51,7 @@ rule tables:
         decides=decides("table"),
         code=code("table"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule samples_page:
@@ -71,7 +71,7 @@ rule samples_page:
         decides=decides("samples"),
         code=code("samples"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule figures:
@@ -100,7 +100,7 @@ rule figures:
         decides=decides("figure"),
         code=code("figure"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 # The page that people open: the main table and its figures first, everything else below.
@@ -122,4 +122,4 @@ rule write_report:
         decides=decides("report"),
         code=code("report"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

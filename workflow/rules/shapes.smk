@@ -30,7 +30,7 @@ rule shape_point:
         code=code("point"),
         points=lambda wildcards: list(map(str, JOBS.points[wildcards.point].files)),
     shell:
-        "(python -m qerl rule {params.job:q} && mkdir -p {output:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
+        "(python -P -m qerl rule {params.job:q} && mkdir -p {output:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
 
 
 rule shapes:
@@ -54,7 +54,7 @@ rule shapes:
         content=content("shapes"),
         code=code("shapes"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule shapes_measure:

@@ -25,7 +25,7 @@ rule gather_study:
         content=content("gather"),
         code=code("gather"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule study_page:
@@ -52,7 +52,7 @@ rule study_page:
         decides=decides("page"),
         code=code("page"),
     shell:
-        "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
 rule study_finished:
@@ -82,4 +82,4 @@ if FILES.committed_study:
             decides=decides("published"),
             code=code("published"),
         shell:
-            "python -m qerl rule {params.job:q} > {log:q} 2>&1"
+            "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

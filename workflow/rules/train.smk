@@ -1,6 +1,6 @@
 # Reinforcement learning, one job per run. Checkpoints are in work/, outside of the outputs; a killed job continues from them.
 # A job ended by SIGKILL (137) runs up to three times, as long as its Snakemake lives (the shell's parent). Any other error is
-# final, because it would only occur again. A run on several machines is one job of SLURM, and `srun` starts it on each.
+# final, because it would only occur again. The shell waits while a training that has a signal finishes its step. A run on several machines is one job of SLURM, and `srun` starts it on each.
 
 
 rule train:
@@ -35,7 +35,8 @@ rule train:
             lambda wildcards, input: launcher(settings_of(wildcards.run))
         ),
     shell:
-        "for try in 1 2 3; do"
-        " {params.launcher} python -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
+        "trap : TERM HUP USR1 USR2;"
+        " for try in 1 2 3; do"
+        " {params.launcher} python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
         " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"

@@ -122,7 +122,7 @@ def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):
     assert "1 jobs: 0.0 + ~0.0 GPU-hours" in shown.output
     commands = CliRunner().invoke(app, ["grid", str(file), "--missing"]).output.splitlines()
     *rule, text = shlex.split(commands[0])
-    assert (len(commands), rule) == (1, ["python", "-m", "qerl", "rule"])
+    assert (len(commands), rule) == (1, ["python", "-P", "-m", "qerl", "rule"])
     job = parse_job(text)
     assert (job.kind, job.parts[0].work.size) == ("decode", "tiny")
     assert [str(file) for file in job.files] == [

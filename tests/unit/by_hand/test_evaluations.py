@@ -1,6 +1,7 @@
 """Samples and evaluations by hand through the Python API."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +26,32 @@ def test_samples_follow_the_seed_and_the_instruction(model):
         qerl.sample(policy, ["a"], max_token=5)
     with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not -1"):
         qerl.sample(policy, ["a"], seed=-1)
-    for use in (lambda: qerl.sample("model", ["Two?"]), lambda: qerl.evaluate("model", [], "out")):
-        with pytest.raises(TypeError, match=r"a policy is what qerl.load\(FOLDER\) returns.*, not 'model'"):
+    for use in (lambda: qerl.sample(5, ["Two?"]), lambda: qerl.evaluate(5, [], "out")):
+        with pytest.raises(ValueError, match=r"a policy is a folder of .*, what qerl.load returns.*, not 5"):
             use()
-    with pytest.raises(TypeError, match="list of strings"):
+    with pytest.raises(ValueError, match="list of strings"):
         qerl.sample(policy, "a")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_model_is_sampled_and_scored_by_its_folder(model, problems, tmp_path, kind):
+    path, loaded = kind(model), qerl.load(model)
+    assert qerl.sample(path, ["a"], seed=1, max_tokens=5) == qerl.sample(loaded, ["a"], seed=1, max_tokens=5)
+    scored = [
+        qerl.evaluate(of, kind(problems), kind(tmp_path / name), repeats=1, max_tokens=4)
+        for name, of in {"path": path, "loaded": loaded}.items()
+    ]
+    assert scored[0].samples["completion"].tolist() == scored[1].samples["completion"].tolist()
+
+
+def test_a_run_is_asked_as_it_was_trained(values, problems, tmp_path):
+    dataset = {"format": "gsm8k", "instruction": "Go.", "origin": {"source": "local", "path": str(problems)}}
+    run = qerl.train({**values, "dataset": dataset})
+    [[drawn]] = qerl.sample(run.folder, ["a"], max_tokens=4)
+    [[bare]] = qerl.sample(str(run.folder), ["a"], instruction="", max_tokens=4)
+    assert ["".join(one.prompt.split()) for one in (drawn, bare)] == ["aGo.:", "a:"]
+    outcome = qerl.evaluate(str(run.folder), problems, tmp_path / "e", repeats=1, max_tokens=4)
+    assert all("".join(prompt.split()).endswith("Go.:") for prompt in outcome.samples["prompt"])
 
 
 def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
@@ -86,8 +108,8 @@ def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path)
 @pytest.mark.parametrize(
     ("prompts", "count", "error", "sentence"),
     [
-        ([[{"role": "user", "content": "Two?"}]], 1, TypeError, "the text of one user's message, not .*'role': 'user'"),
-        (["Two?", None], 1, TypeError, "must be a string.* not None"),
+        ([[{"role": "user", "content": "Two?"}]], 1, ConfigError, "text of one user's message, not .*'role': 'user'"),
+        (["Two?", None], 1, ConfigError, "must be a string.* not None"),
         (["Two?"], 0, ConfigError, "`count` must be a whole number above 0, not 0"),
         (["Two?"], "4", ConfigError, "`count` must be a whole number above 0, not '4'"),
         (["Two?"], 2.5, ConfigError, "`count` must be a whole number above 0, not 2.5"),

@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -128,6 +129,25 @@ def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
         qerl.train({**values, "adapter": {"rank": 8}})
     moved = run.folder.rename(run.folder.parent / "moved")
     assert qerl.train(values, out=moved).finished
+
+
+def test_a_start_that_failed_before_its_first_step_takes_corrected_settings(values, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("qerl.rl.trainer.Trainer.step", lambda *_: (_ for _ in ()).throw(MemoryError("too much")))
+        with pytest.raises(MemoryError):
+            qerl.train(values)
+    assert (Path(values["out"]) / "checkpoint").exists()
+    corrected = {**values, "weights": "mxfp4", "adapter": {"rank": 2}, "dataset": ROWS[:30]}
+    run = qerl.train(corrected)
+    assert (run.finished, run.settings.adapter.rank) == (True, 2)
+    assert weights_format_of(run.checkpoint) == "mxfp4"
+    assert sum(len(file.read_text().splitlines()) for file in run.data.glob("*.jsonl")) == 30
+
+
+def test_a_run_in_another_thread_is_rewarded_as_in_the_main_one(values):
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(qerl.train, {**values, "reward": {"function": length}}).result()
+    assert run.metrics["reward/custom"].tolist() == pytest.approx(run.metrics["completion_length"].tolist())
 
 
 PROMPTS = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]

@@ -73,12 +73,24 @@ def test_what_rules_call_is_set_apart(call):
 
 def test_every_rule_calls_an_existing_command():
     called = {
-        line.split("python -m qerl ")[1].split()[0]
+        line.split("python -P -m qerl ")[1].split()[0]
         for file in (ROOT / "workflow/rules").glob("*.smk")
         for line in file.read_text().splitlines()
-        if "python -m qerl " in line
+        if "python -P -m qerl " in line
     }
     assert called == {"rule", "gate"}
+
+
+def test_a_file_beside_the_configuration_is_not_imported_by_a_rule(tmp_path):
+    (tmp_path / "typer.py").write_text("raise SystemExit('imported from the working directory')")
+    (tmp_path / "qerl.py").write_text("raise SystemExit('imported from the working directory')")
+    text = "".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk"))
+    starts = set(re.findall(r"\bpython [^{\n]*?qerl (?:rule|gate show)", text))
+    assert len(starts) == 2
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for start in starts:
+        command = [sys.executable, *start.split()[1:], "--help"]
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
 
 
 def test_train_again_shows_where_the_finished_run_lies(call, folder):

@@ -95,6 +95,40 @@ def test_a_reward_that_must_be_waited_for_is_refused(folder):
         check("mine:f", "reward.function")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(answer, problem): yield 1.0",
+        "def f(answer, problem):\n  if answer: return 1.0\n  yield 0.0",
+        "class F:\n  def __call__(self, answer, problem): yield 1.0\nf = F()",
+        "from functools import partial\ndef g(a, answer, problem): yield 1.0\nf = partial(g, 1)",
+        "class F:\n  def g(self, answer, problem): yield 1.0\nf = F().g",
+    ],
+)
+def test_a_reward_that_yields_is_refused(folder, text):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"reward.function mine:f has `yield`.*`return` a number"):
+        check("mine:f", "reward.function")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def f(answer, problem): yield 1.0",
+        "class F:\n  async def __call__(self, answer, problem): return 1.0\nf = F()",
+    ],
+)
+def test_other_rewards_that_must_be_waited_for_are_refused(folder, text):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match="is `async`"):
+        check("mine:f", "reward.function")
+
+
+def test_records_may_be_yielded(folder):
+    (folder / "mine.py").write_text("def f(): yield {}")
+    check("mine:f", "origin.function")
+
+
 def test_a_function_with_matching_arguments_is_accepted(folder):
     rewards = (
         "def f(answer, problem): pass",

@@ -131,7 +131,7 @@ def test_without_a_terminal_steps_are_plain_lines(tmp_path, every):
 def test_every_rule_prints_to_its_log():
     """Jobs side by side would mix their lines on a terminal."""
     for file in (ROOT / "workflow/rules").glob("*.smk"):
-        commands = [line for line in file.read_text().splitlines() if "python -m qerl rule" in line]
+        commands = [line for line in file.read_text().splitlines() if "python -P -m qerl rule" in line]
         assert all("> {log:q} 2>&1" in line for line in commands), file
 
 

@@ -1,6 +1,7 @@
 """Compilation of launches for a GPU that isn't here: a driver for Triton that compiles and starts nothing."""
 
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -32,12 +33,20 @@ class _Driver:
 
 
 @contextmanager
-def launches_for(capability, shared_bytes, monkeypatch):
-    """A list to which every launch in the context adds its compiled kernel, instead of running it."""
-    compiled, run = [], JITFunction.run
+def launches_for(capability, shared_bytes, monkeypatch, *, all_variants=True):
+    """A list to which every launch in the context adds its compiled kernel, instead of running it.
+
+    Without `all_variants` only the last launch of each kernel is compiled for each precision of its tensors, at the end
+    of the context.
+    """
+    compiled, last, run = [], {}, JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        if all_variants:
+            compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        else:
+            dtypes = tuple(getattr(argument, "dtype", None) for argument in args)
+            last[self, dtypes] = partial(run, self, *args, grid=grid, warmup=True, **kwargs)
 
     with monkeypatch.context() as patch:
         properties = SimpleNamespace(
@@ -51,5 +60,6 @@ def launches_for(capability, shared_bytes, monkeypatch):
         triton.runtime.driver.set_active(_Driver(capability))
         try:
             yield compiled
+            compiled += [compile_one() for compile_one in last.values()]
         finally:
             triton.runtime.driver._active = None

@@ -233,21 +233,22 @@ def updates():
     logits.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0)
 
 
-#: One generation with little shared memory and Hopper, with its asynchronous products; all of them in nightly runs.
-CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0))
+#: Of each generation one, of Ampere and Ada that with the least shared memory; all of them in nightly runs.
+CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0), (12, 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda pair: ".".join(map(str, pair)))
 @pytest.mark.parametrize("part", [products, mixtures, decode_steps, prompts, updates, in_fp8])
 def test_kernels_compile_and_fit(part, capability, monkeypatch, tmp_path):
+    """Each kernel once for each generation and precision, as its last launch; in nightly runs all launches."""
     if part is in_fp8 and capability < LEAST_FP8_CAPABILITY:
         with pytest.raises(CompilationError, match="fp8e4nv not supported"), launches_for(capability, 0, monkeypatch):
             part()
         return
     prompt_attention._reads.cache_clear()
     limit = SHARED_BYTES[capability]
-    with launches_for(capability, limit, monkeypatch) as compiled:
+    with launches_for(capability, limit, monkeypatch, all_variants=NIGHTLY) as compiled:
         part()
     prompt_attention._reads.cache_clear()
     sizes = {kernel.metadata.name: kernel.metadata.shared for kernel in compiled}

@@ -13,7 +13,7 @@ from tests.unit.plan.test_plan import ROOT, planned, values
 def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
     plan_ = planned(values("paper"))
     runs = sheet(plan_, "h200").set_index("run")
-    speeds = pd.read_csv(ROOT / "results/reference/speeds.csv")
+    speeds = pd.read_csv(ROOT / "qerl/plan/measured/speeds.csv")
     chosen = (speeds.model == "qwen2.5-7b") & (speeds.weights == "nvfp4") & (speeds.sequences == 128)
     chosen &= (speeds["rank"] == 16) & (speeds.engine == "native") & (speeds.machine == "h200")
     (rate,) = speeds[chosen].rollout_tokens_per_second.dropna()

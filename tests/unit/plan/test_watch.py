@@ -135,12 +135,14 @@ def test_a_run_of_another_machine_is_known_by_its_lock(results):
     assert trained["e-a-seed1"].state == "waits"
 
 
-def test_processes_of_rules_are_found_by_their_output(tmp_path):
+@pytest.mark.parametrize("flags", [[], ["-P"]])
+def test_processes_of_rules_are_found_by_their_output(tmp_path, monkeypatch, flags):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "qerl").mkdir()
     (tmp_path / "qerl/__init__.py").touch()
     (tmp_path / "qerl/__main__.py").write_text(SLOW)
-    command = [sys.executable, "-m", "qerl", "rule", json.dumps({"kind": "train", "out": "results/x/train/r"})]
-    asks = [*command[:4], "--help"]
+    command = [sys.executable, *flags, "-m", "qerl", "rule", json.dumps({"kind": "train", "out": "results/x/train/r"})]
+    asks = [*command[:-1], "--help"]
     with (
         subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process,
         subprocess.Popen(asks, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as other,

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,42 @@ def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_p
     )
     assert 'write `if __name__ == "__main__":` before the calls' in done.stderr
     assert "Traceback" not in done.stderr.partition("ConfigError")[2]
+
+
+def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_path):
+    script, place = tmp_path / "script.py", tmp_path / "place"
+    place.mkdir()
+    (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
+    run = "run_in_processes(2, print, 'a process of', 'the run')"
+    script.write_text(f"from qerl.rl.data_parallel import run_in_processes\nif __name__ == '__main__':\n    {run}\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, script]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split("\n").count("a process of the run") == 2, done.stderr
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_path):
+    own = parse(RunSettings, {**SETTINGS, "processes": 2, "steps": 500, "checkpoint_every": 500}, "test")
+    job = train_job(own, folder / "nvfp4", folder / "data", tmp_path / "work", tmp_path / "r")
+    command = [sys.executable, "-P", "-m", "qerl", "rule", job.model_dump_json()]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    pipes = {"stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as process:
+        try:
+            while process.poll() is None and not [*tmp_path.glob("work/*/metrics.jsonl")]:
+                time.sleep(0.1)
+            os.kill(process.pid, signal.SIGTERM)
+            said = process.stderr.read()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert said.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
+    [metrics], [checkpoint] = tmp_path.glob("work/*/metrics.jsonl"), tmp_path.glob("work/*/step-*")
+    steps = len(metrics.read_text().splitlines())
+    assert steps < 500
+    assert checkpoint.name == f"step-{steps:06d}.pt"
 
 
 def test_a_launcher_around_the_run_is_an_error(monkeypatch):

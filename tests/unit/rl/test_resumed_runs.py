@@ -2,10 +2,13 @@
 
 import json
 import logging
+import os
+import signal
 
 import pytest
 import torch
 
+from qerl.host.interrupt import Interrupted, announced, interruptible
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.thermostat import Thermostat, followed_entropies
 from tests.unit.rl.tiny_trainer import CPU, PPO, kill_at, trainer, untimed, weights
@@ -42,6 +45,75 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     ]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
+
+
+@pytest.mark.parametrize("announcement", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_path, monkeypatch, capsys, announcement):
+    def begin(name):
+        return trainer(checkpoints, tmp_path / name, checkpoint_every=4)
+
+    expected = begin("whole").run()
+    ended = begin("ended")
+    step = ended.step
+
+    def announce(number, position):
+        if number == 3:
+            os.kill(os.getpid(), announcement)
+        return step(number, position)
+
+    monkeypatch.setattr(ended, "step", announce)
+    with pytest.raises(SystemExit) as left, interruptible(), announced() as end:
+        ended.run(end=end)
+    assert left.value.code == 128 + announcement
+    assert capsys.readouterr().err.endswith("qerl: interrupted; run the same command to continue\n")
+    continued = begin("ended")
+    assert len((tmp_path / "ended/m.jsonl").read_text().splitlines()) == 3
+    assert untimed(continued.run()) == untimed(expected)
+
+
+def test_a_second_signal_does_not_wait_for_the_step(checkpoints, tmp_path, monkeypatch):
+    ended = trainer(checkpoints, tmp_path, checkpoint_every=1)
+    step, reached = ended.step, []
+
+    def announce(number, position):
+        row = step(number, position)
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            reached.append("after the first")
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("after the second")
+        return row
+
+    monkeypatch.setattr(ended, "step", announce)
+    with pytest.raises(Interrupted), announced() as end:
+        ended.run(end=end)
+    assert reached == ["after the first"]
+    assert [len(line) > 0 for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [True]
+
+
+def test_a_process_of_several_takes_the_signals_of_cluster_and_starter_as_one():
+    with announced(alone=False) as end:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert end.number == signal.SIGTERM
+
+
+def test_a_signal_in_the_last_step_ends_nothing_early(checkpoints, tmp_path, monkeypatch):
+    whole = trainer(checkpoints, tmp_path, steps=1)
+    step = whole.step
+    monkeypatch.setattr(whole, "step", lambda *about: (os.kill(os.getpid(), signal.SIGTERM), step(*about))[1])
+    with announced() as end:
+        assert len(whole.run(end=end)) == 1
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interruptible(), announced() as end:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert end.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 #: The logits of a random policy are small: at a low temperature its entropy depends on it.
