@@ -21,7 +21,7 @@ from qerl.layers.packed_attention import PackedAttention
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy
 from qerl.rl.activation_checkpointing import Recomputation, blocks, kept_bytes
-from qerl.rl.fixed_rows import FixedRow, RowSize, row_tokens_of
+from qerl.rl.fixed_rows import FixedRow, RowSize
 from qerl.rl.sequence_packing import MicroBatch, head_logprobs, token_states
 from qerl.settings.run import RunSettings
 

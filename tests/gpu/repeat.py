@@ -3,8 +3,9 @@
     python -m tests.gpu.repeat OUT --cases 1.5B-nvfp4-grpo,7B-nf4-ppo
 
 Each case runs twice on random weights: undisturbed on the first GPU, and on the last one killed at a random moment
-after its first checkpoint and continued, `--kills` times. OUT/repeat.json says for each whether metrics and trained tensors
-are equal to the bit. Cases run side by side, so that the moments of launches and the free memory differ.
+after its first checkpoint and continued, `--kills` times. OUT/repeat.json says for each whether metrics and trained
+tensors are equal to the bit. `--at-once` cases run side by side, each with its share of a GPU's memory, so that the
+moments of launches differ.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ def _settings(size: str, weights: str, loss: str) -> dict[str, Any]:
     }
 
 
-def train(case: str, folder: Path) -> None:
+def train(case: str, folder: Path, share: float) -> None:
     """Train a case in this process, from the newest checkpoint in `folder`, and write what decides equality."""
     from transformers import AutoTokenizer
 
     from qerl.bench.grpo_step.work import problem, questions
     from qerl.checkpoints.published import vocabulary
+    from qerl.host.profiling import cap_share
     from qerl.policy.policy import choose_device
     from qerl.random_models.policy import random_policy
     from qerl.random_models.tokenizer import TEXTS, write_tokenizer
@@ -64,6 +66,7 @@ def train(case: str, folder: Path) -> None:
     from qerl.settings.base import parse
     from qerl.settings.run import RunSettings
 
+    cap_share(share)
     size, weights, loss = case.split("-")
     settings = parse(RunSettings, _settings(size, weights, loss), case)
     if not (folder / "tokenizer").exists():
@@ -84,17 +87,17 @@ def train(case: str, folder: Path) -> None:
     (folder / "end.json").write_text(json.dumps({"rows": kept, "trained": digest.hexdigest()}))
 
 
-def _start(case: str, folder: Path, gpu: int) -> subprocess.Popen[bytes]:
+def _start(case: str, folder: Path, gpu: int, at_once: int) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.repeat", str(folder), "--train", case]
+    command = [sys.executable, "-m", "tests.gpu.repeat", str(folder), "--train", case, "--at-once", str(at_once)]
     with (folder / "log").open("ab") as log:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
-def _kill(case: str, folder: Path, gpu: int, after: int) -> None:
+def _kill(case: str, folder: Path, gpu: int, at_once: int, after: int) -> None:
     """Start a case, and kill it up to two seconds after it has done so many steps."""
-    process = _start(case, folder, gpu)
+    process = _start(case, folder, gpu, at_once)
     metrics = folder / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < after):
         time.sleep(0.05)
@@ -103,13 +106,14 @@ def _kill(case: str, folder: Path, gpu: int, after: int) -> None:
     process.wait()
 
 
-def compare(case: str, out: Path, kills: int) -> dict[str, Any]:
+def compare(case: str, out: Path, kills: int, at_once: int) -> dict[str, Any]:
     """Run a case with and without kills, and say what differs."""
     alone, cut = out / case / "alone", out / case / "cut"
-    undisturbed = _start(case, alone, 0)
+    last = torch.cuda.device_count() - 1
+    undisturbed = _start(case, alone, 0, at_once)
     for kill in range(kills):
-        _kill(case, cut, torch.cuda.device_count() - 1, 3 + kill)
-    status = [undisturbed.wait(), _start(case, cut, torch.cuda.device_count() - 1).wait()]
+        _kill(case, cut, last, at_once, 3 + kill)
+    status = [undisturbed.wait(), _start(case, cut, last, at_once).wait()]
     if any(status):
         tails = [(folder / "log").read_text(errors="replace")[-1500:] for folder in (alone, cut)]
         return {"case": case, "status": status, "logs": tails}
@@ -137,9 +141,10 @@ def main(
 ) -> None:
     """Compare the cases, separated by commas."""
     if train_case:
-        return train(train_case, out)
+        # On a machine with one GPU both runs of a case are on it; CUDA's contexts have the rest.
+        return train(train_case, out, 0.45 / at_once)
     with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(lambda case: compare(case, out, kills), cases.split(",")))
+        found = list(pool.map(lambda case: compare(case, out, kills, at_once), cases.split(",")))
     (out / "repeat.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
     if not all(one.get("rows_equal") and one.get("trained_equal") for one in found):

@@ -115,7 +115,7 @@ def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path)
         (["Two?"], 2.5, ConfigError, "`count` must be a whole number above 0, not 2.5"),
         (["Two?"], True, ConfigError, "`count` must be a whole number above 0, not True"),
         (["Tw\ud800?"], 1, ConfigError, "a prompt has half of a surrogate pair at character 2, which is no character"),
-        (None, 1, TypeError, "prompts must be a list of strings, not None"),
+        (None, 1, ConfigError, "prompts must be a list of strings, not None"),
     ],
 )
 def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
