@@ -156,12 +156,12 @@ def evaluate(
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
 
     `problems` is a file of records, or records as `train` takes them. All of these are asked, for an answer of the form
-    `answer` whose number `units` may follow, and with `instruction`. `thinking` and `date` are keys of the data set too:
-    delimiters of thinking, and the date that chat templates state. Give a base and the policies that are compared with
-    it the same date. The defaults are those of the run, if `policy` is the folder of one, else of `DatasetSettings`.
-    `problems` may also be a folder with a file test.jsonl (as the data of a run), or the values of `DatasetSettings`.
-    Then the test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`: temperature 0.6,
-    top_p 0.95, four repeats.
+    `answer` whose number `units` may follow, and with `instruction`. `thinking` and `date` are keys of the data set
+    too: delimiters of thinking, and the date that chat templates state. Give a base and the policies that are compared
+    with it the same date. The defaults are those of the run, if `policy` is the folder of one, else of
+    `DatasetSettings`. `problems` may also be a folder with a file test.jsonl (as the data of a run), or the values of
+    `DatasetSettings`. Then the test split is asked. `sampling` and `repeats` have the defaults of `EvaluationSettings`:
+    temperature 0.6, top_p 0.95, four repeats.
     """
     check_installed("eval")
     from qerl.data.sources import read_meta

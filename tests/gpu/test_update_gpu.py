@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.host.profiling import allocatable_bytes
-from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.packed_sequences import Packing, attend_packed
 from qerl.layers import linear_logprobs
 from qerl.layers.attention import attend
 from qerl.policy.policy import trained_in_full, with_adapter
@@ -103,6 +103,26 @@ def test_bfloat16_log_probabilities_and_gradients_follow_float32(checkpoint, max
     a, b = (torch.cat(list(gradients.values())) for gradients in (mine, theirs))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
     assert abs(a.norm() / b.norm() - 1) < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_gradients_of_attention_over_many_blocks_of_keys_repeat_to_the_bit_and_follow_float64(window):
+    """Three blocks of keys or more, whose atomic sums would come in any order."""
+    lengths, prompts, device = [200] + [700] * 8, [None] + [0] * 8, torch.device("cuda")
+    packing, tokens = Packing.of(lengths, prompts, device), sum(lengths)
+    numbers = torch.Generator(device).manual_seed(5)
+    rows = [torch.randn(tokens, heads, 128, generator=numbers, device=device) for heads in (12, 2, 2, 12)]
+
+    def gradients(dtype):
+        query, key, value = (row.to(dtype).requires_grad_() for row in rows[:3])
+        out = attend_packed(query, key, value, packing, 128**-0.5, window)
+        return torch.autograd.grad(out, (query, key, value), rows[3].to(dtype))
+
+    first, exact = gradients(torch.bfloat16), gradients(torch.float64)
+    for _ in range(10):
+        assert all(map(torch.equal, gradients(torch.bfloat16), first))
+    for found, wanted in zip(first, exact, strict=True):
+        assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
 def test_full_fine_tuning_in_bfloat16_has_the_gradients_of_float32(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from qerl.host.interrupt import Interrupted, announced, interruptible
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.thermostat import Thermostat, followed_entropies
+from qerl.rl.update import Choices
 from tests.unit.rl.tiny_trainer import CPU, PPO, kill_at, trainer, untimed, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
@@ -45,6 +46,16 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     ]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
+
+
+def test_a_continued_run_takes_the_choices_of_the_run_that_it_continues(checkpoints, tmp_path, monkeypatch):
+    """Free memory, which decides them, may have changed."""
+    killed = trainer(checkpoints, tmp_path / "killed", weights="nvfp4")
+    monkeypatch.setattr(killed.updater, "_choose", lambda: Choices(logits_tokens=1234, graph_tokens=567))
+    kill_at(4, killed, monkeypatch)
+    continued = trainer(checkpoints, tmp_path / "killed", weights="nvfp4")
+    continued.run()
+    assert continued.updater.choices == Choices(1234, 567)
 
 
 @pytest.mark.parametrize("announcement", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
