@@ -84,7 +84,8 @@ def check(path: str, key: str) -> None:
     """Raise `ConfigError` unless the function can be imported and accepts the arguments of `key` (`ARGUMENTS`)."""
     function, arguments = load(path), ARGUMENTS[key]
     # That of an object is its method; of a class, an instance of it is the value.
-    called = function if inspect.isroutine(function) or isinstance(function, (partial, type)) else function.__call__
+    plain = inspect.isroutine(function) or isinstance(function, (partial, type))
+    called: Any = function if plain else type(function).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
         raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
     if key == "reward.function" and inspect.isgeneratorfunction(called):

@@ -12,9 +12,8 @@ BASE = Path(workflow.current_basedir).resolve()
 ROOT = next(folder for folder in (BASE, *BASE.parents) if (folder / "qerl").is_dir())
 sys.path.insert(0, str(ROOT))
 OTHERS = filter(None, [os.environ.get("PYTHONPATH")])  # jobs load it, too
-os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]))
 # Snakemake starts itself as a module, for rules with `run` and on clusters: a file here must not shadow one of its modules.
-os.environ.update(PYTHONSAFEPATH="1")
+os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]), PYTHONSAFEPATH="1")
 
 from snakemake.exceptions import WorkflowError
 
