@@ -273,7 +273,7 @@ class _FlashAttention(torch.autograd.Function):
 def _deterministic() -> Iterator[None]:
     """PyTorch's switch of deterministic algorithms, for single operations."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
