@@ -44,9 +44,10 @@ _INTERRUPTED = 77
 #: Seconds that the other processes of a run have to end after one has failed. They take the launcher's SIGTERM for an
 #: announcement, and may wait for the one that failed.
 _SHUTDOWN_SECONDS = 5
-#: For the launcher and its processes. These import modules before they get this process's path, which shouldn't begin
-#: with the working directory. The launcher ends its processes at once by each signal that it handles.
-_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT,SIGQUIT"}
+#: The signals by which the launcher ends its processes at once.
+_LAUNCHER_SIGNALS = "SIGINT,SIGQUIT"
+#: For new processes, which import modules before they get this one's path: not first from the working directory.
+_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 #: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
 _COUNTERS = itertools.count()
 
@@ -167,7 +168,7 @@ def _launch(
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
     end = Announcement()
     launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
-    launch.shutdown_timeout = _SHUTDOWN_SECONDS
+    launch.shutdown_timeout, launch.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
         with handling(partial(_pass_on, end)), _environment(_ENVIRONMENT):
             elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
