@@ -123,7 +123,7 @@ class PassGraphs:
         key = RowSize.of(batch), torch.is_grad_enabled()
         if key not in self._passes:
             if self._recomputation is not None:
-                self._recomputation.choose(0)  # graphs have no recomputation
+                self._recomputation.choose(1)  # none: a graph recomputes nothing
             self._passes[key] = _Pass(self._policy, batch, torch.is_grad_enabled(), self._capture)
         of_row = self._passes[key]
         of_row.row.fill(batch)
