@@ -51,7 +51,7 @@ def odd(text):
 @families
 def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
     """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
-    monkeypatch.setattr("qerl.evals.grader.is_correct", lambda text, *_: odd(text))
+    monkeypatch.setattr("qerl.evals.grader.verdict", lambda text, *_: "right" if odd(text) else "wrong")
     base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
     write_template(base)
     policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
