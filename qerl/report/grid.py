@@ -11,7 +11,6 @@ from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
 from qerl.report.caps import write_caps
 from qerl.report.formatting import cell_text, or_reason, present, three_digits, times, with_gpus
-from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
 from qerl.report.grid_tables import (
     adapters,
@@ -64,18 +63,16 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     crossover-<lengths>, adapters-... and lead-<lengths>. Their figures are decode-rank<rank>-<lengths> and
     crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
-    steps, memory, caps, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without
-    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), with paper-missing and
-    the page paper-tables.md.
+    steps, memory, caps, mixes, mix-phases, mix-drafts and prompts-<size>. Tables without a row are left out. At the
+    paper's lengths its tables are there (`qerl.report.grid_paper`), with paper-missing and the page paper-tables.md.
     Raises ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
     wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
     decode, steps, mixes, prompts = ([path for path, kind in kinds.items() if kind == one] for one in wanted)
-    points = measured = rollouts = pd.DataFrame()
+    points = measured = pd.DataFrame()
     if mixes:
-        rollouts = load_mixes(mixes)
-        write_mixes(rollouts, out)
+        write_mixes(load_mixes(mixes), out)
     if prompts:
         write_prompts(load_prompts(prompts), out)
     if decode or not (steps or mixes or prompts):
@@ -90,7 +87,6 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     write_missing([*write_rollout_tables(points, out), *write_step_tables(measured, out)], out)
     if page := paper_page(points, measured, files, out):
         (out / "paper-tables.md").write_text(page, encoding="utf-8")
-    write_goals(points, measured, rollouts, out / "goals")
 
 
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:

@@ -272,7 +272,7 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
     grid.write_all([*files, *steps], out)
     tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")}
-    tables |= {"memory", "steps", "goals"}
+    tables |= {"memory", "steps"}
     figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
     wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png", "narrow.svg")}
