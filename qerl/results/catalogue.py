@@ -17,7 +17,6 @@ from qerl.results.schema.evaluation import (
     SampleRow,
     StoredPolicyResult,
 )
-from qerl.results.schema.families import FamilyDecodeResult, FamilyStepResult
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
 from qerl.results.schema.plan import StoredPlan
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
@@ -52,8 +51,6 @@ _BY_NAME: dict[str, Schema] = {
 _ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow, paths.OUTCOMES: OutcomeRow}
 _BENCHES: dict[str, Schema] = {
     "decode": DecodeResult,
-    "family_decode": FamilyDecodeResult,
-    "family_step": FamilyStepResult,
     "grpo_step": GrpoStepResult,
     "prompts": PromptsResult,
     "products": ProductsResult,
