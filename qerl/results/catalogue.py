@@ -18,7 +18,6 @@ from qerl.results.schema.evaluation import (
     StoredPolicyResult,
 )
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
-from qerl.results.schema.plan import StoredPlan
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
 from qerl.results.schema.speed import (
@@ -38,7 +37,6 @@ Content = dict[str, Any]
 
 #: Schemas of files whose name identifies them.
 _BY_NAME: dict[str, Schema] = {
-    paths.PLAN: StoredPlan,
     paths.RUN: RunResult,
     paths.REPORT: QuantizationReport,
     paths.PRETRAIN: PretrainReport,
