@@ -140,7 +140,7 @@ class Costs:
         return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
 
     def update(self, work: PlannedWork) -> Hours:
-        """Hours of the updates; those with gradient checkpointing bound the hours without, where these aren't measured."""
+        """Hours of the updates; gradient checkpointing's bound those without it, where the latter aren't measured."""
         work = replace(work, engine="native")  # which trains, whoever draws the completions
         speeds = [speed for speed in self._updates if speed.method == work.method]
         for checkpointing in (work.gradient_checkpointing, "true"):
