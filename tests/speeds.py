@@ -39,14 +39,14 @@ def _decoded() -> Iterator[dict[str, Any]]:
 
 
 def _updates() -> Iterator[dict[str, Any]]:
-    """Updates of steps without a cap of memory, in which every group teaches: completions' tokens over seconds."""
+    """Our updates in steps without a cap of memory, in which every group teaches: completions' tokens over seconds."""
     for machine, file in _files("step"):
         [row] = load_steps([file]).to_dict("records")
-        if row["samples"] and not row["cap"] and not row["equal_groups"] and not row["median"]:
-            engine = "native" if row["system"].startswith("qerl") else "trl"
+        ours = row["system"].startswith("qerl")
+        if ours and row["samples"] and not row["cap"] and not row["equal_groups"] and not row["median"]:
             completions = row["prompts"] * row["group_size"]
             yield {
-                **_identity(row, machine, file, engine, completions, row["recompute"]),
+                **_identity(row, machine, file, "native", completions, row["recompute"]),
                 "phase": "update",
                 "tokens": row["prompt"] + row["tokens"],
                 RATES[0]: "",

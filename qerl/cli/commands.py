@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from qerl import api
 from qerl.checkpoints.folder import RUN_FILE
-from qerl.cli import doctor, rules, sharing, watch, workflow
+from qerl.cli import doctor, rules, sharing, workflow
 from qerl.cli.console import console, print_error, print_table
 from qerl.host.interrupt import interruptible
 from qerl.host.progress import configure_logging
@@ -58,7 +58,6 @@ app = typer.Typer(
 )
 app.command(rich_help_panel=workflow.PANEL)(rules.rule)
 app.add_typer(workflow.app)
-app.command(rich_help_panel=workflow.PANEL)(watch.watch)
 app.command()(doctor.doctor)
 app.command()(sharing.export)
 app.command()(sharing.publish)

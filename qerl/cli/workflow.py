@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from qerl.jobs.shapes import PointJob
     from qerl.plan import Plan
-    from qerl.plan.cost_model import Hours
     from qerl.settings.benches import ShapesSettings
 
 from qerl.cli.console import console, print_error, print_table, show
@@ -67,26 +66,19 @@ def show_plan(
     config: Path,
     keys: Keys = None,
     machine: Annotated[str, typer.Option(help="The machine whose measured speeds give the hours.")] = "h200",
-    by: Annotated[
-        Literal["run", "table"], typer.Option(help="`table`: one row per table and figure of the paper.")
-    ] = "run",
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each run as a line of JSON.")] = False,
 ) -> None:
     """Print the table of runs: the settings, the largest cost and the state of each."""
     from qerl.plan import fitting
-    from qerl.plan.paper_costs import by_table, page
     from qerl.plan.run_table import disk, sheet, totals
 
     plan_ = _plan(config, keys)
     if not plan_.runs:
         raise ConfigError(f"{config} has no runs to plan; `qerl grid {config}` lists the jobs of `shapes`")
-    runs = sheet(plan_, machine) if by == "run" else by_table(plan_, machine)
+    runs = sheet(plan_, machine)
     if as_csv or as_json:
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
-        return
-    if by == "table":
-        typer.echo(page(plan_, machine), nl=False)
         return
     _print_sheet(plan_.folder, runs)
     print_table("Checkpoints on disk", disk(plan_))
@@ -141,7 +133,7 @@ def grid(
     config: Annotated[Path, typer.Argument()] = Path("config/shapes.yaml"),
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
-    """List the jobs of a configuration's `shapes` with their GPU-time and state."""
+    """List the jobs of a configuration's `shapes` with their state."""
     from qerl.plan.files import Files
     from qerl.plan.shapes import point_jobs, remaining
 
@@ -158,24 +150,16 @@ def grid(
         _print_grid(str(config), shapes, jobs, left)
 
 
-def _minutes(hours: Hours) -> str:
-    return f"{'~' if hours.estimated else ''}{60 * (hours.measured + hours.estimated):.1f}"
-
-
 def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob], left: Mapping[str, PointJob]) -> None:
-    """The table of jobs, and their hours."""
+    """The table of jobs, and how many are left."""
     import pandas as pd
 
-    from qerl.plan.cost_model import total
-    from qerl.plan.grid_costs import GridCosts
     from qerl.plan.shapes import state
     from qerl.report.summary import rich_table
 
-    hours = GridCosts(shapes.samples).hours
-    rows = [{"job": id, "minutes": _minutes(hours(job)), "state": state(job, shapes)} for id, job in jobs.items()]
+    rows = [{"job": id, "state": state(job, shapes)} for id, job in jobs.items()]
     show(rich_table(title, pd.DataFrame(rows)))
-    whole, missing = (total(map(hours, some.values())) for some in (jobs, left))
-    console().print(f"{len(jobs)} jobs: {whole} GPU-hours by the committed points, {missing} of them missing")
+    console().print(f"{len(jobs)} jobs, {len(left)} of them missing")
 
 
 @gate_app.command(name="show")

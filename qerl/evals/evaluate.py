@@ -10,7 +10,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,8 +25,6 @@ from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
 from qerl.settings.rollout import SamplingSettings
-
-Row = dict[str, Any]
 
 
 class EvaluationError(ValueError):

@@ -1,7 +1,12 @@
 """GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
 
 Hours from measured speeds are upper limits, because every completion counts at its longest. Starting, loading,
-compiling and quantization, which take minutes per job, are not counted.
+compiling and quantization, which take minutes per job, are not counted. Estimates have no such bound:
+
+* Rollouts run at the engine's rate of the model of the nearest size, with the largest batch that isn't larger and the
+  nearest rank. Time per token grows with the parameters, but doesn't shrink for smaller models.
+* Updates take `FLOPS` operations per parameter and token, at the lowest share of the peak that updates of the nearest
+  size have.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
 SLOWER = {"h200": "h100"}
 #: Bytes of a device's memory, as PyTorch reports them.
 MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
-#: The share of this peak that estimates assume for an update, where no LoRA update of the system was measured.
+#: The share of this peak that estimates assume for an update, where none was measured.
 UTILIZATION = 0.4
 #: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
 FLOPS, FLOPS_CHECKPOINTING = 6, 8
@@ -41,21 +46,7 @@ FLOPS, FLOPS_CHECKPOINTING = 6, 8
 SMALLEST_BATCH = 1 / 8
 #: Formats without measured rollouts, and the format whose rates replace them, because both use the same kernels.
 STAND_IN = {"mxfp4": "nvfp4"}
-#: Who does the work: this project, with the engine of the settings, or TRL with vLLM.
-System = Literal["qerl", "trl"]
 Recompute = Literal["true", "false", "auto"]
-ASSUMED = (
-    "Rollouts run at the engine's measured rate of the model of the nearest size, with the largest batch that isn't "
-    f"larger and the nearest rank, one that isn't smaller if there is any. Speeds of less than {SMALLEST_BATCH:.1%} of "
-    "the batch count neither as measurements nor here. Time per token grows with the parameters, "
-    "but doesn't shrink for smaller models; MXFP4 counts as NVFP4. Such estimates of 14B and 32B are 16 % too short to "
-    "40 % too long, where both have the same lengths, and 23 % too short for 14B in NVFP4 with r64 at 256 sequences, "
-    "whose points precede faster kernels. "
-    f"Updates take {FLOPS} operations per parameter and token ({FLOPS_CHECKPOINTING} with gradient checkpointing). "
-    "LoRA's run at the lowest share of the device's bf16 peak at which those of the nearest size and the same system "
-    "were measured, with the largest batch that isn't larger; others run at "
-    f"{UTILIZATION:.0%}. The operations count a gradient of every weight, which LoRA doesn't compute."
-)
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,7 @@ class Speed:
     method: str
     rank: int
     engine: str
-    """`native`, `vllm`, or `trl` for updates of TRL."""
+    """`native`, or `vllm` for rollouts."""
     sequences: int
     tokens: int
     """Tokens of each sequence, its prompt included."""
@@ -125,13 +116,9 @@ class Speed:
 
 
 class Costs:
-    """The speeds of one machine and system, and those of a slower one. The machine's own count where both are as near.
+    """The speeds of one machine, and those of a slower one. The machine's own count where both are as near."""
 
-    TRL trains no NVFP4 and no MXFP4, so its updates of these are NF4's.
-    """
-
-    def __init__(self, machine: str, system: System = "qerl") -> None:
-        self._system = system
+    def __init__(self, machine: str) -> None:
         measured = _rows(SPEEDS)
         known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
         if machine not in known:
@@ -153,14 +140,10 @@ class Costs:
         return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
 
     def update(self, work: PlannedWork) -> Hours:
-        """Hours of the updates. Ours with gradient checkpointing bound the hours without, where these aren't measured.
-
-        A peer's don't, so that the comparison isn't in our favor.
-        """
-        work = self._updated(work)
+        """Hours of the updates; gradient checkpointing's bound those without it, where the latter aren't measured."""
+        work = replace(work, engine="native")  # which trains, whoever draws the completions
         speeds = [speed for speed in self._updates if speed.method == work.method]
-        slowest = "true" if self._system == "qerl" else work.gradient_checkpointing
-        for checkpointing in (work.gradient_checkpointing, slowest):
+        for checkpointing in (work.gradient_checkpointing, "true"):
             speed = _nearest(work, [s for s in speeds if s.gradient_checkpointing == checkpointing])
             if speed is not None:
                 return Hours(measured=_hours(work.trained, speed.rate))
@@ -172,20 +155,9 @@ class Costs:
         An adapter slows rollouts, so that speeds with one bound the hours of work without, too.
         """
         speeds = [s for s in self._rollouts if s.method == "lora" or work.method != "lora"]
-        return _nearest(self._sampled(work), [s for s in speeds if _like_batch(s, work)])
-
-    def _sampled(self, work: PlannedWork) -> PlannedWork:
-        """The work by the engine that draws its completions."""
-        return replace(work, engine="vllm") if self._system == "trl" else work
-
-    def _updated(self, work: PlannedWork) -> PlannedWork:
-        """The work by the engine that updates, with the weights that it trains."""
-        if self._system == "qerl":
-            return replace(work, engine="native")
-        return replace(work, engine="trl", weights="bf16" if work.weights == "bf16" else "nf4")
+        return _nearest(work, [s for s in speeds if _like_batch(s, work)])
 
     def _rollout_rate(self, work: PlannedWork) -> float:
-        work = self._sampled(work)
         speeds = [s for s in self._rollouts if s.engine == work.engine and _like_batch(s, work)]
         same = [s for s in speeds if s.weights == work.weights]
         alike = self._of_nearest_size(work, same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)])
@@ -204,7 +176,7 @@ class Costs:
         alike = [
             speed
             for speed in self._updates
-            if (speed.engine, speed.method) == (work.engine, work.method)
+            if speed.method == work.method
             and speed.gradient_checkpointing != "auto"
             and speed.sequences <= work.sequences
         ]

@@ -63,8 +63,6 @@ class Serving:
     attention: str
     sampler: str
     dtype: str
-    fp8_cache: bool
-    """Whether `rollout.native.kv_cache_dtype` may be fp8."""
     unsupported: str | None
 
 
@@ -190,7 +188,6 @@ def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
         attention=f"{operations}, in {'rollouts and updates' if by_engine else 'updates; PyTorch in rollouts'}",
         sampler=_SAMPLERS[sampler],
         dtype=dtype,
-        fp8_cache=gpu is not None and issubclass(sampler, EngineSampler) and refused_fp8_cache(capability) is None,
         unsupported=None if gpu is None else unsupported_accelerator() or too_old(gpu.name, gpu.capability),
     )
 

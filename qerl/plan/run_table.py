@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from qerl.host.imports import OPTIONAL, imports
-from qerl.plan import Plan, PlannedRun
-from qerl.plan.cost_model import MEMORY, SIZES, UNMEASURED, Costs, Hours, PlannedWork
+from qerl.plan import Plan, PlannedEvaluation, PlannedRun
+from qerl.plan.cost_model import MEMORY, SIZES, UNMEASURED, Costs, Hours, PlannedWork, problem_counts
 from qerl.plan.files import Files
 from qerl.results.files import read
 from qerl.results.names import weights_name
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema.stored import OK
 from qerl.results.schema.training import RunResult
+from qerl.settings.data import HubData
+from qerl.settings.evaluation import TaskSettings
 from qerl.settings.rollout import EngineSettings
 
 
@@ -29,12 +32,12 @@ def sheet(plan: Plan, machine: str) -> pd.DataFrame:
     return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
 
 
-def run_work(run: PlannedRun, steps: int | None = None) -> PlannedWork:
-    """The most work of a run's training, or of `steps` of its steps."""
+def run_work(run: PlannedRun) -> PlannedWork:
+    """The most work of a run's training."""
     settings = run.settings
     rollout = settings.rollout
     completions = rollout.prompts * rollout.group_size
-    tokens = (steps or settings.steps) * completions * rollout.sampling.max_tokens
+    tokens = settings.steps * completions * rollout.sampling.max_tokens
     return PlannedWork(
         model=settings.model,
         weights=settings.weights,
@@ -44,11 +47,34 @@ def run_work(run: PlannedRun, steps: int | None = None) -> PlannedWork:
         drawn=tokens,
         trained=tokens * settings.loss.updates_per_rollout,
         gradient_checkpointing=str(settings.gradient_checkpointing).lower(),  # type: ignore[arg-type]
-        engine=engine_of(rollout),
+        engine=_engine_of(rollout),
     )
 
 
-def engine_of(settings: EngineSettings) -> str:
+def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[PlannedWork]:
+    """The most work that each task of an evaluation may need."""
+    settings, run = plan.config.evaluation, evaluation.run
+    for task in settings.tasks:
+        if task.dataset in evaluation.tasks:
+            drawn = _problems(plan, task) * settings.repeats_of(task) * settings.sampling_of(task).max_tokens
+            yield PlannedWork(
+                model=evaluation.checkpoint.model,
+                weights=evaluation.checkpoint.weights,
+                method=run.settings.method if run else "none",
+                rank=run.settings.adapter.rank if run else 0,
+                sequences=settings.vllm.max_sequences,
+                drawn=drawn,
+                engine=_engine_of(settings),
+            )
+
+
+def _problems(plan: Plan, task: TaskSettings) -> float:
+    """The number of test problems; NaN if only the prepared data states it."""
+    origin = plan.config.datasets[task.dataset].origin
+    return problem_counts().get(origin.repo, math.nan) if isinstance(origin, HubData) else math.nan
+
+
+def _engine_of(settings: EngineSettings) -> str:
     """The engine that draws the completions; a vLLM server is as fast as vLLM."""
     return settings.engine.removesuffix("-server")
 

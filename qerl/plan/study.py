@@ -9,8 +9,7 @@ from qerl.jobs.study import GatheredExperiment, GatherJob, PageJob, RealArm
 from qerl.plan.cost_model import Costs, total
 from qerl.plan.files import FINISHED, Files
 from qerl.plan.make import plan_from
-from qerl.plan.paper_costs import evaluation_work
-from qerl.plan.run_table import run_work
+from qerl.plan.run_table import evaluation_work, run_work
 from qerl.plan.sheets import Plan, PlannedRun
 from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY
 from qerl.results.names import weights_name

@@ -11,15 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 
 from qerl.checkpoints.architectures import FUSED
 from qerl.checkpoints.published import PUBLISHED
-from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
+from qerl.formats.codecs import nvfp4_global_scale, quantize
 from qerl.layers.packed_linear import PackedLinear
 from qerl.policy.policy import Policy, add_adapter, use_own_modules
 from qerl.random_models.checkpoint import model_config
 from qerl.random_models.published import published_config, published_model
 from qerl.random_models.weights import STD, fill_model, random_weight
-from qerl.settings.training import EXPERT_LAYERS, LAYERS, AdapterSettings
-
-WEIGHTS = ("bf16", *PACKED_FORMATS)
+from qerl.settings.training import LAYERS, AdapterSettings
 
 
 def random_policy(
@@ -40,15 +38,15 @@ def random_policy(
     use_own_modules(lm)
     lm.requires_grad_(False)
     base = Policy(lm.eval(), Qwen2Tokenizer())
-    return adapted(base, rank, train_norms) if rank else base
+    return _adapted(base, rank, train_norms) if rank else base
 
 
-def adapted(base: Policy, rank: int, train_norms: bool = True, experts: bool = False) -> Policy:
-    """The base with an adapter of `rank` whose B isn't zero, on all layers outside of experts, or with `experts` on
-    these, too; the base's modules become the policy's.
+def _adapted(base: Policy, rank: int, train_norms: bool) -> Policy:
+    """The base with an adapter of `rank` whose B isn't zero, on all layers outside of experts.
+
+    The base's modules become the policy's.
     """
-    targets = [*LAYERS, *(EXPERT_LAYERS if experts else ())]
-    adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms, targets=targets)
+    adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms, targets=[*LAYERS])
     peft = add_adapter(base.lm, adapter)
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad:
@@ -65,7 +63,7 @@ def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> It
         yield base
         return
     dtypes = {name: parameter.dtype for name, parameter in base.lm.named_parameters()}
-    policy = adapted(base, rank, train_norms)
+    policy = _adapted(base, rank, train_norms)
     try:
         yield policy
     finally:

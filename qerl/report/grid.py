@@ -9,9 +9,7 @@ import pandas as pd
 
 from qerl.jobs.report import ShapesJob
 from qerl.report import grid_figures
-from qerl.report.caps import write_caps
 from qerl.report.formatting import cell_text, or_reason, present, three_digits, times, with_gpus
-from qerl.report.goals import write_goals
 from qerl.report.grid_paper import write_rollout_tables, write_step_tables
 from qerl.report.grid_tables import (
     adapters,
@@ -24,11 +22,9 @@ from qerl.report.grid_tables import (
     ratio_table,
     step_table,
 )
-from qerl.report.lead_figure import speeds, write_lead
 from qerl.report.mixes import write_mixes
 from qerl.report.paper_missing import write_missing
 from qerl.report.paper_page import paper_page
-from qerl.report.portable import write_portable
 from qerl.report.prompts import write_prompts
 from qerl.report.ratios import NOT_MEASURED
 from qerl.report.tables import caption_text, write_table
@@ -36,8 +32,6 @@ from qerl.results.files import read
 from qerl.results.schema.speed import Kind
 from qerl.results.speed_readers import LENGTHS, load_mixes, load_points, load_prompts, load_steps
 
-#: Size and rank of the README's figure.
-LEAD = ("7B", 16)
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
@@ -60,22 +54,19 @@ def write_shapes(job: ShapesJob) -> None:
 def write_all(files: Sequence[Path], out: Path) -> None:
     """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `out`.
 
-    For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., portable-...,
-    crossover-<lengths>, adapters-... and lead-<lengths>. Their figures are decode-rank<rank>-<lengths> and
-    crossover-rank<rank>-<lengths>.
+    For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths> and
+    adapters-... Their figures are decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>.
     For prompts of several lengths there is contexts-<tokens>, with figures contexts-rank<rank>-<tokens>. The others are
-    steps, memory, caps, mixes, mix-phases, mix-drafts, prompts-<size> and goals (`qerl.report.goals`). Tables without
-    a row are left out. At the paper's lengths its tables are there (`qerl.report.grid_paper`), with paper-missing and
-    the page paper-tables.md.
+    steps, memory, mixes, mix-phases, mix-drafts and prompts-<size>. Tables without a row are left out. At the
+    paper's lengths its tables are there (`qerl.report.grid_paper`), with paper-missing and the page paper-tables.md.
     Raises ResultError without any file.
     """
     kinds = {path: read(Kind, path).bench for path in files}
     wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
     decode, steps, mixes, prompts = ([path for path, kind in kinds.items() if kind == one] for one in wanted)
-    points = measured = rollouts = pd.DataFrame()
+    points = measured = pd.DataFrame()
     if mixes:
-        rollouts = load_mixes(mixes)
-        write_mixes(rollouts, out)
+        write_mixes(load_mixes(mixes), out)
     if prompts:
         write_prompts(load_prompts(prompts), out)
     if decode or not (steps or mixes or prompts):
@@ -90,7 +81,6 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     write_missing([*write_rollout_tables(points, out), *write_step_tables(measured, out)], out)
     if page := paper_page(points, measured, files, out):
         (out / "paper-tables.md").write_text(page, encoding="utf-8")
-    write_goals(points, measured, rollouts, out / "goals")
 
 
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
@@ -101,8 +91,6 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
     _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
     cost = f"Decode speed with an adapter over the speed without one, {measured}. {_INTERVAL}. {_DASH}"
     _write_counts(adapters(points), out / f"adapters-{lengths}", cost, points, times)
-    if not speeds(points, *LEAD).empty:
-        write_lead(points, *LEAD, out / f"lead-{lengths}")
     for rank, group in points.groupby("rank"):
         grid_figures.decode_speed(group, out / f"decode-rank{rank}-{lengths}")
         if not crossover(group).empty:
@@ -126,7 +114,6 @@ def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> Non
     _write_counts(floor_table(points, size), out / f"floor-{of}", share, points, lambda percent: f"{percent:.0f}")
     lead = f"Decode speed of the native engine over vLLM's at the same rank, {measured}. {_INTERVAL}. {_DASH}"
     _write_counts(ratio_table(points, size), out / f"ratio-{of}", lead, points, times)
-    write_portable(points, size, _lengths(points), out / f"portable-{of}")
 
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
@@ -135,12 +122,13 @@ def _write_steps(steps: pd.DataFrame, out: Path) -> None:
     parts = (
         "Memory of a GRPO step at its highest peak by part, in GB (10^9 bytes). The parts except the KV cache add up "
         "to the column without KV cache; rest includes parts that a system doesn't report. A cache with less memory "
-        "than it could use is released before the update, so that the highest peak may be the rollout's"
+        "than it could use is released before the update, so that the highest peak may be the rollout's. A cap stands "
+        "in for a smaller GPU, and doesn't count CUDA's context. Cache share: of one with which no sequence waits; "
+        "recomputed: most blocks of a micro-batch"
     )
     write_table(
         with_gpus(memory_table(steps), steps), out / "memory", caption_text(parts, steps[["machine", "commit"]])
     )
-    write_caps(steps, out / "caps")
 
 
 def _lengths(points: pd.DataFrame) -> str:

@@ -18,7 +18,7 @@ from qerl.report.formatting import weights_label
 from qerl.report.ratios import NOT_MEASURED, Row, faster, ratio, stated
 from qerl.results.schema.speed import SECONDS
 from qerl.results.schema.stored import OK
-from qerl.results.speed_readers import LENGTHS, POLICY
+from qerl.results.speed_readers import GIVEN_UP, LENGTHS, POLICY
 
 #: Columns that identify a ratio of two weight formats.
 _CROSSED = ["size", "engine", "rank", *LENGTHS]
@@ -96,10 +96,13 @@ def contexts(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`."""
+    """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`.
+
+    The last columns are what this project's step did without for memory, and the settings by which it did.
+    """
     parts = [name for name in map(str, steps) if name.endswith("/gb")]
     parts.sort(key=lambda name: name == "rest/gb")
-    return steps[["size", "system", "work", "recompute", "cap", "machine", "status", *parts]]
+    return steps[["size", "system", "work", "recompute", "cap", "machine", "status", *parts, *GIVEN_UP]]
 
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:

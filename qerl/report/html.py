@@ -12,7 +12,8 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-#: The templates and the style beside this module.
+#: The templates and the style beside this module, of which the version of the code (`qerl.provenance.code_version`)
+#: knows by their names alone; other templates include the first.
 _FILES = ("table.j2", "tables.j2", "report.j2", "style.css")
 #: A number with an optional sign and unit.
 _NUMBER = re.compile(r"([+−-]?[\d,]+(\.\d+)?(e[+-]?\d+)?( ?(%|×|kB|MB|GB|B))?)")

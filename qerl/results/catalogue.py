@@ -17,9 +17,7 @@ from qerl.results.schema.evaluation import (
     SampleRow,
     StoredPolicyResult,
 )
-from qerl.results.schema.families import FamilyDecodeResult, FamilyStepResult
 from qerl.results.schema.gates import GateMeasurements, NumericsResult, SpeedResult, VerdictResult
-from qerl.results.schema.plan import StoredPlan
 from qerl.results.schema.preparation import PretrainReport, QuantizationReport
 from qerl.results.schema.profile import RolloutBenchResult, StepBenchResult
 from qerl.results.schema.speed import (
@@ -39,7 +37,6 @@ Content = dict[str, Any]
 
 #: Schemas of files whose name identifies them.
 _BY_NAME: dict[str, Schema] = {
-    paths.PLAN: StoredPlan,
     paths.RUN: RunResult,
     paths.REPORT: QuantizationReport,
     paths.PRETRAIN: PretrainReport,
@@ -52,8 +49,6 @@ _BY_NAME: dict[str, Schema] = {
 _ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow, paths.OUTCOMES: OutcomeRow}
 _BENCHES: dict[str, Schema] = {
     "decode": DecodeResult,
-    "family_decode": FamilyDecodeResult,
-    "family_step": FamilyStepResult,
     "grpo_step": GrpoStepResult,
     "prompts": PromptsResult,
     "products": ProductsResult,

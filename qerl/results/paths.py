@@ -45,8 +45,6 @@ GATES = "gates"
 #: Logs of jobs and Snakemake's measurements of their time, each in a folder of its rule.
 LOGS = "logs"
 BENCHMARKS = "benchmarks"
-#: The jobs of a configuration, as the workflow last started with them.
-PLAN = "plan.json"
 #: The records of trackers, in their own formats, for all runs.
 TRACKED = "tracked"
 #: Evaluations of committed policies, within the folder of the gates.

@@ -33,6 +33,9 @@ _GB = 1e9
 POLICY = ["engine", "weights", "rank"]
 #: Tokens of the prompt and decoded tokens; points of other lengths are in other tables.
 LENGTHS = ["prompt", "tokens"]
+#: What a step did without for memory, as text: the share of the KV cache with which no sequence waits, blocks that were
+#: recomputed, tokens of a micro-batch, and what else was set.
+GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
 _MEASURE = "`qerl grid` lists the commands that measure"
 
 
@@ -55,8 +58,8 @@ def load_points(paths: Sequence[Path]) -> pd.DataFrame:
 def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
     """One row per file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
 
-    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions. `cache_share`,
-    `recomputed`, `micro_batch_tokens` and `set` tell, as text, what this project's step did without for memory.
+    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions. The columns
+    `GIVEN_UP` tell what this project's step did without for memory.
 
     Where a system came to no result there are no numbers, and `status` says why.
     """
@@ -177,7 +180,6 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         "status": job.status,
         "repeats": len(job.steps),
         "samples": [step.step for step in job.steps],
-        "update_samples": [step.update for step in job.steps],
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
         **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
         **job.provenance.columns,
@@ -192,12 +194,13 @@ def _given_up(job: GrpoStepResult) -> dict[str, Any]:
     """What this project's step did without for memory, and the settings by which it did; empty where not stored."""
     given, ours = job.given_up, job.settings if isinstance(job.settings, EngineStepSettings) else None
     chosen = [f"KV cache of {ours.kv_cache_gib:g} GiB"] if ours and ours.kv_cache_gib is not None else []
-    return {
-        "cache_share": f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else "",
-        "recomputed": f"{given.recomputed} of {given.blocks}" if given else "",
-        "micro_batch_tokens": ours.micro_batch_tokens if ours else "",
-        "set": ", ".join([*chosen, *(["released"] if ours and ours.sleep else [])]),
-    }
+    values = (
+        f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else "",
+        f"{given.recomputed} of {given.blocks}" if given else "",
+        ours.micro_batch_tokens if ours else "",
+        ", ".join([*chosen, *(["released"] if ours and ours.sleep else [])]),
+    )
+    return dict(zip(GIVEN_UP, values, strict=True))
 
 
 def _memory_parts(job: GrpoStepResult) -> dict[str, float]:

@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.image import imread
 
 from qerl.plan.shapes import committed_files
 from qerl.report import grid
+from qerl.report.grid_figures import decode_speed
 from qerl.report.mixes import mix_table
-from qerl.report.portable import portable_table
 from qerl.results.speed_readers import load_mixes
 from qerl.settings.reading import read_yaml
 
@@ -81,13 +83,14 @@ def test_ratios_of_packed_delta_nets_in_the_readme_are_those_of_the_workflow():
 
 @pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])
 def test_speeds_of_the_portable_kernels_are_those_of_the_workflow(counts):
-    table = portable_table(grid.load_points(sorted(CARDS.glob("decode-*.json")))).set_index("sequences").loc[[*counts]]
-    vllm = table[["vLLM NVFP4", "vLLM BF16"]].max(axis=1)
+    points = grid.load_points(sorted(CARDS.glob("decode-*.json")))
+    speeds = grid.decode_table(points[points["rank"] == 16], "7B").set_index(["engine", "weights"])[[*map(str, counts)]]
+    ours, vllm = speeds.loc[("native-portable", "nvfp4")], speeds.loc["vllm"].loc[["nvfp4", "bf16"]].max()
     work = "7B decode with the portable kernels" + (", which serve other GPUs," if 1 in counts else "")
     assert readme_row(f"{work} at {' / '.join(map(str, counts))} sequences") == [
-        [f"{speed:,.0f}" for speed in table["portable"]],
+        [f"{speed:,.0f}" for speed in ours],
         [f"{speed:,.0f}" for speed in vllm],
-        [f"{ratio:.2f}" for ratio in table["over the faster"]],
+        [f"{ratio:.2f}" for ratio in ours / vllm],
     ]
 
 
@@ -132,6 +135,15 @@ def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
         for size in ("7B", "8B", "14B", "32B")
     ]
     assert readme_row("memory cap under which 7B / 8B / 14B / 32B")[0] == [cap.removesuffix(" GB") for cap in least]
+
+
+def test_the_figure_of_the_readme_is_of_the_committed_points(points, tmp_path):
+    shown = {("7B", "native", "nvfp4"), ("7B", "vllm", "bf16"), ("7B", "vllm", "nvfp4")}
+    keys = zip(points["size"], points["engine"], points["weights"], strict=True)
+    decode_speed(points[[key in shown for key in keys]], tmp_path / "decode")
+    made, stored = (imread(folder / "decode.png") for folder in (tmp_path, ROOT / "docs/img"))
+    assert made.shape == stored.shape
+    assert np.abs(made - stored).mean() < 1e-3, f"copy {tmp_path / 'decode.png'} to docs/img"
 
 
 def test_links_of_all_pages_lead_somewhere(tmp_path):

@@ -20,7 +20,7 @@ def test_speeds_are_medians_of_stored_samples():
     """Rows of GPUs: decoded tokens a second of a point, or the completions' tokens over the seconds of an update."""
     with SPEEDS.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["machine"] != "cpu"]
-    assert {row["engine"] for row in rows} == {"native", "vllm", "trl"}
+    assert {row["engine"] for row in rows} == {"native", "vllm"}
     assert {row["machine"] for row in rows} == {"h100", "h200"}
     for row in rows:
         content = json.loads((ROOT / row["source"]).read_text())

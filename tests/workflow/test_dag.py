@@ -10,13 +10,11 @@ import re
 import shutil
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
-from qerl.plan.watch import running_jobs, watched_jobs
 from tests.browser import browser, needs_browser
 from tests.pages import parts_of
 
@@ -176,18 +174,6 @@ def _value(page: str, name: str):
 
 def test_no_checkpoint_stays_behind(finished):
     assert not list((finished.folder / "work").rglob("*.pt"))
-
-
-def test_watch_tells_that_every_job_is_done(finished):
-    jobs = watched_jobs(finished.folder / RESULTS, running_jobs())
-    assert Counter((job.job.rule, job.state) for job in jobs) == {
-        ("quantize", "done"): 2,
-        ("train", "done"): 2,
-        ("evaluate", "done"): 4,
-        ("profile", "done"): 2,
-    }
-    assert all(job.spent and job.spent > 0 for job in jobs)  # of steps, or of Snakemake's benchmarks
-    assert all(len(job.rows) == job.job.steps for job in jobs if job.job.rule == "train")
 
 
 def test_a_second_run_does_nothing(finished):

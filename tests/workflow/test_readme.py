@@ -156,7 +156,7 @@ def test_the_wheel_has_every_file_of_the_package(folder):
 @pytest.mark.parametrize(
     "command",
     [
-        "qerl plan config/paper.yaml --by table",
+        "qerl plan config/paper.yaml",
         "qerl plan config/own.yaml model=my-model",
         "qerl grid config/shapes.yaml",
         "qerl doctor --model my-model --rank 16 --max-tokens 6 --memory-gb 24",

@@ -26,7 +26,6 @@ from qerl.plan.files import figure_category, printed_files, table_category
 from qerl.plan.jobs import Jobs
 from qerl.plan.machines import check_machines, launcher, resources_of_machines
 from qerl.plan.origins import Origins
-from qerl.plan.stored import store
 from qerl.plan.workflow import models_of, one_of, with_signature, workflow_plan
 from qerl.results import paths
 

@@ -11,20 +11,7 @@ from torch import Tensor
 
 from qerl.formats.words import Words
 
-#: Shared memory of a thread block in bytes by compute capability (CUDA programming guide, technical specifications).
-SHARED_BYTES: dict[tuple[int, int], int] = {
-    (8, 0): 163 * 1024,
-    (8, 6): 99 * 1024,
-    (8, 7): 163 * 1024,
-    (8, 9): 99 * 1024,
-    (9, 0): 227 * 1024,
-    (10, 0): 227 * 1024,
-    (10, 3): 227 * 1024,
-    (11, 0): 227 * 1024,
-    (12, 0): 99 * 1024,
-    (12, 1): 99 * 1024,
-}
-#: Registers of a multiprocessor, on all GPUs of the table.
+#: Registers of a multiprocessor, on all supported GPUs.
 REGISTERS = 64 * 1024
 #: The fewest blocks of columns of a split, and the most splits.
 _LEAST_SPAN, _MOST_SPLITS = 2, 16

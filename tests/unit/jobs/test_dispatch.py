@@ -19,8 +19,6 @@ FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.plan", "qerl.jobs.dispatch", "qerl.gates.accept"),
     "qerl.bench.rollout_mix.trace",
     "qerl.report.summary",
-    # The KL of rounding and of noise, by which a person calibrates the exploration (docs/lab/exploration.md).
-    "qerl.rl.divergence",
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
 BY_NAME = {"qerl.gates.speed": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm.worker_hooks"}

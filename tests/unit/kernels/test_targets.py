@@ -39,12 +39,25 @@ from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache
 from qerl.kernels.portable import grouped_launches
 from qerl.kernels.portable.decoding import dense
 from qerl.kernels.portable.launches import multiply
-from qerl.kernels.portable.variants import SHARED_BYTES, PortableOperands, tiles
+from qerl.kernels.portable.variants import PortableOperands, tiles
 from qerl.kernels.prompts import PromptRow, pack
 from tests.conftest import PROFILE
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 from tests.unit.kernels.machine_code import loops_with_products, machine_code, overwritten
 
+#: Shared memory of a thread block in bytes by compute capability (CUDA programming guide, technical specifications).
+SHARED_BYTES = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+    (11, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+    (12, 1): 99 * 1024,
+}
 CPU, NIGHTLY = torch.device("cpu"), os.environ.get(PROFILE) == "nightly"
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
 HIDDEN, HEADS, VOCABULARY = 3584, Heads(28, 4, 128, 128**-0.5), 152064

@@ -7,8 +7,7 @@ import pytest
 from qerl.plan import plan_from
 from qerl.plan.cost_model import Costs, total
 from qerl.plan.jobs import Jobs
-from qerl.plan.paper_costs import evaluation_work
-from qerl.plan.run_table import run_work
+from qerl.plan.run_table import evaluation_work, run_work
 from qerl.plan.study import real_arms
 from qerl.report.exploration import MISMATCH, NUMBERS, PRIMARY, SECONDARY
 from qerl.settings.base import ConfigError

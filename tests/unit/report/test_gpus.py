@@ -57,29 +57,15 @@ def test_decode_speeds_of_several_gpus(tmp_path):
     assert list(stored["GPU"]) == of_each
 
 
-def test_the_portable_kernels_of_several_gpus(tmp_path):
-    files = [
-        decode_file(tmp_path / machine, "native", "nvfp4", {count: [100.0]}, machine=machine, kernels="portable")
-        for count, machine in ((1, H100), (8, H200))
-    ]
-    grid.write_all(files, tmp_path)
-    assert gpus_of(tmp_path, "portable-7B-128x256") == ["H100 80GB HBM3", "H200"]
-
-
 def test_steps_of_several_gpus(tmp_path):
-    """The steps under a cap alone decide whether their table has the column."""
-    system = "qerl NVFP4 LoRA"
-    whole = moved(step_file(tmp_path, system, "3B", [1.0], "auto", rest=1e9), machine=H200)
-    capped = [
-        moved(step_file(tmp_path, system, size, [2.0], "auto", rest=1e9), machine=machine, memory_gb=12.0)
-        for size, machine in (("7B", H100), ("14B", H100), ("32B", H200))
+    machines = (("3B", H200), ("7B", H100), ("14B", H100), ("32B", H200))
+    files = [
+        moved(step_file(tmp_path, "qerl NVFP4 LoRA", size, [2.0], "auto", rest=1e9), machine=machine)
+        for size, machine in machines
     ]
-    grid.write_all([whole, *capped], tmp_path / "all")
+    grid.write_all(files, tmp_path / "all")
     for name in ("steps", "memory"):
         assert gpus_of(tmp_path / "all", name) == ["H200", "H100 80GB HBM3", "H100 80GB HBM3", "H200"]
-    assert gpus_of(tmp_path / "all", "caps") == ["H100 80GB HBM3", "H100 80GB HBM3", "H200"]
-    grid.write_all([whole, *capped[:2]], tmp_path / "one")
-    assert "GPU" not in (tmp_path / "one/caps.md").read_text().split("\n\n")[0]
 
 
 def test_rows_of_one_gpu_have_no_column(tmp_path):
@@ -87,6 +73,6 @@ def test_rows_of_one_gpu_have_no_column(tmp_path):
     files += [decode_file(tmp_path, "native", "nvfp4", SPEEDS, rank=0, machine=H200)]
     files += [moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H200, memory_gb=12.0)]
     grid.write_all(files, tmp_path / "out")
-    tables = {file: pd.read_csv(file) for file in (tmp_path / "out").glob("*.csv") if file.stem != "goals"}
-    assert len(tables) >= 7
+    tables = {file: pd.read_csv(file) for file in (tmp_path / "out").glob("*.csv")}
+    assert len(tables) >= 6
     assert not [file.name for file, table in tables.items() if {"GPU", "machine"} & set(table)]

@@ -7,8 +7,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl.report import grid, grid_figures, grid_tables
-from qerl.report.lead_figure import THEMES
-from qerl.report.portable import portable_table
 from qerl.results import speed_readers
 from qerl.results.files import ResultError
 from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, step_file
@@ -128,14 +126,10 @@ def test_weights_that_vllm_lacks_are_compared_with_its_faster_only(files, tmp_pa
 def test_portable_kernels_are_beside_other_kernels_and_vllm(files, tmp_path):
     speeds = {1: [350.0, 350.0], 64: [3800.0, 3800.0], 256: [9000.0, 9000.0]}
     files = [*files, decode_file(tmp_path / "portable", "native", "nvfp4", speeds, kernels="portable")]
-    rows = rows_of(portable_table(speed_readers.load_points(files)), "sequences")
-    assert (rows[1]["portable"], rows[1]["auto"], rows[1]["vLLM NVFP4"], rows[1]["vLLM BF16"]) == (350, 500, 200, 100)
-    assert (rows[1]["over vLLM NVFP4"], rows[1]["goal"], rows[1]["met"]) == (1.75, 1.8, "no")
-    assert (rows[64]["over the faster"], rows[64]["goal"], rows[64]["met"]) == (0.95, 0.9, "yes")
-    assert (rows[256]["auto"], rows[256]["over the faster"], rows[256]["met"]) == (OUT_OF_MEMORY, "–", "–")
+    rows = rows_of(grid_tables.decode_table(speed_readers.load_points(files), "7B"), "engine", "weights")
+    of_one = {engine: rows[engine, "nvfp4"]["1"] for engine in ("native-portable", "native", "vllm")}
+    assert of_one == {"native-portable": 350, "native": 500, "vllm": 200}
     grid.write_all(files, tmp_path / "out")
-    text = (tmp_path / "out/portable-7B-128x256.md").read_text()
-    assert "0.95× [0.95×, 0.95×]" in text
     # Comparisons of formats and of engines are those of the GPU's own kernels.
     assert "500" in (tmp_path / "out/decode-7B-128x256.md").read_text()
     ratios = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
@@ -272,11 +266,10 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
     grid.write_all([*files, *steps], out)
     tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")}
-    tables |= {"memory", "steps", "goals"}
+    tables |= {"memory", "steps"}
     figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
     wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png", "narrow.svg")}
-    wanted |= {f"lead-128x256{end}" for end in THEMES}
     assert {path.name for path in out.iterdir()} == wanted
     text = (out / "decode-7B-128x256.md").read_text()
     assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)

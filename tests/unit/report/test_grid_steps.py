@@ -1,4 +1,4 @@
-"""GRPO steps in the speed grid's tables: seconds, memory, caps and failures."""
+"""GRPO steps in the speed grid's tables: seconds, memory under caps, and failures."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.report import caps, grid, grid_tables
+from qerl.report import grid, grid_tables
 from qerl.results import speed_readers
 from tests.synthetic_results import OUT_OF_MEMORY, step_file, write_json
 
@@ -52,15 +52,13 @@ def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
         capped = result | told | {"settings": result["settings"] | limits | {"memory_gb": cap}}
         capped |= {"steps": []} if "status" in told else {"steps": [step | {"step": 16.0} for step in result["steps"]]}
         files.append(write_json(tmp_path / f"{cap}.json", capped))
-    table = caps.cap_table(speed_readers.load_steps(files))
-    assert list(table["cap"]) == ["8 GB", "12 GB", "16 GB"]
-    failed, small, larger = table.to_dict("records")
-    assert (failed["status"], failed["speed"], failed["goal"]) == (OUT_OF_MEMORY, "", "")
-    assert (small["KV cache"], small["recomputed"], small["micro-batch"]) == ("33%", "28 of 28", 16384)
-    assert (small["set"], small["speed"], small["goal"]) == ("KV cache of 2 GiB, released", 10 / 16, "met")
-    assert (larger["step_seconds"], larger["goal"]) == (16.0, "")
+    table = grid_tables.memory_table(speed_readers.load_steps(files)).set_index("cap")
+    assert list(table.index) == ["", "16 GB", "12 GB", "8 GB"]
+    columns = ["status", "cache share", "recomputed", "micro-batch tokens", "set"]
+    assert list(table.loc["12 GB", columns]) == ["ok", "33%", "28 of 28", 16384, "KV cache of 2 GiB, released"]
+    assert table.loc["8 GB", "status"] == OUT_OF_MEMORY
     grid.write_all(files, tmp_path / "out")
-    assert "0.62× [0.62×, 0.62×]" in (tmp_path / "out/caps.md").read_text()
+    assert "28 of 28" in (tmp_path / "out/memory.md").read_text()
 
 
 def test_a_step_that_failed_is_a_row(tmp_path):

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from qerl.report import goals, grid, mixes
+from qerl.report import grid, mixes
 from qerl.results import speed_readers
 from tests.synthetic_results import MACHINE, PROVENANCE, moved, write_json
 
@@ -140,32 +140,9 @@ def test_a_rollout_out_of_memory_is_a_row(tmp_path, files):
     assert rows[("native", "nvfp4")]["speedup"] == 2.5
 
 
-def test_the_goal_is_over_the_faster(files):
-    nothing = pd.DataFrame()
-    table = goals.goals(nothing, nothing, speed_readers.load_mixes(files)).set_index("goal")
-    row = table.loc["7B rollout of mixed lengths, LoRA r32, over the faster of vLLM's BF16 and NVFP4"]
-    assert (row["reached"], row["met"]) == (2.0, "no")
-
-
-def test_a_replayed_rollout_has_a_goal_of_its_own(tmp_path, files):
-    """It counts with drafts, and the goal of mixed lengths ignores it."""
-    replayed = {"lengths": [[1, 2]], "trace": "trace.jsonl"}
-    traced = [
-        mix_file(tmp_path, "native", "nvfp4", [1.0], drafts=True, **replayed),
-        mix_file(tmp_path, "vllm", "bf16", [4.0], **replayed),
-        mix_file(tmp_path, "vllm", "nvfp4", [3.5], **replayed),
-    ]
-    nothing = pd.DataFrame()
-    table = goals.goals(nothing, nothing, speed_readers.load_mixes([*files, *traced])).set_index("goal")
-    over = "LoRA r32, over the faster of vLLM's BF16 and NVFP4"
-    assert table.loc[f"7B rollout of mixed lengths, {over}", "reached"] == 2.0
-    row = table.loc[f"7B rollout that replays a trace, drafts verified, {over}"]
-    assert (row["reached"], row["met"]) == (3.5, "yes")
-
-
 def test_files_of_rollouts_alone_make_tables(tmp_path, files):
     grid.write_all(files, tmp_path / "tables")
-    assert {file.stem for file in (tmp_path / "tables").glob("*.md")} == {"mixes", "mix-phases", "goals"}
+    assert {file.stem for file in (tmp_path / "tables").glob("*.md")} == {"mixes", "mix-phases"}
     page = (tmp_path / "tables/mixes.md").read_text()
     assert "2.00×" in page
     assert "250 [" in page
