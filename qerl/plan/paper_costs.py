@@ -18,7 +18,7 @@ import pandas as pd
 
 from qerl.plan import Plan, PlannedEvaluation, PlannedRun
 from qerl.plan.cost_model import ASSUMED, SLOWER, Costs, PlannedWork, problem_counts, total
-from qerl.plan.run_table import disk_total, engine_of, omitted, run_work, sharded
+from qerl.plan.run_table import disk_total, omitted, run_work, sharded
 from qerl.report.paper import fits, identity
 from qerl.results.names import variant, weights_name
 from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, NAMES, SCHEDULES, Asked, Cell, read_cells
@@ -132,7 +132,7 @@ def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[Plann
                 rank=run.settings.adapter.rank if run else 0,
                 sequences=settings.vllm.max_sequences,
                 drawn=drawn,
-                engine=engine_of(settings),
+                engine=settings.engine,
             )
 
 
@@ -156,7 +156,7 @@ def bench_work(plan: Plan, bench: str) -> Iterator[PlannedWork]:
             rank=rank,
             sequences=settings.sequences,
             drawn=settings.sequences * settings.completion_tokens * (settings.repeats + 1),
-            engine=engine_of(settings),
+            engine=settings.engine,
         )
 
 

@@ -16,7 +16,6 @@ from qerl.results.names import weights_name
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema.stored import OK
 from qerl.results.schema.training import RunResult
-from qerl.settings.rollout import EngineSettings
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
@@ -44,13 +43,8 @@ def run_work(run: PlannedRun, steps: int | None = None) -> PlannedWork:
         drawn=tokens,
         trained=tokens * settings.loss.updates_per_rollout,
         gradient_checkpointing=str(settings.gradient_checkpointing).lower(),  # type: ignore[arg-type]
-        engine=engine_of(rollout),
+        engine=rollout.engine,
     )
-
-
-def engine_of(settings: EngineSettings) -> str:
-    """The engine that draws the completions; a vLLM server is as fast as vLLM."""
-    return settings.engine.removesuffix("-server")
 
 
 def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:

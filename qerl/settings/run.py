@@ -155,11 +155,6 @@ class RunSettings(Settings):
                 f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
                 "method=full"
             )
-        if self.rollout.engine == "vllm-server" and (self.adapter.train_norms or self.noise.schedule != "off"):
-            raise ValueError(
-                "rollout.engine=vllm-server can't take norms, trained or noisy; set adapter.train_norms=false and "
-                "noise.schedule=off, or use rollout.engine=vllm"
-            )
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
         if self.processes % self.nodes or (self.nodes > 1 and self.processes == 1):

@@ -76,8 +76,7 @@ class VllmSampler:
         self._asleep = False
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ConfigError(
-                "an engine of vLLM within each of several processes isn't supported; use one process, engine=native or "
-                "engine=vllm-server"
+                "an engine of vLLM within each of several processes isn't supported; use one process or engine=native"
             )
         gpus = torch.cuda.device_count()
         if not self._cpu and gpus < settings.tensor_parallel:
