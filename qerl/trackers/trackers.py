@@ -102,9 +102,7 @@ class Trackers(ExitStack):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
         from accelerate.utils import patch_environment
 
-        # For accelerate, the process that writes is the only one of the run, on no GPU.
-        with patch_environment(local_rank=-1, pmi_size=1):
-            PartialState(cpu=True)
+        PartialState()  # that of `qerl.rl.data_parallel`, without which these classes can't log
         self._record.folder.mkdir(parents=True, exist_ok=True)
         # Runs of a workflow may begin at once, and only one may make MLflow's tables and experiment.
         lock = FileLock(self._record.folder / "mlflow.lock") if name == "mlflow" else nullcontext()
