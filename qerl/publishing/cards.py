@@ -99,7 +99,7 @@ class BaseModel:
     revision: str | None
     as_it_is: bool
     """Whether the run trained on the model's own files; otherwise it quantized them first."""
-    license: Mapping[str, str] = field(default_factory=dict)
+    license: Mapping[str, Any] = field(default_factory=dict)
     """The licence as the base's own card states it, in the keys of a card's metadata."""
 
 
@@ -196,7 +196,7 @@ def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
     at = f" at revision `{base.revision}`" if base.revision else ""
     link = f"[{base.name}](https://huggingface.co/{base.name}){at}"
     unlicensed = f"\nThe licence of {plain(base.name)} isn't stated here; look it up before you use this."
-    common = {
+    common: dict[str, Any] = {
         "settings": settings,
         "base": link if base.on_hub else f"{code_span(base.name)} (a folder of the author's)",
         "scores": "\n".join(_score(each) for each in facts.scores),

@@ -108,8 +108,9 @@ class RunSettings(Settings):
     nodes: PositiveInt = 1
     """Number of machines that the processes are divided among equally. The run is started on each of them
     (docs/scaling.md)."""
-    node_timeout: PositiveInt = 120
-    """Seconds after which a machine that doesn't answer is taken for lost, and the run ends on the others."""
+    node_timeout: PositiveInt = 1800
+    """Seconds that a process of several machines waits for the others before the run ends. It is the limit of PyTorch's
+    process group, so it must be longer than the time by which one machine's rollout may outlast another's."""
     seed: Seed = 0
 
     @property
