@@ -101,8 +101,8 @@ MUTATIONS = {
     ),
     "a grader that compares one character": Mutation(
         "qerl/data/answers.py",
-        "        return \"right\" if number == expected else \"wrong\"\n",
-        "        return \"right\" if str(number)[0] == str(expected)[0] else \"wrong\"\n",
+        '        return "right" if number == expected else "wrong"\n',
+        '        return "right" if str(number)[0] == str(expected)[0] else "wrong"\n',
         ("graders", "golden reward, nvfp4-lora"),
     ),
     "top-p that the draw ignores": Mutation(

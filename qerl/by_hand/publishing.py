@@ -17,17 +17,17 @@ from qerl.checkpoints.folder import ADAPTER, ADAPTER_CONFIG
 from qerl.checkpoints.stock import stock_loading
 from qerl.host.hub import hub_unreachable
 from qerl.prepare.run_parts import CHECKPOINT
-from qerl.publishing.run_facts import BaseModel, RunFacts, RunScore, data_name
-from qerl.results.files import read, read_rows
+from qerl.results.files import read
 from qerl.results.paths import DATA, DATASET, METRICS, POLICY, REPORT, RESULT, RUN
 from qerl.results.schema.evaluation import OwnEvaluationResult
 from qerl.results.schema.preparation import PreparedDataset
-from qerl.results.schema.training import RunResult, StepMetrics
+from qerl.results.schema.training import RunResult
 from qerl.settings.base import ConfigError, path_argument
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+    from qerl.publishing.cards import BaseModel, RunFacts, RunScore
     from qerl.publishing.upload import Published
 
 
@@ -49,7 +49,7 @@ def publish(
     """
     from huggingface_hub import HfApi
 
-    from qerl.publishing.upload import check_contents, check_private, texts_in, upload, would_upload
+    from qerl.publishing.upload import check_folder, upload
 
     trained = Run(path_argument(run, "run"))
     check_finished(trained)
@@ -62,11 +62,8 @@ def publish(
     facts = facts_of(trained, [*map(Path, evaluations)], None if unreachable else hub)
     with TemporaryDirectory() as scratch:
         _stage(trained, facts, repo, Path(scratch))
-        check_contents(Path(scratch))
-        check_private(texts_in(Path(scratch)))
-        if dry_run:
-            return would_upload(repo, Path(scratch), private, _notes(facts))
-        return upload(hub, repo, Path(scratch), private, _notes(facts))
+        check_folder(Path(scratch))
+        return upload(hub, repo, Path(scratch), private, _notes(facts), dry_run)
 
 
 def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = None) -> RunFacts:
@@ -74,26 +71,27 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
 
     The licence of a base that is a folder is looked up there, that of a repository on `hub`.
     """
+    from qerl.publishing.cards import RunFacts
+
     return RunFacts(
         run=read(RunResult, run.folder / RUN),
         base=_base(run, hub),
         data=read(PreparedDataset, run.data / DATASET),
-        metrics=[*read_rows(StepMetrics, run.folder / METRICS)],
         stock=stock_loading(run.checkpoint),
         scores=[*_scores(run, evaluations)],
     )
 
 
 def _base(run: Run, hub: HfApi | None) -> BaseModel:
-    from qerl.publishing.upload import license_in, license_on
+    from qerl.publishing.cards import BaseModel
+    from qerl.publishing.upload import license_of
 
     as_it_is = not (run.checkpoint / REPORT).exists()
     named = HUB_MODEL.fullmatch(run.settings.model)
     if named is None:  # run.yaml has the absolute path of a folder
         folder = Path(run.settings.model)
-        return BaseModel(folder.name, False, None, as_it_is, license_in(folder))
-    license = license_on(hub, named["repo"]) if hub else None
-    return BaseModel(named["repo"], True, named["revision"], as_it_is, license)
+        return BaseModel(folder.name, False, None, as_it_is, license_of(folder, hub))
+    return BaseModel(named["repo"], True, named["revision"], as_it_is, license_of(named["repo"], hub))
 
 
 def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
@@ -115,6 +113,8 @@ def _is_trained(run: Run, result: OwnEvaluationResult) -> bool | None:
 
 
 def _scores_of(run: Run, folder: Path, result: OwnEvaluationResult, trained: bool) -> Iterator[RunScore]:
+    from qerl.publishing.cards import RunScore, data_name
+
     evaluation = Evaluation(folder)
     data = _asked(run, folder, set(evaluation.samples["problem"]))
     for score in result.tasks.values():
@@ -135,21 +135,18 @@ def _asked(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None
 def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
     """Fill the folder with what is uploaded; weights are links to the run's own files."""
     from qerl.policy.card import CARD
-    from qerl.publishing.cards import adapter_card, full_card
-    from qerl.publishing.scores import eval_results
+    from qerl.publishing.cards import run_card
     from qerl.publishing.upload import model_files, own_file
 
-    texts = eval_results(facts.scores)
+    texts = {CARD: run_card(facts, repo)}
     if run.settings.method == "full":
         for file in model_files(run.folder, run.adapter, ours=(CARD, METRICS)):  # which are written here
             os.symlink(file, folder / file.name)
-        texts[CARD] = full_card(facts, repo)
     else:
         os.symlink(own_file(run.folder, run.adapter / ADAPTER), folder / ADAPTER)
-        texts |= {CARD: adapter_card(facts, repo), ADAPTER_CONFIG: _config(run, facts.base)}
+        texts[ADAPTER_CONFIG] = _config(run, facts.base)
     shutil.copyfile(own_file(run.folder, run.folder / METRICS), folder / METRICS)
     for name, text in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 
@@ -163,12 +160,14 @@ def _config(run: Run, base: BaseModel) -> str:
 
 def _notes(facts: RunFacts) -> list[str]:
     """What a person should know of before others read it."""
+    from qerl.publishing.cards import data_name
+
     notes = []
     if not facts.base.on_hub:
         notes.append(f"the base is told by the name of its folder, {facts.base.name}, without its path")
     if facts.data.origin["source"] in ("local", "python"):
         notes.append(f"the data set is told by its name, {data_name(facts.data)}; its problems are not published")
-    if facts.base.license is None:
+    if not facts.base.license:
         notes.append(f"the licence of {facts.base.name} isn't known here, so the card states none")
     if not facts.scores:
         notes.append("no evaluation of this run was found, so the card has no scores; name one with --evaluation")

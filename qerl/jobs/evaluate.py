@@ -51,5 +51,5 @@ class EvaluateJob(Job):
 
     @property
     def undeciding(self) -> Any:
-        """Settings of the engine's memory, and the address of a server."""
+        """Settings of the engine's memory."""
         return {"settings": UNDECIDING_OF_ENGINE}

@@ -19,7 +19,6 @@ from qerl.results.schema.stored import OK
 from qerl.results.schema.training import RunResult
 from qerl.settings.data import HubData
 from qerl.settings.evaluation import TaskSettings
-from qerl.settings.rollout import EngineSettings
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
@@ -47,7 +46,7 @@ def run_work(run: PlannedRun) -> PlannedWork:
         drawn=tokens,
         trained=tokens * settings.loss.updates_per_rollout,
         gradient_checkpointing=str(settings.gradient_checkpointing).lower(),  # type: ignore[arg-type]
-        engine=_engine_of(rollout),
+        engine=rollout.engine,
     )
 
 
@@ -64,7 +63,7 @@ def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[Plann
                 rank=run.settings.adapter.rank if run else 0,
                 sequences=settings.vllm.max_sequences,
                 drawn=drawn,
-                engine=_engine_of(settings),
+                engine=settings.engine,
             )
 
 
@@ -72,11 +71,6 @@ def _problems(plan: Plan, task: TaskSettings) -> float:
     """The number of test problems; NaN if only the prepared data states it."""
     origin = plan.config.datasets[task.dataset].origin
     return problem_counts().get(origin.repo, math.nan) if isinstance(origin, HubData) else math.nan
-
-
-def _engine_of(settings: EngineSettings) -> str:
-    """The engine that draws the completions; a vLLM server is as fast as vLLM."""
-    return settings.engine.removesuffix("-server")
 
 
 def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:

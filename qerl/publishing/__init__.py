@@ -1,1 +1,1 @@
-"""Publishing of trained policies: their cards, their scores in the hub's formats, and the upload."""
+"""Publishing of trained policies: their cards, and the upload."""

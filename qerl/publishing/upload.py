@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import CardData, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints.folder import TOKENIZER
 from qerl.policy.card import CARD
-from qerl.publishing.run_facts import License
 from qerl.settings.base import ConfigError
 
 #: Paths of a machine: absolute ones that aren't part of an address of the network, those of a home folder, and those
@@ -41,7 +40,6 @@ _SECRET = re.compile(
 #: Variables of the environment whose values are secrets of any form, such as WANDB_API_KEY.
 _SECRET_NAME = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD)$")
 _SECRET_LENGTH = 12
-_TEXTS = (".md", ".json", ".jsonl", ".yaml", ".jinja")
 #: What the folder of a model trained in full may have beside weights in safetensors: configurations and tokenizer.
 _FULL = re.compile(
     r"[\w.-]+\.safetensors|model\.safetensors\.index\.json|(?:config|generation_config|tokenizer|tokenizer_config"
@@ -64,19 +62,19 @@ class Published:
     notes: Sequence[str]
 
 
-def license_in(folder: Path) -> License | None:
-    """The licence that a model's folder states in its card, if it has one."""
-    card = folder / CARD
-    return _license(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()) if card.is_file() else None
-
-
-def license_on(hub: HfApi, repo: str) -> License | None:
-    """The licence that a repository's card states. None if it states none or can't be read."""
+def license_of(model: Path | str, hub: HfApi | None) -> dict[str, str]:
+    """The licence in the card of a folder or of a repository on `hub`, by the keys of metadata; empty if unknown."""
+    card: CardData | None = None
     try:
-        data = hub.model_info(repo).card_data
+        if isinstance(model, str):
+            card = hub.model_info(model).card_data if hub else None
+        elif (model / CARD).is_file():
+            card = ModelCard.load(model / CARD, ignore_metadata_errors=True).data
     except (httpx.HTTPError, OSError):  # no network, or a repository that isn't for everyone
-        return None
-    return _license(data.to_dict()) if data else None
+        return {}
+    stated = card.to_dict() if card else {}
+    keys = ("license", "license_name", "license_link") if stated.get("license") else ()
+    return {key: str(stated[key]) for key in keys if stated.get(key)}
 
 
 def check_private(texts: Mapping[str, str]) -> None:
@@ -115,38 +113,33 @@ def model_files(run: Path, folder: Path, ours: Container[str]) -> list[Path]:
     return [own_file(run, file) for file in files]
 
 
-def check_contents(folder: Path) -> None:
-    """Raise `ConfigError` unless the files of a folder to be published hold what their names say."""
-    for file in folder.rglob("*.safetensors"):
+def check_folder(folder: Path) -> None:
+    """Raise `ConfigError` unless files to be published hold what their names say, and nothing that is private."""
+    for file in (file for file in sorted(folder.rglob("*")) if file.is_file()):
+        name = file.relative_to(folder).as_posix()
         try:
-            with safe_open(file, framework="pt") as weights:
-                check_private({file.name: json.dumps(weights.metadata())})
-        except SafetensorError as error:
-            raise ConfigError(f"{file.name} is no file of tensors ({error}), so nothing was uploaded") from error
-    for file in folder.rglob("*.json"):
-        try:
-            json.loads(file.read_bytes())
-        except ValueError as error:
-            raise ConfigError(f"{file.name} is no JSON ({error}), so nothing was uploaded") from error
-    for file in folder.rglob("*.txt"):
-        if not file.read_bytes().startswith(b"#version"):
-            raise ConfigError(f"{file.name} is no list of merges of a tokenizer, so nothing was uploaded")
-
-
-def texts_in(folder: Path) -> dict[str, str]:
-    """The texts in a folder to be published, by their path; of JSON the strings. A vocabulary is none."""
-    files = (file for file in folder.rglob("*") if file.suffix in _TEXTS and file.name != TOKENIZER)
-    return {file.relative_to(folder).as_posix(): _text_of(file) for file in files}
+            check_private({name: _text_of(file)})
+        except (SafetensorError, ValueError) as error:
+            raise ConfigError(f"{name} isn't what its name says ({error}), so nothing was uploaded") from error
 
 
 def _text_of(file: Path) -> str:
-    text = file.read_text(encoding="utf-8")
+    """What of a file may tell something private; of JSON the strings, of a tokenizer nothing. Raises `ValueError`."""
     match file.suffix:
+        case ".safetensors":
+            with safe_open(file, framework="pt") as weights:
+                return json.dumps(weights.metadata())
         case ".json":
-            return "\n".join(_strings(json.loads(text)))
+            strings = _strings(json.loads(file.read_bytes()))
+            return "" if file.name == TOKENIZER else "\n".join(strings)
         case ".jsonl":
-            return "\n".join(string for line in text.splitlines() for string in _strings(json.loads(line)))
-    return text
+            lines = file.read_text(encoding="utf-8").splitlines()
+            return "\n".join(string for line in lines for string in _strings(json.loads(line)))
+        case ".txt":
+            if not file.read_bytes().startswith(b"#version"):
+                raise ValueError("a list of merges begins with #version")
+            return ""
+    return file.read_text(encoding="utf-8")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -163,54 +156,32 @@ def _strings(value: Any) -> Iterator[str]:
                 yield from _strings(each)
 
 
-def would_upload(repo: str, folder: Path, private: bool | None, notes: Sequence[str]) -> Published:
-    """What `upload` would do. The hub isn't asked whether the repository is there."""
-    return Published(repo, private, _sizes(folder), None, notes)
-
-
-def upload(hub: HfApi, repo: str, folder: Path, private: bool | None, notes: Sequence[str]) -> Published:
+def upload(
+    hub: HfApi, repo: str, folder: Path, private: bool | None, notes: Sequence[str], dry_run: bool = False
+) -> Published:
     """Upload a folder to a repository, which is made, private unless `private` is False, if it isn't there.
 
-    A repository that is there keeps its visibility; asking for another one is a `ConfigError`.
+    A repository that is there keeps its visibility; asking for another one is a `ConfigError`. `dry_run` asks the hub
+    for nothing.
     """
-    try:
-        _check_login(hub)
-        if hub.repo_exists(repo):
-            is_private = bool(hub.model_info(repo).private)
-            if private not in (None, is_private):
-                raise ConfigError(
-                    f"{repo} is {_VISIBILITY[is_private]} already; leave out --{_VISIBILITY[not is_private]}, or "
-                    "change it on its page of settings"
-                )
-        else:
-            is_private = private is not False
-            hub.create_repo(repo, private=is_private)
-        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a policy trained by qerl")
-    except httpx.HTTPError as error:
-        reason = getattr(error, "server_message", None) or error
-        raise ConfigError(f"{repo} wasn't uploaded: {reason}; start again when the hub takes it") from error
-    return Published(repo, is_private, _sizes(folder), f"https://huggingface.co/{repo}", notes)
-
-
-_VISIBILITY = {True: "private", False: "public"}
-
-
-def _license(metadata: Mapping[str, str]) -> License | None:
-    if not metadata.get("license"):
-        return None
-    return License(metadata["license"], metadata.get("license_name"), metadata.get("license_link"))
-
-
-def _check_login(hub: HfApi) -> None:
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())  # links are followed
+    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    if dry_run:
+        return Published(repo, private, sizes, None, notes)
     try:
         hub.whoami()
-    except (LocalTokenNotFoundError, HfHubHTTPError) as error:
-        if isinstance(error, HfHubHTTPError) and error.response.status_code != HTTPStatus.UNAUTHORIZED:
-            raise
-        raise ConfigError("nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN") from error
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """The bytes of each file, links followed."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+        there = hub.repo_exists(repo)
+        is_private = bool(hub.model_info(repo).private) if there else private is not False
+        if private not in (None, is_private):
+            now, asked = ("private", "public") if is_private else ("public", "private")
+            raise ConfigError(f"{repo} is {now} already; leave out --{asked}, or change it on its page of settings")
+        if not there:
+            hub.create_repo(repo, private=is_private)
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a policy trained by qerl")
+    except (LocalTokenNotFoundError, httpx.HTTPError) as error:
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if isinstance(error, LocalTokenNotFoundError) or status == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError("nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN") from error
+        reason = getattr(error, "server_message", None) or error
+        raise ConfigError(f"{repo} wasn't uploaded: {reason}; start again when the hub takes it") from error
+    return Published(repo, is_private, sizes, f"https://huggingface.co/{repo}", notes)

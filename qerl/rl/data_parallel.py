@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistError, TCPStore
 
 from qerl.host.interrupt import Announcement, Interrupted, handling
-from qerl.host.nodes import LOST, NodeWatch, by_torchrun, check_torchrun, meeting, node_number
+from qerl.host.nodes import by_torchrun, check_torchrun, meeting
 from qerl.jobs.base import KilledError
 from qerl.settings.base import ConfigError
 
@@ -37,6 +38,10 @@ T = TypeVar("T")
 _MEETING_SECONDS = 3600
 #: Seconds for which a process waits for an answer of the store in which processes count together.
 _ANSWER_SECONDS = 120
+#: The exit status of a process whose run has lost a machine; a new start continues.
+_LOST = 75
+#: Seconds that such a process waits, so that the launcher notices first if a process of its own machine has failed.
+_SETTLE_SECONDS = 5
 #: The exit status of a process that begins a run while it imports the script that started it.
 _UNGUARDED = 76
 #: The exit status of a process that ended after a checkpoint because a signal announced the end.
@@ -53,10 +58,14 @@ _COUNTERS = itertools.count()
 
 
 class Processes:
-    """This process and the others of its run. Without a launcher it is the only one."""
+    """This process and the others of its run. Without a launcher it is the only one.
 
-    def __init__(self) -> None:
-        self._state = PartialState(cpu=not torch.cuda.is_available())
+    `timeout`, which counts at the first call in a process, limits the time that an operation waits for the others.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        limit = {} if timeout is None else {"timeout": timeout}  # PyTorch has limits of its own for each backend
+        self._state = PartialState(cpu=not torch.cuda.is_available(), **limit)
 
     @property
     def count(self) -> int:
@@ -142,11 +151,11 @@ def run_in_processes(
     """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
 
     Under torchrun this process is one of them already. A single process is this one. Raises `KilledError` if a process
-    was killed, or if a machine didn't answer for `node_timeout` seconds.
+    was killed, or if a machine was lost: an operation waits `node_timeout` seconds for the others.
     """
     check_processes(count, nodes)
     if by_torchrun():
-        _watched(nodes, node_timeout, True, function, arguments)
+        _limited(nodes, node_timeout, True, function, arguments)
     elif count == 1:
         function(*arguments)
     else:
@@ -185,8 +194,8 @@ def _launch(
                 f"process {rank} of {count} was killed, possibly because memory ran out; start the run again, with "
                 "fewer processes if so: it continues from its last checkpoint"
             ) from error
-        if failure.exitcode == LOST:
-            raise KilledError(failure.message) from error
+        if nodes > 1 and failure.exitcode in (_LOST, -signal.SIGABRT):  # the latter is how NCCL ends its process
+            raise KilledError(_lost(node_timeout)) from error
         if failure.exitcode == _UNGUARDED:
             raise ConfigError(
                 f"each of the {count} processes imports the script that starts them, and would start the run again; "
@@ -227,28 +236,35 @@ def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., N
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // here, 1))
     try:
-        _watched(nodes, node_timeout, False, function, arguments)
+        _limited(nodes, node_timeout, False, function, arguments)
     except Interrupted:  # of which multiprocessing would make a success
         sys.exit(_INTERRUPTED)
 
 
-def _watched(
+def _limited(
     nodes: int, node_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    """Call the function, and end this process if another machine of the run is lost meanwhile."""
+    """Call the function, and end this process with the status `_LOST` if another machine of the run is lost."""
     if nodes == 1:
         function(*arguments)
         return
-    Processes()  # the store exists when all have met
-    watch = NodeWatch(PrefixStore("watch", _store(node_timeout)), node_number(), nodes, node_timeout, aloud)
-    if os.environ["LOCAL_RANK"] == "0":
-        watch.start()
+    Processes(timeout=timedelta(seconds=node_timeout))
     try:
         function(*arguments)
-    except RuntimeError:  # that of a collective operation, if a machine was lost
-        watch.settle()
-        raise
-    watch.stop()
+    except RuntimeError as error:
+        if not isinstance(error, DistError) and "gloo" not in str(error):  # gloo's errors have no class of their own
+            raise
+        time.sleep(_SETTLE_SECONDS)
+        if aloud:  # the launcher of a run by itself says it otherwise
+            print(f"qerl: {_lost(node_timeout)}", file=sys.stderr, flush=True)
+        os._exit(_LOST)  # without the others nothing can be closed
+
+
+def _lost(node_timeout: float) -> str:
+    return (
+        f"another machine of the run has ended or hasn't answered for {node_timeout:g} seconds; see why it or its "
+        "network failed, and start the run again on all machines: it continues from its last checkpoint"
+    )
 
 
 def _store(seconds: float) -> TCPStore:

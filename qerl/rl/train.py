@@ -39,8 +39,7 @@ from qerl.rl.trainer import Trainer
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
 from qerl.settings.run import UNDECIDING, RunSettings
-from qerl.trackers.record import Record, record_id
-from qerl.trackers.trackers import Trackers
+from qerl.trackers.trackers import Record, Trackers
 
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
@@ -184,7 +183,7 @@ def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractConte
     """The trackers of a run, in the project of its experiment; none in processes that write no files."""
     if not job.settings.track or not processes.writes:
         return nullcontext()
-    record = Record(job.experiment, job.id, record_id(state), job.tracked, without_folders(whole(job.settings)))
+    record = Record(job.experiment, job.id, state, job.tracked, without_folders(whole(job.settings)))
     return Trackers(job.settings.track, record)
 
 

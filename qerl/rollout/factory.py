@@ -35,10 +35,6 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         from qerl.rollout.vllm.in_process import VllmSampler
 
         return VllmSampler(policy, settings.vllm)
-    if settings.engine == "vllm-server":
-        from qerl.rollout.vllm.server import VllmServerSampler
-
-        return VllmServerSampler(policy, settings.vllm)
     if policy.root is not None:
         from qerl.rollout.sharded import ShardedSampler
 

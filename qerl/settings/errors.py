@@ -47,7 +47,6 @@ _OTHER_NAMES = {
     "rollout.vllm.utilization": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "rollout.vllm.tensor_parallel": "vllm_tensor_parallel_size tensor_parallel_size tensor_model_parallel_size",
     "rollout.vllm.sleep": "vllm_enable_sleep_mode enable_sleep_mode",
-    "rollout.vllm.url": "vllm_server_base_url vllm_server_host",
     "rollout.vllm.max_model_len": "vllm_max_model_length max_model_length max_seq_length max_seq_len",
     "rollout.vllm.eager": "enforce_eager",
     "reward.function": "reward_funcs reward_fn reward_func reward_functions",

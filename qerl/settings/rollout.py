@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
+    field_validator,
     model_validator,
 )
 
-from qerl.settings.base import FilePath, PositiveInt, Settings
+from qerl.settings.base import PositiveInt, Settings
 
 #: Draws at it are greedy in effect. Far below it, the division of logits overflows float32.
 _LOWEST_TEMPERATURE = 1e-6
@@ -57,10 +59,13 @@ class VllmSettings(Settings):
     tensor_parallel: PositiveInt = 1
     """Number of GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first
     one."""
-    url: str | None = None
-    """Address of the server, such as http://host:8000, for `vllm-server`."""
-    adapters: FilePath | None = None
-    """Folder for adapters, at the same path on this host and the server's, for `vllm-server`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_server(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and (removed := sorted({"url", "adapters"} & values.keys())):
+            raise ValueError(f"the key {removed[0]} was removed with engine=vllm-server; delete it and use engine=vllm")
+        return values
 
 
 Kernels = Literal["auto", "portable"]
@@ -100,9 +105,8 @@ class EngineSettings(Settings):
     #: The key of `engine` in a configuration, for messages.
     engine_key: ClassVar[str] = "engine"
 
-    engine: Literal["native", "vllm", "vllm-server"] = "native"
-    """`native` is this project's engine. `vllm` is vLLM within this process. `vllm-server` is a running
-    OpenAI-compatible server of vLLM."""
+    engine: Literal["native", "vllm"] = "native"
+    """`native` is this project's engine. `vllm` is vLLM within this process."""
     native: NativeSettings = NativeSettings()
     vllm: VllmSettings = VllmSettings()
 
@@ -111,11 +115,12 @@ class EngineSettings(Settings):
         """Number of GPUs that sampling needs."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
-    @model_validator(mode="after")
-    def _server_is_known(self) -> EngineSettings:
-        if self.engine == "vllm-server" and not (self.vllm.url and self.vllm.adapters):
-            raise ValueError("engine=vllm-server needs vllm.url and vllm.adapters, a folder that both hosts see")
-        return self
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _is_no_server(cls, value: Any) -> Any:
+        if value == "vllm-server":
+            raise ValueError("engine=vllm-server was removed; use engine=vllm, which is vLLM within this process")
+        return value
 
 
 class RolloutSettings(EngineSettings):

@@ -108,8 +108,9 @@ class RunSettings(Settings):
     nodes: PositiveInt = 1
     """Number of machines that the processes are divided among equally. The run is started on each of them
     (docs/scaling.md)."""
-    node_timeout: PositiveInt = 120
-    """Seconds after which a machine that doesn't answer is taken for lost, and the run ends on the others."""
+    node_timeout: PositiveInt = 1800
+    """Seconds that a process of several machines waits for the others before the run ends. It is the limit of PyTorch's
+    process group, so it must be longer than the time by which one machine's rollout may outlast another's."""
     seed: Seed = 0
 
     @property
@@ -154,11 +155,6 @@ class RunSettings(Settings):
             raise ValueError(
                 f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
                 "method=full"
-            )
-        if self.rollout.engine == "vllm-server" and (self.adapter.train_norms or self.noise.schedule != "off"):
-            raise ValueError(
-                "rollout.engine=vllm-server can't take norms, trained or noisy; set adapter.train_norms=false and "
-                "noise.schedule=off, or use rollout.engine=vllm"
             )
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")

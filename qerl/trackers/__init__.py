@@ -1,1 +1,1 @@
-"""Trackers: the metrics of a run in TensorBoard, Weights & Biases, trackio or MLflow, each by its own library."""
+"""Trackers: the metrics of a run in TensorBoard, Weights & Biases, trackio or MLflow, through accelerate."""

@@ -1,69 +1,148 @@
-"""All trackers of a run. One that fails is dropped, and the run goes on."""
+"""The metrics of a run in TensorBoard, W&B, trackio or MLflow, through accelerate's trackers (docs/tracking.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from qerl.host.progress import log
+from qerl.provenance.files import write_text
 from qerl.settings.run import TrackerName
-from qerl.trackers.mlflow import MLflow
-from qerl.trackers.names import tracked
-from qerl.trackers.record import Record, Tracker
-from qerl.trackers.tensorboard import TensorBoard
-from qerl.trackers.trackio import Trackio
-from qerl.trackers.wandb import WandB
 
-_TRACKERS: dict[TrackerName, Callable[[Record], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-    "mlflow": MLflow,
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+#: Names of TRL's GRPOTrainer, by the names of metrics.jsonl.
+TRL = {
+    **{"reward": "reward", "reward/std": "reward_std", "reward/equal_groups": "frac_reward_zero_std"},
+    **{f"reward/{part}": f"rewards/{part}/mean" for part in ("correct", "format", "overlong", "custom")},
+    **{"completion_length": "completions/mean_length", "truncated": "completions/clipped_ratio"},
+    **{"reference/kl": "kl", "mismatch/max_ratio": "sampling/importance_sampling_ratio/max"},
+    **{f"clip_ratio/{side}": f"clip_ratio/{side}_mean" for side in ("low", "high")},
+    **{same: same for same in ("loss", "entropy", "grad_norm", "learning_rate")},
+    **{"seconds/step": "step_time"},
 }
+#: Names of verl, for quantities that TRL doesn't log.
+VERL = {
+    **{"mismatch/kl": "rollout_corr/kl", "memory_bytes": "perf/max_memory_allocated_gb"},
+    **{"value/mean": "critic/values/mean", "value/explained_variance": "critic/vf_explained_var"},
+    **{"value/loss": "critic/vf_loss", "value/clipped": "critic/vf_clipfrac"},
+    **{"seconds/rollout": "timing_s/gen", "seconds/update": "timing_s/update_actor"},
+    **{"seconds/sync": "timing_s/update_weights"},
+}
+NAMES = {**TRL, **VERL}
+#: W&B gets only what is logged: no code, no packages, no state of the machine, no copy of the terminal.
+_WANDB = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
+_WANDB |= {"x_disable_meta": True, "x_save_requirements": False}
 
 
-class Trackers:
-    """The open trackers of a run, each with the last step that its record has. A context, which closes them."""
+def tracked(row: Mapping[str, float]) -> dict[str, float]:
+    """A row of metrics.jsonl by names in trackers, under `train/` as TRL's; GiB of memory. Other names stay."""
+    scale = {"memory_bytes": 2**-30}
+    return {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in row if key != "step"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of one run in trackers. Its id is kept in the run's state, so that a killed run goes on in it."""
+
+    project: str
+    """Groups runs: the experiment of a workflow, or the name of a run by hand."""
+    run: str
+    state: Path
+    folder: Path
+    """For all that trackers write by default; runs of one workflow share it."""
+    settings: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        """The id, which is made for a new run."""
+        if not (file := self.state / "record").is_file():
+            write_text(file, uuid.uuid4().hex[:8])
+        return file.read_text(encoding="utf-8")
+
+    def arguments(self, name: TrackerName, next_step: int) -> dict[str, Any]:
+        """Those of accelerate's class and of the library. Records stay on this machine if nothing else is said."""
+        unique = f"{self.run}-{self.id}"  # for trackers that know runs by name
+        if name == "tensorboard":  # readers drop steps of older files from purge_step on
+            return {"run_name": unique, "logging_dir": self.folder / name, "purge_step": next_step}
+        if name == "mlflow":
+            import mlflow
+
+            tags = {"qerl.record": self.id, "mlflow.source.name": "qerl", "mlflow.user": "qerl"}  # no path, no login
+            old = mlflow.search_runs(None, f"tags.`qerl.record` = '{self.id}'", 1, 1, None, "list", True)
+            run = {"run_id": old[0].info.run_id if old else None, "run_name": self.run}
+            return {"experiment_name": self.project, **run, "tags": tags}
+        common = {"run_name": self.project, "config": dict(self.settings), "resume": "allow"}
+        if name == "trackio":
+            return {**common, "name": unique, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        named = {"id": self.id, "name": self.run, "dir": self.folder, "mode": os.environ.get("WANDB_MODE", "offline")}
+        return {**common, **named, "reinit": "create_new", "settings": _WANDB}
+
+
+class Trackers(ExitStack):
+    """The open trackers of a run. A context, which closes them. One that fails is dropped, and the run goes on."""
 
     def __init__(self, names: Sequence[TrackerName], record: Record) -> None:
-        self._open: dict[TrackerName, Tracker] = {}
-        self._last: dict[TrackerName, int] = {}
+        super().__init__()
+        self._record = record
+        self._open: dict[TrackerName, GeneralTracker] = {}
         for name in dict.fromkeys(names):
-            self._contained(name, lambda name=name: self._begin(name, record))  # type: ignore[misc]
+            self._contained(name, self._begin)
 
-    def _begin(self, name: TrackerName, record: Record) -> None:
-        tracker = _TRACKERS[name](record)
-        self._last[name] = tracker.last()
+    def _begin(self, name: TrackerName) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        from accelerate.utils import patch_environment
+
+        PartialState()  # that of `qerl.rl.data_parallel`, without which these classes can't log
+        self._record.folder.mkdir(parents=True, exist_ok=True)
+        # Runs of a workflow may begin at once, and only one may make MLflow's tables and experiment.
+        lock = FileLock(self._record.folder / "mlflow.lock") if name == "mlflow" else nullcontext()
+        if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+            uri = f"sqlite:///{self._record.folder.resolve() / 'mlflow.db'}"
+            self.enter_context(patch_environment(mlflow_tracking_uri=uri))
+        with lock:
+            tracker = LOGGER_TYPE_TO_CLASS[name](**self._record.arguments(name, self._last(name) + 1))
+            tracker.start()
+        if name == "mlflow" and not tracker.run_id:
+            tracker.store_init_configuration(_flat(self._record.settings))
         self._open[name] = tracker
+        self.callback(self._contained, name, lambda name: name in self._open and tracker.finish())
 
     def log(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Add the steps that a record lacks, of the metrics of all steps so far.
+        """Add the steps that a record lacks, of all steps so far: a continued run does some again, with equal values.
 
-        A run that continues does the steps after its last checkpoint again. They are in the record already, with the
-        same values, and aren't added twice. A step that a kill kept from the record follows here.
+        A file has the last step that a tracker was given. It is written before the step, so none occurs twice.
         """
-        for name, tracker in [*self._open.items()]:
-            lacking = [(int(row["step"]), tracked(row)) for row in rows[self._last[name] :]]
-            self._contained(name, lambda tracker=tracker, lacking=lacking: _log(tracker, lacking))  # type: ignore[misc]
-            self._last[name] = max(self._last[name], len(rows))
 
-    def __enter__(self) -> Self:
-        return self
+        def add(name: TrackerName) -> None:
+            for row in rows[self._last(name) :]:
+                write_text(self._record.state / f"record-{name}", str(int(row["step"])))
+                self._open[name].log(tracked(row), step=int(row["step"]))
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        for name, tracker in [*self._open.items()]:
-            self._contained(name, lambda tracker=tracker: tracker.close(kind is not None))  # type: ignore[misc]
+        for name in [*self._open]:
+            self._contained(name, add)
 
-    def _contained(self, name: TrackerName, call: Callable[[], None]) -> None:
+    def _last(self, name: TrackerName) -> int:
+        file = self._record.state / f"record-{name}"
+        return int(file.read_text(encoding="utf-8")) if file.is_file() else 0
+
+    def _contained(self, name: TrackerName, call: Callable[[TrackerName], object]) -> None:
         """Call into a tracker's library. Whatever it raises drops the tracker with one warning.
 
-        This is the one place that catches every exception. A tracker talks to disks, databases and servers through a
-        library with errors of its own, of its database's and of its transport's, which no list would name completely.
-        None of them may cost the run, whose results don't depend on trackers. `KeyboardInterrupt` passes.
+        This is the one place that catches every exception: libraries have errors of their own, of their databases and
+        of their transports, and none may cost the run, whose results don't depend on it. `KeyboardInterrupt` passes.
         """
         try:
-            call()
+            call(name)
         except Exception as error:  # noqa: BLE001
             self._open.pop(name, None)
             log.warning(
@@ -72,6 +151,9 @@ class Trackers:
             )
 
 
-def _log(tracker: Tracker, steps: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-    for step, metrics in steps:
-        tracker.log(step, metrics)
+def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, object]:
+    """Settings by dotted keys."""
+    flat: dict[str, object] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
+    return flat

@@ -1,4 +1,4 @@
-"""Numbers that diverge, inputs that change under a run, clocks, two processes of one run, a server that dies."""
+"""Numbers that diverge, inputs that change under a run, clocks, two processes of one run."""
 
 import json
 import os
@@ -7,23 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from qerl.data.sources import prepare
-from qerl.policy.policy import with_adapter
 from qerl.provenance.files import check_clock
 from qerl.rl.failures import DivergedError
-from qerl.rollout.sampler import NotFiniteError, SamplingParams
-from qerl.rollout.vllm.server import VllmServerSampler
+from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
-from qerl.settings.rollout import VllmSettings
-from qerl.settings.training import AdapterSettings
 from tests.tiny import tiny_qwen2
 
 from .conftest import forked, untimed
@@ -133,53 +127,6 @@ def test_a_second_training_of_a_run_is_refused_until_the_first_ends_in_any_way(r
         first.send_signal(signal.SIGKILL)
         first.communicate()
     assert untimed(run.train()) == untimed(whole)
-
-
-# --- a sampler that dies ---------------------------------------------------------------------------------------------
-
-
-class Dying(BaseHTTPRequestHandler):
-    """A server of vLLM's API that is killed when it receives a request for a completion."""
-
-    def do_GET(self):
-        self._answer({"data": [{"id": "base"}]})
-
-    def do_POST(self):
-        if self.path == "/v1/completions":
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._answer({})
-
-    def _answer(self, value):
-        body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-def serve(pipe) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Dying)
-    pipe.send(server.server_port)
-    server.serve_forever()
-
-
-def test_a_server_that_is_killed_while_it_samples_is_named(run):
-    here, there = get_context("fork").Pipe()
-    server = get_context("fork").Process(target=serve, args=(there,), daemon=True)
-    server.start()
-    url = f"http://127.0.0.1:{here.recv()}"
-    policy = with_adapter(run.base, AdapterSettings(rank=4, train_norms=False), "float32", 0, torch.device("cpu"))
-    sampler = VllmServerSampler(policy, VllmSettings(url=url, adapters=run.folder / "adapters"))
-    with pytest.raises(
-        ConfigError, match=rf"{url} closed the connection .*restart it and then the run, which continues"
-    ):
-        sampler.generate([[5, 6]], SamplingParams(max_tokens=4))
-    server.join(10)
-    with pytest.raises(ConfigError, match="no vLLM server answers"):
-        sampler.generate([[5, 6]], SamplingParams(max_tokens=4))
 
 
 def test_the_steps_of_these_tests_are_not_all_alike(whole):

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from qerl.checkpoints.folder import left_out, weights_format_of
@@ -19,7 +20,6 @@ from qerl.host.progress import log
 from qerl.policy.export import lora_room, write_dense
 from qerl.policy.policy import Policy
 from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, refuse_nan, stop_tokens
-from qerl.rollout.vllm.seeds import prompt_seed
 from qerl.rollout.vllm.weight_sync import adapter_config, lora_tensors, norm_weights
 from qerl.settings.base import ConfigError
 from qerl.settings.rollout import VllmSettings
@@ -76,8 +76,7 @@ class VllmSampler:
         self._asleep = False
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ConfigError(
-                "an engine of vLLM within each of several processes isn't supported; use one process, engine=native or "
-                "engine=vllm-server"
+                "an engine of vLLM within each of several processes isn't supported; use one process or engine=native"
             )
         gpus = torch.cuda.device_count()
         if not self._cpu and gpus < settings.tensor_parallel:
@@ -168,7 +167,7 @@ class VllmSampler:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            seed=prompt_seed(params.seed, prompt),
+            seed=_prompt_seed(params.seed, prompt),
             stop_token_ids=sorted(stop_tokens(self.policy, params)),
             ignore_eos=True,
             logprobs=0,
@@ -259,3 +258,8 @@ def _check_served(weights: str) -> None:
             "this vLLM has no bitsandbytes weights (they left it with 0.28); install vllm-bnb-plugin or vllm 0.24, or "
             "use rollout.engine=native for weights=nf4"
         )
+
+
+def _prompt_seed(seed: int, prompt: int) -> int:
+    """A seed of 62 bits for a prompt of the batch; vLLM adds the index of the completion to it."""
+    return int(np.random.SeedSequence([seed, prompt]).generate_state(1, np.uint64)[0]) >> 2

@@ -32,7 +32,7 @@ ADAPTER_ID = 1
 if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
     raise ConfigError(
         f"engine=vllm needs vLLM {' or '.join(TESTED)}, but vLLM {vllm.__version__} is installed; install a "
-        "tested release, or use rollout.engine=native or vllm-server"
+        "tested release, or use rollout.engine=native"
     )
 
 

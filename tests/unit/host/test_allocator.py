@@ -20,7 +20,7 @@ def note(job):
 
 @pytest.mark.parametrize(
     ("engine", "value"),
-    [("native", "expandable_segments:True"), ("vllm-server", "expandable_segments:True"), ("vllm", None)],
+    [("native", "expandable_segments:True"), ("vllm", None)],
 )
 def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, monkeypatch):
     for name in VARIABLES:
@@ -28,7 +28,6 @@ def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, 
         monkeypatch.delenv(name)
     monkeypatch.setitem(dispatch.FUNCTIONS, TrainJob, f"{__name__}:note")
     rollout = {**SETTINGS["rollout"], "engine": engine}
-    rollout |= {"vllm": {"url": "http://a:1", "adapters": "/a"}} if engine == "vllm-server" else {}
     adapter = {"rank": 4, "train_norms": False}
     settings = RunSettings.model_validate(
         {**SETTINGS, "rollout": rollout, "adapter": adapter, "noise": {"schedule": "off"}}

@@ -118,7 +118,7 @@ def test_a_thousand_runs_have_a_thousand_names():
             {"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]},
             "twice; keep one of the equal",
         ),
-        ({"rollout.vllm.adapters": ["a b", "a-b"]}, "make arms of grid values that differ only in special characters"),
+        ({"thermostat.metrics": ["a b", "a-b"]}, "make arms of grid values that differ only in special characters"),
     ],
 )
 def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):

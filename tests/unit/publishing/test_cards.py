@@ -1,4 +1,4 @@
-"""Texts of cards that no run of the tests' size has: sparklines, origins of data, and bases of every kind."""
+"""Texts of cards that no run of the tests' size has: origins of data, and bases of every kind."""
 
 import json
 import re
@@ -11,18 +11,20 @@ from markdown_it import MarkdownIt
 
 from qerl.checkpoints.stock import StockLoading
 from qerl.policy.card import code_span, plain
-from qerl.publishing.cards import adapter_card, full_card
-from qerl.publishing.run_facts import BaseModel, License, RunFacts, data_name
-from qerl.publishing.sections import sparkline
-from qerl.publishing.upload import check_private, texts_in
+from qerl.publishing.cards import BaseModel, RunFacts, data_name, run_card
+from qerl.publishing.upload import check_folder, check_private
 from qerl.results.schema.preparation import PreparedDataset
 from qerl.results.schema.stored import Machine, Provenance, Quartiles
-from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
+from qerl.results.schema.training import RunResult, RunSummary
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 
 HUB = {"source": "hub", "repo": "openai/gsm8k", "subset": "main", "revision": None}
-LICENSE = License("other", "qwen-research", "https://huggingface.co/org/base/blob/main/LICENSE")
+LICENSE = {
+    "license": "other",
+    "license_name": "qwen-research",
+    "license_link": "https://huggingface.co/org/base/blob/main/LICENSE",
+}
 
 
 def facts(base, **settings):
@@ -38,17 +40,7 @@ def facts(base, **settings):
         format="gsm8k", instruction="Think.", answer="native", rows={"train": 7}, sha256={}, columns={}, filter={},
         origin=HUB, repository_files={},
     )  # fmt: skip
-    numbers = {name: 1.0 for name, field in StepMetrics.model_fields.items() if field.is_required()}
-    metrics = [StepMetrics.model_construct(**numbers)]
-    return RunFacts(result, base, data, metrics, StockLoading(unpacked_by="CompressedTensorsConfig"))
-
-
-def test_a_sparkline_rises_with_the_values_and_is_never_too_long():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3, 3, 3]) == "▁▁▁"
-    assert sparkline([*range(400)]) == "".join(sorted(sparkline([*range(400)])))
-    assert len(sparkline([*range(400)])) == 40
-    assert sparkline([0, 0, 10, 10] * 10 + [0, 0, 10, 10] * 10) == "▁█" * 20  # 80 values, two in each part
+    return RunFacts(result, base, data, StockLoading(unpacked_by="CompressedTensorsConfig"))
 
 
 @pytest.mark.parametrize(
@@ -72,47 +64,44 @@ def card(text, folder):
 
 
 def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
-    made = card(adapter_card(facts(BaseModel("org/base", True, "v1", True, LICENSE)), "me/mine"), tmp_path)
+    made = card(run_card(facts(BaseModel("org/base", True, "v1", True, LICENSE)), "me/mine"), tmp_path)
     assert (made.data.base_model, made.data.datasets) == ("org/base", ["openai/gsm8k"])
     assert (made.data.license, made.data.license_name) == ("other", "qwen-research")
     assert "[org/base](https://huggingface.co/org/base) at revision `v1`" in made.text
     assert "qerl quantize" not in made.text
-    assert "Path(snapshot_download('org/base', revision='v1'))" in made.text
+    assert 'from_pretrained(base, revision="v1")' in made.text
     assert "The policy wasn't evaluated" in made.text
     check_private({"README.md": (tmp_path / "README.md").read_text()})
 
 
-def test_an_adapter_without_norms_is_served_as_it_is(tmp_path):
+def test_an_adapter_without_norms_tells_of_none(tmp_path):
     base = BaseModel("org/base", True, "v1", True)
-    made = card(adapter_card(facts(base, adapter={"train_norms": False, "rank": 16}), "me/mine"), tmp_path)
-    assert (
-        "vllm serve org/base --revision v1 --enable-lora --max-lora-rank 16 --lora-modules policy=me/mine" in made.text
-    )
+    made = card(run_card(facts(base, adapter={"train_norms": False, "rank": 16}), "me/mine"), tmp_path)
     assert "norms" not in made.text.partition("## Scores")[0]
 
 
 def test_another_recipe_is_told_by_its_settings(tmp_path):
-    made = card(adapter_card(facts(BaseModel("org/base", True, None, False), recipe="awq"), "me/mine"), tmp_path)
+    made = card(run_card(facts(BaseModel("org/base", True, None, False), recipe="awq"), "me/mine"), tmp_path)
     assert "with the recipe `awq` and the settings below" in made.text
     assert "recipe: awq" in made.text
 
 
 def test_packed_delta_nets_are_an_option_of_the_command(tmp_path):
     base = BaseModel("org/base", True, None, False)
-    made = card(adapter_card(facts(base, weights="mxfp4", pack_delta_nets=True), "me/mine"), tmp_path)
+    made = card(run_card(facts(base, weights="mxfp4", pack_delta_nets=True), "me/mine"), tmp_path)
     assert "qerl quantize org/base --weights mxfp4 --pack-delta-nets --out" in made.text
 
 
 def test_the_settings_have_no_path_of_what_a_thermostat_followed(tmp_path):
     thermostat = {"metrics": "/home/me/other/metrics.jsonl"}
-    text = adapter_card(facts(BaseModel("org/base", True, None, True), thermostat=thermostat), "me/mine")
+    text = run_card(facts(BaseModel("org/base", True, None, True), thermostat=thermostat), "me/mine")
     check_private({"README.md": text})
     assert "thermostat:\n  " in text
 
 
 def test_a_model_trained_in_full_loads_by_itself(tmp_path):
     settings = {"weights": "bf16", "method": "full"}
-    made = card(full_card(facts(BaseModel("org/base", True, None, True), **settings), "me/mine"), tmp_path)
+    made = card(run_card(facts(BaseModel("org/base", True, None, True), **settings), "me/mine"), tmp_path)
     assert made.data.base_model_relation == "finetune"
     assert re.search(r"from_pretrained\('me/mine', dtype=\"auto\"\)", made.text)
 
@@ -175,15 +164,15 @@ def test_the_value_of_a_secret_variable_is_found_whatever_its_form(monkeypatch):
 
 def test_strings_of_json_are_read_as_they_are_and_not_as_they_are_escaped(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"template": "A:\nB:\tC", "eos_token": "<|endoftext|>"}))
-    check_private(texts_in(tmp_path))
+    check_folder(tmp_path)
     (tmp_path / "a.json").write_text(r'{"deep": [{"x": "\u002fhome\/me"}]}')
     with pytest.raises(ConfigError, match=r"a\.json would tell /home/me"):
-        check_private(texts_in(tmp_path))
+        check_folder(tmp_path)
 
 
 def test_names_of_folders_are_no_markup_and_no_commands(tmp_path):
     name = "a`b`|c <img src=x>*d*; rm -rf x\n# Title"
-    made = card(adapter_card(facts(BaseModel(name, False, None, False)), "me/mine"), tmp_path)
+    made = card(run_card(facts(BaseModel(name, False, None, False)), "me/mine"), tmp_path)
     html = MarkdownIt("gfm-like", {"linkify": False}).render(made.text)
     assert "<img" not in html
     assert "<h1>Title" not in html

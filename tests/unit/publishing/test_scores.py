@@ -1,11 +1,9 @@
 """Scores in the hub's formats, read by the hub's own library."""
 
-import pytest
 import yaml
-from huggingface_hub import ModelCardData, parse_eval_result_entries
+from huggingface_hub import ModelCardData
 
-from qerl.publishing.run_facts import RunScore
-from qerl.publishing.scores import eval_results, model_index
+from qerl.publishing.cards import RunScore, model_index
 from qerl.results.intervals import Interval
 from qerl.results.schema.evaluation import TaskScore
 from qerl.results.schema.preparation import PreparedDataset
@@ -28,34 +26,6 @@ def score(origin, trained=True, task=None):
         harness="lm-eval", harness_version="0.4", problems=9, repeats=4, accuracy=0.625, task=task, sampling=sampling
     )
     return RunScore("gsm8k", trained, own, Interval(0.625, 0.55, 0.7), data, stamp)
-
-
-def test_a_benchmark_of_the_hub_gets_an_entry_in_percent():
-    stock = score(GSM8K | SPLITS, task="gsm8k")
-    files = eval_results([score(GSM8K | SPLITS), score(GSM8K | SPLITS, trained=False), stock])
-    [(name, text)] = files.items()
-    assert name == ".eval_results/gsm8k.yaml"
-    first, second = parse_eval_result_entries(yaml.safe_load(text))
-    assert (first.dataset_id, first.task_id, first.value) == ("openai/gsm8k", "gsm8k", 62.5)
-    assert (first.dataset_revision, first.date) == (COMMIT, "2026-11-23T10:00:00+00:00")
-    assert first.notes == (
-        "lm-eval 0.4, prompt of training, temperature 0.6, top-p 0.95, 4 completions a problem, 95 %: 62.5 [55.0, 70.0]"
-    )
-    assert "stock task gsm8k" in second.notes
-
-
-@pytest.mark.parametrize(
-    "origin",
-    [
-        {"source": "local", "path": "/data/openai/gsm8k"},
-        {**GSM8K, "repo": "org/other", **SPLITS},
-        {**GSM8K, "subset": "socratic", **SPLITS},
-        {**GSM8K, "splits": {"test": "train"}},
-    ],
-    ids=["local", "other", "subset", "split"],
-)
-def test_other_problems_are_no_entry_of_a_benchmark(origin):
-    assert eval_results([score(origin)]) == {}
 
 
 def test_the_model_index_has_the_trained_policys_scores():

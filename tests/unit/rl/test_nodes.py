@@ -22,7 +22,7 @@ from qerl.settings.run import RunSettings
 from tests.jobs import SETTINGS, train_job, write_inputs
 
 NEW_NETWORK, NEW_HOSTNAME = 0x40000000, 0x04000000
-LIMIT = 8
+LIMIT = 20
 #: Untrained completions differ in their length alone.
 LENGTHS = {
     "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 24}},
@@ -138,7 +138,7 @@ def test_a_lost_host_ends_the_run_by_name_and_back_it_continues_to_what_one_proc
     assert ended([host.start(shared) for host in hosts], 120)
     assert (tmp_path / "lost").exists()
     said = (first.folder / "said").read_text()
-    assert said.startswith(f"host-1 (machine 1) hasn't answered for {LIMIT} seconds; ")
+    assert said.startswith(f"another machine of the run has ended or hasn't answered for {LIMIT} seconds; ")
     assert said.count("\n") == 0
     assert max(file.name for file in first.folder.glob("work/*/step-*")) == "step-000002.pt"
     assert not list(second.folder.glob("work/*/step-*"))  # hosts share no folder

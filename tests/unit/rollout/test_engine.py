@@ -328,7 +328,10 @@ def test_what_the_engine_does_not_know_is_one_sentence(checkpoints, changes, mes
         ({"target_modules": ["q_proj", "lm_head"]}, None),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "doesn't support LoRA of the embedding; merge the adapter"),
         ({"modules_to_save": ["lm_head"]}, "doesn't support layers of ModulesToSaveWrapper"),
-        ({"trainable_token_indices": [5, 6]}, "has trainable_token_indices, which isn't supported; take an adapter of plain LoRA"),
+        (
+            {"trainable_token_indices": [5, 6]},
+            "has trainable_token_indices, which isn't supported; take an adapter of plain LoRA",
+        ),
     ],
 )
 def test_an_adapter_of_pefts_with_a_changed_embedding_or_head_is_sampled_right_or_refused(

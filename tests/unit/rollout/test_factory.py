@@ -11,7 +11,7 @@ from qerl.rollout.engine.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
 from qerl.rollout.served import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import EngineSettings, NativeSettings, RolloutSettings, VllmSettings
+from qerl.settings.rollout import EngineSettings, NativeSettings, RolloutSettings
 from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_qwen2
 
@@ -66,9 +66,3 @@ def test_a_missing_vllm_is_one_sentence(policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match="vLLM isn't installed"):
         make_sampler(policy, EngineSettings(engine="vllm"))
-
-
-def test_a_missing_server_is_one_sentence(policy, tmp_path):
-    settings = VllmSettings(url="http://127.0.0.1:9", adapters=tmp_path)
-    with pytest.raises(ConfigError, match=r"no vLLM server answers at http://127\.0\.0\.1:9"):
-        make_sampler(policy, EngineSettings(engine="vllm-server", vllm=settings))

@@ -69,7 +69,6 @@ def test_the_reference_page_knows_every_settings_class():
 
 RUN = {"model": "m", "dataset": "d"}
 SHARDED = {"processes": 2, "method": "full", "weights": "bf16"}
-SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters": "/shared"}}
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,8 @@ SERVER = {"engine": "vllm-server", "vllm": {"url": "http://host:8000", "adapters
         ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
         ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
         ({"loss": {"ppo": {"lam": 1.5}}}, "`loss.ppo.lam`"),
-        ({"rollout": {"engine": "vllm-server"}}, "needs vllm.url and vllm.adapters"),
-        ({"rollout": SERVER}, "set adapter.train_norms=false and noise.schedule=off"),
+        ({"rollout": {"engine": "vllm-server"}}, "`rollout.engine`: engine=vllm-server was removed; use engine=vllm"),
+        ({"rollout": {"vllm": {"url": "http://host:8000"}}}, "`rollout.vllm`: the key url was removed"),
         ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
         ({**SHARDED, "gradient_checkpointing": "auto"}, "use true or false"),
     ],
