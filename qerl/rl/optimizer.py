@@ -8,31 +8,30 @@ import torch
 
 from qerl.policy.policy import Policy
 from qerl.rl.value import is_value
-from qerl.settings.run import RunSettings
+from qerl.settings.training import OptimizerSettings
 
 
-def make_optimizer(policy: Policy, settings: RunSettings) -> torch.optim.Optimizer:
+def make_optimizer(policy: Policy, settings: OptimizerSettings, value_rate: float = 0.0) -> torch.optim.Optimizer:
     """AdamW over the trained tensors, without weight decay on vectors (norms, biases).
 
-    `peak` of a parameter group is its learning rate before the schedule.
+    `peak` of a parameter group is its learning rate before the schedule; `value_rate` is that of a value function.
     """
-    optimizer = settings.optimizer
     groups = []
-    for of_value, rate in ((False, optimizer.learning_rate), (True, settings.loss.ppo.learning_rate)):
+    for of_value, rate in ((False, settings.learning_rate), (True, value_rate)):
         parameters = [p for name, p in policy.trainable() if is_value(name) == of_value]
         matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
-        groups.append({"params": matrices, "weight_decay": optimizer.weight_decay, "peak": rate})
+        groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": rate})
         groups.append({"params": vectors, "weight_decay": 0.0, "peak": rate})
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if optimizer.name == "adamw8bit" and policy.peft is None:
+    if settings.name == "adamw8bit" and policy.peft is None:
         from qerl.rl.sharded_optimizer import ShardedAdamW8bit
 
         kind = ShardedAdamW8bit
-    elif optimizer.name == "adamw8bit":
+    elif settings.name == "adamw8bit":
         from qerl.rl.adamw8bit import JoinedAdamW8bit
 
         kind = JoinedAdamW8bit
-    return kind([g for g in groups if g["params"]], lr=optimizer.learning_rate, betas=optimizer.betas)  # type: ignore[call-arg]
+    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)  # type: ignore[call-arg]
 
 
 def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.answers import verdict
-from qerl.data.prompts import check_lengths, longer_than, prompt_ids
+from qerl.data.prompts import check_lengths, longer_than, prompts_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
 from qerl.data.thinking import Thinking
@@ -68,6 +68,14 @@ class Task:
             remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
             check_lengths(longer.values(), len(kept), context, limit, remedy)
         return replace(self, problems=kept)
+
+    def at(self, places: Iterable[int], seed: int) -> list[Problem]:
+        """The problems at places of an endless sequence of epochs, each a permutation of all by (seed, epoch)."""
+        return [self.problems[problem_index(len(self.problems), seed, place)] for place in places]
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem]) -> list[list[int]]:
+        """The token ids of each problem's chat up to the start of the policy's answer."""
+        return prompts_ids(tokenizer, (problem.question for problem in problems), self.instruction, self.date)
 
 
 @dataclass(frozen=True)
@@ -174,10 +182,9 @@ class Collector:
 
     def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> tuple[list[Group], list[float]]:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
-        seed, problems = self.settings.seed, self.task.problems
-        chosen = [problems[problem_index(len(problems), seed, place)] for place in positions]
-        tokenizer, task = self.policy.tokenizer, self.task
-        prompts = [prompt_ids(tokenizer, problem.question, task.instruction, task.date) for problem in chosen]
+        seed = self.settings.seed
+        chosen = self.task.at(positions, seed)
+        prompts = self.task.prompts(self.policy.tokenizer, chosen)
         sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
             **sampling,

@@ -98,7 +98,7 @@ class Updater:
         self.settings = settings
         self.policy = policy
         self.processes = processes
-        self.optimizer = make_optimizer(policy, settings)
+        self.optimizer = make_optimizer(policy, settings.optimizer, settings.loss.ppo.learning_rate)
         self._trained = list(policy.trainable())
         self._dropouts = dropouts(policy.lm)
         self._casts = SharedCasts(policy.lm)

@@ -1,0 +1,82 @@
+"""The scripts in `examples`, each run as a user runs it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import qerl
+from tests.tiny import tiny_qwen2, write_template
+
+ROOT = Path(__file__).parents[2]
+#: Random completions are never correct, so a function of the text gives them rewards that differ.
+REWARD = "def characters(answer, problem):\n    return len(set(answer.text))\n"
+STEPS, PROMPTS, GROUP, TOKENS, RATE = 2, 2, 4, 6, 1e-2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which the page of the loop was run, with its output in printed.txt."""
+    folder = tmp_path_factory.mktemp("page")
+    write_template(tiny_qwen2(folder / "dense"))
+    rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward_of_page.py").write_text(REWARD)
+    options = {"model": "dense", "problems": "sums.jsonl", "out": "page", "reward": "reward_of_page:characters"}
+    options |= {"steps": STEPS, "prompts": PROMPTS, "group-size": GROUP, "max-tokens": TOKENS, "learning-rate": RATE}
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, ROOT / "examples/grpo_gsm8k.py", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QERL_COMMIT": "test", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def printed(folder, name):
+    """The numbers that the page printed of its steps."""
+    lines = (folder / "printed.txt").read_text().splitlines()
+    return [float(re.search(rf" {name} (\S+)", line)[1]) for line in lines]
+
+
+def test_the_adapter_of_the_loop_loads_in_stock_peft_and_was_trained(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(model, folder / "page/adapter")
+    matrices = {name: p for name, p in loaded.named_parameters() if "lora_B" in name}
+    assert len(matrices) == 2 * 7  # each linear layer of two blocks
+    assert all(matrix.abs().max() > 0 for matrix in matrices.values())
+
+
+def test_the_loop_on_one_page_trains_the_policy_of_qerl_train(folder, monkeypatch):
+    """To the same weights and with the same figures, of which tests/parity compares the gradient with TRL's."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    origin = {"source": "local", "path": "sums.jsonl", "validation_fraction": 0, "test_fraction": 0}
+    values = {
+        "model": "dense",
+        "dataset": {"format": "gsm8k", "answer": "tags", "origin": origin},
+        "out": "run",
+        "dtype": "float32",
+        "steps": STEPS,
+        "rollout": {"prompts": PROMPTS, "group_size": GROUP, "sampling": {"max_tokens": TOKENS}},
+        "noise": {"schedule": "exponential"},
+        "reward": {"function": "reward_of_page:characters"},
+        "optimizer": {"learning_rate": RATE},
+    }
+    run = qerl.train(values)
+    for name, column in {"reward": "reward", "length": "completion_length", "gradient": "grad_norm"}.items():
+        assert printed(folder, name) == pytest.approx(run.metrics[column].tolist(), abs=1e-5), name
+    assert printed(folder, "sigma") == [0, 0.01]
+    assert run.metrics["grad_norm"].min() > 0.1
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (folder / "page/adapter", run.adapter))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():  # AdamW makes steps of the learning rate, also where a gradient is all rounding
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-3 * RATE, rtol=0, msg=name)
