@@ -91,6 +91,8 @@ def quantize(weight: Tensor, double_quant: bool) -> dict[str, Tensor]:
     if not double_quant:
         return {**tensors, "weight_absmax": absmax, "weight_quant_map": table.clone()}
     offset = absmax.mean()
+    if offset.isinf():  # the float32 sum of bitsandbytes' mean overflows, though the mean of finite numbers is finite
+        offset = absmax.double().mean().float()
     nested, nested_absmax = _quantize_dynamic(absmax - offset)
     return {
         **tensors,

@@ -12,6 +12,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,7 +78,10 @@ def _imported(name: str, path: str) -> ModuleType:
 def _place(error: BaseException) -> str:
     """The file and line in the user's code at which an error was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}"
+    # Libraries may replace functions that end the process: importing wandb wraps `sys.exit`.
+    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
+    return f"{frame.filename}, line {frame.lineno}"
 
 
 def check(path: str, key: str) -> None:

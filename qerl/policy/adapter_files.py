@@ -29,7 +29,7 @@ _MOST_ALPHA = 1e30
 
 
 #: Keys of an adapter's configuration by which PEFT computes more than LoRA, or imports a module that they name.
-_REFUSED = ("arrow_config", "layer_replication", "megatron_config", "trainable_token_indices")
+_REFUSED = ("arrow_config", "layer_replication", "megatron_config")
 
 
 def adapter_config(folder: Path, names: Iterable[str]) -> LoraConfig:
