@@ -12,7 +12,6 @@ import signal
 import sys
 import sysconfig
 import threading
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
