@@ -18,24 +18,21 @@ from statistics import fmean
 import torch
 
 import qerl
-from qerl.by_hand.models import model_folder
-from qerl.checkpoints.folder import weights_format_of
+from qerl.api import model_folder
+from qerl.checkpoints.files import weights_format_of
+from qerl.data.prompts import Thinking
 from qerl.data.sources import prepare
-from qerl.data.thinking import Thinking
-from qerl.policy.policy import with_adapter
-from qerl.rl.advantages import group_advantages
+from qerl.models.policy import with_adapter
 from qerl.rl.losses import BatchSize, LossInputs, mismatch, policy_loss
 from qerl.rl.noise import Noise
-from qerl.rl.optimizer import make_optimizer, warmup_cosine
-from qerl.rl.rewards import Answer, reward_parts, total
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.rewards import Answer, group_advantages, reward_parts, total
 from qerl.rl.rollouts import Task, step_seed
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.update import make_optimizer, warmup_cosine
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings import run as settings
 from qerl.settings.data import DatasetSettings, HubData, LocalData
-from qerl.settings.reward import RewardSettings
-from qerl.settings.rollout import EngineSettings
-from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings
 
 
 def main() -> None:
@@ -60,7 +57,7 @@ def main() -> None:
     if weights_format_of(base) != "nvfp4":
         base = qerl.quantize(base, args.out / "base", weights="nvfp4")
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    policy = with_adapter(base, AdapterSettings(rank=32, alpha=64), dtype, args.seed)
+    policy = with_adapter(base, settings.AdapterSettings(rank=32, alpha=64), dtype, args.seed)
 
     # The problems, whose records are checked one by one. The instruction asks for <think> and <answer>.
     origin: HubData | LocalData = HubData(source="hub", repo="openai/gsm8k", subset="main", revision="main")
@@ -70,12 +67,12 @@ def main() -> None:
     task = Task.of(args.out / "data")
 
     # What the steps need. Each part reads the settings of its own kind, whose defaults are the paper's Table 4.
-    loss_settings = LossSettings(name="grpo")  # Eq. 3: clipped to [1 - 0.2, 1 + 0.28], no KL term (Appendix E)
-    reward_weights = RewardSettings(function=args.reward)
-    optimizer_settings = OptimizerSettings(learning_rate=args.learning_rate)
+    loss_settings = settings.LossSettings(name="grpo")  # Eq. 3: clipped to [1 - 0.2, 1 + 0.28], no KL term (Appendix E)
+    reward_weights = settings.RewardSettings(function=args.reward)
+    optimizer_settings = settings.OptimizerSettings(learning_rate=args.learning_rate)
     optimizer = make_optimizer(policy, optimizer_settings)
-    noise = Noise(policy.lm, NoiseSettings(schedule="exponential"), args.seed)
-    sampler = make_sampler(policy, EngineSettings())  # reads the trainer's own packed weights: no second copy
+    noise = Noise(policy.lm, settings.NoiseSettings(schedule="exponential"), args.seed)
+    sampler = make_sampler(policy, settings.EngineSettings())  # reads the trainer's own packed weights: no second copy
     thinking = Thinking(policy.tokenizer, task.thinking)
 
     for step in range(1, args.steps + 1):

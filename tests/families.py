@@ -14,12 +14,11 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.layers.empty_model import StructureError
-from qerl.layers.structure import Structure, structure_of
-from qerl.policy.expert_adapters import refused_expert_adapters
-from qerl.quantization.awq import refused_by_awq
-from qerl.rollout.served import refused_by_engine, refused_by_vllm
-from qerl.settings.training import EXPERT_LAYERS
+from qerl.models.expert_adapters import refused_expert_adapters
+from qerl.models.quantize import refused_by_awq
+from qerl.models.structure import Structure, StructureError, structure_of
+from qerl.rollout.sampler import refused_by_engine, refused_by_vllm
+from qerl.settings.run import EXPERT_LAYERS
 
 ROOT = Path(__file__).parents[1]
 #: What the small models of all families have; the vocabulary is that of `tests.tiny.tiny_tokenizer`.

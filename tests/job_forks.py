@@ -53,7 +53,7 @@ _ON_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 #: The modules of jobs of small policies.
-_SMALL = ("qerl.pretrain.job", "qerl.prepare.base_checkpoint", "qerl.rl.train", "qerl.evals.job")
+_SMALL = ("qerl.rl.pretrain", "qerl.workflow.prepare", "qerl.rl.train", "qerl.evals.evaluate")
 
 
 @cache
@@ -106,7 +106,7 @@ def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[st
 
 def _modules() -> tuple[str, ...]:
     """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
-    from qerl.jobs.dispatch import FUNCTIONS
+    from qerl.workflow.dispatch import FUNCTIONS
 
     return (*(path.partition(":")[0] for path in FUNCTIONS.values()), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 

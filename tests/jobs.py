@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
-from qerl.jobs.train import TrainJob
+from qerl.jobs import TrainJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2, write_template

@@ -23,9 +23,9 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from qerl.results.files import read, write
 from qerl.results.paths import GATES, VERDICT
-from qerl.results.schema.gates import VerdictResult
+from qerl.results.schema import VerdictResult
+from qerl.results.store import read, write
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,9 +48,9 @@ MUTATIONS = {
         ("golden loss, nvfp4-lora", "accuracy, nvfp4-lora"),
     ),
     "noise left on in evaluation": Mutation(
-        "qerl/evals/job.py",
+        "qerl/evals/evaluate.py",
         "    tasks = evaluate(sampler,",
-        "    from qerl.settings.training import NoiseSettings\n"
+        "    from qerl.settings.run import NoiseSettings\n"
         "    from qerl.rl.noise import Noise\n\n"
         '    Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), 0).set(1, 1)\n'
         "    tasks = evaluate(sampler,",
@@ -71,7 +71,7 @@ MUTATIONS = {
         ("rollout against baseline",),
     ),
     "a slower update: each weight unpacked ten times": Mutation(
-        "qerl/layers/packed_linear.py",
+        "qerl/models/linear.py",
         "        return dequantize(self.packed, dtype)\n\n    def forward",
         "        return [dequantize(self.packed, dtype) for _ in range(10)][0]\n\n    def forward",
         ("update against baseline",),
@@ -100,7 +100,7 @@ MUTATIONS = {
         ("sampler against trainer", "golden loss, nvfp4-lora"),
     ),
     "a grader that compares one character": Mutation(
-        "qerl/data/answers.py",
+        "qerl/data/grading.py",
         '        return "right" if number == expected else "wrong"\n',
         '        return "right" if str(number)[0] == str(expected)[0] else "wrong"\n',
         ("graders", "golden reward, nvfp4-lora"),

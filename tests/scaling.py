@@ -12,13 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from qerl.results.files import read, read_rows
 from qerl.results.paths import METRICS, RUN
-from qerl.results.schema.stored import OK
-from qerl.results.schema.training import RunResult, StepMetrics
+from qerl.results.schema import OK, RunResult, StepMetrics
+from qerl.results.store import read, read_rows
 from qerl.settings.base import parse
-from qerl.settings.config import merged
 from qerl.settings.run import RunSettings
+from qerl.settings.workflow import merged
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/scaling.md", ROOT / "results/reference/h200/scaling"
@@ -32,7 +31,7 @@ _BASE: dict[str, Any] = {
     "steps": WARMUP + 3,
     "rollout": {"prompts": 16, "group_size": 8, "sampling": {"max_tokens": 1024}},
     "adapter": {"rank": 16, "alpha": 16, "train_norms": False},
-    "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step.work:reward"},
+    "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
     "checkpoint_every": 100,
 }
 FULL = {

@@ -12,10 +12,8 @@ from typing import Any
 
 import yaml
 
-from qerl.plan import nested
-from qerl.settings.base import parse
-from qerl.settings.config import Config, merged
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import parse, read_yaml
+from qerl.settings.workflow import Config, merged, nested
 from tests.hub_layouts import REPOSITORIES
 
 #: The policies are trained in the DAG, on solutions without tags.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.checkpoints.architectures import ARCHITECTURES
-from qerl.plan.cost_model import SPEEDS
+from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.results.speed_readers import load_points, load_steps
+from qerl.workflow.costs import SPEEDS
 
 ROOT = Path(__file__).parents[1]
 MACHINES, FOLDERS = ("h100", "h200"), ("shapes", "peers", "families")

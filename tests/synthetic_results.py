@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl.results.printed import FOLDER
-from qerl.results.schema.training import StepMetrics
+from qerl.results.schema import StepMetrics
 
 MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None, "label": "Test CPU, 2 cores"}
 PROVENANCE = {

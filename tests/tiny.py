@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.quantize import quantize_checkpoint
 from tests.families import FAMILIES, LLAMA_ROPE, SHAPE
 
 #: A chat template: what was said, and a colon.

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from qerl.data.arithmetic import generate
-from qerl.random_models.checkpoint import SHARD_BYTES, write_checkpoint
+from qerl.data.generated import generate_arithmetic
+from qerl.models.random import SHARD_BYTES, write_checkpoint
 from qerl.settings.data import Generated
 from tests.hub_layouts import REPOSITORIES
 
@@ -21,7 +21,10 @@ DATASETS = ("openai/gsm8k", "HuggingFaceH4/MATH-500")
 
 def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the checkpoint into `folder`/model and each data set into a folder of its name."""
-    texts = [json.dumps(record) for record in generate("gsm8k", Generated(train=2000, validation=1, test=1))["train"]]
+    texts = [
+        json.dumps(record)
+        for record in generate_arithmetic("gsm8k", Generated(train=2000, validation=1, test=1))["train"]
+    ]
     write_checkpoint(folder / "model", size, "bf16", texts, shard_bytes=shard_bytes)
     for name in DATASETS:
         REPOSITORIES[name](folder / name)
@@ -29,7 +32,7 @@ def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
 
 def main(
     folder: Path,
-    size: Annotated[str, typer.Option(help="A key of qerl.random_models.checkpoint.ARCHITECTURES.")] = "1.5B",
+    size: Annotated[str, typer.Option(help="A key of qerl.models.random.ARCHITECTURES.")] = "1.5B",
 ) -> None:
     """Write the checkpoint and the data sets of config/walk.yaml."""
     write_walk(folder, size)

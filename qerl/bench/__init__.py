@@ -1,1 +1,1 @@
-"""Benches of speed and memory: decoding, rollouts, prompts and GRPO steps."""
+"""Benches of speed and memory: decoding, rollouts, prompts and GRPO steps, beside vLLM, TRL and transformers."""

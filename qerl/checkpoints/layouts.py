@@ -1,9 +1,4 @@
-"""The tensors of a checkpoint under this package's names, whichever library wrote the files, without torch.
-
-The names are those of compressed-tensors: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
-`weight_global_scale`. ModelOpt names the same codes and scales `weight`, `weight_scale` and `weight_scale_2`. Its last
-is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors as their `TensorInfo` says.
-"""
+"""The tensors and the weight format of a checkpoint under this package's names, whichever library wrote the files."""
 
 from __future__ import annotations
 
@@ -12,10 +7,279 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from qerl.checkpoints.text_models import is_within, own_name
-from qerl.formats.errors import FormatError
+from qerl.formats.group_size import GROUP_SIZE, FormatError
+
+# Models of images and text, of which the text model alone is read: its configuration and its names, without torch.
+
+#: The prefixes of the text model's tensors in the files, and their names in the text model alone. transformers writes
+#: the two latter, and the former is how its classes name the modules.
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+#: The same as patterns, by which PEFT names the tensors of an adapter as it loads them.
+KEY_MAPPING = {f"^{re.escape(prefix)}": alone for prefix, alone in _PREFIXES.items()}
+_HEAD_PREFIX = "lm_head."
+
+#: transformers' class of text models.
+TEXT_LOADER = "AutoModelForCausalLM"
+#: What transformers takes for keys that published text_configs leave out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+}
+#: Keys that transformers' class of the whole ignores, while a file of the text model alone would be read by them.
+_IGNORED = {"mistral": ("layer_types",)}
+#: The keys of the whole that hold for its text model, unless that states its own.
+_SHARED = ("tie_word_embeddings", "bos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class ImageTextModel:
+    """A kind of models of images and text. An adapter has the names of the class with which stock PEFT loads it."""
+
+    texts: Mapping[str, str]
+    """transformers' class of the text model, by its model_type."""
+    loader: str = TEXT_LOADER
+    """transformers' class that makes the model of which PEFT loads an adapter."""
+    prefix: str = "model."
+    """The prefix of the text model's modules there."""
+    beside: tuple[str, ...] = ()
+    """The modules beside the text model there, which have layers of the same names."""
+
+    def adapter_name(self, name: str) -> str:
+        """The name of a tensor of the text model in an adapter, without PEFT's prefix."""
+        return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    @property
+    def excluded(self) -> str | None:
+        """A pattern of the modules that get no adapter, for PEFT; None if the class has the text model alone."""
+        return rf".*\b(?:{'|'.join(self.beside)})\b.*" if self.beside else None
+
+
+def _beside_a_tower(texts: Mapping[str, str]) -> ImageTextModel:
+    """A kind whose class has a vision tower, a projector and the text model."""
+    beside = ("vision_tower", "multi_modal_projector")
+    return ImageTextModel(texts, "AutoModelForImageTextToText", "model.language_model.", beside)
+
+
+#: The kinds whose text model is read, by the model_type of the whole.
+IMAGE_TEXT_MODELS = {
+    "qwen3_5": ImageTextModel({"qwen3_5_text": "Qwen3_5ForCausalLM"}),
+    "qwen3_5_moe": ImageTextModel({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}),
+    "gemma3": _beside_a_tower({"gemma3_text": "Gemma3ForCausalLM"}),
+    "mistral3": _beside_a_tower({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
+}
+
+
+def image_text_model(config: Mapping[str, Any]) -> ImageTextModel | None:
+    """The kind of a config.json's model; None if it's a model of text alone.
+
+    Raises `FormatError`, whose message completes "FOLDER/config.json has ...", if its text model isn't read.
+    """
+    if "text_config" not in config:
+        return None
+    kind, text = config.get("model_type"), config["text_config"]
+    model = IMAGE_TEXT_MODELS.get(str(kind))
+    if model is None or not isinstance(text, dict):
+        raise FormatError(
+            f"a text_config, so {str(kind)[:40]!r} isn't a model of text alone, which isn't supported; "
+            f"take the family's text model, or one of {', '.join(IMAGE_TEXT_MODELS)}"
+        )
+    if text.get("model_type") not in model.texts:
+        raise FormatError(
+            f"model_type={str(text.get('model_type'))[:40]!r} in its text_config, and the text model of {kind!r} that "
+            f"is supported is {' or '.join(model.texts)}; take such a checkpoint"
+        )
+    return model
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the text model, with the quantization and the tokens of the whole.
+
+    Raises `FormatError` as `image_text_model` does.
+    """
+    model = image_text_model(config)
+    if model is None:
+        return dict(config)
+    kind = config["text_config"]["model_type"]
+    text = {key: value for key, value in config["text_config"].items() if key not in _IGNORED.get(kind, ())}
+    shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    stated = _DEFAULTS.get(kind, {}) | shared | text
+    # The ends of text are those of the whole: the text_config of Gemma 3 lacks the end of a turn.
+    whole = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
+    return {**stated, "architectures": [model.texts[kind]], **whole}
+
+
+def is_within(name: str) -> bool:
+    """Whether a tensor's name says that it's the text model's, within a model of images and text."""
+    return name.startswith(tuple(_PREFIXES))
+
+
+def own_name(name: str) -> str | None:
+    """The name in the text model alone of a tensor of the whole; None if the text model lacks it."""
+    for prefix, alone in _PREFIXES.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name if name.startswith(_HEAD_PREFIX) else None
+
+
+# The quantization that a checkpoint's config.json states, as one of this package's weight formats, without torch.
+#
+# Every message completes the sentence "FOLDER/config.json has ...".
+
+QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
+_OTHER_INTEGERS = "a published NVFP4 checkpoint, or the dense one, of which `qerl quantize` makes NVFP4"
+
+#: compressed-tensors' formats of 4-bit floats, and of FP8.
+_FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+_FP8 = ("float-quantized", "naive-quantized")
+_MIXED = "mixed-precision"
+#: Libraries of integer weights by their quant_method.
+_INTEGERS = {"awq": "AutoAWQ", "gptq": "GPTQ", "auto-round": "AutoRound"}
+#: ModelOpt's algorithms with NVFP4 weights; those with another name than W4A16 round activations too.
+_MODELOPT_FP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
+_MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+_MODELOPT_MIXED = "MIXED_PRECISION"
+
+
+def weights_format(quantization: object) -> str:
+    """The format of the packed layers: "nvfp4", "mxfp4" or "nf4". Raises `FormatError` for another scheme."""
+    if not isinstance(quantization, Mapping):
+        raise FormatError(f"a quantization_config that is no mapping; {QUANTIZE_AGAIN}")
+    method = quantization.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed(quantization)
+    if method == "mxfp4":
+        return "mxfp4"
+    if method == "bitsandbytes":
+        return _bitsandbytes(quantization)
+    if isinstance(method, str) and method.startswith("modelopt"):
+        return _modelopt(quantization)
+    if method in _INTEGERS:
+        raise FormatError(
+            f"integers of {_INTEGERS[method]} (quant_method={method!r}), which no 4-bit float holds; "
+            f"take {_OTHER_INTEGERS}"
+        )
+    if method == "fp8":
+        raise _only_fp8(f"quant_method={method!r}")
+    raise FormatError(f"quant_method={method!r}, which isn't supported; {QUANTIZE_AGAIN}")
+
+
+def ignored(quantization: Mapping[str, Any]) -> list[str]:
+    """The parts of a supported scheme that this package doesn't apply, in words."""
+    section = quantization.get("quantization", quantization)  # ModelOpt's older files
+    algorithms = [str(section.get("quant_algo", "W4A16"))]
+    algorithms += [str(layer.get("quant_algo")) for layer in _layers(section)]
+    groups = quantization.get("config_groups")
+    rounded = any("W4A16" not in name and name != _MODELOPT_MIXED for name in algorithms) or any(
+        isinstance(group, Mapping) and group.get("input_activations")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+    )
+    cache = quantization.get("kv_cache_scheme") or section.get("kv_cache_quant_algo")
+    return ["the rounding of activations"] * rounded + ["the rounding of keys and values"] * bool(cache)
+
+
+def _compressed(quantization: Mapping[str, Any]) -> str:
+    """The format of a compressed-tensors checkpoint: NVFP4 or MXFP4, with further layers in FP8."""
+    declared, config_groups = str(quantization.get("format")), quantization.get("config_groups")
+    groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
+    if not groups or not all(isinstance(group, Mapping) for group in groups):
+        raise FormatError(f"compressed-tensors format {declared!r} in {len(groups)} groups; {QUANTIZE_AGAIN}")
+    for key, value in _unsupported(quantization, groups).items():
+        if value:
+            raise FormatError(f"{key}, which isn't supported; {QUANTIZE_AGAIN}")
+    formats = {_group_format(declared, group) for group in groups} - {"fp8"}
+    if not formats:
+        raise _only_fp8(f"compressed-tensors format {declared!r}")
+    if len(formats) > 1:
+        raise FormatError(f"layers in {' and '.join(sorted(formats))}, of which one is supported; {QUANTIZE_AGAIN}")
+    return formats.pop()
+
+
+def _unsupported(quantization: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "output_activations": any(group.get("output_activations") for group in groups),
+        "transform_config": quantization.get("transform_config"),
+        "sparsity_config": quantization.get("sparsity_config"),
+    }
+
+
+def _group_format(declared: str, group: Mapping[str, Any]) -> str:
+    """The format of a group's weights: "nvfp4", "mxfp4" or "fp8"."""
+    name, weights = str(group.get("format") or declared), group.get("weights")
+    stated: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {}
+    if name == _MIXED:  # then the weights alone say what it is
+        fp8 = (stated.get("num_bits"), stated.get("type")) == (8, "float")
+        sizes = {GROUP_SIZE[packed]: form for form, packed in _FP4.items()}
+        name = _FP8[0] if fp8 else sizes.get(stated.get("group_size", 0), name)
+    if name in _FP8:
+        _require(stated, {"num_bits": 8, "type": "float"})
+        return "fp8"
+    if name not in _FP4:
+        raise FormatError(
+            f"compressed-tensors format {name!r}, only {' or '.join(_FP4)} is supported; take {_OTHER_INTEGERS}"
+        )
+    _require({"symmetric": True, **stated}, {"num_bits": 4, "type": "float", "symmetric": True})
+    _require(stated, {"group_size": GROUP_SIZE[_FP4[name]]})
+    return _FP4[name]
+
+
+def _modelopt(quantization: Mapping[str, Any]) -> str:
+    """The format of a ModelOpt checkpoint: NVFP4, with further layers in FP8."""
+    section = quantization.get("quantization", quantization)
+    section = section if isinstance(section, Mapping) else {}
+    layers = [section] if str(section.get("quant_algo")).upper() != _MODELOPT_MIXED else _layers(section)
+    algorithms = {str(layer.get("quant_algo")).upper() for layer in layers}
+    if unknown := sorted(algorithms - {*_MODELOPT_FP4, *_MODELOPT_FP8}):
+        raise FormatError(f"ModelOpt's quant_algo={unknown[0]!r}, which isn't supported; take {_OTHER_INTEGERS}")
+    if not algorithms & set(_MODELOPT_FP4):
+        raise _only_fp8(f"ModelOpt's {', '.join(sorted(algorithms)) or 'quant_algo of no layer'}")
+    for layer in layers:
+        if str(layer.get("quant_algo")).upper() in _MODELOPT_FP4:
+            _require({"group_size": GROUP_SIZE["nvfp4"], **layer}, {"group_size": GROUP_SIZE["nvfp4"]})
+    return "nvfp4"
+
+
+def _layers(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """ModelOpt's algorithm of each layer, of a file with several."""
+    layers = section.get("quantized_layers")
+    return [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
+
+
+def _bitsandbytes(quantization: Mapping[str, Any]) -> str:
+    _require(
+        quantization, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
+    )  # fmt: skip
+    return "nf4"
+
+
+def _only_fp8(what: str) -> FormatError:
+    return FormatError(f"weights of 8 bits throughout ({what}); take {_OTHER_INTEGERS}")
+
+
+def _require(section: Mapping[str, Any], required: Mapping[str, Any]) -> None:
+    for key, value in required.items():
+        if section.get(key) != value:
+            raise FormatError(
+                f"{key}={section.get(key)!r} in its quantization_config, only {value!r} is supported; {QUANTIZE_AGAIN}"
+            )
+
+
+# The tensors of a checkpoint under this package's names, whichever library wrote the files, without torch.
+#
+# The names are those of compressed-tensors: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
+# `weight_global_scale`. ModelOpt names the same codes and scales `weight`, `weight_scale` and `weight_scale_2`. Its
+# last is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors as their `TensorInfo` says.
 
 #: What a tensor is made of: the file's values, their reciprocals, the bytes of 8-bit exponents, FP8 values times their
 #: scale, or packed codes that are unpacked because no packed layer may be there.

@@ -11,11 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qerl.checkpoints.folder import CheckpointError, by_shard
+from qerl.checkpoints.files import CheckpointError, by_shard
 from qerl.checkpoints.layouts import FP8_BLOCK, TensorInfo, blocks_of, is_of_rows
 from qerl.formats.codecs import dequantize, from_checkpoint
-from qerl.formats.errors import FormatError
-from qerl.provenance.files import share
+from qerl.formats.group_size import FormatError
+from qerl.host.provenance import share
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

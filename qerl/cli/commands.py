@@ -16,22 +16,19 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from qerl import api
-from qerl.checkpoints.folder import RUN_FILE
-from qerl.cli import doctor, rules, sharing, workflow
+from qerl.checkpoints.files import RUN_FILE
+from qerl.cli import doctor, sharing, workflow
 from qerl.cli.console import console, print_error, print_table
+from qerl.host.console import UNKNOWN, configure_logging, quiet
 from qerl.host.interrupt import interruptible
-from qerl.host.progress import configure_logging
-from qerl.host.screen import UNKNOWN, quiet
-from qerl.provenance.files import check_writable
-from qerl.results.files import read
+from qerl.host.provenance import check_writable
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
-from qerl.results.schema.preparation import QuantizationReport
-from qerl.settings.base import ConfigError, parse
+from qerl.results.schema import QuantizationReport
+from qerl.results.store import read
+from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
-from qerl.settings.reading import parse_yaml
-from qerl.settings.rollout import SamplingSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import RunSettings, SamplingSettings
+from qerl.settings.workflow import EvaluationSettings
 
 if TYPE_CHECKING:
     from qerl.evals.policy import Drawn
@@ -56,7 +53,7 @@ app = typer.Typer(
     add_completion=False,
     help=__doc__,
 )
-app.command(rich_help_panel=workflow.PANEL)(rules.rule)
+app.command(rich_help_panel=workflow.PANEL)(workflow.rule)
 app.add_typer(workflow.app)
 app.command()(doctor.doctor)
 app.command()(sharing.export)
@@ -134,8 +131,7 @@ def view(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Make a page on which to read samples: rollouts of training, and completions before and after it."""
-    from qerl.report.samples import sources_in
-    from qerl.report.samples_page import MEGABYTES, make_page
+    from qerl.report.samples import MEGABYTES, make_page, sources_in
 
     sources = sources_in(folders)
     target = out or folders[0] / SAMPLES_PAGE

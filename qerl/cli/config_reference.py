@@ -1,4 +1,4 @@
-"""Every key of a configuration, from the models of `qerl.settings.config`: config/README.md for people, with type,
+"""Every key of a configuration, from the models of `qerl.settings.workflow`: config/README.md for people, with type,
 default and meaning, and a JSON schema for editors and the catalog of Snakemake's workflows.
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from qerl.settings import base, benches, config, data, evaluation, models, reward, rollout, run, study, training
+from qerl.settings import base, data, models, run, workflow
 
 HEAD = """# Configuration
 
@@ -100,7 +100,7 @@ def brevity(answer, problem):  # answer: text, tokens, limit; problem: question,
 """
 
 SECTIONS = (
-    config.Config,
+    workflow.Config,
     data.DatasetSettings,
     data.FilterSettings,
     data.GeneratedSplits,
@@ -114,37 +114,37 @@ SECTIONS = (
     models.LocalModel,
     models.HubModel,
     models.LockedRepo,
-    config.Experiment,
+    workflow.Experiment,
     run.RunSettings,
     run.StoredRollouts,
     run.RunFile,
     models.CalibrationSettings,
     models.RandomErrorSettings,
-    training.AdapterSettings,
-    training.NoiseSettings,
-    training.ThermostatSettings,
-    rollout.EngineSettings,
-    rollout.NativeSettings,
-    rollout.VllmSettings,
-    rollout.RolloutSettings,
-    rollout.SamplingSettings,
-    reward.RewardSettings,
-    training.LossSettings,
-    training.PPOSettings,
-    training.OptimizerSettings,
-    evaluation.EvaluationSettings,
-    evaluation.TaskSettings,
-    evaluation.TaskSampling,
-    benches.RolloutBench,
-    benches.StepBench,
-    benches.GateSettings,
-    benches.ShapesSettings,
-    benches.DecodeGrid,
-    benches.MixGrid,
-    benches.StepGrid,
-    benches.PromptGrid,
-    study.StudySettings,
-    study.StudiedExperiment,
+    run.AdapterSettings,
+    run.NoiseSettings,
+    run.ThermostatSettings,
+    run.EngineSettings,
+    run.NativeSettings,
+    run.VllmSettings,
+    run.RolloutSettings,
+    run.SamplingSettings,
+    run.RewardSettings,
+    run.LossSettings,
+    run.PPOSettings,
+    run.OptimizerSettings,
+    workflow.EvaluationSettings,
+    workflow.TaskSettings,
+    workflow.TaskSampling,
+    workflow.RolloutBench,
+    workflow.StepBench,
+    workflow.GateSettings,
+    workflow.ShapesSettings,
+    workflow.DecodeGrid,
+    workflow.MixGrid,
+    workflow.StepGrid,
+    workflow.PromptGrid,
+    workflow.StudySettings,
+    workflow.StudiedExperiment,
 )
 
 
@@ -202,7 +202,7 @@ def markdown() -> str:
 
 def schema() -> str:
     """The JSON schema of a configuration file, as YAML. It leaves the keys of runs to the workflow's own checks."""
-    made = config.Config.model_json_schema()
+    made = workflow.Config.model_json_schema()
     made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     made["required"] = ["name"]  # `shapes` need no other key, and a protocol may give them
     made["$defs"]["Experiment"]["properties"]["arms"]["additionalProperties"] = {"type": ["object", "null"]}

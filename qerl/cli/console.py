@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from qerl.host.screen import VisibleConsole, visible
+from qerl.host.console import VisibleConsole, visible
 
 if TYPE_CHECKING:
     from rich.table import Table

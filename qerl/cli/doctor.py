@@ -9,15 +9,21 @@ import typer
 from rich.text import Text
 
 from qerl.cli.console import console, print_table
-from qerl.host.screen import quiet
+from qerl.host.console import quiet
 from qerl.settings.models import WeightFormat
-from qerl.settings.rollout import KvCacheDtype, NativeSettings, RolloutSettings, SamplingSettings
-from qerl.settings.run import RunSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import (
+    AdapterSettings,
+    KvCacheDtype,
+    NativeSettings,
+    RolloutSettings,
+    RunSettings,
+    SamplingSettings,
+)
 
 if TYPE_CHECKING:
-    from qerl.plan.doctor import Diagnosis
-    from qerl.plan.memory_model import PredictedMemory
+    from qerl.doctor import Diagnosis
+    from qerl.memory_model import PredictedMemory
+
 
 _RANK: int = AdapterSettings.model_fields["rank"].default
 _PROMPTS: int = RolloutSettings.model_fields["prompts"].default
@@ -65,8 +71,8 @@ def doctor(
 ) -> None:
     """Show the GPUs, what serves each part there, memory, libraries and disk space; exit code 1 if something fails."""
     with quiet():
-        from qerl.plan import doctor as state
-        from qerl.plan.memory_model import StepSettings
+        from qerl import doctor as state
+        from qerl.memory_model import StepSettings
 
         asked = state.asked_model(model, weights, pack_delta_nets) if model else None
         settings = StepSettings(

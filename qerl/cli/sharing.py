@@ -11,11 +11,12 @@ from rich.text import Text
 
 from qerl import api
 from qerl.cli.console import console, print_table
-from qerl.host.screen import quiet
+from qerl.host.console import quiet
 
 if TYPE_CHECKING:
-    from qerl.publishing.upload import Published
-    from qerl.results.intervals import Interval
+    from qerl.publish import Published
+    from qerl.results.statistics import Interval
+
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
 
@@ -37,7 +38,7 @@ def export(
         return
     with quiet():
         made = api.export(run, out)
-    from qerl.policy.export import lora_room
+    from qerl.models.export import lora_room
 
     rank = str(lora_room(api.Run(run).settings.adapter.rank))
     command = ["vllm", "serve", str(made / "base"), "--enable-lora", "--max-lora-rank", rank]

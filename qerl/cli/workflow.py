@@ -1,8 +1,9 @@
-"""Commands around the workflow: its plan, its folder, its gates and its speed grid."""
+"""Commands around the workflow: its rules, its plan, its folder, its gates, its speed grid and its state."""
 
 from __future__ import annotations
 
 import shlex
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,19 +11,39 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.reading import check_kind, parse_yaml, read_yaml
+from qerl.cli.console import console, print_error, print_table, show
+from qerl.jobs import KilledError
+from qerl.settings.base import ConfigError, check_kind, parse, parse_yaml, read_yaml
+from qerl.workflow.dispatch import parse_job, run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pandas as pd
 
-    from qerl.jobs.shapes import PointJob
-    from qerl.plan import Plan
-    from qerl.settings.benches import ShapesSettings
+    from qerl.jobs import PointJob
+    from qerl.settings.workflow import ShapesSettings
+    from qerl.workflow.runs import Plan
 
-from qerl.cli.console import console, print_error, print_table, show
+
+# `qerl rule`: what the workflow's rules call.
+
+
+def rule(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job as JSON, as `qerl.workflow` makes it.")],
+    gpu_percent: Annotated[
+        int | None, typer.Option(help="Lease this part of a GPU and of its memory. Default: the job's GPUs, whole.")
+    ] = None,
+) -> None:
+    """Do a job of the workflow: parse it, and call the function that its kind names."""
+    try:
+        run(parse_job(job), gpu_percent)
+    except KilledError as error:
+        print_error(error)
+        raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again
+
+
+# Commands around the workflow: its plan, its folder, its gates and its speed grid.
 
 #: The heading of these commands in `qerl --help`.
 PANEL = "The workflow"
@@ -51,8 +72,8 @@ def where(config: Path, keys: Keys = None) -> None:
 
 
 def _plan(config: Path, keys: list[str] | None) -> Plan:
-    from qerl.plan import plan_from
-    from qerl.settings.config import merged
+    from qerl.settings.workflow import merged
+    from qerl.workflow.plan import plan_from
 
     if wrong := [key for key in keys or [] if "=" not in key]:
         raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
@@ -70,8 +91,8 @@ def show_plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print each run as a line of JSON.")] = False,
 ) -> None:
     """Print the table of runs: the settings, the largest cost and the state of each."""
-    from qerl.plan import fitting
-    from qerl.plan.run_table import disk, sheet, totals
+    from qerl.workflow.costs import disk, sheet, totals
+    from qerl.workflow.plan import fitting
 
     plan_ = _plan(config, keys)
     if not plan_.runs:
@@ -120,8 +141,8 @@ def _rounded(hours: float | str) -> str:
 @app.command(rich_help_panel=PANEL)
 def lock(config: Path) -> None:
     """Write the commits and file hashes of a configuration's models and data sets on the hub to its lock file."""
-    from qerl.data.hub_lock import write_lock
-    from qerl.settings.config import Config
+    from qerl.data.hub import write_lock
+    from qerl.settings.workflow import Config
 
     values = read_yaml(config)
     check_kind(values, str(config), of_run=False)
@@ -134,8 +155,8 @@ def grid(
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
     """List the jobs of a configuration's `shapes` with their state."""
-    from qerl.plan.files import Files
-    from qerl.plan.shapes import point_jobs, remaining
+    from qerl.workflow.grid import point_jobs, remaining
+    from qerl.workflow.outputs import Files
 
     plan = _plan(config, None)
     shapes = plan.config.shapes
@@ -154,8 +175,8 @@ def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob]
     """The table of jobs, and how many are left."""
     import pandas as pd
 
-    from qerl.plan.shapes import state
     from qerl.report.summary import rich_table
+    from qerl.workflow.grid import state
 
     rows = [{"job": id, "state": state(job, shapes)} for id, job in jobs.items()]
     show(rich_table(title, pd.DataFrame(rows)))
@@ -165,7 +186,7 @@ def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob]
 @gate_app.command(name="show")
 def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
     """Print the verdicts; the exit code is 0 only if every gate passes."""
-    from qerl.gates.job import read_verdicts, sentence, verdict_table
+    from qerl.gates.compare import read_verdicts, sentence, verdict_table
     from qerl.report.summary import rich_table
 
     verdicts = read_verdicts(verdict)

@@ -14,10 +14,9 @@ from tempfile import NamedTemporaryFile
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from qerl.data.hub_lock import sha256_of
-from qerl.host.plugins import source_version
-from qerl.provenance.code_version import code_version
-from qerl.provenance.files import cache_folder, write_text
+from qerl.data.hub import sha256_of
+from qerl.host.imports import source_version
+from qerl.host.provenance import cache_folder, code_version, write_text
 
 #: Files of records.
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")

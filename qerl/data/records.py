@@ -1,26 +1,29 @@
-"""The four record formats of the data sets, and the problem that each record states.
-
-* gsm8k: `question`, `answer` (worked solution ending in `#### n`), as openai/gsm8k.
-* math: `problem` and `answer`, or `solution` (with `\\boxed{}`), or both; `level` ("Level 3" or 3) optional, as
-  HuggingFaceH4/MATH-500, Big-Math and AMC.
-* aime: `problem`, `answer` (integer 0 to 999), `solution` optional, as HuggingFaceH4/aime_2024.
-* countdown: `numbers` and `target` (whole numbers), `use` ("all" or "some", by default "all"), `solution` optional.
-"""
+"""The record formats of the data sets, the problem that each states, and records that a data set must not have."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import re
-from collections.abc import Collection, Mapping
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast, get_args
 
-from qerl.data.answers import gold
-from qerl.data.countdown import Goal
+from qerl.data.grading import Goal, gold, is_correct, is_text, stated
+from qerl.host.console import log
 from qerl.settings.base import UserError
-from qerl.settings.data import CountdownUse, RecordFormat
+from qerl.settings.data import AnswerForm, CountdownUse, RecordFormat, Split
+
+# The four record formats of the data sets, and the problem that each record states.
+#
+# * gsm8k: `question`, `answer` (worked solution ending in `#### n`), as openai/gsm8k.
+# * math: `problem` and `answer`, or `solution` (with `\boxed{}`), or both; `level` ("Level 3" or 3) optional, as
+#   HuggingFaceH4/MATH-500, Big-Math and AMC.
+# * aime: `problem`, `answer` (integer 0 to 999), `solution` optional, as HuggingFaceH4/aime_2024.
+# * countdown: `numbers` and `target` (whole numbers), `use` ("all" or "some", by default "all"), `solution` optional.
 
 Record = dict[str, Any]
 #: A record with its place as text (file and line, or file and row), for errors.
@@ -105,7 +108,7 @@ def parse_record(
 ) -> Problem:
     """Return the problem that `record` states. A `DataError` names `where` (file and line) and the missing key.
 
-    `units` may follow a gsm8k answer besides `qerl.data.amounts.UNITS`.
+    `units` may follow a gsm8k answer besides `qerl.data.grading.UNITS`.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
@@ -230,3 +233,174 @@ def _level(record: Mapping[str, Any], where: str) -> int | None:
     if number is None and str(level) != "Level ?":
         raise DataError(f"{where} has `level` {level!r}: expected a number or `Level 3`")
     return int(number.group()) if number else None
+
+
+# Removal of repeated questions: within a split, across splits, and those with contradictory answers.
+
+#: A question belongs to the first split that has it, so that held-out questions aren't trained on.
+_ORDER: tuple[Split, ...] = ("test", "validation", "train")
+#: The most questions that a warning quotes.
+_NAMED = 3
+
+
+def distinct(
+    splits: dict[Split, list[Located]], record_format: RecordFormat, units: Collection[str] = ()
+) -> dict[Split, list[Located]]:
+    """The splits with the first record of each question; the log says how many were dropped.
+
+    If the answers to a question contradict each other within a split, all its records are dropped.
+    """
+    seen: set[str] = set()
+    kept: dict[Split, list[Located]] = {}
+    for split in _ORDER:
+        asked = _by_question(splits.get(split, []), record_format, units)
+        unseen = {id: same for id, same in asked.items() if id not in seen}
+        agreeing = {id: same for id, same in unseen.items() if _agree(same, record_format)}
+        kept[split] = [same[0][0] for same in agreeing.values()]
+        repeated, elsewhere = _surplus(agreeing.values()), _surplus(asked.values()) - _surplus(unseen.values())
+        _tell(split, repeated, elsewhere + len(asked) - len(unseen))
+        _warn(split, [same for id, same in unseen.items() if id not in agreeing])
+        seen |= asked.keys()
+    return {split: kept[split] for split in splits}
+
+
+_Same = list[tuple[Located, Problem]]
+
+
+def _by_question(records: list[Located], record_format: RecordFormat, units: Collection[str]) -> dict[str, _Same]:
+    by_question: dict[str, _Same] = defaultdict(list)
+    for where, record in records:
+        problem = parse_record(record, record_format, where, units)
+        by_question[problem.id].append(((where, record), problem))
+    return by_question
+
+
+def _agree(same: _Same, record_format: RecordFormat) -> bool:
+    """Whether the grader accepts each record's answer for the first one's."""
+    stated = "#### {}" if record_format == "gsm8k" else "\\boxed{{{}}}"
+    first, *others = dict.fromkeys(problem.answer for _, problem in same)
+    return all(is_correct(stated.format(other), first, record_format) for other in others)
+
+
+def _surplus(questions: Iterable[_Same]) -> int:
+    """Records beyond the first of each question."""
+    return sum(len(same) - 1 for same in questions)
+
+
+def _tell(split: Split, repeated: int, held_out: int) -> None:
+    if repeated:
+        log.info("split %s: dropped %d records that repeat a question", split, repeated)
+    if held_out:
+        log.info("split %s: dropped %d records whose question is in another split, held out there", split, held_out)
+
+
+def _warn(split: Split, contradictory: list[_Same]) -> None:
+    if not contradictory:
+        return
+    named = [" and ".join(_places(same)) for same in contradictory[:_NAMED]]
+    more = [f"{len(contradictory) - _NAMED} more"] * (len(contradictory) > _NAMED)
+    log.warning(
+        "split %s: dropped %d questions whose answers contradict each other; correct them: %s",
+        split,
+        len(contradictory),
+        "; ".join([*named, *more]),
+    )
+
+
+def _places(same: _Same) -> list[str]:
+    """The index of the first record with each answer."""
+    places: dict[str, str] = {}
+    for (where, _), problem in same:
+        places.setdefault(problem.answer, f"{where} ({problem.answer[:40]})")
+    return list(places.values())
+
+
+# Expected answers in a notation that completions don't use, so that none of them is graded as right.
+#
+# math-verify reads LaTeX. It takes `1e3` for a product, and `√2`, `x**2` and `٣٤` equal their own characters alone. A
+# policy can't solve such problems, which the preparation of a data set must say.
+
+#: The most answers that a warning quotes.
+_NUMBER_WITH_EXPONENT = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,2})")
+_COUNT = re.compile(
+    r"([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\s*\}?"
+)
+_COUNTS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_RAISED = "".join(
+    sign for sign in map(chr, range(0x80, 0x2100)) if unicodedata.decomposition(sign).startswith("<super>")
+)
+_SIGNS = {
+    **{"∞": "\\infty ", "π": "\\pi ", "θ": "\\theta ", "·": "\\cdot ", "⋅": "\\cdot ", "×": "\\times ", "÷": "\\div "},
+    **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset "},
+    **{"∈": "\\in ", "°": "^\\circ ", "−": "-", "⁄": "/"},
+}
+#: Characters and calls of other notations, and LaTeX for them.
+_LATEX: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"\*\*\s*\(([^()]*)\)|\*\*\s*(-?[0-9]+|\w)"), r"^{\1\2}"),
+    (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"∛\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))"), r"\\sqrt[3]{\1\2}"),
+    (re.compile(r"(?<![A-Za-z\\])(pi|theta|oo)(?![A-Za-z])"), lambda name: f"\\{name[1].replace('oo', 'infty')} "),
+    (re.compile(f"[{_RAISED}]+"), lambda signs: f"^{{{unicodedata.normalize('NFKC', signs[0])}}}"),
+    (re.compile(r"(?<=[0-9])[\s'’_](?=[0-9]{3}(?![0-9]))"), ""),
+    (re.compile(r"(?<!\\)%"), r"\\%"),
+]
+
+
+def warn_of_notation(
+    split: Split,
+    problems: Iterable[Problem],
+    record_format: RecordFormat,
+    form: AnswerForm = "native",
+    units: Collection[str] = (),
+) -> None:
+    """Warn of the problems whose answer no usual completion equals, with their number and examples."""
+    if record_format == "countdown":  # its answer is a goal, which formulas reach
+        return
+    written: dict[str, str] = {}
+    unequal: list[str] = []
+    for answer in (problem.answer for problem in problems):
+        if answer not in written:
+            written[answer] = _graded_wrong(answer, record_format, form, units)
+        if written[answer]:
+            unequal.append(answer)
+    if unequal:
+        named = ", ".join(
+            f"{answer[:40]!r} ({written[answer][:40]})" for answer in list(dict.fromkeys(unequal))[:_NAMED]
+        )
+        log.warning(
+            "split %s: the grader refuses what completions usually write for the answers of %d problems; write them "
+            "as completions do: %s",
+            split,
+            len(unequal),
+            named,
+        )
+
+
+def _graded_wrong(answer: str, record_format: RecordFormat, form: AnswerForm, units: Collection[str]) -> str:
+    """The usual writing of an answer if the grader refuses it, empty if it is right."""
+    for writing in dict.fromkeys((answer, usual(answer))):
+        if not is_correct(stated(writing, record_format, form), answer, record_format, form, units):
+            return writing
+    return ""
+
+
+def usual(answer: str) -> str:
+    """What completions write for an answer in the notation of a program or of Unicode: decimals and LaTeX."""
+    answer = "".join(str(unicodedata.decimal(sign, sign)) for sign in answer.strip())
+    if is_text(answer):
+        return answer
+    if number := _NUMBER_WITH_EXPONENT.fullmatch(answer):
+        return f"{Decimal(number[1]).scaleb(int(number[2])):f}"
+    if count := _COUNT.fullmatch(answer):
+        return f"{Decimal(count[1].replace(',', '')).scaleb(_COUNTS[count[2]]):f}"
+    answer = "".join(_fraction(sign) for sign in answer)
+    for pattern, latex in _LATEX:
+        answer = pattern.sub(latex, answer)
+    return "".join(_SIGNS.get(sign, sign) for sign in answer).strip()
+
+
+def _fraction(sign: str) -> str:
+    """A character such as `½` as LaTeX; any other as it is."""
+    over, slash, under = unicodedata.normalize("NFKC", sign).partition("⁄")
+    return f"\\frac{{{over}}}{{{under}}}" if slash and over and under else sign

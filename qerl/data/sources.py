@@ -1,18 +1,14 @@
-"""Sources of problems (generated, a local file or folder, the Hugging Face hub, a function) and the prepared folder.
-
-A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl. These have records in their own
-format and are empty for a split that the origin lacks. dataset.json has format, instruction, answer form, origin, and
-what was renamed and filtered. It also has the rows and SHA-256 of each file, and for the hub the SHA-256 of the
-repository's files.
-"""
+"""Sources of problems (generated, files, the hub, a function, Python objects) and a data set's prepared folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from functools import partial
@@ -22,18 +18,26 @@ from typing import Any, get_args
 
 import numpy as np
 
-from qerl.data import arithmetic, comparisons, countdown_problems
-from qerl.data.distinct import distinct
-from qerl.data.hub import HubFiles, Locked, hub_files
-from qerl.data.inputs import DATA_SUFFIXES
-from qerl.data.notation import warn_of_notation
-from qerl.data.records import DataError, Located, Problem, Record, detect_format, parse_record
-from qerl.data.split_files import CONVERT, split_files
-from qerl.host.plugins import call
-from qerl.results.files import read, write
+from qerl.data import generated
+from qerl.data.hub import HubFiles, Locked, hub_files, key_of, read_lock
+from qerl.data.inputs import DATA_SUFFIXES, data_files
+from qerl.data.records import (
+    DataError,
+    Located,
+    Problem,
+    Record,
+    detect_format,
+    distinct,
+    parse_record,
+    warn_of_notation,
+)
+from qerl.host.imports import call
+from qerl.host.provenance import write_text
+from qerl.jobs import DataJob
 from qerl.results.paths import DATASET
-from qerl.results.schema.preparation import PreparedDataset
-from qerl.settings.base import check_unicode
+from qerl.results.schema import PreparedDataset
+from qerl.results.store import read, write
+from qerl.settings.base import ConfigError, Settings, can_name_a_file, check_unicode, not_empty, parse
 from qerl.settings.data import (
     ComparisonData,
     CountdownData,
@@ -47,6 +51,66 @@ from qerl.settings.data import (
     RecordFormat,
     Split,
 )
+from qerl.settings.run import RunFile
+
+# The files of a folder of records by split: train.jsonl, main/test.parquet, or shards as the hub has them.
+
+#: The end of the name of a shard, such as train-00000-of-00002.parquet.
+_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})$")
+#: Names of validation and test files elsewhere, which would be left out silently.
+_OTHER_NAMES = ("val", "valid", "dev", "eval", "evaluation")
+#: Files of records elsewhere, which would be left out silently too.
+_OTHER_SUFFIXES = (".csv", ".tsv", ".ndjson", ".gz", ".zst", ".arrow")
+CONVERT = "`to_parquet` of pandas and datasets writes such a file"
+
+
+def split_files(folder: Path) -> dict[Split, list[Path]]:
+    """The files of each split that the folder has. Files in hidden folders don't count.
+
+    Raises `DataError` for a split of several files that aren't all its shards, and for files that would be left out.
+    """
+    given = [path for path in data_files(folder) if path.is_file()]
+    files: dict[Split, list[Path]] = {}
+    for split in get_args(Split):
+        if matches := [path for path in given if path.name.startswith(split)]:
+            _check_shards(folder, split, matches)
+            files[split] = matches
+    _check_left_out(folder, given, files)
+    if not files:
+        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {CONVERT}")
+    return files
+
+
+def _check_shards(folder: Path, split: Split, files: list[Path]) -> None:
+    """Raise `DataError` unless the files are one, or all shards of one."""
+    counts = [match and int(match.group(1)) for match in (_SHARD.search(path.stem) for path in files)]
+    if len(files) > 1 and (None in counts or len({path.parent for path in files}) > 1):
+        raise DataError(
+            f"{folder} has several files for the split {split}: {', '.join(map(str, files))}; keep one, name one "
+            "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
+        )
+    if counts[0] not in (None, len(files)):
+        raise DataError(f"{folder} has {len(files)} of {counts[0]} files of the split {split}; download it again")
+
+
+def _check_left_out(folder: Path, given: list[Path], files: dict[Split, list[Path]]) -> None:
+    for path in given:
+        if _SHARD.sub("", path.stem) in _OTHER_NAMES:
+            raise DataError(f"{path} names no split; rename it to validation or test, or move it out of {folder}")
+    lacking = {*get_args(Split), *_OTHER_NAMES} - files.keys()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _OTHER_SUFFIXES and _SHARD.sub("", path.name.partition(".")[0]) in lacking:
+            raise DataError(
+                f"{path} isn't read: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}; or move it out of {folder}"
+            )
+
+
+# Sources of problems (generated, a local file or folder, the Hugging Face hub, a function) and the prepared folder.
+#
+# A prepared data set is a folder with train.jsonl, validation.jsonl and test.jsonl. These have records in their own
+# format and are empty for a split that the origin lacks. dataset.json has format, instruction, answer form, origin, and
+# what was renamed and filtered. It also has the rows and SHA-256 of each file, and for the hub the SHA-256 of the
+# repository's files.
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _Splits = dict[Split, list[Located]]
@@ -120,7 +184,7 @@ def check_problem_file(
     """Validate every record of a local file, or of each file of a folder, and return the format.
 
     Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
-    `columns`: the records' own names of the format's columns; `units`: units besides `qerl.data.amounts.UNITS`.
+    `columns`: the records' own names of the format's columns; `units`: units besides `qerl.data.grading.UNITS`.
     """
     detected = record_format
     for file in chain(*split_files(path).values()) if path.is_dir() else [path]:
@@ -232,12 +296,12 @@ def as_record(value: Any, where: str) -> Record:
 
 def _generated(record_format: RecordFormat, origin: GeneratedSplits) -> _Splits:
     if isinstance(origin, CountdownData):
-        splits = countdown_problems.generate(origin)
+        splits = generated.generate_countdown(origin)
     elif isinstance(origin, ComparisonData):
-        splits = comparisons.generate(origin)
+        splits = generated.generate_comparisons(origin)
     else:
         assert isinstance(origin, Generated)
-        splits = arithmetic.generate(record_format, origin)
+        splits = generated.generate_arithmetic(record_format, origin)
     return {split: [(f"generated {split}", record) for record in records] for split, records in splits.items()}
 
 
@@ -406,3 +470,98 @@ def _plain(column: str, value: Any) -> Any:
         f"column {column!r} holds a value of type {type(value).__name__}, which can't be written as JSON; leave the "
         "column out"
     )
+
+
+# Records given as Python objects: a list, a generator, a function, a `datasets.Dataset`, or splits of these.
+#
+# They become files in the folder of their run, which a resumed run reads as local data, and which record its training
+# data.
+
+#: The folder of these files.
+GIVEN = "given"
+
+Records = Iterable[Mapping[str, Any]]
+GivenData = Records | Mapping[Split, Records] | Callable[[], Records | Mapping[Split, Records]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values of `DatasetSettings`, and the files, with their text, that its origin names."""
+
+    values: Any
+    files: dict[Path, str]
+
+    def write(self, replace: bool = True) -> None:
+        """Write the files. Without `replace`, raises `ConfigError` if they differ from earlier ones."""
+        for file, text in self.files.items():
+            written = file.read_text(encoding="utf-8") if file.is_file() else None
+            if written not in (None, text) and not replace:
+                raise ConfigError(
+                    f"{file} holds other records than `dataset` gives now; give another folder as `out`, or delete "
+                    f"{file.parents[1]}"
+                )
+            if written != text:
+                write_text(file, text)
+
+
+def given(dataset: Any, folder: Path) -> Given:
+    """A data set whose Python objects have become files in `folder`. A data set without objects is unchanged."""
+    if is_given(dataset):
+        return _as_files({}, dataset, folder / GIVEN)
+    if isinstance(dataset, Mapping) and is_given(dataset.get("origin")):
+        return _as_files(dataset, dataset["origin"], folder / GIVEN)
+    return Given(dataset, {})
+
+
+def is_given(value: Any) -> bool:
+    """Whether a data set, or its origin, is Python objects and no path or settings."""
+    if isinstance(value, Mapping):
+        return any(is_given(value.get(split)) for split in SPLITS)
+    return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
+
+
+def _as_files(settings: Mapping[str, Any], objects: Any, folder: Path) -> Given:
+    data = objects() if callable(objects) else objects
+    by_split = isinstance(data, Mapping)
+    files: dict[Path, str] = {}
+    record_format: RecordFormat | None = settings.get("format")
+    for name, records in data.items() if by_split else [("", data)]:
+        if by_split and name not in SPLITS:
+            raise DataError(f"dataset has a split {name!r}; the splits are {', '.join(SPLITS)}")
+        where = f"dataset, split {name}" if by_split else "dataset"
+        numbered = enumerate(check_records(records, f"{where} must be"), start=1)
+        located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in numbered]
+        if not located:
+            raise DataError(f"{where} holds no records; a generator can be read once only")
+        for place, record in renamed(located, settings.get("columns") or {}):
+            record_format = record_format or detect_format(record, place)
+            parse_record(record, record_format, place, settings.get("units") or ())
+        files[folder / f"{name or 'records'}.jsonl"] = lines_of(record for _, record in located)
+    origin = {"source": "local", "path": folder if by_split else folder / "records.jsonl"}
+    return Given({**settings, "format": record_format, "origin": origin}, files)
+
+
+# Settings of runs and data sets by hand, in which a path of records may replace a data set's settings.
+
+
+def local_dataset(path: Path, **origin: Any) -> dict[str, Any]:
+    """Values of `DatasetSettings` for a file or folder of records, with the format that its records have."""
+    return {"format": check_problem_file(path), "origin": {"source": "local", "path": path, **origin}}
+
+
+def parse_run(values: Mapping[str, Any], where: str) -> RunFile:
+    """The settings of a run by hand, whose `dataset` may be a path. Raises `ConfigError`, which names the key."""
+    dataset = values.get("dataset")
+    if isinstance(dataset, (str, Path)):
+        try:
+            values = {**values, "dataset": local_dataset(can_name_a_file(Path(not_empty(dataset))))}
+        except ValueError as error:
+            raise ConfigError(f"{where}: `dataset`: {error}") from None
+    return parse(RunFile, values, where)
+
+
+def prepare_data(job: DataJob) -> None:
+    """Prepare a data set: generated, from a local file or from the hub."""
+    origin = job.settings.origin
+    entry = read_lock(job.lock_file).get(key_of(origin)) if isinstance(origin, HubData) else None
+    prepare(job.settings, job.out, {"revision": entry.revision, "files": entry.files} if entry else None)

@@ -1,30 +1,75 @@
-"""The evaluation of one policy: `repeats` completions of each task's problems, scored by the task's harness."""
+"""The evaluation of one policy, and of a merge against the policy that it was made from."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.countdown import solution_key
+from qerl.checkpoints.files import usable_length
+from qerl.data.grading import Verdict, extract, is_correct, solution_key, verdict
+from qerl.data.prompts import Thinking, prompt_ids, prompts_ids
+from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
-from qerl.evals import grader
-from qerl.evals.policy import STOCK_COLUMNS, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
-from qerl.provenance.version import VERSION
-from qerl.results.pass_at_k import KS, pass_at_k
-from qerl.results.paths import OUTCOMES, SAMPLES
-from qerl.results.schema.evaluation import OutcomeRow, SampleRow, TaskScore
-from qerl.rollout.sampler import Sampler, SamplingParams
+from qerl.evals.policy import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
+from qerl.host.console import log
+from qerl.host.imports import imports
+from qerl.jobs import EvaluateJob
+from qerl.models.blocks import noise_norm
+from qerl.models.policy import Policy, load_policy
+from qerl.results.paths import OUTCOMES, RESULT, SAMPLES
+from qerl.results.schema import MergeLoss, OutcomeRow, SampleRow, TaskScore, evaluation_of
+from qerl.results.statistics import KS, Scores, accuracy_interval, difference_interval, mean_interval, pass_at_k
+from qerl.results.store import write
+from qerl.rl.failures import failed
+from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import Split
-from qerl.settings.evaluation import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
-from qerl.settings.rollout import SamplingSettings
+from qerl.settings.run import SamplingSettings
+from qerl.settings.workflow import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
+from qerl.version import VERSION
+
+# Evaluation of data sets of every format by the grader and the prompt of training.
+
+
+def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
+    """Draw and score completions; returns them by problem, then by repeat."""
+    questions = (problem.question for problem in dataset.problems)
+    prompts = prompts_ids(policy.tokenizer, questions, dataset.instruction, policy.date)
+    return [
+        [
+            GradedCompletion(drawn, read, judged == "right", timeout=judged == "timeout")
+            for drawn, (read, judged) in zip(completions, grader_verdicts(completions, problem, dataset), strict=True)
+        ]
+        for problem, completions in zip(dataset.problems, policy.draw(prompts), strict=True)
+    ]
+
+
+def grader_verdicts(
+    completions: Iterable[Drawn], problem: Problem, dataset: EvaluationSet
+) -> Iterator[tuple[str | None, Verdict]]:
+    """The answer that each completion of a problem states, and the verdict on it; equal texts are graded once."""
+    form = (dataset.format, dataset.answer, dataset.units)
+    known: dict[str, tuple[str | None, Verdict]] = {}
+    for text in (drawn.text for drawn in completions):
+        if text not in known:
+            known[text] = extract(text, *form), verdict(text, problem.answer, *form)
+        yield known[text]
+
+
+# The evaluation of one policy: `repeats` completions of each task's problems, scored by the task's harness.
 
 
 class EvaluationError(ValueError):
@@ -181,14 +226,14 @@ def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[lis
         from qerl.evals import lighteval
 
         return lighteval.score
-    return grader.score
+    return score
 
 
 def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[SampleRow]:
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
-        ours = grader.verdicts((verdict.drawn for verdict in repeats), problem, dataset)
-        for repeat, (verdict, (read, judged)) in enumerate(zip(repeats, ours, strict=True)):
-            drawn = verdict.drawn
+        ours = grader_verdicts((verdict.drawn for verdict in repeats), problem, dataset)
+        for repeat, (stock, (read, judged)) in enumerate(zip(repeats, ours, strict=True)):
+            drawn = stock.drawn
             yield SampleRow(
                 dataset=task.label,
                 harness=task.harness,
@@ -196,13 +241,142 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Gra
                 repeat=repeat,
                 prompt=drawn.prompt,
                 completion=drawn.text,
-                extracted=verdict.extracted,
+                extracted=stock.extracted,
                 read=read,
                 gold=problem.answer,
-                correct=int(verdict.correct),
-                flexible=verdict.flexible,
-                agrees=verdict.correct == (judged == "right"),
-                timeout=verdict.timeout or judged == "timeout",
+                correct=int(stock.correct),
+                flexible=stock.flexible,
+                agrees=stock.correct == (judged == "right"),
+                timeout=stock.timeout or judged == "timeout",
                 tokens=drawn.tokens,
                 finished=drawn.finished,
             )
+
+
+# The job of an evaluation, from and to files.
+
+
+def evaluate_policy(job: EvaluateJob) -> None:
+    """Score a base or a run's policy on every task.
+
+    The result of a failed run has its status and no task.
+    """
+    about = job.policy.model_dump(mode="json")
+    if job.trained and (status := failed(job.trained)):
+        job.out.mkdir(parents=True, exist_ok=True)
+        for name in (SAMPLES, OUTCOMES):
+            (job.out / name).write_text("", encoding="utf-8")
+        write(job.out / RESULT, evaluation_of(about, job.settings.seed, tasks={}, status=status))
+        log.warning("not evaluated: the run is %s", status)
+        return
+    with imports():
+        for task in job.settings.tasks:
+            scorer(task.harness)
+    policy = load_policy(job.checkpoint, job.trained, job.settings.dtype)
+    score_policy(policy, job.settings, about, job.data, job.out)
+
+
+def score_policy(
+    policy: Policy, settings: EvaluationSettings, row: dict[str, Any], datasets: dict[str, Path], out: Path
+) -> None:
+    """Score a policy, noise-free, on every task of `settings`; `out` gets samples, outcomes, and then result.json."""
+    sampler = make_sampler(policy, settings)
+    context = usable_length(policy.lm.config.to_dict(), settings)
+    tasks = evaluate(sampler, policy.tokenizer, settings, datasets, out, log.info, context)
+    # The result states the measured noise, which should be 0.
+    noise = noise_norm(policy.lm)
+    write(out / RESULT, evaluation_of(row, settings.seed, tasks=tasks, sampler=sampler.served, noise_norm=noise))
+
+
+# The loss of a merge: a policy against the one checkpoint that it was merged into, on the same problems.
+
+#: Positions whose distributions are compared at once: the vocabulary makes each of them large.
+_POSITIONS = 64
+
+
+def merge_loss(
+    policy: Policy, merged: Policy, data: Path, settings: EvaluationSettings, most: int | None = None
+) -> MergeLoss:
+    """Measure KL, agreement and accuracy of `merged` against `policy` (see `MergeLoss`).
+
+    The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems are asked,
+    by the prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
+    so that the cache of one sampler is released before the other draws.
+    """
+    [task] = settings.tasks
+    asked = open_task(task, {task.dataset: data})
+    asked = replace(asked, problems=asked.problems[:most])
+    ask = partial(prompt_ids, policy.tokenizer, instruction=asked.instruction, date=asked.date)
+    prompts = [ask(problem.question) for problem in asked.problems]
+    drawn, others = _draw(policy, prompts, settings), _draw(merged, prompts, settings)
+    shares, merged_shares = (_right(policy, asked, prompts, each) for each in (drawn, others))
+    kl, same, tokens = _compare(policy, merged, prompts, drawn)
+    return MergeLoss(
+        split=task.split,
+        problems=len(prompts),
+        repeats=settings.repeats,
+        tokens=tokens,
+        kl=mean_interval(kl),
+        same_token=same,
+        accuracy=accuracy_interval(shares[None]),
+        accuracy_merged=accuracy_interval(merged_shares[None]),
+        difference=difference_interval(merged_shares[None], shares),
+        dtype=settings.dtype,
+        sampling=settings.sampling,
+    )
+
+
+def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
+    """The completions of each prompt."""
+    params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
+    context = usable_length(policy.lm.config.to_dict(), settings)
+    return EvaluatedPolicy(make_sampler(policy, settings), policy.tokenizer, params, context).complete(prompts)
+
+
+def _right(
+    policy: Policy, asked: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
+) -> Scores:
+    """The share of right completions of each problem, [problems]."""
+    form = (asked.format, asked.answer, asked.units)
+    thinking = Thinking(policy.tokenizer, asked.thinking)
+    shares = []
+    for problem, prompt, completions in zip(asked.problems, prompts, drawn, strict=True):
+        begun = str(policy.tokenizer.decode(prompt))
+        texts = [thinking.text(completion.token_ids, begun) for completion in completions]
+        shares.append(np.mean([is_correct(text, problem.answer, *form) for text in texts]))
+    return np.array(shares)
+
+
+def _compare(
+    policy: Policy, merged: Policy, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
+) -> tuple[Scores, float, int]:
+    """KL per token of each problem [problems], the share of tokens with the same most likely one, and their number."""
+    kl, same = [], []
+    for prompt, completions in zip(prompts, drawn, strict=True):
+        pairs = [_of_tokens(policy, merged, prompt, completion.token_ids) for completion in completions]
+        kl.append(torch.cat([divergence for divergence, _ in pairs]).mean().item())
+        same += [agreement for _, agreement in pairs]
+    agreements = torch.cat(same)
+    return np.array(kl), agreements.double().mean().item(), len(agreements)
+
+
+@torch.no_grad()
+def _of_tokens(policy: Policy, merged: Policy, prompt: list[int], tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """KL(policy || merged), float64 [T], and whether both find the same token most likely, bool [T]."""
+    logits, others = (_logits(model, prompt, tokens) for model in (policy, merged))
+    parts = zip(logits.split(_POSITIONS), others.split(_POSITIONS), strict=True)
+    kl = torch.cat([_kl(ours, theirs) for ours, theirs in parts])
+    return kl.cpu(), (logits.argmax(-1) == others.argmax(-1)).cpu()
+
+
+def _logits(policy: Policy, prompt: list[int], tokens: list[int]) -> Tensor:
+    """The logits [T, vocabulary] from which each of the completion's tokens is drawn."""
+    ids = torch.tensor([prompt + tokens], device=policy.device)
+    with policy.autocast():
+        return policy.lm(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
+
+
+def _kl(logits: Tensor, others: Tensor) -> Tensor:
+    """KL divergence of two distributions in nats, float64 [T], from their logits [T, vocabulary]."""
+    ours, theirs = (torch.log_softmax(part.double(), -1) for part in (logits, others))
+    return (ours.exp() * (ours - theirs)).sum(-1)

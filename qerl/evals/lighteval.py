@@ -28,10 +28,10 @@ from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
 from lighteval.tasks.requests import Doc
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.answers import after_thinking, boxed, extract
+from qerl.data.grading import after_thinking, boxed, extract
 from qerl.data.prompts import plain_ids, prompt_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
-from qerl.settings.evaluation import StockTask
+from qerl.settings.workflow import StockTask
 
 _SPLIT = "test"
 #: The CPU time of the comparison of a completion with the gold answer.

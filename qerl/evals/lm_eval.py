@@ -25,7 +25,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from qerl.data.answers import after_thinking, extract
+from qerl.data.grading import after_thinking, extract
 from qerl.data.prompts import chat_text, plain_ids, prompt_text
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 

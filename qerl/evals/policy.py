@@ -10,18 +10,17 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl.checkpoints.context import check_room
-from qerl.data.prompts import check_lengths
+from qerl.checkpoints.files import check_room
+from qerl.data.prompts import Thinking, check_lengths
 from qerl.data.records import Problem
-from qerl.data.thinking import Thinking
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
-from qerl.settings.evaluation import StockTask
+from qerl.settings.workflow import StockTask
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One completion up to the first stop string, with its text as graders read it (`qerl.data.thinking`)."""
+    """One completion up to the first stop string, with its text as graders read it (`qerl.data.prompts`)."""
 
     prompt: str
     text: str

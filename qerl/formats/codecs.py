@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import nf4
-from qerl.formats.errors import FormatError
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.group_size import GROUP_SIZE, FormatError
 
 #: Formats with packed weights.
 PACKED_FORMATS = tuple(GROUP_SIZE)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.formats.errors import FormatError
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.group_size import GROUP_SIZE, FormatError
 
 #: Bytes of JSON; bitsandbytes writes about 200.
 _LONGEST_STATE = 4096

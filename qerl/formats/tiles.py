@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats.codecs import Packed
-from qerl.formats.errors import FormatError
+from qerl.formats.group_size import FormatError
 
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 128
 _TILE_ROWS = 16

@@ -21,14 +21,7 @@ from torch import Tensor
 
 from qerl.formats.codecs import Packed
 from qerl.formats.group_size import GROUP_SIZE
-from qerl.formats.tiles import (
-    LEFT,
-    code_words,
-    codes_and_scales,
-    codes_at,
-    scale_decode,
-    stored_scales,
-)
+from qerl.formats.tiles import LEFT, code_words, codes_and_scales, codes_at, scale_decode, stored_scales
 
 BLOCK_COLUMNS = 128
 WORDS = BLOCK_COLUMNS // 8

@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 from qerl.gates.baselines import write_baseline
-from qerl.plan import Plan
-from qerl.plan.files import Files
-from qerl.results.files import read
 from qerl.results.paths import MEASURED
-from qerl.results.schema.gates import GateMeasurements
+from qerl.results.schema import GateMeasurements
+from qerl.results.store import read
 from qerl.settings.base import ConfigError
+from qerl.workflow.outputs import Files
+from qerl.workflow.runs import Plan
 
 
 def accept(plan: Plan) -> Path:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from qerl.results.files import ResultError, read, write
-from qerl.results.schema.gates import Baseline, GateMeasurements
-from qerl.results.schema.stored import Machine
+from qerl.results.schema import Baseline, GateMeasurements, Machine
+from qerl.results.store import ResultError, read, write
 from qerl.settings.base import ConfigError
 
 

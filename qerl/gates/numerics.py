@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qerl.data.answers import is_correct, well_formed
+from qerl.data.grading import is_correct, well_formed
 from qerl.formats import tiles
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
-from qerl.jobs.gates import NumericsJob
-from qerl.layers.packed_linear import PackedLinear
-from qerl.results.files import write
-from qerl.results.schema.gates import NumericsResult
-from qerl.results.schema.stored import Provenance
+from qerl.jobs import NumericsJob
+from qerl.models.linear import PackedLinear
+from qerl.results.schema import NumericsResult, Provenance
+from qerl.results.store import write
 
 VECTORS = "vectors.safetensors"
 ANSWERS = "answers.jsonl"

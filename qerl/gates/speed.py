@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from qerl.checkpoints.folder import weights_format_of
+from qerl.checkpoints.files import weights_format_of
 from qerl.gates import worker
 from qerl.gates.baselines import machine_class, own_baseline
-from qerl.host.progress import log
-from qerl.jobs.gates import SpeedJob
-from qerl.provenance.code_version import PACKAGE
-from qerl.results.files import write
-from qerl.results.schema.gates import SpeedPairs, SpeedResult
-from qerl.results.schema.stored import Provenance
+from qerl.host.console import log
+from qerl.host.provenance import PACKAGE
+from qerl.jobs import SpeedJob
+from qerl.results.schema import Provenance, SpeedPairs, SpeedResult
+from qerl.results.store import write
 from qerl.settings.base import ConfigError
 
 #: The module is imported so that its content counts in the code version, but the worker runs it as a file.

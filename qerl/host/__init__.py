@@ -1,1 +1,1 @@
-"""Services of the machine: GPU leases, time and memory, progress, imports and plugins."""
+"""Services of the machine: GPU leases, imports, console, time and memory, and the origin of results."""

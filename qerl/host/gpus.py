@@ -1,14 +1,21 @@
-"""The GPUs of this machine by NVML, and what this project doesn't support of them, as one sentence."""
+"""The GPUs of this machine and what this project doesn't support of them; time and memory of this process."""
 
 from __future__ import annotations
 
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pynvml
 import torch
 
-from qerl.host.gpu_lease import LEAST_CAPABILITY, VISIBLE, devices
+from qerl.host.lease import LEAST_CAPABILITY, VISIBLE, devices
 from qerl.settings.base import ConfigError
+
+# The GPUs of this machine by NVML, and what this project doesn't support of them, as one sentence.
 
 
 @dataclass(frozen=True)
@@ -64,3 +71,110 @@ def unsupported_accelerator() -> str | None:
     if torch.backends.mps.is_available():
         return "Apple's GPU isn't supported; small models train and sample on the CPU instead"
     return None
+
+
+# Time and memory of this process.
+
+PROCESS = Path("/proc/self")
+
+
+@dataclass
+class Seconds:
+    """The seconds of a `with` block, set when it ends."""
+
+    value: float = 0.0
+
+
+@contextmanager
+def seconds() -> Iterator[Seconds]:
+    """Measure the wall-clock seconds of a block, including its work on the GPU."""
+    elapsed = Seconds()
+    _synchronise()
+    start = time.perf_counter()
+    yield elapsed
+    _synchronise()
+    elapsed.value = time.perf_counter() - start
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def cap_memory(gigabytes: float) -> None:
+    """Limit this process's GPU memory to `gigabytes` (10^9 bytes); call it before the first allocation.
+
+    Raises ValueError on a machine without a GPU, or with a smaller one.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("only a GPU's memory can be capped; remove the cap")
+    _, total = torch.cuda.mem_get_info()
+    if gigabytes * 1e9 > total:
+        raise ValueError(f"this GPU has {total / 1e9:.0f} GB, less than the cap of {gigabytes:g}; lower the cap")
+    cap_share(gigabytes * 1e9 / total)
+
+
+def cap_share(share: float) -> None:
+    """Limit this process's GPU memory to a share of the GPU's; call it before the first allocation.
+
+    CUDA's own context, some half a gigabyte, isn't counted.
+    """
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+def memory_share() -> float:
+    """The share of the GPU's memory that this process may use; 1 without a cap or a GPU."""
+    return torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0
+
+
+#: The allocator's pool of everything that isn't captured in a CUDA graph.
+DEFAULT_POOL = (0, 0)
+
+
+def allocatable_bytes() -> int:
+    """Bytes that this process can still allocate on its GPU within its cap: free memory and unused reserved memory.
+
+    Memory that the allocator reserved for CUDA graphs doesn't count: graphs alone can use it.
+    """
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    cap = int(torch.cuda.get_per_process_memory_fraction() * total)
+    unused = reserved - torch.cuda.memory_allocated() - _unused_bytes_of_graphs()
+    return min(free, max(cap - reserved, 0)) + unused
+
+
+def _unused_bytes_of_graphs() -> int:
+    """Bytes that are reserved in the allocator's private pools, which are those of CUDA graphs, and not allocated."""
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != DEFAULT_POOL]
+    return sum(s["total_size"] - s["allocated_size"] for s in segments)
+
+
+def peak_memory_bytes() -> int:
+    """The peak of memory since the start or the last reset, in bytes.
+
+    On a GPU this is the allocated memory, on a CPU the process's resident set (Linux: proc(5)).
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
+
+
+def free_memory() -> None:
+    """Free what nothing refers to, cycles included, and return PyTorch's unused memory to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def reset_peak_memory(collect: bool = True) -> None:
+    """Reset `peak_memory_bytes` to the present memory.
+
+    `collect` first collects garbage, which takes tenths of a second and so disturbs measurements of time.
+    """
+    if collect:
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        (PROCESS / "clear_refs").write_text("5", encoding="utf-8")

@@ -1,19 +1,34 @@
-"""Faster imports of large libraries, and clear errors for missing ones."""
+"""Imports of large libraries, clear errors for missing ones, and user functions by import path (`module:function`)."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib
 import importlib.util
+import inspect
+import signal
 import sys
-from collections.abc import Collection, Iterable, Iterator
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from qerl.host.provenance import hash_of_code, of_this_package
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import EngineSettings
+from qerl.settings.run import EngineSettings
+
+# Faster imports of large libraries, and clear errors for missing ones.
 
 DISTRIBUTION = "qerl"
 
@@ -132,3 +147,226 @@ def absent(libraries: Collection[str]) -> Iterator[None]:
 
 def _do_without() -> bool:
     return all(metadata.version(name) in versions for name, versions in DO_WITHOUT.items())
+
+
+# User functions that a configuration names by import path (`module:function`): rewards and data sets.
+#
+# Modules are searched among the installed ones first, then in the working directory.
+
+#: The names of a function's arguments, by the key that names the function.
+ARGUMENTS = {"reward.function": ("answer", "problem"), "origin.function": ()}
+#: The specification and hash of each module that `check_unchanged` has seen; a reload makes a new specification.
+_SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
+
+
+def load(path: str) -> Callable[..., Any]:
+    """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
+
+    Errors of the module during its import propagate, with a note that names the module.
+    """
+    module_name, _, name = path.partition(":")
+    # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
+    # can't shadow a package.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    module = _imported(module_name, path)
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
+    if not callable(function):
+        raise ConfigError(f"{path}: {name} is of type {type(function).__name__}, not a function; name a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _imported(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path}: {_place(error)} imports {error.name}, which isn't installed; install it, or correct "
+                "the import"
+            ) from error
+        raise ConfigError(
+            f"{path}: there is no module {name}; put {name.replace('.', '/')}.py into the working directory, or "
+            "install it"
+        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{path}: {_place(error)}: {error}; correct the import") from error
+    except SyntaxError as error:
+        where = error.filename if error.lineno is None else f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"{path}: {where}: {error.msg}; correct the line") from None
+    except SystemExit as error:
+        raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
+    except Exception as error:
+        error.add_note(f"importing {path} raised this error; correct the module, and start again")
+        raise
+
+
+def _place(error: BaseException) -> str:
+    """The file and line in the user's code at which an error was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    # Libraries may replace functions that end the process: importing wandb wraps `sys.exit`.
+    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
+    return f"{frame.filename}, line {frame.lineno}"
+
+
+def check(path: str, key: str) -> None:
+    """Raise `ConfigError` unless the function can be imported and accepts the arguments of `key` (`ARGUMENTS`)."""
+    function, arguments = load(path), ARGUMENTS[key]
+    # That of an object is its method; of a class, an instance of it is the value.
+    plain = inspect.isroutine(function) or isinstance(function, (partial, type))
+    called: Any = function if plain else type(function).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
+    if key == "reward.function" and inspect.isgeneratorfunction(called):
+        raise ConfigError(f"{key} {path} has `yield`, so that its value is a generator; `return` a number instead")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have no signature
+        return
+    if not _accepts(signature, arguments):
+        name, asked = path.partition(":")[2], ", ".join(arguments)
+        raise ConfigError(
+            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({asked}); "
+            f"write `def {name}({asked})`"
+        )
+
+
+def _accepts(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
+    return not {"prompts", "completions"} & set(signature.parameters)
+
+
+def path_of(function: Callable[..., Any], key: str) -> str:
+    """The import path of a function object. Raises `ConfigError` if another process couldn't import it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    path = f"{module}:{name}"
+    if module in (None, "__main__") or not name.isidentifier() or load(path) is not function:
+        raise ConfigError(
+            f"{key} is {path}, which a resumed run can't import; define the function in a file, such as mine.py, "
+            "and import it from there"
+        )
+    return path
+
+
+def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
+    """Call the function, with a limit of `limit` seconds, and return its value. `key` is its key in the configuration.
+
+    Its errors propagate, with a note that names it. Raises `ConfigError` with the file and line if it exceeds the limit
+    or ends the process.
+    """
+    function = load(path)
+    try:
+        with _limited(limit):
+            return function(*arguments)
+    except _OverTime as error:
+        # Not the handler of the signal, which is in this file.
+        place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__][-1]
+        raise ConfigError(
+            f"{key} {path} wasn't done after {limit:g} s (it was at {place.filename}, line {place.lineno}); mend it, "
+            "or allow it more time: then the run goes on from its last checkpoint"
+        ) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{key} {path} ended the process with code {error.code!r} ({_place(error)}); raise an error there, or "
+            "return a value"
+        ) from error
+    except Exception as error:
+        error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")
+        raise
+
+
+class _OverTime(BaseException):
+    """The time limit is exceeded. It isn't an `Exception`, which the function might catch."""
+
+
+@contextmanager
+def _limited(limit: float | None) -> Iterator[None]:
+    """A context that is interrupted after `limit` seconds.
+
+    In the main thread SIGALRM does it, both in Python code and while waiting; in others, such as those of servers, only
+    Python code is interrupted.
+    """
+    if limit is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        with _limited_thread(limit):
+            yield
+        return
+
+    def expire(*_: Any) -> None:
+        raise _OverTime
+
+    before = signal.signal(signal.SIGALRM, expire)
+    other_timer = signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *other_timer)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _limited_thread(limit: float) -> Iterator[None]:
+    thread, lock, done = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+
+    def expire() -> None:
+        with lock:
+            if not done:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OverTime))
+
+    timer = threading.Timer(limit, expire)
+    timer.daemon = True  # an interrupted program doesn't wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            done = True
+
+
+def source_version(path: str) -> str:
+    """A hash of the function's module and of the neighbouring modules that it imports, without comments and layout.
+
+    Neighbours are in the folder of `sys.path` that contains its module or package, or for installed modules in their
+    package. Runs and rules include the hash, so that a change of these files counts as a change of settings.
+    """
+    load(path)
+    name = path.partition(":")[0]
+    source = inspect.getsourcefile(sys.modules[name]) if getattr(sys.modules[name], "__file__", None) else None
+    if source is None:
+        raise ConfigError(f"{path}: the module has no source file to hash; use a module with Python source")
+    file, depth = Path(source), name.count(".")
+    root = file.parents[depth + (file.name == "__init__.py")]
+    top = name.partition(".")[0]
+
+    def counts(other: str) -> bool:
+        return other.partition(".")[0] == top or not (_is_installed(root) or of_this_package(other))
+
+    # Importing a module of a package also runs the package and its parents.
+    packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
+    return hash_of_code(packages, root, counts)
+
+
+def check_unchanged(path: str) -> None:
+    """Raise `ConfigError` if the source has changed since this process first imported it.
+
+    Python doesn't import a module twice, so a notebook would run the old function and record it as the new one.
+    """
+    version, spec = source_version(path), sys.modules[path.partition(":")[0]].__spec__
+    seen_spec, seen_version = _SEEN.get(path, (None, version))
+    if spec is seen_spec and version != seen_version:
+        raise ConfigError(f"{path} has changed since this process imported it; start Python anew, or reload its module")
+    _SEEN[path] = (spec, version)
+
+
+def _is_installed(root: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(root.parts)) or root == Path(sysconfig.get_path("stdlib"))

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.kernels import delta_reference, drafts_reference, mixture_reference, reference
-from qerl.kernels.draft_state import Guesses
-from qerl.kernels.geometry import Norm
-from qerl.kernels.groups import Groups
+from qerl.kernels import reference
+from qerl.kernels.state import Groups, Guesses, Norm
 
 
 @dataclass(frozen=True)
 class Operations:
     """Norm, gates of MLPs, attention of decode steps and prompts, and sampling (`qerl.kernels.reference`). Delta
-    nets are in `qerl.kernels.delta_reference`, and steps that verify drafts in `qerl.kernels.drafts_reference`.
+    nets are in `qerl.kernels.reference`, and steps that verify drafts in `qerl.kernels.reference`.
     """
 
     name: str
@@ -46,15 +44,15 @@ def operations(device: torch.device) -> Operations:
     name = operations_name(device.type == "cuda")
     if name == "PyTorch":
         ref = reference
-        return _operations(name, ref, ref, ref, ref, delta_reference, ref, drafts_reference)
-    from qerl.kernels import attention, clamped_glu, delta, drafts, norm, prompt_attention, sampling
+        return _operations(name, ref, ref, ref, ref, reference, ref, reference)
+    from qerl.kernels.triton import attention, delta, norms, prompt_attention, sampling
 
-    return _operations(name, norm, clamped_glu, attention, prompt_attention, delta, sampling, drafts)
+    return _operations(name, norms, norms, attention, prompt_attention, delta, sampling, sampling)
 
 
 @dataclass(frozen=True)
 class MixtureOperations:
-    """Operations of a mixture of experts beside its products, documented in `qerl.kernels.mixture_reference`."""
+    """Operations of a mixture of experts beside its products, documented in `qerl.kernels.reference`."""
 
     scores: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
@@ -65,9 +63,9 @@ class MixtureOperations:
 
 def mixture_operations(device: torch.device) -> MixtureOperations:
     """Triton's operations on a GPU, PyTorch's elsewhere."""
-    made: Any = mixture_reference
+    made: Any = reference
     if operations_name(device.type == "cuda") == "Triton":
-        from qerl.kernels import mixture as made  # type: ignore[no-redef]
+        from qerl.kernels.triton import experts as made  # type: ignore[no-redef]
     return MixtureOperations(made.scores, made.route, made.group, made.combine, made.combine_gradients)
 
 

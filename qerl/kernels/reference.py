@@ -1,20 +1,47 @@
-"""Operations of a decode step and of log-probabilities in plain PyTorch.
-
-CPUs use them, and the kernels are tested against them.
-"""
+"""The kernels' operations in plain PyTorch: decode steps, delta nets, mixtures of experts and the checks of drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, silu, softplus
 
-from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.geometry import CHUNK, PAGE, Heads, Norm
-from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.packed_sequences import attend_masked, attend_packed
-from qerl.kernels.prompts import PromptRow
+from qerl.kernels.state import (
+    CHUNK,
+    IDLE,
+    LEAST_MATCH,
+    LONG_MATCHES,
+    LONGEST_MATCH,
+    MATCH_UNIT,
+    MOST_DRAFTED,
+    NO_TOKEN,
+    PAGE,
+    PRIOR_RIGHT,
+    PRIOR_TESTED,
+    DecodeState,
+    DeltaHeads,
+    DeltaState,
+    DraftRows,
+    DraftSource,
+    DraftTotals,
+    Groups,
+    Guesses,
+    Heads,
+    KVCache,
+    Norm,
+    PromptRow,
+    SamplingState,
+    TextState,
+    block_size,
+    most_blocks,
+)
+
+# Operations of a decode step and of log-probabilities in plain PyTorch.
+#
+# CPUs use them, and the kernels are tested against them.
 
 _WORD = 0xFFFFFFFF
 
@@ -253,3 +280,327 @@ def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Whether each target is in the tile [rows], and its column in the tile [rows, 1], clamped if it isn't."""
     places = targets - first
     return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]
+
+
+# Gated delta nets of decode steps and prompts in plain PyTorch, token by token (Yang et al. 2025, Eq. 10).
+#
+# CPUs use them, and the kernels of `qerl.kernels.triton.delta` are tested against them. In the shapes n is the number
+# of tokens, C channels, H value heads, K and V the features of a key and of a value.
+
+#: What is added to the squares of a query's or key's length before it is divided by the length.
+LENGTH_EPS = 1e-6
+
+
+def delta_step(
+    mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, state: DecodeState, rows: Tensor
+) -> Tensor:
+    """A delta net's normalised, gated outputs [B, H * V] for one token of each slot in `rows` [B], 0 for idle rows.
+
+    It advances the slots' states in `net`. Inputs of the convolution are `mixed` [B, C], gates of the outputs `z`
+    [B, H * V], and gates of the recurrence `b` and `a` [B, H]. All may be columns of one tensor.
+    """
+    live = state.position[rows] != IDLE
+    out = mixed.new_zeros(len(rows), heads.parts[2])
+    slots = rows[live].long()
+    window = torch.cat([net.recent[slots], mixed[live, None]], 1)
+    net.recent[slots] = window[:, 1:]
+    query, key, value = _heads(_convolved(window, heads)[:, 0], heads)
+    gates = _gates(b[live], a[live], heads)
+    result, net.recurrent[slots] = _rule(query, key, value, *gates, net.recurrent[slots])
+    out[live] = _gated_norm(result, z[live], heads)
+    return out
+
+
+def delta_prompts(
+    mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, row: PromptRow
+) -> Tensor:
+    """The outputs [n, H * V] of a `row` of prompts, 0 for padding; `net` then has each prompt's state in its slot.
+
+    Shapes are those of `delta_step`.
+    """
+    assert row.slots is not None
+    out = mixed.new_zeros(len(mixed), heads.parts[2])
+    for start, end, slot in zip(row.starts.tolist(), row.ends.tolist(), row.slots.tolist(), strict=True):
+        if start >= end:
+            continue
+        window = pad(mixed[start:end], (0, 0, heads.taps - 1, 0))
+        query, key, value = _heads(_convolved(window[None], heads)[0], heads)
+        decay, beta = _gates(b[start:end], a[start:end], heads)
+        now, results = torch.zeros_like(net.recurrent[slot]), []
+        for one in zip(query, key, value, decay, beta, strict=True):
+            result, now = _rule(*one, now)
+            results.append(result)
+        net.recurrent[slot] = now
+        out[start:end] = _gated_norm(torch.stack(results), z[start:end], heads)
+    remember(mixed, net, row)
+    return out
+
+
+def remember(mixed: Tensor, net: DeltaState, row: PromptRow) -> None:
+    """Write each prompt's last inputs of the convolution to its slot, after zeros where the prompt is short."""
+    assert row.slots is not None
+    taps = torch.arange(-net.recent.shape[1], 0, device=mixed.device)
+    place = row.ends[:, None] + taps
+    known = (place >= row.starts[:, None])[..., None]
+    net.recent[row.slots.long()] = torch.where(known, mixed[place.clamp(min=0)], 0)
+
+
+def _convolved(window: Tensor, heads: DeltaHeads) -> Tensor:
+    """The activated convolution [P, T, C] of P windows [P, taps - 1 + T, C], in float32 at least."""
+    wide = window.to(torch.promote_types(window.dtype, torch.float32))
+    products = wide.unfold(1, heads.taps, 1) * heads.convolution.to(wide.dtype)
+    return silu(products.sum(-1))
+
+
+def _heads(convolved: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of length 1 [n, H, K], queries divided by the root of K, and values [n, H, V]."""
+    query, key, value = convolved.split(heads.parts, -1)
+    query, key = (_unit(part.unflatten(-1, (heads.key, -1)), heads) for part in (query, key))
+    return query * heads.key_dim**-0.5, key, value.unflatten(-1, (heads.value, -1))
+
+
+def _unit(x: Tensor, heads: DeltaHeads) -> Tensor:
+    unit = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
+    return unit.repeat_interleave(heads.value // heads.key, 1)
+
+
+def _gates(b: Tensor, a: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor]:
+    """The factors [n, H] by which a state decays, and those of what is written to it."""
+    wide = torch.promote_types(b.dtype, torch.float32)
+    rate = heads.log_rate.to(wide).exp() * softplus(a.to(wide) + heads.rate_bias.to(wide))
+    return torch.exp(-rate), b.to(wide).sigmoid()
+
+
+def _rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs [..., H, V] of one token, and the next state of `now` [..., H, K, V]."""
+    now = now * decay[..., None, None]
+    change = beta[..., None] * (value - (now * key[..., None]).sum(-2))
+    now = now + key[..., None] * change[..., None, :]
+    return (now * query[..., None]).sum(-2), now
+
+
+def _gated_norm(x: Tensor, z: Tensor, heads: DeltaHeads) -> Tensor:
+    """norm(x) * silu(z) [n, H * V] of x [n, H, V] and z [n, H * V], in the dtype of z."""
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + heads.eps)
+    return ((heads.norm.to(x.dtype) * normed).flatten(1) * silu(z.to(x.dtype))).to(z.dtype)
+
+
+# The operations of a mixture of experts in plain PyTorch.
+#
+# CPUs use them, and the kernels are tested against them.
+
+
+def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Scores [T, E] of the experts for x [T, H] in float32, by a router's weight [E, H] and bias [E] in float32."""
+    return torch.nn.functional.linear(x.float(), weight, bias)
+
+
+def route(scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Numbers int32 [T, k] and weights float32 [T, k] of the experts with the highest scores [T, E], in float32.
+
+    The weights are probabilities of a softmax over all experts; `normalised` ones add up to 1.
+    """
+    weights, numbers = torch.softmax(scores, -1, dtype=torch.float32).topk(chosen)
+    return numbers.int(), weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
+def group(numbers: Tensor, experts: int) -> Groups:
+    """The pairs of tokens and their experts `numbers` [T, k], in blocks. Doesn't wait for the device."""
+    tokens, chosen = numbers.shape
+    count, size = tokens * chosen, block_size(tokens, chosen, experts)
+    blocks = most_blocks(tokens, chosen, experts, size)
+    expert, order = numbers.flatten().long().sort(stable=True)
+    every = torch.arange(experts + 1, device=numbers.device)
+    edges = torch.searchsorted(expert, every)
+    ends = ((edges.diff() + size - 1) // size).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends])
+    place = starts[expert] * size + torch.arange(count, device=numbers.device) - edges[expert]
+    pairs = torch.full((blocks * size,), count, dtype=torch.int32, device=numbers.device)
+    pairs.scatter_(0, place, order.int())
+    block = torch.arange(blocks, device=numbers.device)
+    owner = torch.searchsorted(ends, block, right=True).int()
+    return Groups(pairs.view(blocks, size), owner.where(owner < experts, -1), count, chosen)
+
+
+def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
+    """Write, or with `residual` add, the sums of y [T k, H] by weights [T, k] to out [T, H], in float32."""
+    total = (y.view(*weights.shape, -1).float() * weights[..., None]).sum(1)
+    out.copy_(total + out.float() if residual else total)
+
+
+def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of y, in its dtype, and of the weights, in float32, of that of the sums [T, H] in `combine`."""
+    of_y = grad[:, None] * weights[..., None].to(y.dtype)
+    of_weights = torch.bmm(y.view(*weights.shape, -1), grad[..., None])[..., 0]
+    return of_y.view_as(y), of_weights.to(weights.dtype)
+
+
+def product(x: Tensor, groups: Groups, weight: Callable[[int], Tensor], bias: Tensor | None, out: Tensor) -> None:
+    """Write out [pairs, N] = W x + b of each pair's expert, of x [T, K] by tokens or [pairs, K].
+
+    `weight` gives an expert's W [N, K]; `bias` is [experts, N].
+    """
+    for number, pairs in _of_experts(groups):
+        y = x[_rows(x, pairs, groups)] @ weight(number).T
+        out[pairs] = y if bias is None else y + bias[number].to(y.dtype)
+
+
+def input_gradient(grad: Tensor, groups: Groups, weight: Callable[[int], Tensor], out: Tensor) -> None:
+    """Write the gradient out [pairs, K] of each pair's input, of that of its output by tokens [T, N] or [pairs, N]."""
+    for number, pairs in _of_experts(groups):
+        out[pairs] = grad[_rows(grad, pairs, groups)] @ weight(number)
+
+
+def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
+    """Write out [pairs, N] = W x of each pair's expert, of dense weights [experts, N, K]."""
+    product(x, groups, weights.__getitem__, None, out)
+
+
+def dense_input_gradient(weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False) -> None:
+    """Write, or with `add` add, the gradient out [pairs, K] of each pair's input with weights [experts, N, K]."""
+    gradient = torch.empty_like(out) if add else out
+    input_gradient(grad, groups, weights.__getitem__, gradient)
+    if add:
+        out += gradient
+
+
+def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
+    """The gradient [experts, N, K] of experts' weights, by outputs' gradients [pairs, N] and inputs x as in `product`.
+
+    It is float32, or float64 if x is.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = x.new_zeros(experts, grad.shape[1], x.shape[1], dtype=wide)
+    for number, pairs in _of_experts(groups):
+        out[number] = grad[pairs].T.to(wide) @ x[_rows(x, pairs, groups)].to(wide)
+    return out
+
+
+def _of_experts(groups: Groups) -> list[tuple[int, Tensor]]:
+    """Each expert that has pairs, and these."""
+    experts = []
+    for number in groups.experts.unique().tolist():
+        pairs = groups.pairs[groups.experts == number].flatten()
+        if number >= 0:
+            experts.append((number, pairs[pairs < groups.count].long()))
+    return experts
+
+
+def _rows(x: Tensor, pairs: Tensor, groups: Groups) -> Tensor:
+    """The rows of x that pairs read: their own, or those of their tokens."""
+    return pairs if len(x) == groups.count else pairs // groups.chosen
+
+
+# Operations of steps that verify drafts in plain PyTorch.
+#
+# CPUs use them, and the kernels (`qerl.kernels.triton.sampling`) are tested against them.
+
+
+def keep(slots: Tensor, texts: TextState, state: DecodeState) -> None:
+    """Copy the tokens that were drawn in `slots` [B] to their texts."""
+    number = torch.arange(state.tokens.shape[1], device=slots.device)
+    drawn = number < state.drawn[slots][:, None]
+    place = torch.where(drawn, texts.places[4, slots][:, None] + number, 0)
+    texts.tokens[place] = torch.where(drawn, state.tokens[slots], NO_TOKEN)
+
+
+def guess(slots: Tensor, texts: TextState, state: DecodeState, sampling: SamplingState, totals: DraftTotals) -> Guesses:
+    """Drafts for the sequences in `slots` [B] int64: the tokens behind the longest match in the texts of their group.
+
+    Texts are first brought up to date. A draft ends before a stop token and where a text ends, and leaves room for the
+    token that is drawn behind it. Chances follow from how many tokens of its kind were right so far.
+    """
+    keep(slots, texts, state)
+    _, earlier, completions, _, line = texts.places[:, slots]
+    drawn, live = state.drawn[slots].long(), state.position[slots] != IDLE
+    best = match(slots, texts, state)
+    length, place = best // (2 * MATCH_UNIT), best % MATCH_UNIT
+    depth = torch.arange(1, MOST_DRAFTED + 1, device=slots.device)
+    tokens = texts.tokens[place[:, None] + depth - 1]
+    good = (tokens != NO_TOKEN) & (tokens[:, :, None] != sampling.stops).all(-1)
+    most = (texts.most - drawn - 1).clamp(min=0)
+    usable = torch.minimum(good.long().cumprod(1).sum(1), most) * (live & (length > 0))
+    classes = torch.stack([length >= least for least in LONG_MATCHES]).sum(0)
+    kind = _source(place, earlier, completions, line, line + drawn) * (1 + len(LONG_MATCHES)) + classes
+    _, right, tested = totals.tried.T
+    chance = (right + PRIOR_RIGHT).float() / (tested + PRIOR_TESTED)
+    chances = chance[kind][:, None] ** depth * (depth <= usable[:, None])
+    return Guesses(slots, live.long(), kind, tokens, chances)
+
+
+def match(slots: Tensor, texts: TextState, state: DecodeState) -> Tensor:
+    """Where in its texts each sequence's last tokens occurred: the longest match [B] int64 (MATCH_UNIT), or 0.
+
+    Of matches of one length those are preferred behind which a whole draft follows, and of these the last one.
+    """
+    best = torch.zeros(len(slots), dtype=torch.int64, device=slots.device)
+    bounds = torch.stack([texts.places[0, slots], texts.places[3, slots], texts.places[4, slots] + state.drawn[slots]])
+    for row, (first, end, behind) in enumerate(bounds.T.tolist()):
+        if not end or state.position[slots[row]] == IDLE:
+            continue
+        place = torch.arange(first + LONGEST_MATCH, end, device=slots.device)
+        alive, length = texts.tokens[place] != NO_TOKEN, torch.zeros_like(place)
+        for back in range(1, LONGEST_MATCH + 1):
+            last = texts.tokens[behind - back]
+            alive &= (texts.tokens[place - back] == last) & (last != NO_TOKEN)
+            length += alive
+        full = texts.tokens[place + MOST_DRAFTED - 1] != NO_TOKEN
+        best[row] = torch.where(length >= LEAST_MATCH, (2 * length + full) * MATCH_UNIT + place, 0).max()
+    return best
+
+
+def _source(place: Tensor, earlier: Tensor, completions: Tensor, line: Tensor, behind: Tensor) -> Tensor:
+    """The number of the source in whose text each place lies."""
+    number = {source: n for n, source in enumerate(DraftSource)}
+    itself = (place >= line - LONGEST_MATCH) & (place < behind)
+    other = torch.where(itself, number[DraftSource.COMPLETION], number[DraftSource.SIBLING])
+    kept = torch.where(place < completions, number[DraftSource.EARLIER], other)
+    return torch.where(place < earlier, number[DraftSource.PROMPT], kept)
+
+
+def spread(guesses: Guesses, ends: Tensor, state: DecodeState, rows: DraftRows, count: int, replayed: bool) -> None:
+    """Fill the first `count` of `rows`: `ends` [B] int64 is for each of the slots the number of its last row, plus 1.
+
+    Each row gets its sequence's state, moved ahead; rows beyond the last end become idle.
+    """
+    number = torch.arange(count, device=ends.device)
+    sequence = torch.searchsorted(ends, number, right=True).clamp(max=len(ends) - 1)
+    used = number < ends[-1]
+    before = torch.where(sequence > 0, ends[sequence - 1], 0)
+    ahead = torch.where(used, number - before, 0)
+    slot = torch.where(used, guesses.slots[sequence], state.count)
+    rows.slot[:count], rows.ahead[:count], rows.kind[:count] = slot, ahead, guesses.kind[sequence]
+    rows.drafted[:count] = torch.where(ahead > 0, guesses.tokens[sequence, (ahead - 1).clamp(min=0)].long(), 0)
+    of_row, position = rows.state, state.position[slot]
+    of_row.position[:count] = torch.where(position != IDLE, position + ahead, IDLE).int()
+    of_row.drawn[:count] = (state.drawn[slot] + ahead).int()
+    of_row.token[:count] = torch.where(ahead > 0, rows.drafted[:count], state.token[slot])
+    of_row.limit[:count], of_row.sequence[:count] = state.limit[slot], state.sequence[slot]
+    of_row.pages[:count] = state.pages[slot]
+    if replayed:
+        of_row.tokens[:count] = state.tokens[slot]
+
+
+def settle(rows: DraftRows, state: DecodeState, count: int, totals: DraftTotals) -> None:
+    """Advance the sequences by their rows up to the first whose token the row before it didn't draw, and count.
+
+    The first `count` of `rows` have drawn a token each.
+    """
+    slot, ahead, of_row, idle = rows.slot[:count], rows.ahead[:count], rows.state, state.count
+    token, position, drawn = of_row.token[:count], of_row.position[:count], of_row.drawn[:count]
+    place, guessed, live = torch.arange(count, device=slot.device), ahead > 0, slot != idle
+    ended = position.roll(1) == IDLE
+    wrongs = (guessed & ((token.roll(1) != rows.drafted[:count]) | ended)).cumsum(0)
+    counts = live & (wrongs == wrongs[place - ahead])
+    last = counts & ~(counts.roll(-1) & guessed.roll(-1))
+    tried = torch.stack([guessed, guessed & counts, guessed & counts.roll(1) & ~ended], 1)
+    totals.tried.index_add_(0, rows.kind[:count], tried.long())
+    totals.steps.add_(torch.stack([live & ~guessed, live, counts]).sum(1))
+    number = torch.where(counts, drawn - 1, 0).long()
+    of_counted = torch.where(counts, slot, idle)
+    state.tokens[of_counted, number] = token.int()
+    state.logprobs[of_counted, number] = of_row.logprobs[place, number]
+    of_last = torch.where(last, slot, idle)
+    state.position[of_last] = torch.where(last, position, IDLE)
+    state.drawn[of_last] = torch.where(last, drawn, 0)
+    state.token[of_last] = torch.where(last, token, 0)

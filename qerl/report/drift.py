@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from qerl.results.files import ResultError
-from qerl.results.intervals import LEVEL, Interval
-from qerl.results.names import KEY
-from qerl.settings.config import DRIFT_BLOCKS
+from qerl.results.paths import KEY
+from qerl.results.statistics import LEVEL, Interval
+from qerl.results.store import ResultError
+from qerl.settings.workflow import DRIFT_BLOCKS
 
 #: The column of metrics.jsonl that is examined, in nats per token.
 KL = "mismatch/kl"

@@ -12,13 +12,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from qerl.report.drawing import COLOURS, HEIGHT, PALETTE, draw_seeds, figure_axes, smoothing_window
-from qerl.report.formatting import training_label, weights_label
+from qerl.report.figures import COLOURS, HEIGHT, PALETTE, draw_seeds, figure_axes, smoothing_window
+from qerl.report.format import training_label, weights_label
 from qerl.report.paper import fits
-from qerl.results.names import training_name
+from qerl.results.paths import training_name
 from qerl.results.printed import DECAYS, Panel, Series
-from qerl.results.schema.stored import OK
-from qerl.settings.training import NoiseSettings
+from qerl.results.schema import OK
+from qerl.settings.run import NoiseSettings
 
 _LABELS = {
     "reward/correct": "right answers (share)",

@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from qerl.host.screen import VisibleConsole
-from qerl.report.formatting import present
-from qerl.report.pages import by_dataset
-from qerl.results.files import ResultError
+from qerl.host.console import VisibleConsole
+from qerl.report.format import by_dataset, present
 from qerl.results.paths import FIGURES, REPORT_PAGE, SAMPLES_PAGE, STUDY, STUDY_PAGE, TABLES
+from qerl.results.store import ResultError
 
 #: Characters per line if the output is not a terminal, such as a log.
 WIDTH = 120
@@ -39,7 +38,7 @@ def print_summary(root: Path, console: Console | None = None) -> None:
 
 
 def rich_table(title: str, frame: pd.DataFrame) -> Table:
-    """A table for a terminal, formatted by `qerl.report.formatting`."""
+    """A table for a terminal, formatted by `qerl.report.format`."""
     shown = present(frame)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in shown:

@@ -1,6 +1,6 @@
 """The paper's tables: pure functions of tidy results (`qerl.results.readers`), with a row per arm, point or model.
 
-Accuracies and differences are fractions, times seconds, sizes bytes; `qerl.report.formatting` turns them into text.
+Accuracies and differences are fractions, times seconds, sizes bytes; `qerl.report.format` turns them into text.
 Values that weren't measured are empty, with the reason in `note` or `status`.
 """
 
@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl.report.formatting import latex, present
-from qerl.report.pages import NOT_RUN, page
-from qerl.results.files import ResultError
-from qerl.results.intervals import METHOD, Interval, accuracy_interval, difference_interval
-from qerl.results.names import KEY, weights_names
-from qerl.results.schema.stored import OK
+from qerl.report.format import NOT_RUN, latex, page, present
+from qerl.results.paths import KEY, weights_names
+from qerl.results.schema import OK
+from qerl.results.statistics import METHOD, Interval, accuracy_interval, difference_interval
+from qerl.results.store import ResultError
 
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
 
@@ -292,7 +291,7 @@ def write_table(
 ) -> None:
     """Write stem.csv with full precision; stem.md, stem.tex (booktabs) and stem.html with the caption for readers.
 
-    shown: the table as text, by default `qerl.report.formatting.present` of the frame. parts: tables that the HTML page
+    shown: the table as text, by default `qerl.report.format.present` of the frame. parts: tables that the HTML page
     shows instead, by heading. stem.txt has only the caption, for the workflow's report.
     """
     shown = present(frame) if shown is None else shown

@@ -1,28 +1,123 @@
-"""Stored results as tidy data frames: one row per run, step, evaluation of a data set, sample, model or point.
-
-Every loader takes the paths of result files, and raises `ResultError` with the file's name if a file doesn't match its
-schema.
-`weights`, `training` (none, full, lora, lora+aqn), `arm` and `variant` (the grid's values besides the seed, such as
-"adapter.rank=16") identify a row. A column that doesn't apply is "".
-"""
+"""Stored results as tidy data frames, and the schema of each result file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
+from qerl.results import paths
 from qerl.results import paths as names
-from qerl.results.files import ResultError, read, read_rows
-from qerl.results.names import KEY, training_name, variant, weights_name
-from qerl.results.schema.evaluation import EvaluationResult, SampleRow, TaskScore
-from qerl.results.schema.preparation import QuantizationReport
-from qerl.results.schema.profile import RolloutBenchResult, RolloutPoint, StepBenchResult, StepPoint
-from qerl.results.schema.stored import OK
-from qerl.results.schema.training import RunResult, RunSummary, StepMetrics
+from qerl.results.paths import KEY, training_name, variant, weights_name
+from qerl.results.schema import (
+    OK,
+    EvaluationResult,
+    GateMeasurements,
+    MergedExport,
+    NumericsResult,
+    OutcomeRow,
+    OwnEvaluationResult,
+    PretrainReport,
+    QuantizationReport,
+    RolloutRow,
+    RunResult,
+    RunSummary,
+    SampleRow,
+    SpeedResult,
+    StepMetrics,
+    Stored,
+    StoredPolicyResult,
+    TaskScore,
+    VerdictResult,
+)
+from qerl.results.speeds import (
+    DecodeResult,
+    GrpoStepResult,
+    ProductsResult,
+    PromptsResult,
+    RolloutBenchResult,
+    RolloutMixResult,
+    RolloutPoint,
+    StepBenchResult,
+    StepPoint,
+    TraceRow,
+)
+from qerl.results.store import ResultError, read, read_rows
+from qerl.results.study_data import check_study_file
 from qerl.settings.models import Recipe
+
+# The schema of each result file, by its name, its folder, and the kind that it states.
+
+Schema = type[Stored]
+Content = dict[str, Any]
+
+#: Schemas of files whose name identifies them.
+_BY_NAME: dict[str, Schema] = {
+    paths.RUN: RunResult,
+    paths.REPORT: QuantizationReport,
+    paths.PRETRAIN: PretrainReport,
+    paths.MERGED: MergedExport,
+    paths.MEASURED: GateMeasurements,
+    paths.VERDICT: VerdictResult,
+    paths.NUMERICS: NumericsResult,
+    paths.SPEED: SpeedResult,
+}
+_ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow, paths.OUTCOMES: OutcomeRow}
+_BENCHES: dict[str, Schema] = {
+    "decode": DecodeResult,
+    "grpo_step": GrpoStepResult,
+    "prompts": PromptsResult,
+    "products": ProductsResult,
+    "rollout_mix": RolloutMixResult,
+}
+_KINDS: dict[str, Schema] = {"rollout": RolloutBenchResult, "step": StepBenchResult}
+#: Schemas of the other files, which their content identifies.
+_BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
+    (StoredPolicyResult, lambda content: "tasks" in content and "stored" in content),
+    (OwnEvaluationResult, lambda content: "tasks" in content and "adapter" in content),
+    (EvaluationResult, lambda content: "tasks" in content),
+    (VerdictResult, lambda content: "gates" in content),
+    *((schema, lambda content, kind=kind: content.get("kind") == kind) for kind, schema in _KINDS.items()),
+    *((schema, lambda content, bench=bench: content.get("bench") == bench) for bench, schema in _BENCHES.items()),
+]
+
+
+def schema_of(file: Path) -> Schema | None:
+    """The schema of a file; None for files that aren't results, such as tables, figures and logs."""
+    if file.suffix == ".gz" and file.parent.name == paths.ROLLOUTS:
+        return RolloutRow
+    if file.suffix == ".jsonl":
+        return TraceRow if file.parent.name == paths.TRACES else _ROWS.get(file.name)
+    if file.suffix != ".json":
+        return None
+    if file.name in _BY_NAME:
+        return _BY_NAME[file.name]
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return next((schema for schema, is_it in _BY_CONTENT if is_it(content)), None)
+
+
+def check(file: Path) -> None:
+    """Read a result file by its schema. Raises ResultError if it has none or doesn't match it."""
+    if file.suffix == ".parquet":
+        return check_study_file(file)
+    schema = schema_of(file)
+    if schema is None:
+        raise ResultError(f"{file} is not a result: no schema of qerl.results describes it")
+    if file.suffix in (".jsonl", ".gz"):
+        for _ in read_rows(schema, file):
+            pass
+    else:
+        read(schema, file)
+
+
+# Stored results as tidy data frames: one row per run, step, evaluation of a data set, sample, model or point.
+#
+# Every loader takes the paths of result files, and raises `ResultError` with the file's name if a file doesn't match
+# its schema. `weights`, `training` (none, full, lora, lora+aqn), `arm` and `variant` (the grid's values besides the
+# seed, such as "adapter.rank=16") identify a row. A column that doesn't apply is "".
 
 #: The columns of metrics.jsonl that tables and figures use.
 _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "noise/sigma", "noise/norm")

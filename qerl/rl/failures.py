@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from qerl.results.files import read
 from qerl.results.paths import RUN
-from qerl.results.schema.stored import DIVERGED, NO_MEMORY, OK
-from qerl.results.schema.training import RunResult
+from qerl.results.schema import DIVERGED, NO_MEMORY, OK, RunResult
+from qerl.results.store import read
 from qerl.rollout.sampler import NotFiniteError
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.settings.training import LossSettings
+from qerl.settings.run import LossSettings
 
 
 @dataclass(frozen=True)

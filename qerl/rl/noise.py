@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from qerl.layers.noisy_norm import ROLES, NoisyRMSNorm, noisy_norms
+from qerl.models.blocks import ROLES, NoisyRMSNorm, noisy_norms
 from qerl.rl.noise_schedule import sigma
 from qerl.settings.base import ConfigError
-from qerl.settings.training import NoiseSettings
+from qerl.settings.run import NoiseSettings
 
 
 def standard_normal(seed: int, step: int, layer: int, role: int, size: int, completion: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qerl.settings.training import NoiseSettings
+from qerl.settings.run import NoiseSettings
 
 
 def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:

@@ -1,4 +1,4 @@
-"""Verifiable rewards: the weighted sum of parts, each a pure function of a completion."""
+"""Verifiable rewards and their advantages: the weighted sum of parts, and its deviation from the mean of a group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from qerl.data.answers import is_correct, well_formed
+import torch
+
+from qerl.data.grading import is_correct, well_formed
 from qerl.data.records import Problem
-from qerl.host.plugins import call
+from qerl.host.imports import call
 from qerl.settings.data import AnswerForm, RecordFormat
-from qerl.settings.reward import RewardSettings
+from qerl.settings.run import RewardSettings
+
+# Verifiable rewards: the weighted sum of parts, each a pure function of a completion.
 
 #: The largest magnitude of a custom reward: advantages are float32, in which squares of larger ones overflow.
 LARGEST = 1e15
@@ -76,3 +80,27 @@ def reward_parts(
 def total(parts: dict[str, float], settings: RewardSettings) -> float:
     """The weighted sum of the parts."""
     return sum(getattr(settings, part) * value for part, value in parts.items())
+
+
+# Group-relative advantages (paper Eq. 4).
+
+
+def differ(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Whether the rewards [P, G] of each group differ in float32, as bool [P]; equal rewards give no gradient.
+
+    A difference only in float64 comes from the rounding of a sum, such as 0.1 + 0.2 and 0.3.
+    """
+    rewards = rewards_PG.float()
+    return (rewards != rewards[:, :1]).any(dim=1)
+
+
+def group_advantages(rewards_PG: torch.Tensor, scale: bool = True, eps: float = 1e-4) -> torch.Tensor:
+    """Advantages (r - mean) / (std + eps) within each group; without `scale` (Dr. GRPO), r - mean.
+
+    rewards [P, G] float -> advantages [P, G]. The standard deviation is the unbiased one, and eps is added to it, both
+    as in TRL. Unlike in TRL, a group of equal rewards gets exactly 0: the rounded mean of equal numbers may differ from
+    them.
+    """
+    centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    advantages = centred / (rewards_PG.std(dim=1, keepdim=True) + eps) if scale else centred
+    return advantages.masked_fill(~differ(rewards_PG)[:, None], 0.0)

@@ -1,35 +1,119 @@
-"""Rollouts: the choice of a step's problems, their completions, and the completions' rewards."""
+"""Rollouts: a step's problems and their sharing among processes, completions with rewards, and their storage."""
 
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from qerl.data.answers import verdict
-from qerl.data.prompts import check_lengths, longer_than, prompts_ids
+from qerl.data.grading import extract, verdict
+from qerl.data.prompts import Thinking, check_lengths, longer_than, prompts_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
-from qerl.data.thinking import Thinking
-from qerl.host.profiling import seconds
-from qerl.policy.policy import Policy
-from qerl.rl.advantages import differ, group_advantages
-from qerl.rl.data_parallel import Processes
-from qerl.rl.rewards import Answer, reward_parts, total
-from qerl.rl.sequence_packing import Sample
-from qerl.rl.sharing import ExpectedLengths, part_of
+from qerl.host.gpus import seconds
+from qerl.models.policy import Policy
+from qerl.results.paths import rollouts_file
+from qerl.results.schema import RolloutRow, StoredCompletion
+from qerl.results.store import write_rows
+from qerl.rl.packing import MicroBatch, Sample
+from qerl.rl.parallel import Processes
+from qerl.rl.rewards import Answer, differ, group_advantages, reward_parts, total
 from qerl.rollout.sampler import BatchPart, Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
-from qerl.settings.rollout import RolloutSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import RolloutSettings, RunSettings, StoredRollouts
+
+# The sharing of a step's groups among the processes of a run, by the expected length of their completions.
+
+
+@dataclass
+class ExpectedLengths:
+    """The length of completions that a problem is expected to get.
+
+    It is the mean of the problem's latest group. A problem without one counts as its prompt's length, times the ratio
+    of completions to prompts so far.
+    """
+
+    _of_problem: dict[str, float] = field(default_factory=dict)
+    _prompts: int = 0
+    _completions: float = 0
+
+    def see(self, problem: str, prompt: int, completions: Sequence[int]) -> None:
+        """Take note of a group: the tokens of its prompt and of its completions."""
+        mean = sum(completions) / len(completions)
+        self._of_problem[problem] = mean
+        self._prompts += prompt
+        self._completions += mean
+
+    def of(self, problem: str, prompt: int) -> float:
+        """The expected tokens of a completion of the problem, whose prompt has `prompt` tokens."""
+        ratio = self._completions / self._prompts if self._prompts else 1.0
+        return self._of_problem.get(problem, prompt * ratio)
+
+
+def shares(lengths: Sequence[float], processes: int, most: int) -> tuple[list[list[int]], list[int]]:
+    """The groups with which each process begins, at most `most` of them, and those that wait for any; by their indices.
+
+    The longest goes first, to the process with the least expected length among those with room. Each process has room
+    for an equal share of all groups, rounded up.
+    """
+    order = sorted(range(len(lengths)), key=lambda group: -lengths[group])
+    each = min(most, math.ceil(len(lengths) / processes))
+    begun, waiting = order[: each * processes], order[each * processes :]
+    initial: list[list[int]] = [[] for _ in range(processes)]
+    expected = [0.0] * processes
+    for group in begun:
+        process = min((p for p in range(processes) if len(initial[p]) < each), key=expected.__getitem__)
+        initial[process].append(group)
+        expected[process] += lengths[group]
+    return initial, waiting
+
+
+@dataclass(frozen=True)
+class WaitingGroups:
+    """Groups that no process has begun. Each process takes the next ones when it has room, by a count that all share.
+
+    A process that is lost after it took groups is missed where completions are exchanged, as any lost process is.
+    """
+
+    waiting: Sequence[int]
+    processes: int
+    #: Adds to the number of groups that are taken, and returns the sum.
+    take: Callable[[int], int]
+
+    def more(self, most: int) -> Sequence[int]:
+        """At most `most` groups, and at most this process's share of what is left; none if all are taken."""
+        size = 1
+        if most > 1:
+            left = len(self.waiting) - self.take(0)
+            size = min(most, max(1, math.ceil(left / self.processes)))
+        end = self.take(size)
+        return self.waiting[end - size : end]
+
+
+def part_of(
+    rank: int, processes: int, lengths: Sequence[float], most: int, counter: Callable[[], Callable[[int], int]]
+) -> BatchPart:
+    """The groups that a process draws, by their expected lengths; at most `most` fit its sampler at a time.
+
+    `counter` makes the count that all processes share, if groups wait.
+    """
+    initial, waiting = shares(lengths, processes, most)
+    if not waiting:
+        return BatchPart(initial[rank], lambda _: ())
+    return BatchPart(initial[rank], WaitingGroups(waiting, processes, counter()).more)
+
+
+# Rollouts: the choice of a step's problems, their completions, and the completions' rewards.
 
 
 @dataclass(frozen=True)
@@ -80,7 +164,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one problem, with their texts as graders read them (`qerl.data.thinking`) and their rewards.
+    """The completions of one problem, with their texts as graders read them (`qerl.data.prompts`) and their rewards.
 
     `timeouts` counts the completions whose comparison with the answer exceeded the grader's limits.
     """
@@ -281,3 +365,131 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
         "entropy/sampler": -sum(sum(c.logprobs) for c in completions)
         / max(sum(len(c.token_ids) for c in completions), 1),
     }
+
+
+# Rollouts that a run stores for people to read: a file for each stored step, with a few problems and completions.
+#
+# Storing draws no random number and changes no tensor. It reads what the step has computed anyway, and has the update
+# read stored completions that are silent. A step that a resumed run repeats rewrites its file, so that no step is
+# stored twice.
+
+#: Decimals of stored log-probabilities and entropies.
+_DECIMALS = 3
+
+
+class RolloutStore:
+    """Chooses which rollouts of a run are stored in `folder`."""
+
+    def __init__(self, collector: Collector, folder: Path) -> None:
+        self.collector = collector
+        self.folder = folder
+
+    def begin(self, step: int, rollout: Rollout) -> StoredStep | None:
+        """The storing of a step, in every process; None if the step isn't stored."""
+        settings = self.collector.settings
+        every, last = settings.stored_rollouts.every, settings.steps
+        if every == 0 or not (step in (1, last) or step % every == 0):
+            return None
+        return StoredStep(
+            step, self.collector, rollout, _chosen(rollout.trained, settings.stored_rollouts), self.folder
+        )
+
+
+def _chosen(groups: list[Group], settings: StoredRollouts) -> dict[int, int]:
+    """The number of completions that are stored of each stored group, by the group's place in the batch."""
+    chosen: dict[int, int] = {}
+    left = settings.tokens
+    for place, group in enumerate(groups[: settings.problems]):
+        lengths = [len(completion.token_ids) for completion in group.completions[: settings.completions]]
+        if count := sum(tokens <= left for tokens in accumulate(lengths)):
+            chosen[place] = count
+            left -= sum(lengths[:count])
+    return chosen
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A step that is stored: `look` collects entropies during its update, and `write` writes its file."""
+
+    step: int
+    collector: Collector
+    rollout: Rollout
+    chosen: dict[int, int]
+    folder: Path
+    _entropies: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def _size(self) -> int:
+        return self.collector.settings.rollout.group_size
+
+    @property
+    def index(self) -> set[int]:
+        """The stored completions, by their index in the batch."""
+        return {place * self._size + number for place, count in self.chosen.items() for number in range(count)}
+
+    def look(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
+        """Copy the entropies of stored completions, which are rows of a micro-batch."""
+        stored = self.index
+        for row, (index, read) in enumerate(zip(batch.index, batch.read_N.tolist(), strict=True)):
+            if read and index in stored:
+                tokens = len(self.rollout.samples[index].completion.token_ids)
+                self._entropies[index] = _rounded(entropy_NT[row, :tokens].tolist())
+
+    def write(self) -> None:
+        """Write the file; every process of the run must call this, because each has entropies of its micro-batches."""
+        processes = self.collector.processes
+        entropies = dict(processes.gather(list(self._entropies.items())))
+        if processes.writes:
+            write_rows(self.folder / rollouts_file(self.step), [self._row(place, entropies) for place in self.chosen])
+
+    def _row(self, place: int, entropies: dict[int, list[float]]) -> RolloutRow:
+        group = self.rollout.trained[place]
+        return RolloutRow(
+            step=self.step,
+            problem=group.problem.id,
+            prompt=str(self.collector.policy.tokenizer.decode(group.prompt)),
+            gold=group.problem.answer,
+            completions=[
+                self._completion(group, number, place * self._size + number, entropies)
+                for number in range(self.chosen[place])
+            ],
+        )
+
+    def _completion(self, group: Group, number: int, index: int, entropies: dict[int, list[float]]) -> StoredCompletion:
+        completion, text, task = group.completions[number], group.texts[number], self.collector.task
+        ids, thinking = completion.token_ids, self.collector.thinking
+        ppo = self.collector.settings.loss.name == "ppo"
+        return StoredCompletion(
+            tokens=token_texts(self.collector.policy.tokenizer, ids, thinking.written(ids), thinking.hidden),
+            logprobs=_rounded(completion.logprobs),
+            entropies=entropies[index],
+            parts=group.parts[number],
+            reward=group.rewards[number],
+            advantage=None if ppo else round(self.rollout.samples[index].advantage, _DECIMALS),
+            extracted=extract(text, task.format, task.answer, task.units),
+            finished=completion.finished,
+        )
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, _DECIMALS) + 0.0 for value in values]  # + 0.0 makes -0.0 a plain zero
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, hidden: Collection[int]) -> list[str]:
+    """The text of each token of `ids`, whose decoded text is `text`; joined, they are `text`.
+
+    The special tokens `hidden` have no text.
+    A character of several tokens belongs to the last of them. If a tokenizer's whole text isn't what its tokens decode
+    to one after the other, the last token has all that differs.
+    """
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces = ["" if id in hidden else stream.step(tokenizer.backend_tokenizer, id) or "" for id in ids]
+    done = 0
+    for place, piece in enumerate(pieces):
+        if not text.startswith(piece, done):
+            pieces[place:] = [""] * (len(pieces) - place)
+            break
+        done += len(piece)
+    if pieces:
+        pieces[-1] += text[done:]
+    return pieces

@@ -9,37 +9,31 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.context import usable_length
-from qerl.checkpoints.folder import check_checkpoint
+from qerl.checkpoints.files import check_checkpoint, usable_length
 from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
+from qerl.host.console import log
+from qerl.host.gpus import peak_memory_bytes
+from qerl.host.imports import source_version
 from qerl.host.interrupt import announced
 from qerl.host.nodes import is_first
-from qerl.host.plugins import source_version
-from qerl.host.profiling import peak_memory_bytes
-from qerl.host.progress import log
-from qerl.jobs.train import TrainJob
-from qerl.policy.card import Base
-from qerl.policy.loading import check_attention_dropout
-from qerl.policy.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
-from qerl.provenance.code_version import code_version
-from qerl.provenance.files import NO_ROOM, flush, write_text, writing
-from qerl.results.files import write
-from qerl.results.names import without_folders
-from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN
-from qerl.results.schema.stored import Provenance, Quartiles, whole
-from qerl.results.schema.training import RunResult, RunSummary
+from qerl.host.provenance import NO_ROOM, code_version, flush, write_text, writing
+from qerl.jobs import TrainJob
+from qerl.models.adapter_files import Base
+from qerl.models.loading import check_attention_dropout
+from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
+from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
+from qerl.results.schema import Provenance, Quartiles, RunResult, RunSummary, whole
+from qerl.results.store import write
 from qerl.rl.checkpoint import Checkpoints, ResumeError
-from qerl.rl.data_parallel import Processes, run_in_processes
 from qerl.rl.failures import Failure, failure, forget, noted
-from qerl.rl.no_signal import report
+from qerl.rl.parallel import Processes, run_in_processes
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.thermostat import Thermostat, followed_entropies
-from qerl.rl.trainer import Trainer
+from qerl.rl.trainer import Thermostat, Trainer, followed_entropies, report
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
 from qerl.settings.run import UNDECIDING, RunSettings
-from qerl.trackers.trackers import Record, Trackers
+from qerl.trackers import Record, Trackers
 
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
@@ -105,7 +99,7 @@ def train_run(job: TrainJob) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
-    (`qerl.host.gpu_lease.alone`). On several machines the first one
+    (`qerl.host.lease.alone`). On several machines the first one
     writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
     of memory, over `time_limit` or diverges, or if the run that it follows did so.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -11,30 +13,173 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qerl.data.grading import extract, stated
+from qerl.host.console import Advance, log, showing
+from qerl.host.gpus import peak_memory_bytes, seconds
 from qerl.host.interrupt import Announcement, Interrupted
-from qerl.host.profiling import peak_memory_bytes, seconds
-from qerl.host.progress import Advance, log, showing
-from qerl.policy.policy import Policy
-from qerl.provenance.files import write_text
-from qerl.results.files import line
-from qerl.results.paths import ROLLOUTS
-from qerl.results.schema.training import StepMetrics
+from qerl.host.provenance import write_text
+from qerl.models.policy import Policy
+from qerl.results.paths import POLICY, ROLLOUTS
+from qerl.results.schema import StepMetrics
+from qerl.results.store import line, read_rows
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.data_parallel import Processes
-from qerl.rl.failures import TimeLimitError
-from qerl.rl.no_signal import Watch
+from qerl.rl.failures import FollowedRunError, TimeLimitError, failed
 from qerl.rl.noise import Noise
-from qerl.rl.rollouts import Behaviour, Collector
-from qerl.rl.sequence_packing import Sample
-from qerl.rl.stored_rollouts import RolloutStore
-from qerl.rl.thermostat import Thermostat
+from qerl.rl.packing import Sample
+from qerl.rl.parallel import Processes
+from qerl.rl.rollouts import Behaviour, Collector, Group, Rollout, RolloutStore, Task
 from qerl.rl.update import Choices, Look, Updater
-from qerl.settings.run import RunSettings
-from qerl.trackers.trackers import Trackers
+from qerl.settings.base import ConfigError, UserError
+from qerl.settings.run import RunSettings, ThermostatSettings
+from qerl.trackers import Trackers
 
 if TYPE_CHECKING:
-    from qerl.rl.sharded_checkpoint import ShardedCheckpoints
-    from qerl.rollout.sharded import ShardedSampler
+    from qerl.rl.checkpoint import ShardedCheckpoints
+    from qerl.rollout.factory import ShardedSampler
+
+
+# Warnings about rewards that give no gradient, with a completion as an example.
+
+#: The number of consecutive steps without a difference in reward that causes a warning.
+PATIENCE = 3
+#: The number of characters of a completion's end that a warning shows.
+_SHOWN = 200
+
+
+class NoSignalError(UserError):
+    """Rewards give no gradient, and `on_no_signal` is `stop`. The message is for the user."""
+
+
+class Watch:
+    """Watches the rollouts of a run, and warns at most once that their rewards give no gradient."""
+
+    def __init__(self, settings: RunSettings, task: Task) -> None:
+        self.settings = settings
+        self.task = task
+        self._looked = 0
+        self._flat = 0
+        self._told = False
+
+    def look(self, step: int, rollout: Rollout, writes: bool = True) -> None:
+        """Warn in the process that writes, or raise `NoSignalError` in all (`on_no_signal: stop`).
+
+        The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
+        """
+        self._looked += 1
+        self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
+        if self._told:
+            return
+        if self._looked == 1 and self._grades_answers and not any(map(self._readable, rollout.groups)):
+            self._tell(f"step {step}: no completion states an answer that the grader reads", rollout, writes)
+        elif self._flat == PATIENCE:
+            what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps"
+            self._tell(f"step {step}: {what}, which teaches nothing", rollout, writes)
+
+    @property
+    def _grades_answers(self) -> bool:
+        reward = self.settings.reward
+        return reward.function is None and bool(reward.correct or reward.format)
+
+    def _readable(self, group: Group) -> bool:
+        task = self.task
+        return any(extract(text, task.format, task.answer, task.units) is not None for text in group.texts)
+
+    def _tell(self, what: str, rollout: Rollout, writes: bool) -> None:
+        self._told = True
+        group = rollout.groups[0]
+        text = " ".join(group.texts[0].split())
+        shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
+        wanted = stated(group.problem.answer, self.task.format, self.task.answer)
+        message = f"{what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
+        if self.settings.on_no_signal == "stop":
+            raise NoSignalError(message)
+        if writes:
+            log.warning("%s", message)
+
+    def _remedy(self, rollout: Rollout) -> str:
+        limit, metrics = self.settings.rollout.sampling.max_tokens, rollout.metrics
+        if metrics["truncated"] > 0.5:
+            cut = f"{metrics['truncated']:.0%} of the completions were cut off"
+            return f"{cut}: raise rollout.sampling.max_tokens={limit}"
+        if not self._grades_answers:
+            return "Look at what the run's `reward` gives such completions"
+        if not any(map(self._readable, rollout.groups)):
+            asked = f"now {self.task.instruction!r}" if self.task.instruction else "now empty"
+            return f"Change the data set's `instruction` ({asked}), or its `answer` or `format`"
+        easy = metrics["reward/correct"] == 1
+        return f"Give {'harder' if easy else 'easier'} problems, or raise rollout.group_size"
+
+
+def _teaches(metrics: dict[str, float], settings: RunSettings) -> bool:
+    """Whether the rewards give a gradient: they differ within a group, or for ppo within the batch."""
+    return metrics["reward/std"] > 0 if settings.loss.name == "ppo" else metrics["reward/equal_groups"] < 1
+
+
+def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
+    """Log the rewards of a finished run, and warn if none of its steps had a gradient."""
+    said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} step{'s' * (len(rows) != 1)}"
+    if any(_teaches(row, settings) for row in rows):
+        log.info("%s", said)
+    else:
+        log.warning("%s: nothing was learned, since rewards differed in no step", said)
+
+
+# A sampling temperature that follows the token entropy of another run, step by step.
+#
+# It tells entropy from what raises it: a run without noise that samples at the entropy of a run with noise.
+
+#: An entropy below counts as this one, in nats: its logarithm says nothing.
+_LEAST_ENTROPY = 1e-3
+
+
+def followed_entropies(metrics: Path, steps: int) -> list[float]:
+    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl.
+
+    Raises FollowedRunError if the run.json beside it says that the run failed.
+    """
+    if status := failed(metrics.parent / POLICY):
+        raise FollowedRunError(
+            f"{metrics.parent}, the run to follow, is {status}; delete both runs' folders to try again"
+        )
+    rows = list(read_rows(StepMetrics, metrics))
+    entropies = [row.entropy_sampler for row in rows if row.entropy_sampler is not None]
+    if len(rows) < steps or len(entropies) < len(rows):
+        raise ConfigError(
+            f"{metrics} has the sampler's entropy of {len(entropies)} steps, and a thermostat needs that of all {steps}"
+        )
+    return entropies
+
+
+class Thermostat:
+    """Chooses the temperature of each step by the entropies of the steps before, so it needs no state of its own."""
+
+    def __init__(self, settings: ThermostatSettings, start: float, entropies: Sequence[float]) -> None:
+        self.settings = settings
+        self.start = start
+        self.entropies = entropies
+
+    def temperature(self, rows: Sequence[dict[str, float]]) -> float:
+        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor.
+
+        The factor is the ratio of the weighted means of both entropies over the same steps, and counts as e at most.
+        Both runs have the same problems at a step, and entropies of single steps differ far more by their problems.
+        """
+        if not rows:
+            return self.start
+        wanted = self._recent_mean(self.entropies[: len(rows)])
+        reached = self._recent_mean([row["entropy/sampler"] for row in rows])
+        missing = math.log(max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY))
+        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * min(max(missing, -1.0), 1.0))
+        return min(max(moved, self.settings.lowest), self.settings.highest)
+
+    def _recent_mean(self, values: Sequence[float]) -> float:
+        """The mean of `values`, each with 1 − 1 / `average_steps` of the weight of the one after it."""
+        kept = 1 - 1 / self.settings.average_steps
+        weights = [kept**age for age in range(len(values) - 1, -1, -1)]
+        return sum(map(operator.mul, weights, values)) / sum(weights)
+
+
+# The training loop (paper Algorithm 1): roll out with noise, update, log, checkpoint.
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
 
@@ -189,7 +334,7 @@ class Trainer:
         """The checkpoints of a policy that is trained in full, which have shards of all processes."""
         if self.policy.peft is not None:
             return None
-        from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+        from qerl.rl.checkpoint import ShardedCheckpoints
 
         return ShardedCheckpoints(self.checkpoints.folder, self.checkpoints.fingerprint, self.processes)
 

@@ -1,36 +1,178 @@
-"""The updates on a rollout: losses and gradients of micro-batches, which a run's processes share.
-
-Shapes: N sequences, T completion tokens.
-"""
+"""The updates on a rollout: losses and gradients of micro-batches, the optimizer's steps, and their statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from qerl.layers.dropout import dropouts, set_keys
-from qerl.layers.lora import SharedCasts
-from qerl.policy.policy import Policy
-from qerl.rl.activation_checkpointing import Recomputation
-from qerl.rl.data_parallel import Processes
+from qerl.models.lora import SharedCasts, dropouts, set_keys
+from qerl.models.policy import Policy
 from qerl.rl.failures import DivergedError
-from qerl.rl.fixed_rows import row_tokens_of
+from qerl.rl.graphs import PassGraphs, pass_graphs, row_tokens_of
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
-from qerl.rl.optimizer import make_optimizer, warmup_cosine
-from qerl.rl.pass_graphs import PassGraphs, pass_graphs
-from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
-from qerl.rl.sequence_packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
-from qerl.rl.silent import Silent, find_silent
-from qerl.rl.update_stats import UpdateStats
-from qerl.rl.value import is_value, value_adapter, values
+from qerl.rl.memory import Recomputation
+from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
+from qerl.rl.parallel import Processes
+from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
 from qerl.rollout.sampler import Completion
-from qerl.settings.run import RunSettings
+from qerl.settings.run import LossSettings, OptimizerSettings, RunSettings
+
+# The optimizer of a run, and the schedule of its learning rate.
+
+
+def make_optimizer(policy: Policy, settings: OptimizerSettings, value_rate: float = 0.0) -> torch.optim.Optimizer:
+    """AdamW over the trained tensors, without weight decay on vectors (norms, biases).
+
+    `peak` of a parameter group is its learning rate before the schedule; `value_rate` is that of a value function.
+    """
+    groups = []
+    for of_value, rate in ((False, settings.learning_rate), (True, value_rate)):
+        parameters = [p for name, p in policy.trainable() if is_value(name) == of_value]
+        matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+        groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": rate})
+        groups.append({"params": vectors, "weight_decay": 0.0, "peak": rate})
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    if settings.name == "adamw8bit" and policy.peft is None:
+        from qerl.rl.optimizer import ShardedAdamW8bit
+
+        kind = ShardedAdamW8bit
+    elif settings.name == "adamw8bit":
+        from qerl.rl.optimizer import JoinedAdamW8bit
+
+        kind = JoinedAdamW8bit
+    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)  # type: ignore[call-arg]
+
+
+def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
+    """The factor of the learning rate at a step (1-based): linear warm-up, then a cosine to zero."""
+    warmup = math.ceil(warmup_ratio * total_steps)
+    if step <= warmup:
+        return step / warmup
+    progress = (step - 1 - warmup) / max(total_steps - warmup, 1)
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+# Silent completions: their gradient is exactly zero, so an update reads only a sample of them, for its metrics.
+
+
+@dataclass(frozen=True)
+class Silent:
+    """The silent completions of a batch, by their index in it."""
+
+    index: frozenset[int]
+    #: Those that the update reads without a gradient, in order.
+    sampled: list[int]
+    #: Tokens of all silent completions.
+    tokens: int
+
+
+# Micro-batches are cut as if silent completions were read. Cutting the rest anew would make fewer of them, but `bnpo`
+# would be another loss, and every loss would add up its terms in another order.
+def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> Silent:
+    """The silent completions of a batch, and a random sample of them by (seed, step).
+
+    The sample has the share `loss.silent_sample`, rounded up, and is drawn without replacement.
+    """
+    silent = [i for i, sample in enumerate(samples) if _is_silent(sample, settings.loss)]
+    generator = np.random.Generator(np.random.Philox(key=np.array([settings.seed, step], dtype=np.uint64)))
+    count = math.ceil(settings.loss.silent_sample * len(silent))
+    sampled = sorted(generator.choice(silent, count, replace=False).tolist()) if silent else []
+    return Silent(frozenset(silent), sampled, sum(len(samples[i].completion.token_ids) for i in silent))
+
+
+def _is_silent(sample: Sample, loss: LossSettings) -> bool:
+    """Whether the policy's loss is the only term, and is zero: no advantage, or masked."""
+    if loss.kl or loss.name == "ppo":
+        return False
+    return sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
+
+
+# Statistics of the updates on a rollout: sums over micro-batches, updates and processes, and metrics from them.
+
+
+@dataclass
+class UpdateStats:
+    """Sums that `+=` adds up, except the largest ratio, which is a maximum."""
+
+    #: Figures of the first update, up to `sequence_squares`.
+    loss: float = 0.0
+    tokens: float = 0.0
+    entropy: float = 0.0
+    mismatch_kl: float = 0.0
+    reference_kl: float = 0.0
+    #: Ratios of trainer and sampler and their squares, over tokens and over sequences, in the first update.
+    sequences: float = 0.0
+    token_ratios: float = 0.0
+    token_squares: float = 0.0
+    sequence_ratios: float = 0.0
+    sequence_squares: float = 0.0
+    #: The number of ratios in all updates, and of those clipped below and above.
+    ratios: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    #: Loss and share of clipped values of the value function, summed over all updates, with ppo.
+    value_loss: float = 0.0
+    value_clipped: float = 0.0
+    #: The largest ratio of a token's probability between trainer and sampler, either way.
+    max_ratio: float = 1.0
+
+    def __iadd__(self, other: UpdateStats) -> UpdateStats:
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max_ratio = max(self.max_ratio, other.max_ratio)
+        return self
+
+    def over(self, processes: Processes) -> UpdateStats:
+        """The statistics summed over all processes."""
+        sums = processes.sum([getattr(self, name) for name in _SUMS])
+        return UpdateStats(**dict(zip(_SUMS, sums, strict=True)), max_ratio=processes.max(self.max_ratio))
+
+    def standing_for(self, tokens: int, sequences: int) -> UpdateStats:
+        """The estimate of the sums over `tokens` and `sequences` from these sums over a sample of them."""
+        by_token, by_sequence = tokens / max(self.tokens, 1), sequences / max(self.sequences, 1)
+        scaled = {name: getattr(self, name) * by_token for name in _TOKEN_SUMS}
+        scaled |= {name: getattr(self, name) * by_sequence for name in _SEQUENCE_SUMS}
+        return UpdateStats(**scaled, tokens=tokens, sequences=sequences, max_ratio=self.max_ratio)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the policy's updates: means over tokens or ratios."""
+        ratios, tokens = max(self.ratios, 1), max(self.tokens, 1)
+        return {
+            "loss": self.loss,
+            "entropy": self.entropy / tokens,
+            "mismatch/kl": self.mismatch_kl / tokens,
+            "reference/kl": self.reference_kl / tokens,
+            "ess/tokens": _effective_share(self.token_ratios, self.token_squares, self.tokens),
+            "ess/sequences": _effective_share(self.sequence_ratios, self.sequence_squares, self.sequences),
+            "clip_ratio/low": self.clipped_low / ratios,
+            "clip_ratio/high": self.clipped_high / ratios,
+        }
+
+    def value_metrics(self, updates: int) -> dict[str, float]:
+        """Metrics of the value function: means over `updates`."""
+        return {"value/loss": self.value_loss / updates, "value/clipped": self.value_clipped / updates}
+
+
+def _effective_share(total: float, squares: float, count: float) -> float:
+    """The effective sample size (sum w)^2 / sum w^2, as a share of the number of samples."""
+    return total * total / (squares * count) if squares and count else 0.0
+
+
+_TOKEN_SUMS = ("entropy", "mismatch_kl", "token_ratios", "token_squares")
+_SEQUENCE_SUMS = ("sequence_ratios", "sequence_squares")
+_SUMS = tuple(field.name for field in fields(UpdateStats) if field.name != "max_ratio")
+
+
+# The updates on a rollout: losses and gradients of micro-batches, which a run's processes share.
+#
+# Shapes: N sequences, T completion tokens.
 
 
 class Look(Protocol):

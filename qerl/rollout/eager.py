@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qerl.layers.lora import kept_operands
-from qerl.layers.packed_linear import PackedLinear, dense_weights
-from qerl.policy.policy import Policy
+from qerl.models.linear import PackedLinear, dense_weights
+from qerl.models.lora import kept_operands
+from qerl.models.policy import Policy
 from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, refuse_nan, stop_tokens
 
 #: The tokens among which a draw with top-p is made, if those that it may take are all among them.

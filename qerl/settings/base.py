@@ -1,26 +1,164 @@
-"""The base class of all settings, errors of one sentence, and types of values."""
+"""The base class of all settings: the meaning of YAML values, errors of one sentence, types of values, and reading."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_origin
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from qerl.settings.errors import sentence, visible
-from qerl.settings.yaml_values import as_meant
+from qerl.settings.errors import choices, options, parts, sentence, visible
+
+# The meaning of YAML values in settings: unique keys, decimal numbers, words for "off", true and false.
+
+#: The words that mean "off"; YAML itself reads off, no and false as false.
+OFF = ("off", "none", "false")
+
+
+#: A whole number of YAML 1.1 that starts with 0 and is octal.
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+#: Digits with underscores that don't divide thousands, as in a date or a version.
+_NO_THOUSANDS = re.compile(r"(?![-+]?[0-9]{1,3}(_[0-9]{3})+(\.|$))[-+]?[0-9]+_[0-9_]*(\..*)?")
+
+
+class AmbiguousYaml(ValueError):
+    """Valid YAML that doesn't mean what it seems to: a key twice, or a number whose value isn't that of its digits."""
+
+
+class StrictLoader(yaml.SafeLoader):
+    """A YAML loader that constructs no objects from tags and rejects duplicate keys and numbers that aren't decimal."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """The next mapping. An `AmbiguousYaml` names a key that it has twice."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise AmbiguousYaml(
+                    f"the key `{key.value}` is given twice, in lines {lines[name]} and {line}; keep one"
+                )
+            lines[name] = line
+        _check_spellings(node)
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number. An `AmbiguousYaml` names one that YAML 1.1 reads otherwise than by its digits: 0123 is 83."""
+        is_whole = node.tag.endswith(":int")
+        number: int | float = (self.construct_yaml_int if is_whole else self.construct_yaml_float)(node)
+        text, line = node.value, node.start_mark.line + 1
+        if ":" in text:
+            how = "minutes and seconds"
+        elif is_whole and _OCTAL.fullmatch(text):
+            how = "an octal number"
+        elif _NO_THOUSANDS.fullmatch(text):
+            how = "a number with underscores"
+        else:
+            return number
+        raise AmbiguousYaml(
+            f"line {line}: YAML reads `{text}` as {how}, which is {number}; write the number in decimal "
+            "digits, or text in quotes"
+        )
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    StrictLoader.add_constructor(_tag, StrictLoader.construct_number)
+
+
+def _check_spellings(node: yaml.MappingNode) -> None:
+    """Raise `AmbiguousYaml` for two keys of a mapping, one with dots and one nested, that give the same setting.
+
+    A key that is merged in (<<) may be overridden in either spelling.
+    """
+    pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    if not any("." in key.value for key, _ in pairs):
+        return
+    given: dict[tuple[str, ...], tuple[bool, int]] = {}
+    for key, value in pairs:
+        line = key.start_mark.line + 1
+        leaves = {(*key.value.split("."), *inner): off for inner, off in _leaves(value).items()}
+        for path, off in leaves.items():
+            for other, (other_off, other_line) in given.items():
+                shared = min(len(path), len(other))
+                # A part that is off has no settings. Other words may be names that begin alike: qwen2 and qwen2.5.
+                ends_in_off = (off and len(path) == shared) or (other_off and len(other) == shared)
+                if path[:shared] == other[:shared] and (len(path) == len(other) or ends_in_off):
+                    raise AmbiguousYaml(
+                        f"the key `{'.'.join(path[:shared])}` is given with dots and nested, in lines {other_line} and "
+                        f"{line}; keep one"
+                    )
+        given.update({path: (off, line) for path, off in leaves.items()})
+
+
+def _leaves(node: yaml.Node) -> dict[tuple[str, ...], bool]:
+    """The paths of the values below a node of YAML, with whether each is a word for "off" or null."""
+    if not isinstance(node, yaml.MappingNode):
+        return {(): isinstance(node, yaml.ScalarNode) and (node.tag.endswith(":null") or node.value.lower() in OFF)}
+    pairs = ((key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+    return {(*key.value.split("."), *inner): off for key, value in pairs for inner, off in _leaves(value).items()}
+
+
+def as_meant(settings: type[BaseModel], values: Any) -> Any:
+    """The values for the fields of `settings`, with every word for "off" replaced by the field's value for it.
+
+    Where a number is expected, true and false become values that aren't numbers: pydantic would take them for 1 and 0.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    known = settings.model_fields
+    return {key: _read(value, *_reading(settings, key)) if key in known else value for key, value in values.items()}
+
+
+class _Truth:
+    """True or false where a number is expected."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return str(self._value).lower()
+
+
+def _read(value: Any, off: str, is_number: bool) -> Any:
+    is_off = value is False or (isinstance(value, str) and value.lower() in OFF)
+    if off == "empty":
+        return [] if is_off else value
+    if off and (is_off or value is None):
+        return "off" if off == "off" else None
+    return _without_truth(value) if is_number else value
+
+
+@functools.cache
+def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
+    """A field's value for "off" (a word, "null", "empty", none), and whether it is a number, not true and false."""
+    field = settings.model_fields[name]
+    annotation = field.annotation
+    known, within = options(annotation), list(parts(annotation))
+    own_meaning = any(option in (bool, str, Path, Any) for option in known)
+    off = "off" if "off" in choices(annotation) else "null" if NoneType in known and not own_meaning else ""
+    if any(get_origin(option) is list for option in known) and field.default == []:
+        off = "empty"
+    return off, any(part in (int, float) for part in within) and not any(part in (bool, Any) for part in within)
+
+
+def _without_truth(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_truth(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_truth(part) for part in value]
+    return _Truth(value) if isinstance(value, bool) else value
+
+
+# The base class of all settings, errors of one sentence, and types of values.
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
 
@@ -173,3 +311,61 @@ def parse(
         return settings.model_validate(values)
     except ValidationError as error:
         raise ConfigError((f"{where}: " if where else "") + sentence(error, settings, written)) from None
+
+
+# Configurations from YAML.
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    if not path.exists():
+        raise ConfigError(f"configuration file {path} doesn't exist")
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; give a configuration in YAML")
+    values = parse_yaml(path.read_bytes(), str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a configuration; it must have keys with values")
+    return values
+
+
+def check_kind(values: Mapping[str, Any], where: str, of_run: bool) -> None:
+    """Raise `ConfigError` for the file of one run where a configuration is needed, and the other way around."""
+    if of_run and "experiments" in values:
+        raise ConfigError(
+            f"{where} is a configuration of the workflow, with experiments; show it by `qerl plan`, start it by "
+            "`snakemake --configfile`, and give `qerl train` a file with model, dataset and out (RunFile in "
+            "config/README.md)"
+        )
+    if not of_run and "experiments" not in values and {"dataset", "out"} & values.keys():
+        raise ConfigError(
+            f"{where} is the file of one run, which `qerl train` takes; a configuration of the workflow has models, "
+            "datasets and experiments (config/README.md)"
+        )
+
+
+def parse_yaml(text: str | bytes, where: str) -> Any:
+    """The value of a YAML text; tags can't construct objects. Raises `ConfigError`, which names `where`."""
+    try:
+        return StrictLoader(text).get_single_data()
+    except AmbiguousYaml as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply; write it with fewer levels") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = f"{error.problem or error.context}{_hidden(text, error)}"
+        raise ConfigError(f"{where}{line}: this is not valid YAML: {problem}") from None
+    # Impossible dates, numbers with thousands of digits and invalid bytes raise ValueError, not YAMLError.
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+
+
+def _hidden(text: str | bytes, error: yaml.MarkedYAMLError) -> str:
+    """The invisible characters in the lines of an error, as the end of its sentence."""
+    marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
+    if not marks:
+        return ""
+    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
+    wrong = "".join(whole.split("\n")[min(marks) : max(marks) + 1])
+    escapes = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
+    return f"; there are invisible characters here: {' '.join(escapes)}" if escapes else ""

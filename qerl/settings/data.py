@@ -6,12 +6,7 @@ import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from qerl.settings.base import FilePath, Fraction, FunctionPath, NonEmpty, PositiveInt, Seed, Settings
 
@@ -37,7 +32,7 @@ class GeneratedSplits(Settings):
 
 
 class Generated(GeneratedSplits):
-    """Arithmetic word problems made by `qerl.data.arithmetic`, with the keys of GeneratedSplits."""
+    """Arithmetic word problems made by `qerl.data.generated`, with the keys of GeneratedSplits."""
 
     source: Literal["generated"] = "generated"
     terse: Fraction = 0.55
@@ -46,7 +41,7 @@ class Generated(GeneratedSplits):
 
 
 class CountdownData(GeneratedSplits):
-    """Countdown problems made by `qerl.data.countdown_problems`, with the keys of GeneratedSplits.
+    """Countdown problems made by `qerl.data.generated`, with the keys of GeneratedSplits.
 
     They need `format: countdown`. Each has a solution, most have several."""
 
@@ -65,7 +60,7 @@ class CountdownData(GeneratedSplits):
 
 
 class ComparisonData(GeneratedSplits):
-    """Chains of comparisons made by `qerl.data.comparisons`, with the keys of GeneratedSplits.
+    """Chains of comparisons made by `qerl.data.generated`, with the keys of GeneratedSplits.
 
     They need `format: math`. In a problem some comparisons are turned around: "Mia has 4 more than Tom" asks for a
     subtraction to find Tom's number. The obvious short way takes the words in their order, and its answer is wrong."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
 
@@ -100,7 +97,7 @@ class RandomErrorSettings(Settings):
     """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16.
 
     It is drawn once, from a normal distribution whose variance in each group is the mean square of rounding's error
-    there (`qerl.quantization.random_error`)."""
+    there (`qerl.models.quantize`)."""
 
     of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     """The format whose rounding is imitated."""

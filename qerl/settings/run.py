@@ -1,22 +1,418 @@
-"""Settings of a training run, in a grid or by hand."""
+"""Settings of a training run, in a grid or by hand: its sampler, reward, adapter, noise, loss and optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
+from pydantic import Field, field_validator, model_validator
+
+from qerl.settings.base import (
+    FilePath,
+    Fraction,
+    FunctionPath,
+    NonEmpty,
+    PositiveInt,
+    Seed,
+    Settings,
+    can_name_a_file,
+    not_empty,
 )
-
-from qerl.settings.base import FilePath, PositiveInt, Seed, Settings, can_name_a_file, not_empty
 from qerl.settings.data import DatasetSettings, HubData, LocalData
 from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe, WeightFormat
-from qerl.settings.reward import RewardSettings
-from qerl.settings.rollout import UNDECIDING_OF_ENGINE, RolloutSettings
-from qerl.settings.training import AdapterSettings, LossSettings, NoiseSettings, OptimizerSettings, ThermostatSettings
+
+# Settings of samplers: the engine and its sampling parameters.
+
+#: Draws at it are greedy in effect. Far below it, the division of logits overflows float32.
+_LOWEST_TEMPERATURE = 1e-6
+
+
+class SamplingSettings(Settings):
+    """How completions are drawn. Defaults are those of the paper's rollout (Table 4)."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits. 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Tokens are drawn from the fewest likeliest ones that have this share of the probability that `top_k` keeps. 1
+    keeps all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Tokens are drawn from this many likeliest ones. 0 keeps all."""
+    max_tokens: PositiveInt = 4096
+    """The most tokens of a completion."""
+
+    @model_validator(mode="after")
+    def _logits_do_not_overflow(self) -> SamplingSettings:
+        if 0 < self.temperature < _LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature={self.temperature:g} is too small to divide by; use 0, which is greedy, or at "
+                f"least {_LOWEST_TEMPERATURE:g}"
+            )
+        return self
+
+
+class VllmSettings(Settings):
+    """vLLM as the sampler."""
+
+    utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs). The trainer needs the rest. In a
+    job that has a part of the GPU, this is a share of that part."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Size of the KV cache in GiB. None takes what `utilization` leaves, on a CPU 1 GiB."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt with its completion, in tokens. None takes the model's context."""
+    max_sequences: PositiveInt = 256
+    """Largest number of sequences that are decoded together."""
+    sleep: bool = False
+    """Release the engine's memory between rollouts: weights move to host memory, the cache is dropped."""
+    eager: bool = False
+    """Neither compile nor capture CUDA graphs. The engine starts faster and runs slower."""
+    tensor_parallel: PositiveInt = 1
+    """Number of GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first
+    one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_server(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and (removed := sorted({"url", "adapters"} & values.keys())):
+            raise ValueError(f"the key {removed[0]} was removed with engine=vllm-server; delete it and use engine=vllm")
+        return values
+
+
+Kernels = Literal["auto", "portable"]
+KvCacheDtype = Literal["auto", "fp8"]
+
+
+class NativeSettings(Settings):
+    """The native engine, which samples from the trainer's own weights on a GPU."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
+    it. If that limit is reached, the cache's memory is released after each rollout, as with `sleep`."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Dtype of the KV cache. `auto` is that of the model. `fp8` (E4M3 with a scale for each token and head) holds 1.9
+    times as many tokens in the same memory. The sampler's distribution then differs more from the trainer's, which
+    `mismatch/kl` logs. It needs a GPU of compute capability 8.9."""
+    sleep: bool = False
+    """Release the cache's memory after each rollout. The next rollout takes about a second longer."""
+    batch_invariant: bool = False
+    """Make each completion independent of its batch, to the bit. Prompts are then computed one by one and every step
+    has the size of a full batch, which is slower."""
+    drafts: bool = False
+    """Let a step verify several guessed tokens of each sequence where few sequences are left. Guesses come from the
+    prompt, the completion so far, and other completions of the prompt. The tokens are those without guesses, except
+    where roundings of a larger batch change a draw. With `batch_invariant` all bits are the same, also in a run that
+    was killed and has forgotten the completions of its earlier steps.
+    Models with delta nets have no drafts, because their states can't be rolled back."""
+    kernels: Kernels = "auto"
+    """Kernels of the products with NVFP4 and MXFP4 weights. `auto` takes those that were written for the GPU's
+    generation, which is Hopper alone, and otherwise the portable ones in Triton. `portable` takes the latter
+    everywhere."""
+
+
+class EngineSettings(Settings):
+    """The engine that draws the completions."""
+
+    #: The key of `engine` in a configuration, for messages.
+    engine_key: ClassVar[str] = "engine"
+
+    engine: Literal["native", "vllm"] = "native"
+    """`native` is this project's engine. `vllm` is vLLM within this process."""
+    native: NativeSettings = NativeSettings()
+    vllm: VllmSettings = VllmSettings()
+
+    @property
+    def engine_gpus(self) -> int:
+        """Number of GPUs that sampling needs."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _is_no_server(cls, value: Any) -> Any:
+        if value == "vllm-server":
+            raise ValueError("engine=vllm-server was removed; use engine=vllm, which is vLLM within this process")
+        return value
+
+
+class RolloutSettings(EngineSettings):
+    """The rollout of each step: `prompts` problems with `group_size` completions each (G of Eq. 3)."""
+
+    engine_key: ClassVar[str] = "rollout.engine"
+
+    prompts: PositiveInt = 16
+    group_size: PositiveInt = 8
+    resample: Annotated[int, Field(ge=0, lt=256)] = 0
+    """Number of further rounds of DAPO's dynamic sampling. Each round replaces problems whose completions all earn the
+    same reward by the next problems."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt of a training problem, in tokens. Problems with longer ones are left out. With none, every prompt
+    must fit into the model's context together with `sampling.max_tokens`."""
+    sampling: SamplingSettings = SamplingSettings()
+
+    @model_validator(mode="after")
+    def _draws_at_a_temperature(self) -> RolloutSettings:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature=0 is greedy: all completions of a problem are the same, and training "
+                "divides by it; use a temperature above 0, such as 1.0 (an evaluation may have 0)"
+            )
+        return self
+
+
+#: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, and drafts do, because they
+#: decide which sequences are decoded together and so how sums are rounded.
+UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep", "url", "adapters"}}
+
+
+# Settings of verifiable rewards, and the presets of the released scripts.
+
+RewardPreset = Literal["upstream-gsm8k", "upstream-gsm8k-hashes", "upstream-bigmath", "upstream-dapomath"]
+
+
+#: The released scripts' values: GSM8K since 27 Nov 2025 and before; BigMath; DAPO-Math and MiroMind.
+REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
+    "upstream-gsm8k": {"correct": 2.0, "format": 0.2},
+    "upstream-gsm8k-hashes": {"correct": 1.0, "format": 0.2},
+    "upstream-bigmath": {"correct": 1.0, "format": 0.2},
+    "upstream-dapomath": {"correct": 1.0, "format": 0.0},
+}
+
+
+class RewardSettings(Settings):
+    """Weights of the reward's parts (`qerl.rl.rewards`)."""
+
+    preset: RewardPreset | None = None
+    """Sets `correct` and `format` to the released scripts' values. Keys given beside it win. Grading stays this
+    project's, because the scripts' graders have defects."""
+    correct: float = 1.0
+    format: float = 0.1
+    custom: float = 1.0
+    """Weight of `function`."""
+    function: FunctionPath | None = None
+    """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
+    `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a number
+    between -1e15 and 1e15."""
+    timeout: Annotated[float, Field(gt=0)] | None = 300.0
+    """Longest time that a call of `function` may take, in seconds. A longer call stops the run with the function's
+    position. A start with a higher limit continues from the last checkpoint. None sets no limit."""
+    overlong: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the penalty for long completions."""
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens before the limit over which DAPO's soft penalty goes from 0 to -1. With 0 there is no
+    penalty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("preset") not in get_args(RewardPreset):
+            return values
+        return {**REWARD_PRESETS[values["preset"]], **values}
+
+
+# Settings of training: adapter, noise, loss and optimizer.
+
+#: The linear layers of a block of Llama, whose names most models share. Together they mean all layers of any model.
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_EXPERTS = "experts."
+#: The linear layers of a mixture's experts. They also mean the parts of gpt-oss's fused layer.
+EXPERT_LAYERS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+#: The end of a layer's name; the structure of a model decides which it has.
+Target = Annotated[str, Field(min_length=1)]
+
+
+class AdapterSettings(Settings):
+    """LoRA. Defaults are those of the paper's Table 4 and section 4.1, which don't state alpha."""
+
+    rank: Annotated[int, Field(ge=0)] = 32
+    alpha: PositiveInt = 64
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that an update drops. The mask is a function of seed, step, completion and layer,
+    not of how the batch is split into micro-batches or among processes.
+    """
+    train_norms: bool = True
+    """Whether the RMSNorms whose outputs projections read, two in each block, are trained too, as in the released
+    scripts."""
+    targets: NonEmpty[Target] = list(LAYERS)
+    """The linear layers of the blocks that get an adapter, by the ends of their names in the model, such as
+    `query_key_value`. The seven of the default together mean every linear layer of the blocks outside of a mixture's
+    experts, whatever its name. All parts of a fused layer together, such as q, k and v of `qkv_proj`, mean that layer.
+    Each expert of a mixture has an adapter of its own only where `experts.…` names its projections, gate and up
+    together."""
+
+    @property
+    def of_experts(self) -> list[str]:
+        """The projections of experts that get adapters, such as "up_proj"."""
+        return [target.removeprefix(_EXPERTS) for target in self.targets if target.startswith(_EXPERTS)]
+
+    @property
+    def beside_experts(self) -> list[str]:
+        """The other targets."""
+        return [target for target in self.targets if not target.startswith(_EXPERTS)]
+
+    @model_validator(mode="after")
+    def _experts_are_possible(self) -> AdapterSettings:
+        if self.of_experts and self.dropout:
+            raise ValueError(
+                f"adapter.dropout={self.dropout} isn't possible with experts among adapter.targets, because PEFT has "
+                "none on their stacks; use 0"
+            )
+        if len({"gate_proj", "up_proj"} & set(self.of_experts)) == 1:
+            raise ValueError(
+                "adapter.targets has one of experts.gate_proj and experts.up_proj, which transformers stacks in one "
+                "weight; name both, or none"
+            )
+        return self
+
+
+class NoiseSettings(Settings):
+    """Adaptive Quantization Noise (paper section 3.3, Eq. 7 to 12)."""
+
+    schedule: Literal["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"] = (
+        "off"
+    )
+    sigma_start: Annotated[float, Field(ge=0)] = 1e-2
+    sigma_end: Annotated[float, Field(ge=0)] = 5e-4
+    stages: PositiveInt = 10
+    """K of Eq. 8. The first stage has no noise. In a run with fewer steps than stages each step is a stage, and the
+    last stages are left out."""
+    mode: Literal["sampler", "consistent"] = "sampler"
+    """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
+    forward pass too."""
+    norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
+    """Norms of a block that carry noise: the one that the projections of attention read (`attention`), and the one that
+    those of the MLP read (`mlp`). The paper has both."""
+    per: Literal["step", "completion"] = "step"
+    """`step` draws z once for all completions of a step. `completion` draws it for each number of a completion within
+    its group, so that no two completions of a problem share it. It needs `mode: sampler`, and draws a step in as many
+    parts as a group has completions."""
+    placebo: bool = False
+    """Follow the schedule with z = 0. The log has the sigma of the schedule and a norm of 0."""
+
+    @model_validator(mode="after")
+    def _mode_is_possible(self) -> NoiseSettings:
+        if self.per == "completion" and self.mode == "consistent":
+            raise ValueError(
+                "noise.per=completion has no noise of its own for each row of an update; use mode: sampler"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> NoiseSettings:
+        if self.schedule in ("off", "constant"):
+            return self
+        if self.stages < 3:
+            raise ValueError(f"noise.stages={self.stages} leaves no schedule between start and end; use at least 3")
+        if not 0 < self.sigma_end <= self.sigma_start:
+            raise ValueError("noise.sigma_end must be above 0 and not above noise.sigma_start for a decaying schedule")
+        return self
+
+
+class ThermostatSettings(Settings):
+    """A sampling temperature that follows the token entropy of another run (`qerl.rl.trainer`).
+
+    The first step has `rollout.sampling.temperature`. Evaluations have their own."""
+
+    arm: str | None = None
+    """Arm of the same experiment whose run at the same point of the grid is followed. It is trained first."""
+    metrics: FilePath | None = None
+    """File metrics.jsonl of the run that is followed, in place of an arm."""
+    gain: Annotated[float, Field(gt=0, le=2)] = 0.1
+    """Exponent by which the temperature of a step corrects the ratio of the wanted to the reached entropy. The ratio
+    counts as e or 1 / e at most."""
+    average_steps: Annotated[float, Field(ge=1)] = 4
+    """Steps over which both entropies are averaged: each counts 1 − 1 / `average_steps` of the one after it."""
+    lowest: Annotated[float, Field(gt=0)] = 0.25
+    """Lowest temperature."""
+    highest: Annotated[float, Field(gt=0)] = 4.0
+    """Highest temperature."""
+
+    @model_validator(mode="after")
+    def _one_run_is_followed(self) -> ThermostatSettings:
+        if (self.arm is None) == (self.metrics is None):
+            raise ValueError("thermostat follows one run: give either its arm, or the file of its metrics")
+        if self.lowest > self.highest:
+            raise ValueError("thermostat.lowest must not be above thermostat.highest")
+        return self
+
+
+class PPOSettings(Settings):
+    """Value function and advantages of PPO (`qerl.rl.value` has the formulas). The paper has no PPO.
+
+    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for rewards at the
+    end of a text.
+    """
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """Lambda of the generalized advantage estimation (arXiv 1506.02438, Eq. 16)."""
+    whiten: bool = True
+    """Scale advantages to mean 0 and variance 1 over the tokens of each step's batch."""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """Largest change of a value that the loss counts, from the value before the first update on the rollout (as
+    `clip_low`)."""
+    value_coefficient: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the value's loss, which already has a factor of 0.5. The value function shares no trained weight with
+    the policy."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Learning rate of the value function, with the policy's schedule. The default is ten times the policy's. In
+    OpenRLHF it is nine times."""
+    rank: PositiveInt = 32
+    """Rank of the value function's LoRA adapter. The adapter has the policy's targets, no dropout and no trained
+    norms."""
+    alpha: PositiveInt = 64
+
+
+class LossSettings(Settings):
+    """The policy's loss (`qerl.rl.losses` has the formulas).
+
+    The default is GRPO (paper Eq. 3) without a KL term (Appendix E)."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
+    """Name of the loss. The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference, which is the base without the adapter."""
+    scale_advantages: bool = True
+    """Divide advantages by the group's standard deviation (Eq. 4). The default of `dr_grpo` is false."""
+    mask_truncated: bool = False
+    """Exclude completions that reached the length limit from the loss (DAPO's overlong filtering)."""
+    updates_per_rollout: PositiveInt = 1
+    """Number of passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
+    correction: Literal["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = "off"
+    """Importance weights that correct for the difference between sampler and trainer. The paper has none."""
+    correction_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest importance weight. Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
+    silent_sample: Annotated[float, Field(gt=0, le=1)] = 0.125
+    """Share of the silent completions, whose gradient is zero, that an update reads. Metrics of entropy and mismatch
+    count it for all of them. 1 reads all: more time, no change of the policy. With `kl` or `ppo` none are silent."""
+    ppo: PPOSettings = PPOSettings()
+    """Settings that only `ppo` uses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dr_grpo_does_not_scale(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("name") != "dr_grpo":
+            return values
+        return {"scale_advantages": False, **values}
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSettings(Settings):
+    """Optimizer and schedule (paper Table 4; warm-up, decay and clipping from the released scripts)."""
+
+    name: Literal["adamw", "adamw8bit"] = "adamw8bit"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    betas: tuple[_Beta, _Beta] = (0.9, 0.99)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    warmup_ratio: Fraction = 0.1
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
+
+
+# Settings of a training run, in a grid or by hand.
 
 #: Keys of `RunSettings` that decide neither the result of a run nor the time of its steps.
 UNDECIDING_OF_STEPS: Any = {

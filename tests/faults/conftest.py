@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.jobs import dispatch
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from qerl.workflow import dispatch
 from tests import jobs
 from tests.jobs import train_job, write_inputs
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.settings.config import merged
+from qerl.settings.workflow import merged
 from tests.jobs import processes_of
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import CORES, Tree, copy_tree

@@ -15,24 +15,22 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from qerl.by_hand import runs
-from qerl.checkpoints.folder import CheckpointError
+from qerl import api
+from qerl.checkpoints.files import CheckpointError
 from qerl.cli import commands as cli
 from qerl.data.records import DataError
 from qerl.data.sources import read_split
-from qerl.jobs.prepare import DataJob
-from qerl.policy.export import export
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.provenance.files import check_writable, write_json, writing
+from qerl.host.provenance import check_writable, write_json, writing
+from qerl.jobs import DataJob
+from qerl.models.export import export
+from qerl.models.policy import load_policy, with_adapter
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.run import RunSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, RunSettings
+from tests.faults.conftest import forked, ordinary_user, read_rows, untimed
 from tests.jobs import train_job
 from tests.unit.report.test_samples import rollout, write_steps
-
-from .conftest import forked, ordinary_user, read_rows, untimed
 
 CPU = torch.device("cpu")
 CUT = 77
@@ -107,15 +105,15 @@ def test_trained_files_are_on_the_disk_before_run_json_says_so(run, monkeypatch)
 
 def test_a_run_by_hand_cut_off_at_once_can_be_started_again(run):
     values = {"model": str(run.base), "dataset": {"format": "gsm8k", "origin": {"source": "generated"}}}
-    settings = runs._read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
+    settings = api._read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
 
     def write():
-        cut_before(runs.RUN_FILE)
-        runs._write_run_file(settings)
+        cut_before(api.RUN_FILE)
+        api._write_run_file(settings)
 
     assert forked(write) == CUT
     assert [file.name for file in (run.folder / "by-hand").iterdir()] == ["run.yaml.partial"]
-    runs._check_same(run.folder / "by-hand", settings)
+    api._check_same(run.folder / "by-hand", settings)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

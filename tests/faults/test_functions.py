@@ -13,9 +13,8 @@ from qerl.cli import commands as cli
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, reward_parts
 from qerl.settings.base import ConfigError
-from qerl.settings.reward import RewardSettings
-
-from .conftest import REWARD, read_rows
+from qerl.settings.run import RewardSettings
+from tests.faults.conftest import REWARD, read_rows
 
 PROBLEM = Problem("7", "6 * 3?", "#### 18", "18", None)
 MODULE = """

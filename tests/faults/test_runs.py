@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from qerl.data.sources import prepare
-from qerl.provenance.files import check_clock
+from qerl.host.provenance import check_clock
 from qerl.rl.failures import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
+from tests.faults.conftest import forked, untimed
+from tests.faults.test_files import CUT, cut_before
 from tests.tiny import tiny_qwen2
-
-from .conftest import forked, untimed
-from .test_files import CUT, cut_before
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +109,7 @@ def test_files_dated_in_the_future_are_refused_with_the_command_that_fixes_them(
 
 # --- two at once -----------------------------------------------------------------------------------------------------
 
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.host.gpu_lease import alone\n"
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom qerl.host.lease import alone\n"
 HOLD += "with alone(Path(sys.argv[1])):\n    print('has it', flush=True)\n    time.sleep(60)\n"
 
 

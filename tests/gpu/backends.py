@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from qerl.layers import fused_linear
-from qerl.layers.w4_linear import is_hopper
+from qerl.models import linear
+from qerl.models.linear import is_hopper
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
 #: Ends a parameter's name for the kernels of every other GPU. On those GPUs it would repeat the case without it.
@@ -27,7 +27,7 @@ def kernels_of(name: str) -> Iterator[str]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if name.endswith(PORTABLE):
-            patch.setattr(fused_linear, "is_hopper", lambda capability: False)
+            patch.setattr(linear, "is_hopper", lambda capability: False)
         yield name.removesuffix(PORTABLE)
 
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.geometry import PAGE
+from qerl.kernels.state import PAGE, DecodeState
 
 CUDA = torch.device("cuda")
 

@@ -44,7 +44,7 @@ def _settings(size: str, weights: str, loss: str) -> dict[str, Any]:
         "noise": {"schedule": "exponential"},
         "loss": {"name": loss},
         "rollout": {"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 320}, "native": {"kv_cache_gib": 3}},
-        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.grpo_step.work:reward"},
+        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
     }
 
 
@@ -52,12 +52,11 @@ def train(case: str, folder: Path, share: float) -> None:
     """Train a case in this process, from the newest checkpoint in `folder`, and write what decides equality."""
     from transformers import AutoTokenizer
 
-    from qerl.bench.grpo_step.work import problem, questions
-    from qerl.checkpoints.published import vocabulary
-    from qerl.host.profiling import cap_share
-    from qerl.policy.policy import choose_device
-    from qerl.random_models.policy import random_policy
-    from qerl.random_models.tokenizer import TEXTS, write_tokenizer
+    from qerl.bench.workloads import problem, questions
+    from qerl.checkpoints.shapes import vocabulary
+    from qerl.host.gpus import cap_share
+    from qerl.models.policy import choose_device
+    from qerl.models.random import TEXTS, random_policy, write_tokenizer
     from qerl.rl.checkpoint import Checkpoints
     from qerl.rl.rollouts import Collector, Task
     from qerl.rl.train import prepared

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from qerl.kernels import reference
-from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.geometry import CHUNK, PAGE, Heads, Norm, splits_of
-from qerl.kernels.kv_cache import KVCache
+from qerl.kernels.state import CHUNK, IDLE, PAGE, DecodeState, Heads, KVCache, Norm, SamplingState, splits_of
 from tests.gpu.backends import poison
 from tests.gpu.exact import CUDA, expected_attention, kernels_order, normed, paged
 
@@ -23,7 +21,7 @@ def poisoned():
 
 @pytest.fixture(params=[True, False], ids=["pdl", "plain"])
 def dependent_launch(request, monkeypatch):
-    monkeypatch.setattr("qerl.kernels.launch.ENABLED", request.param)
+    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", request.param)
 
 
 def tolerance(dtype):
@@ -37,7 +35,7 @@ def tolerance(dtype):
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (7, 1537), (256, 3584), (5, 8192)])
 @pytest.mark.usefixtures("dependent_launch")
 def test_rms_norm(dtype, rows, width):
-    from qerl.kernels.norm import add_normed, rms_norm
+    from qerl.kernels.triton.norms import add_normed, rms_norm
 
     x = torch.randn(rows, width, device=CUDA).mul_(3).to(dtype)
     for weight_dtype in DTYPES:
@@ -56,7 +54,7 @@ def test_rms_norm(dtype, rows, width):
 @pytest.mark.usefixtures("dependent_launch")
 @pytest.mark.parametrize("rank", [0, 20, 32])
 def test_narrow_products(rank):
-    from qerl.kernels.narrow import narrow_product
+    from qerl.kernels.triton.linear import narrow_product
 
     weight, down = torch.randn(96, 5120, device=CUDA).bfloat16(), torch.randn(rank, 5120, device=CUDA).bfloat16()
     up = torch.randn(96, rank, device=CUDA).bfloat16()
@@ -95,8 +93,8 @@ def test_narrow_products(rank):
 @pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @pytest.mark.usefixtures("dependent_launch")
 def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_programs, monkeypatch):
-    from qerl.kernels import attention
-    from qerl.kernels.attention import attend
+    from qerl.kernels.triton import attention
+    from qerl.kernels.triton.attention import attend
 
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     offset = float(normed == "1 + w")
@@ -132,7 +130,7 @@ def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_p
 @pytest.mark.parametrize(("query", "kv"), [(28, 4), (32, 8), (40, 8)])
 @pytest.mark.usefixtures("dependent_launch")
 def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, monkeypatch):
-    from qerl.kernels import attention
+    from qerl.kernels.triton import attention
 
     heads, lengths = Heads(query, kv, 128, 128**-0.5), torch.tensor([300, 193, 256, 1000, 257, 640, 321, 400] * 32)
     state = DecodeState.empty(len(lengths), 1, 16, CUDA)
@@ -171,7 +169,7 @@ def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, 
 )
 @pytest.mark.usefixtures("dependent_launch")
 def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
-    from qerl.kernels.sampling import draw
+    from qerl.kernels.triton.sampling import draw
 
     count, truncated = 33, top_p < 1 or top_k > 0
     logits = (torch.randn(count, width, device=CUDA) * 3).to(dtype)
@@ -201,7 +199,7 @@ def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
 def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
-    from qerl.kernels.sampling import draw
+    from qerl.kernels.triton.sampling import draw
 
     count, width = 33, 50_000
     logits = (torch.randn(count, width, device=CUDA) * 3).bfloat16()
@@ -227,7 +225,7 @@ def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
 
 @pytest.mark.parametrize("place", [0, 7, 49_999])
 def test_a_logit_that_is_nan_makes_the_logprob_nan(place):
-    from qerl.kernels.sampling import draw
+    from qerl.kernels.triton.sampling import draw
 
     logits = torch.randn(4, 50_000, device=CUDA).bfloat16()
     logits[1, place], logits[2] = torch.nan, torch.nan
@@ -241,7 +239,7 @@ def test_a_logit_that_is_nan_makes_the_logprob_nan(place):
 
 
 def test_a_draw_does_not_depend_on_the_batch():
-    from qerl.kernels.sampling import draw
+    from qerl.kernels.triton.sampling import draw
 
     logits = torch.randn(64, 50_000, device=CUDA).bfloat16()
     sampling = SamplingState.empty(CUDA)

@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.kernels.geometry import PAGE
-from qerl.policy.policy import with_adapter
-from qerl.random_models.checkpoint import write_checkpoint
+from qerl.kernels.state import PAGE
+from qerl.models.policy import with_adapter
+from qerl.models.random import write_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rollout.engine.cuda_graphs import bucket_of
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.decoder import bucket_of
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from tests.gpu.backends import HOPPER, kernels_of, poison, with_portable
 from tests.tiny import tiny_llama, tiny_qwen3
 

@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import EXPERT_LAYERS, LAYERS, AdapterSettings, NoiseSettings
+from qerl.settings.run import EXPERT_LAYERS, LAYERS, AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from tests.families import FAMILIES
 from tests.parity.family_models import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss

@@ -5,16 +5,23 @@ import pytest
 import torch
 
 from qerl.kernels import reference
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.geometry import PAGE, Heads, splits_of
-from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache, rounded
 from qerl.kernels.packed_sequences import Packing
-from qerl.kernels.prompts import PromptRow, pack
-from qerl.policy.policy import with_adapter
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.kernels.state import (
+    FP8,
+    LEAST_FP8_CAPABILITY,
+    PAGE,
+    DecodeState,
+    Heads,
+    KVCache,
+    PromptRow,
+    pack,
+    rounded,
+    splits_of,
+)
+from qerl.models.policy import with_adapter
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_qwen3
 
 pytest.importorskip("triton", reason="Triton isn't installed")
@@ -71,9 +78,9 @@ class Stored(KVCache):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_steps(shape, dtype, least_programs, pdl, monkeypatch):
-    from qerl.kernels import attention
+    from qerl.kernels.triton import attention
 
-    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", pdl)
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     torch.manual_seed(0)
     heads, rope = heads_of(*shape, dtype)
@@ -104,9 +111,9 @@ def test_steps(shape, dtype, least_programs, pdl, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_prompts(shape, dtype, pdl, monkeypatch):
-    from qerl.kernels.prompt_attention import attend_prompts
+    from qerl.kernels.triton.prompt_attention import attend_prompts
 
-    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", pdl)
     torch.manual_seed(0)
     heads, rope = heads_of(*shape, dtype)
     lengths = [1, 64, 300, 65]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from qerl.layers.mlp import swiglu
-from qerl.layers.noisy_norm import NoisyRMSNorm
+from qerl.models.blocks import NoisyRMSNorm
+from qerl.models.experts import swiglu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

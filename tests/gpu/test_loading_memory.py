@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from qerl.checkpoints.folder import weight_files
+from qerl.checkpoints.files import weight_files
 from tests.tiny import tiny_qwen2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -17,8 +17,8 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from qerl.host.profiling import PROCESS
-from qerl.policy.loading import load_model
+from qerl.host.gpus import PROCESS
+from qerl.models.loading import load_model
 
 def peak():
     lines = (PROCESS / "status").read_text().splitlines()

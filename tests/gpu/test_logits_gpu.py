@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl.layers import linear_logprobs
+from qerl.models import logprobs as linear_logprobs
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -96,7 +96,7 @@ def test_a_bias_and_a_cap(monkeypatch, dtype, keep, cap):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_is_rounded_once_to_nearest_in_the_place_of_its_tile(dtype):
     """The tile is the second of two: some targets lie in it, some before it."""
-    from qerl.kernels.logits import tile_gradient
+    from qerl.kernels.triton.sampling import tile_gradient
 
     hidden, head, targets, weights = case(dtype, 200, 1500, SHAPES["usual"][0])
     raw = rounded_logits(hidden, head, dtype)
@@ -113,7 +113,7 @@ def test_a_gradient_is_rounded_once_to_nearest_in_the_place_of_its_tile(dtype):
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_logits_far_from_zero(shift):
     """The maximum rises from tile to tile, and exp of any logit is 0 or infinite."""
-    from qerl.kernels.logits import tile_statistics
+    from qerl.kernels.triton.sampling import tile_statistics
 
     logits = torch.linspace(-20, 20, 999, device=DEVICE).expand(4, -1) + shift
     targets = torch.tensor([0, 499, 500, 998], device=DEVICE)
@@ -125,7 +125,7 @@ def test_logits_far_from_zero(shift):
 
 
 def test_a_logit_that_is_no_number_shows():
-    from qerl.kernels.logits import tile_statistics
+    from qerl.kernels.triton.sampling import tile_statistics
 
     logits = torch.randn(3, 100, device=DEVICE)
     logits[1, 70] = torch.nan

@@ -5,13 +5,19 @@ import torch
 from torch import nn
 
 from qerl.formats.codecs import dequantize, quantize
-from qerl.kernels import mixture_reference
-from qerl.kernels.graphs import captured
-from qerl.kernels.groups import BLOCK_SIZES, block_size
+from qerl.kernels import reference
 from qerl.kernels.operations import mixture_operations
-from qerl.layers.grouped_linear import PortableGroupedLinear, grouped, grouped_product, weighted_sum
-from qerl.layers.grouped_lora import ExpertFactors, GroupedAdapters, adapted_product
-from qerl.layers.packed_linear import PackedLinear
+from qerl.kernels.state import BLOCK_SIZES, block_size, captured
+from qerl.models.experts import (
+    ExpertFactors,
+    GroupedAdapters,
+    PortableGroupedLinear,
+    adapted_product,
+    grouped,
+    grouped_product,
+    weighted_sum,
+)
+from qerl.models.linear import PackedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -148,10 +154,10 @@ def test_routes_groups_and_sums_are_those_of_pytorch():
     for tokens in TOKENS:
         scores = torch.randn(tokens, 128, device=DEVICE)
         numbers, weights = operations.route(scores, 8, True)
-        expected = mixture_reference.route(scores, 8, True)
+        expected = reference.route(scores, 8, True)
         assert torch.equal(numbers, expected[0])
         torch.testing.assert_close(weights, expected[1], rtol=1e-5, atol=0)
-        groups, exact = operations.group(numbers, 128), mixture_reference.group(numbers, 128)
+        groups, exact = operations.group(numbers, 128), reference.group(numbers, 128)
         assert torch.equal(groups.experts, exact.experts)
         assert torch.equal(groups.pairs[exact.experts >= 0], exact.pairs[exact.experts >= 0])
         y = torch.randn(tokens * 8, HIDDEN, device=DEVICE)

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from qerl.formats.codecs import Packed, dequantize, quantize
-from qerl.layers.dense_linear import BitsandbytesLinear
-from qerl.layers.fused_linear import fuse
-from qerl.layers.packed_linear import PackedLinear
+from qerl.models.linear import BitsandbytesLinear, PackedLinear, fuse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,16 +7,14 @@ from itertools import combinations
 import pytest
 import torch
 
-from qerl.random_models.policy import random_policy
-from qerl.rl.data_parallel import Processes
+from qerl.models.random import random_policy
+from qerl.rl.graphs import PassGraphs
 from qerl.rl.noise import Noise
-from qerl.rl.pass_graphs import PassGraphs
-from qerl.rl.sequence_packing import logprobs_and_entropy, micro_batch
+from qerl.rl.packing import logprobs_and_entropy, micro_batch
+from qerl.rl.parallel import Processes
 from qerl.rl.update import Updater
-from qerl.rollout.engine.engine import EngineSampler
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.run import RunSettings
-from qerl.settings.training import NoiseSettings
+from qerl.rollout.engine import EngineSampler
+from qerl.settings.run import NativeSettings, NoiseSettings, RunSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.unit.rl.test_pass_graphs import batch
 

@@ -5,15 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.kernels.geometry import PAGE, Heads
-from qerl.kernels.kv_cache import KVCache
 from qerl.kernels.packed_sequences import Packing
-from qerl.kernels.prompts import PromptRow, pack
-from qerl.random_models.policy import random_policy
-from qerl.rollout.engine.engine import EngineSampler
-from qerl.rollout.engine.prefill import bucket_of
+from qerl.kernels.state import PAGE, Heads, KVCache, PromptRow, pack
+from qerl.models.random import random_policy
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
+from qerl.settings.run import NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.gpu.exact import kernels_order, with_sinks
 
@@ -65,9 +63,9 @@ def exact(qkv, lengths, positions, rope, heads):
 @pytest.mark.parametrize("padding", [0, 117])
 @pytest.mark.parametrize("pdl", [True, False])
 def test_attention_of_prompts(dtype, query, kv, dim, normed, rotary, window, sinks, padding, pdl, monkeypatch):
-    from qerl.kernels.prompt_attention import attend_prompts
+    from qerl.kernels.triton.prompt_attention import attend_prompts
 
-    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", pdl)
     torch.manual_seed(torch.seed() % 2**31)
     offset = float(normed == "1 + w")
     norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
@@ -152,7 +150,7 @@ def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count
 
 def test_a_graph_follows_adapters_and_noise_as_they_are_now(policy):
     from qerl.rl.noise import Noise
-    from qerl.settings.training import NoiseSettings
+    from qerl.settings.run import NoiseSettings
 
     sampler, params, prompts = sampler_of(policy), SamplingParams(max_tokens=4, seed=1), prompts_of(100, 3)
     clean = sampler.generate(prompts, params)

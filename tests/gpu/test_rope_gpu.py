@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from qerl.layers import packed_attention
-from qerl.layers.packed_attention import rotate, rotate_normed
+from qerl.models import blocks
+from qerl.models.blocks import rotate, rotate_normed
 from tests.gpu.test_update_gpu import adapted, of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.rl.test_sequence_packing import samples
@@ -118,7 +118,7 @@ def calls(monkeypatch):
     tokens = []
     for kernel in (rotate, rotate_normed):
         seen = lambda query, *others, kernel=kernel: tokens.append(len(query)) or kernel(query, *others)  # noqa: E731
-        monkeypatch.setattr(packed_attention, kernel.__name__, seen)
+        monkeypatch.setattr(blocks, kernel.__name__, seen)
     return tokens
 
 

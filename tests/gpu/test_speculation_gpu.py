@@ -4,17 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.kernels.decode_state import DecodeState
-from qerl.kernels.geometry import PAGE, Heads, splits_of
-from qerl.kernels.kv_cache import KVCache
-from qerl.policy.policy import with_adapter
-from qerl.random_models.checkpoint import write_checkpoint
+from qerl.kernels.state import PAGE, DecodeState, Heads, KVCache, splits_of
+from qerl.models.policy import with_adapter
+from qerl.models.random import write_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rollout.engine import speculation
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout import speculation
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.tiny import tiny_qwen3
 
@@ -36,9 +33,9 @@ def test_rows_of_a_sequence_attend_as_steps_one_after_the_other(
     dtype, query, kv, dim, normed, least_programs, pdl, monkeypatch
 ):
     """To the bit, output and cache, in each of several launches."""
-    from qerl.kernels import attention
+    from qerl.kernels.triton import attention
 
-    monkeypatch.setattr("qerl.kernels.launch.ENABLED", pdl)
+    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", pdl)
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     norms = [(1 + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
     heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6)

@@ -4,19 +4,17 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from qerl.host.profiling import allocatable_bytes
+from qerl.host.gpus import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing, attend_packed
-from qerl.layers import linear_logprobs
-from qerl.layers.attention import attend
-from qerl.policy.policy import trained_in_full, with_adapter
-from qerl.random_models.checkpoint import write_checkpoint
-from qerl.random_models.policy import random_policy
-from qerl.rl.activation_checkpointing import USABLE, Recomputation, kept_bytes
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, split
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.models import logprobs as linear_logprobs
+from qerl.models.blocks import attend
+from qerl.models.policy import trained_in_full, with_adapter
+from qerl.models.random import random_policy, write_checkpoint
+from qerl.rl.memory import USABLE, Recomputation, kept_bytes
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.checkpoints.folder import weights_format_of
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.merge import merge
-from qerl.random_models.checkpoint import write_checkpoint
+from qerl.checkpoints.files import weights_format_of
+from qerl.models.export import merge
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.random import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.settings.rollout import VllmSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NoiseSettings, VllmSettings
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -47,7 +46,7 @@ def kl(policy, groups):
 
 
 def test_the_engine_follows_the_policy_through_syncs_and_sleep(policy):
-    from qerl.rollout.vllm.in_process import VllmSampler
+    from qerl.rollout.vllm import VllmSampler
 
     # vLLM lets one engine a process sleep.
     sleep = weights_format_of(Path(policy.lm.config.name_or_path)) == "nvfp4"

@@ -11,14 +11,10 @@ from transformers.activations import ACT2FN
 from qerl.formats import tiles as tile_layout
 from qerl.formats import words as word_layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
-from qerl.kernels import jit
-from qerl.kernels.unpack import dense
-from qerl.kernels.w4a16.product import compile_ahead
-from qerl.kernels.w4a16.variants import limits
-from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.portable_linear import PortableLinear
-from qerl.layers.w4_linear import W4Linear, is_hopper
-from qerl.settings.training import AdapterSettings
+from qerl.kernels.cuda import jit
+from qerl.kernels.cuda.w4a16 import compile_ahead, dense, limits
+from qerl.models.linear import PackedLinear, PortableLinear, W4Linear, is_hopper
+from qerl.settings.run import AdapterSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -69,8 +65,8 @@ def layers_of(kind, size, weights_format):
 def with_lora(layers, rank):
     from peft import LoraConfig, inject_adapter_in_model
 
-    from qerl.layers.adapters import POLICY_ADAPTER
-    from qerl.layers.lora import register_lora
+    from qerl.models.linear import POLICY_ADAPTER
+    from qerl.models.lora import register_lora
 
     names = [name for name, _ in layers.named_children()]
     # PEFT reads the device from a model's first parameter; packed layers have buffers alone.

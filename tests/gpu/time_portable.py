@@ -22,18 +22,18 @@ import torch
 import typer
 from torch import Tensor
 
-from qerl.bench.decode.points import timed
+from qerl.bench.timing import timed
 from qerl.formats import tiles as tile_layout
 from qerl.formats import words as word_layout
 from qerl.formats.codecs import nvfp4_global_scale, quantize
-from qerl.kernels.portable import launches
-from qerl.kernels.portable.variants import PortableOperands, Tile, tile_for
-from qerl.kernels.w4a16 import product as hopper
-from qerl.kernels.w4a16.product import Mode
-from qerl.random_models.policy import random_policy
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.kernels.cuda import w4a16 as hopper
+from qerl.kernels.cuda.w4a16 import Mode
+from qerl.kernels.portable import PortableOperands, Tile, tile_for
+from qerl.kernels.triton import linear
+from qerl.models.random import random_policy
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
+from qerl.settings.run import NativeSettings
 from tests.gpu.time_products import DEVICE, SHAPES, TOLERANCE, Shape, exact, microseconds
 
 RANK = 16
@@ -85,7 +85,7 @@ def random_operands(shape: Shape) -> Both:
 
 
 def multiply(operands: PortableOperands, x: Tensor, out: Tensor, mode: Mode, tile: Tile | None) -> None:
-    launches.multiply(operands, x, out, mode == Mode.RESIDUAL, "silu" if mode == Mode.GATED else None, tile)
+    linear.multiply(operands, x, out, mode == Mode.RESIDUAL, "silu" if mode == Mode.GATED else None, tile)
 
 
 def error(operands: PortableOperands, x: Tensor, mode: Mode, tile: Tile, before: Tensor, reference: Tensor) -> float:
@@ -154,7 +154,7 @@ def decode(
     tokens: int = 256,
     kernels: str = "portable",
 ) -> None:
-    """Tokens/s of 7B NVFP4 with LoRA r16, prompts of 128 tokens, as `qerl.bench.decode` takes them."""
+    """Tokens/s of 7B NVFP4 with LoRA r16, prompts of 128 tokens, as `qerl.bench` takes them."""
     policy = random_policy("7B", "nvfp4", RANK, DEVICE)
     settings = NativeSettings.model_validate({"kv_cache_gib": 2.0**20, "kernels": kernels})
     for count in map(int, sequences.split(",")):

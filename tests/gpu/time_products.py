@@ -24,15 +24,14 @@ import typer
 from rich import print
 from torch import Tensor, nn
 
-from qerl.bench.ceilings import gpu_state
-from qerl.checkpoints.published import shape_of
+from qerl.bench.timing import gpu_state
+from qerl.checkpoints.shapes import shape_of
 from qerl.formats import tiles as layout
 from qerl.formats.codecs import nvfp4_global_scale, quantize
-from qerl.kernels.unpack import dense
-from qerl.kernels.w4a16.product import Mode, Operands, multiply
-from qerl.results.files import write
-from qerl.results.schema.speed import ProductPoint, ProductsResult
-from qerl.results.schema.stored import Provenance
+from qerl.kernels.cuda.w4a16 import Mode, Operands, dense, multiply
+from qerl.results.schema import Provenance
+from qerl.results.speeds import ProductPoint, ProductsResult
+from qerl.results.store import write
 
 DEVICE = torch.device("cuda")
 #: Relative error of a product with bfloat16 inputs, whose A x and outputs are rounded to bfloat16.

@@ -21,11 +21,10 @@ from unittest.mock import patch
 import numpy as np
 import typer
 
-from qerl.bench.lengths import lognormal_lengths
+from qerl.bench.workloads import lognormal_lengths
 from qerl.data.sources import prepare
-from qerl.host.progress import configure_logging
-from qerl.random_models.checkpoint import write_checkpoint
-from qerl.random_models.tokenizer import TEXTS
+from qerl.host.console import configure_logging
+from qerl.models.random import TEXTS, write_checkpoint
 from qerl.results.paths import POLICY, ROLLOUTS
 from qerl.rl import train
 from qerl.rl.trainer import Trainer

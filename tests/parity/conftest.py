@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.quantize import quantize_checkpoint
 from tests.parity.family_models import NORMS
 from tests.tiny import tiny_family, tiny_gpt_oss
 

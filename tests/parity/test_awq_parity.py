@@ -11,15 +11,21 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl.checkpoints.folder import check_checkpoint, weights_format_of
+from qerl.checkpoints.files import check_checkpoint, weights_format_of
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_split
-from qerl.layers.packed_linear import PackedLinear
-from qerl.policy.loading import load_model
-from qerl.quantization.awq import Calibration, _modifier, calibration_ids, equalise
-from qerl.quantization.checkpoint import quantization_report, quantize_checkpoint
-from qerl.quantization.writer import SCHEMES
+from qerl.models.linear import PackedLinear
+from qerl.models.loading import load_model
+from qerl.models.quantize import (
+    SCHEMES,
+    Calibration,
+    _modifier,
+    calibration_ids,
+    equalise,
+    quantization_report,
+    quantize_checkpoint,
+)
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3, write_template

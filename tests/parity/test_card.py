@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from qerl.policy.card import Base
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.settings.training import AdapterSettings
+from qerl.models.adapter_files import Base
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
+from qerl.settings.run import AdapterSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")

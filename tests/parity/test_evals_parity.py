@@ -10,13 +10,13 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
-from qerl.data.answers import is_correct
+from qerl.data.grading import is_correct
 from qerl.data.records import Problem
 from qerl.evals.evaluate import scorer
 from qerl.evals.lm_eval import task_config
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.settings.evaluation import harness_of
+from qerl.settings.workflow import harness_of
 from tests.unit.data.test_graders import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
 
 GSM8K_GOLD = "She sold 1000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"

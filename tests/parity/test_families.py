@@ -8,26 +8,22 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
-from qerl.checkpoints.folder import CheckpointError, read_headers
+from qerl.checkpoints.files import CheckpointError, read_headers
 from qerl.checkpoints.tensors import stream
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.layers.packed_linear import PackedLinear
-from qerl.policy.export import export, write_dense
-from qerl.policy.loading import has_packed_delta_nets, load_model, packed_layers
-from qerl.policy.policy import load_policy, trained_in_full, with_adapter
-from qerl.quantization.awq import Calibration
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.quantization.merge import merge, write_merged
+from qerl.models.export import export, merge, write_dense, write_merged
+from qerl.models.linear import PackedLinear
+from qerl.models.loading import has_packed_delta_nets, load_model, packed_layers
+from qerl.models.policy import load_policy, trained_in_full, with_adapter
+from qerl.models.quantize import Calibration, quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.engine.engine import EngineSampler
-from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.served import refused_by_engine
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.sampler import SamplingParams, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.parity.family_models import CPU, NORMS, PROMPTS, TOKENS, dense, families, forced, perturbed, stock, unpacked
 from tests.tiny import tiny_family
 

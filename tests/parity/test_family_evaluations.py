@@ -7,18 +7,16 @@ import pytest
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from qerl.data.by_hand import local_dataset
-from qerl.data.sources import prepare, read_split
+from qerl.data.sources import local_dataset, prepare, read_split
 from qerl.evals.evaluate import evaluate
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.models.policy import load_policy, with_adapter
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
-from qerl.rollout.served import refused_by_engine
+from qerl.rollout.sampler import refused_by_engine
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, NativeSettings
+from qerl.settings.workflow import EvaluationSettings
 from tests.parity.family_models import CPU, dense, families, perturbed, stock, unpacked
 from tests.tiny import write_template
 
@@ -51,7 +49,7 @@ def odd(text):
 @families
 def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
     """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
-    monkeypatch.setattr("qerl.evals.grader.verdict", lambda text, *_: "right" if odd(text) else "wrong")
+    monkeypatch.setattr("qerl.evals.evaluate.verdict", lambda text, *_: "right" if odd(text) else "wrong")
     base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
     write_template(base)
     policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))

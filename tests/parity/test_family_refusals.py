@@ -6,18 +6,16 @@ import re
 import pytest
 import torch
 
-from qerl.checkpoints.folder import CheckpointError
-from qerl.plan.doctor import asked_model, diagnose
-from qerl.policy.loading import load_model
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.awq import Calibration, write_equalised
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.checkpoints.files import CheckpointError
+from qerl.doctor import asked_model, diagnose
+from qerl.models.loading import load_model
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import Calibration, quantize_checkpoint, write_equalised
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import EXPERT_LAYERS, AdapterSettings
+from qerl.settings.run import EXPERT_LAYERS, AdapterSettings, EngineSettings, NativeSettings
 from tests.families import FAMILIES, row
 from tests.parity.family_models import CPU, NORMS, dense, families
 

@@ -6,18 +6,17 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl.checkpoints.folder import differences, read_headers
-from qerl.policy.export import write_dense
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.checkpoints.files import differences, read_headers
+from qerl.models.export import write_dense
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.parity.family_models import CPU, PROMPTS, TOKENS, exact, forced, perturbed
 from tests.tiny import edit_config, tiny_decoder, tiny_family
 

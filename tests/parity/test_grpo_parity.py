@@ -6,12 +6,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.policy.policy import Policy
-from qerl.rl.advantages import group_advantages
+from qerl.models.policy import Policy
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, policy_loss
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.rewards import group_advantages
 from qerl.rollout.sampler import Completion
-from qerl.settings.training import LossSettings
+from qerl.settings.run import LossSettings
 from tests.tiny import tiny_qwen2
 
 TEMPERATURE = 0.9

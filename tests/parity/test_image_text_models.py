@@ -15,29 +15,25 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from qerl.checkpoints.folder import CheckpointError, check_checkpoint, weights_format_of
-from qerl.checkpoints.text_models import own_name
+from qerl.checkpoints.files import CheckpointError, check_checkpoint, weights_format_of
+from qerl.checkpoints.layouts import own_name
 from qerl.data.sources import prepare
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.layers.packed_linear import PackedLinear
-from qerl.policy.export import export, write_dense
-from qerl.policy.loading import load_model
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.awq import Calibration
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.quantization.merge import write_merged
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.models.export import export, write_dense, write_merged
+from qerl.models.linear import PackedLinear
+from qerl.models.loading import load_model
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import Calibration, quantize_checkpoint
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.value import add_value
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
-from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.served import refused_by_engine
+from qerl.rollout.sampler import SamplingParams, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.rollout import EngineSettings, NativeSettings
-from qerl.settings.training import AdapterSettings, PPOSettings
+from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, PPOSettings
 from tests.parity.test_published_parity import by_library
 from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
 

@@ -8,13 +8,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qerl.checkpoints.folder import CheckpointError, weight_files
-from qerl.policy.export import export, write_dense
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.quantization.merge import merge, write_merged
+from qerl.checkpoints.files import CheckpointError, weight_files
+from qerl.models.export import export, merge, write_dense, write_merged
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NoiseSettings
 from tests.parity.test_codec_parity import assert_bits_equal
 from tests.parity.test_quant_parity import by_library
 from tests.tiny import tiny_qwen2

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from qerl.checkpoints.folder import check_checkpoint, weights_format_of
-from qerl.layers.packed_linear import PackedLinear
-from qerl.policy.loading import load_model
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.checkpoints.files import check_checkpoint, weights_format_of
+from qerl.models.linear import PackedLinear
+from qerl.models.loading import load_model
+from qerl.models.quantize import quantize_checkpoint
 from tests.tiny import tiny_family, tiny_qwen3
 
 TOKENS = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(7))

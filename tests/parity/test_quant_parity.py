@@ -13,13 +13,12 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from qerl.checkpoints.folder import CheckpointError, check_checkpoint, read_headers, weight_files, weights_format_of
+from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_headers, weight_files, weights_format_of
 from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
-from qerl.formats.errors import FormatError
-from qerl.layers.packed_linear import PackedLinear, dense_weights
-from qerl.policy.loading import load_model
-from qerl.quantization.checkpoint import quantization_report, quantize_checkpoint
-from qerl.quantization.writer import SCHEMES
+from qerl.formats.group_size import FormatError
+from qerl.models.linear import PackedLinear, dense_weights
+from qerl.models.loading import load_model
+from qerl.models.quantize import SCHEMES, quantization_report, quantize_checkpoint
 from tests.parity.test_codec_parity import LIBRARY, assert_bits_equal
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 

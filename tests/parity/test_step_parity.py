@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qerl.data.records import Problem
-from qerl.policy.policy import trained_in_full
-from qerl.rl.data_parallel import Processes
+from qerl.models.policy import trained_in_full
+from qerl.rl.parallel import Processes
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion

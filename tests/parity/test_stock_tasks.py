@@ -11,7 +11,7 @@ from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import STOCK_TASKS, EvaluationSettings
+from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings
 from tests.hub_layouts import REPOSITORIES, settings
 from tests.unit.evals.test_evaluate import make_tokenizer
 

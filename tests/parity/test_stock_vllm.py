@@ -5,10 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qerl.policy.export import export
-from qerl.policy.policy import with_adapter
-from qerl.quantization.merge import merge
-from qerl.settings.training import AdapterSettings
+from qerl.models.export import export, merge
+from qerl.models.policy import with_adapter
+from qerl.settings.run import AdapterSettings
 from tests.parity.family_models import forced
 from tests.parity.vllm_models import CPU, HEADS, PROMPTS, adapted, change, dense_base, stock
 from tests.tiny import tiny_family

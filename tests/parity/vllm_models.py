@@ -5,11 +5,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from qerl.policy.policy import with_adapter
+from qerl.models.policy import with_adapter
 from qerl.rl.noise import standard_normal
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import VllmSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, VllmSettings
 from tests.parity.family_models import forced
 from tests.tiny import tiny_qwen2
 

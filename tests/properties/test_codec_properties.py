@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
 
-from qerl.checkpoints.folder import CheckpointError
+from qerl.checkpoints.files import CheckpointError
 from qerl.formats.codecs import (
     PACKED_FORMATS,
     Packed,
@@ -22,10 +22,9 @@ from qerl.formats.codecs import (
     tensor_specs,
     to_checkpoint,
 )
-from qerl.formats.errors import FormatError
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.group_size import GROUP_SIZE, FormatError
 from qerl.formats.nf4 import STATE_NAME, read_state
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.quantize import quantize_checkpoint
 from tests.bits import bits_per_weight
 from tests.parity.test_codec_parity import LIBRARY, assert_bits_equal, library_fp4
 from tests.properties.values import refused_in_one_sentence

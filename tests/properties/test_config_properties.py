@@ -11,15 +11,13 @@ import yaml
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from qerl.data.by_hand import parse_run
-from qerl.data.hub_lock import read_lock
-from qerl.plan import nested, plan, plan_from
-from qerl.settings.base import ConfigError, Settings, parse
-from qerl.settings.config import Config, Experiment, merged
+from qerl.data.hub import read_lock
+from qerl.data.sources import parse_run
+from qerl.settings.base import ConfigError, Settings, parse, parse_yaml, read_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import TaskSettings
-from qerl.settings.reading import parse_yaml, read_yaml
 from qerl.settings.run import RunFile, RunSettings
+from qerl.settings.workflow import Config, Experiment, TaskSettings, merged, nested
+from qerl.workflow.plan import plan, plan_from
 from tests.properties.values import keys, refused_in_one_sentence, texts, values
 
 MINI = Path(__file__).parents[2] / "config/mini.yaml"

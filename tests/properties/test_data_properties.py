@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from qerl.data.answers import is_correct, well_formed
-from qerl.data.arithmetic import generate
+from qerl.data.generated import generate_arithmetic
+from qerl.data.grading import is_correct, well_formed
 from qerl.data.records import DataError, detect_format, parse_record, question_id
 from qerl.data.sources import SPLITS, check_problem_file, prepare, read_split
 from qerl.settings.data import DatasetSettings, Generated, LocalData
@@ -206,7 +206,7 @@ def changed_by(words, value):
 @settings(max_examples=20)
 @pytest.mark.parametrize("record_format", FORMATS)
 def test_generated_answers_are_those_of_their_questions_and_grade_as_right(record_format, seed, terse):
-    made = generate(record_format, Generated(seed=seed, train=6, validation=2, test=2, terse=terse))
+    made = generate_arithmetic(record_format, Generated(seed=seed, train=6, validation=2, test=2, terse=terse))
     for record in (record for of_split in made.values() for record in of_split):
         problem = parse_record(record, record_format, "generated")
         assert int(problem.answer) == value_of(problem.question)

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qerl.data import expressions
-from qerl.data.answers import extract, is_correct, well_formed
+from qerl.data.grading import extract, is_correct, well_formed
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
-from qerl.settings.reward import RewardSettings
+from qerl.settings.run import RewardSettings
 
 FORMATS = ["gsm8k", "math", "aime"]
 FORMS = ["native", "tags"]

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl.rl.advantages import group_advantages
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, policy_loss
-from qerl.settings.training import LossSettings
+from qerl.rl.rewards import group_advantages
+from qerl.settings.run import LossSettings
 
 LONGEST = 7
 

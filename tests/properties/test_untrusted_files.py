@@ -17,25 +17,21 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from qerl.checkpoints.folder import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
-from qerl.data.hub import hub_files
-from qerl.data.hub_lock import read_lock
+from qerl.checkpoints.files import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
+from qerl.data.hub import hub_files, read_lock
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import check_problem_file
-from qerl.plan import plan_from
-from qerl.policy.export import export
-from qerl.policy.loading import load_model, load_tokenizer
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.data_parallel import Processes
-from qerl.rl.sharded_checkpoint import ShardedCheckpoints, _Unpickler
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.config import Config
+from qerl.models.export import export
+from qerl.models.loading import load_model, load_tokenizer
+from qerl.models.policy import load_policy, with_adapter
+from qerl.rl.checkpoint import Checkpoints, ShardedCheckpoints, _Unpickler
+from qerl.rl.parallel import Processes
+from qerl.settings.base import ConfigError, parse, parse_yaml, read_yaml
 from qerl.settings.data import HubData
-from qerl.settings.reading import parse_yaml, read_yaml
-from qerl.settings.run import RunFile
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, RunFile
+from qerl.settings.workflow import Config
+from qerl.workflow.plan import plan_from
 from tests.properties.values import refused_in_one_sentence, values
 from tests.tiny import edit_config, tiny_qwen2
 
@@ -422,9 +418,9 @@ def test_a_pickle_is_no_file_of_problems(tmp_path, canary, suffix):
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 #: Where code of the user is imported, and where this package imports itself, from fixed tables of names.
-IMPORTERS = {"qerl/host/plugins.py", "qerl/__init__.py", "qerl/jobs/dispatch.py"}
+IMPORTERS = {"qerl/host/imports.py", "qerl/__init__.py", "qerl/workflow/dispatch.py"}
 #: Where a library's pickles are read, by an unpickler that refuses names other than its own.
-UNPICKLERS = {"qerl/rl/sharded_checkpoint.py"}
+UNPICKLERS = {"qerl/rl/checkpoint.py"}
 
 
 def dotted(node: ast.expr) -> str:

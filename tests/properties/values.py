@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
-from qerl.checkpoints.folder import CheckpointError
+from qerl.checkpoints.files import CheckpointError
 from qerl.data.records import DataError
-from qerl.formats.errors import FormatError
+from qerl.formats.group_size import FormatError
 from qerl.settings.base import ConfigError
 
 #: What pydantic says, which no user has to know of.

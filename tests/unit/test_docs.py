@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from qerl.plan.shapes import committed_files
 from qerl.report import grid
-from qerl.report.grid_figures import decode_speed
-from qerl.report.mixes import mix_table
+from qerl.report.grid import decode_speed
+from qerl.report.speed_tables import mix_table
 from qerl.results.speed_readers import load_mixes
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import read_yaml
+from qerl.workflow.grid import committed_files
 
 ROOT = Path(__file__).parents[2]
 PEERS, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/peers", "h200/cards", "h100/peers"))

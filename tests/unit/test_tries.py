@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import read_yaml
 
 ROOT = Path(__file__).parents[2]
 RULE = ROOT / "workflow/rules/train.smk"

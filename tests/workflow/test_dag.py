@@ -17,8 +17,7 @@ import yaml
 
 from tests.browser import browser, needs_browser
 from tests.pages import parts_of
-
-from .conftest import Tree, copy_tree
+from tests.workflow.conftest import Tree, copy_tree
 
 CONFIG = ("--configfile", "dag.yaml")
 RESULTS = "results/micro"

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.jobs import dispatch
-from qerl.jobs.train import TrainJob
+from qerl.jobs import TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from qerl.workflow import dispatch
 from tests import jobs
 from tests.forks import call
 from tests.jobs import train_job, write_inputs

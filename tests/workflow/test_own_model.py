@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.jobs import dispatch
-from qerl.plan import plan_from
-from qerl.plan.jobs import Jobs
+from qerl.workflow import dispatch
+from qerl.workflow.plan import plan_from
+from qerl.workflow.stages import Jobs
 from tests.tiny import tiny_llama, tiny_qwen2
-
-from .conftest import Tree, copy_tree
+from tests.workflow.conftest import Tree, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

@@ -7,15 +7,13 @@ import sys
 import pytest
 import yaml
 
-from qerl.jobs import dispatch
-from qerl.plan import plan
-from qerl.plan.jobs import Jobs
-from qerl.settings.base import parse
-from qerl.settings.config import Config, merged
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import parse, read_yaml
+from qerl.settings.workflow import Config, merged
+from qerl.workflow import dispatch
+from qerl.workflow.plan import plan
+from qerl.workflow.stages import Jobs
 from tests.small import small, write_small
-
-from .conftest import ROOT, copy_tree
+from tests.workflow.conftest import ROOT, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAPER = ROOT / "config/paper.yaml"

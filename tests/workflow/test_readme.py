@@ -21,8 +21,7 @@ from qerl.settings.data import INSTRUCTIONS
 from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
-
-from .conftest import ROOT
+from tests.workflow.conftest import ROOT
 
 pytestmark = [pytest.mark.slow]
 #: The folder of the installed package.

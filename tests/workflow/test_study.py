@@ -4,10 +4,9 @@ import shutil
 
 import pytest
 
-from qerl.results.study import write_study
-from tests.unit.report.studies import study
-
-from .conftest import ROOT, copy_tree
+from qerl.results.study_data import write_study
+from tests.unit.study.studies import study
+from tests.workflow.conftest import ROOT, copy_tree
 
 pytestmark = pytest.mark.slow
 

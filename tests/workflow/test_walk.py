@@ -5,11 +5,10 @@ import json
 import pytest
 import yaml
 
-from qerl.settings.config import merged
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import read_yaml
+from qerl.settings.workflow import merged
 from tests.walk import write_walk
-
-from .conftest import ROOT, copy_tree
+from tests.workflow.conftest import ROOT, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RUN = "main-nvfp4-lora-aqn-seed0"

@@ -1,4 +1,4 @@
-# The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/plan.
+# The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/workflow.
 import gc
 import os
 import sys
@@ -18,15 +18,16 @@ os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]), PYTHONSAFEPA
 from snakemake.exceptions import WorkflowError
 
 from qerl.settings.models import HubModel, PretrainSettings
-from qerl.host.gpu_lease import devices
-from qerl.data.hub_lock import check_pinned
-from qerl.plan import check_jobs_here, fitting
-from qerl.plan.files import FINISHED, PLANNED, PUBLISHED
-from qerl.plan.files import figure_category, printed_files, table_category
-from qerl.plan.jobs import Jobs
-from qerl.plan.machines import check_machines, launcher, resources_of_machines
-from qerl.plan.origins import Origins
-from qerl.plan.workflow import models_of, one_of, with_signature, workflow_plan
+from qerl.host.lease import devices
+from qerl.data.hub import check_pinned
+from qerl.workflow.checks import check_jobs_here
+from qerl.workflow.plan import fitting
+from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED
+from qerl.workflow.outputs import figure_category, printed_files, table_category
+from qerl.workflow.stages import Jobs
+from qerl.workflow.plan import check_machines, launcher, resources_of_machines
+from qerl.workflow.stages import Origins
+from qerl.workflow.plan import models_of, one_of, with_signature, workflow_plan
 from qerl.results import paths
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qerl.bench import step
-from qerl.bench.rollout import bench_rollout
-from qerl.bench.step import bench_step
+from qerl.bench import steps as step
+from qerl.bench.rollouts import bench_rollout
+from qerl.bench.steps import bench_step
 from qerl.data.sources import prepare
-from qerl.jobs.profile import RolloutJob, StepJob, TimedRun
-from qerl.report import paper_speeds, tables
+from qerl.jobs import RolloutJob, StepJob, TimedRun
+from qerl.report import paper, tables
 from qerl.results import readers
 from qerl.settings.base import parse
-from qerl.settings.benches import RolloutBench, StepBench
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
+from qerl.settings.workflow import RolloutBench, StepBench
 from tests.synthetic_results import rollout_point, step_point
 from tests.tiny import tiny_bases
 
@@ -92,7 +92,7 @@ def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
 
 
 def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
-    found = list(paper_speeds.steps(readers.load_benches([steps], "step")))
+    found = list(paper.steps(readers.load_benches([steps], "step")))
     speedups = [result for result in found if result.metric == "step_speedup" and result.weights == "nvfp4"]
     assert {result.model for result in found} == {MODEL}
     assert [result.setting for result in speedups] == [{"bs": "4", "gc": gc} for gc in ("off", "off", "on")]
@@ -101,7 +101,7 @@ def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
 
 def test_rollouts_join_the_paper_s_cells_by_sequences(rollouts):
     raw = json.loads(rollouts.read_text())["points"]
-    found = list(paper_speeds.rollouts(readers.load_benches([rollouts], "rollout")))
+    found = list(paper.rollouts(readers.load_benches([rollouts], "rollout")))
     rates = [result for result in found if result.metric == "rollout_rate"]
     assert [(r.model, r.weights, r.rank, r.setting) for r in rates] == [
         (MODEL, weights, rank, {"bs": "2"}) for rank in (0, 4) for weights in ("bf16", "nvfp4")
@@ -115,7 +115,7 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(step, "make_trainer", fails)
-    monkeypatch.setattr("qerl.bench.rollout.make_sampler", fails)
+    monkeypatch.setattr("qerl.bench.rollouts.make_sampler", fails)
     out = bases / "failed.json"
     time_steps([timed_run(bases, "bf16", *GRID[0])], out)
     assert readers.load_benches([out], "step")["status"].tolist() == ["out of memory"]

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl.checkpoints.model_shape import ModelShape
-from qerl.checkpoints.published import shape_of
-from qerl.plan import plan_from
-from qerl.plan.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.plan.shapes import committed_files, measured_files, point_jobs, state
-from qerl.random_models.checkpoint import model_config
-from qerl.report.grid_paper import write_rollout_tables, write_step_tables
+from qerl.checkpoints.shapes import ModelShape, shape_of
+from qerl.memory_model import CONTEXT, StepSettings, step_memory
+from qerl.models.random import model_config
+from qerl.report.paper_page import write_rollout_tables, write_step_tables
 from qerl.results.speed_readers import load_points, load_steps
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import read_yaml
+from qerl.workflow.grid import committed_files, measured_files, point_jobs, state
+from qerl.workflow.plan import plan_from
 
 
 def jobs_of(settings):

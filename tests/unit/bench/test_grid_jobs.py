@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from qerl.jobs.dispatch import function_of, parse_job
-from qerl.plan import plan_from
-from qerl.plan.jobs import Jobs
-from qerl.plan.shapes import point_jobs, state
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.benches import ShapesSettings
 from qerl.settings.run import RunSettings
+from qerl.settings.workflow import ShapesSettings
+from qerl.workflow.dispatch import function_of, parse_job
+from qerl.workflow.grid import point_jobs, state
+from qerl.workflow.plan import plan_from
+from qerl.workflow.stages import Jobs
 from tests.synthetic_results import PROVENANCE, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
@@ -41,7 +41,7 @@ def test_ranks_of_a_size_and_format_share_a_job():
     assert one.parts[1].work.model_dump() == work
     assert one.parts[1].sequences == [1, 2]
     assert one.out == Path("work/decode-native-tiny-nvfp4")
-    assert function_of(one) == ("qerl.bench.decode.engine", "measure_points")
+    assert function_of(one) == ("qerl.bench.decode", "measure_points")
 
 
 def test_kernels_are_jobs_of_their_own():
@@ -107,8 +107,8 @@ def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
     assert list(found) == ids
     ours, theirs = found[ids[1]], found[ids[3]]
     assert {**ours.work.model_dump(), "engine": "vllm"} == theirs.work.model_dump()
-    assert function_of(ours) == ("qerl.bench.rollout_mix.engine", "measure_mix")
-    assert function_of(theirs) == ("qerl.bench.rollout_mix.vllm", "measure_mix")
+    assert function_of(ours) == ("qerl.bench.rollouts", "measure_mix")
+    assert function_of(theirs) == ("qerl.bench.vllm", "measure_mix")
     assert parse_job(ours.model_dump_json()) == ours
 
 
@@ -244,7 +244,7 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     assert list(jobs) == ["prompts-tiny-nvfp4-r0", "prompts-tiny-nvfp4-r16"]
     job = jobs["prompts-tiny-nvfp4-r16"]
     assert (job.points, job.work.rank, job.repeats) == ([(1, 16), (8, 64)], 16, 7)
-    assert function_of(job) == ("qerl.bench.prompts", "measure_prompts")
+    assert function_of(job) == ("qerl.bench.decode", "measure_prompts")
     point = {"prompts": 8, "tokens": 64, "first": 1.0, "samples": [1.0], "reserved_bytes": None}
     result = {"bench": "prompts", "size": "tiny", "weights": "nvfp4", "rank": 16, "sampler": "", "gpu": None}
     write_json(tmp_path / "prompts-tiny-nvfp4-r16.json", result | {"points": [point], "provenance": PROVENANCE})

@@ -7,11 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl.cli.commands import app
-from qerl.jobs.dispatch import parse_job
-from qerl.plan.shapes import measured_files, point_jobs, remaining, state
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.benches import ShapesSettings
-from qerl.settings.config import Config
+from qerl.settings.workflow import Config, ShapesSettings
+from qerl.workflow.dispatch import parse_job
+from qerl.workflow.grid import measured_files, point_jobs, remaining, state
 from tests.synthetic_results import decode_file, moved, step_file
 from tests.unit.bench.test_grid_jobs import DECODE, STEP, grid, jobs_of
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.bench import prompts
-from qerl.host.profiling import Seconds
-from qerl.jobs.shapes import Prompting, PromptsJob
+from qerl.bench import decode
+from qerl.host.gpus import Seconds
+from qerl.jobs import Prompting, PromptsJob
 from qerl.report.grid import write_all
-from qerl.results import catalogue
+from qerl.results import readers
 from tests.synthetic_results import moved
 
 POINTS = [(1, 8), (2, 4)]
@@ -20,7 +20,7 @@ POINTS = [(1, 8), (2, 4)]
 def measure(out: Path, **changes) -> dict:
     """Do a job on the tiny shape."""
     work = Prompting(size="tiny", weights="nvfp4", rank=changes.pop("rank", 4))
-    prompts.measure_prompts(PromptsJob(work=work, points=POINTS, repeats=2, out=out, **changes))
+    decode.measure_prompts(PromptsJob(work=work, points=POINTS, repeats=2, out=out, **changes))
     return json.loads(out.read_text())
 
 
@@ -29,7 +29,7 @@ def calls(monkeypatch):
     """The calls of the sampler; each takes a millisecond per prompt token."""
     calls = []
 
-    class Sampler(prompts.EngineSampler):
+    class Sampler(decode.EngineSampler):
         def generate(self, ids, params):
             calls.append((ids, params))
             return super().generate(ids, params)
@@ -41,14 +41,14 @@ def calls(monkeypatch):
         taken.value = 1e-3 * sum(map(len, calls[-1][0]))
 
     monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(prompts, "EngineSampler", Sampler)
-    monkeypatch.setattr(prompts, "seconds", seconds)
+    monkeypatch.setattr(decode, "EngineSampler", Sampler)
+    monkeypatch.setattr(decode, "seconds", seconds)
     return calls
 
 
 def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
     result = measure(tmp_path / "out.json")
-    catalogue.check(tmp_path / "out.json")
+    readers.check(tmp_path / "out.json")
     (warm_up, _), *timed = calls
     assert [len(prompt) for prompt in warm_up] == [8, 8]
     assert [[len(prompt) for prompt in ids] for ids, _ in timed] == [[8]] * 3 + [[4, 4]] * 3
@@ -64,14 +64,14 @@ def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
 
 
 def test_calls_without_memory_are_rows(tmp_path, calls, monkeypatch):
-    measured = prompts.measure
+    measured = decode.measure_prefill
 
     def scarce(sampler, count, *rest):
         if count == 2:
             raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
         return measured(sampler, count, *rest)
 
-    monkeypatch.setattr(prompts, "measure", scarce)
+    monkeypatch.setattr(decode, "measure_prefill", scarce)
     points = measure(tmp_path / "out.json")["points"]
     assert [(point["status"], len(point["samples"])) for point in points] == [("ok", 2), ("out of memory", 0)]
 
@@ -80,7 +80,7 @@ def test_a_model_without_memory_is_rows_of_failures(tmp_path, calls, monkeypatch
     def too_large(*_):
         raise torch.cuda.OutOfMemoryError("tried to allocate 100 GiB")
 
-    monkeypatch.setattr(prompts, "random_policy", too_large)
+    monkeypatch.setattr(decode, "random_policy", too_large)
     result = measure(tmp_path / "out.json")
     assert [point["status"] for point in result["points"]] == ["out of memory"] * 2
     assert result["sampler"] == ""
@@ -88,7 +88,7 @@ def test_a_model_without_memory_is_rows_of_failures(tmp_path, calls, monkeypatch
 
 def test_the_table_has_medians_in_milliseconds_by_policy(tmp_path, calls, monkeypatch):
     measure(tmp_path / "r4.json")
-    monkeypatch.setattr(prompts, "random_policy", lambda *_: _out_of_memory())
+    monkeypatch.setattr(decode, "random_policy", lambda *_: _out_of_memory())
     measure(tmp_path / "r0.json", rank=0)
     write_all([tmp_path / "r4.json", tmp_path / "r0.json"], tmp_path / "tables")
     lines = (tmp_path / "tables/prompts-tiny.csv").read_text().splitlines()

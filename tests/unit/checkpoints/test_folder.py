@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.checkpoints.folder import CheckpointError, check_checkpoint, check_tokenizer, weights_format_of
+from qerl.checkpoints.files import CheckpointError, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.data.prompts import check_template
 from qerl.data.records import DataError
-from qerl.policy.loading import load_model, load_tokenizer
+from qerl.models.loading import load_model, load_tokenizer
 from tests.tiny import edit_config, tiny_qwen2
 
 
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 def test_the_cheap_check_imports_no_torch(folder):
     code = (
-        "import sys; from pathlib import Path; from qerl.checkpoints.folder import check_checkpoint;"
+        "import sys; from pathlib import Path; from qerl.checkpoints.files import check_checkpoint;"
         "check_checkpoint(Path(sys.argv[1])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)

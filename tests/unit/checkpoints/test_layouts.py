@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qerl.by_hand.models import base_folder
-from qerl.checkpoints.folder import CheckpointError, check_checkpoint, read_headers, weights_format_of
-from qerl.layers.fused_linear import fuse
-from qerl.layers.packed_linear import PackedLinear
-from qerl.plan.doctor import asked_model, diagnose
-from qerl.policy.export import write_dense
-from qerl.policy.loading import load_model
-from qerl.policy.policy import with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.settings.training import AdapterSettings
+from qerl.api import base_folder
+from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_headers, weights_format_of
+from qerl.doctor import asked_model, diagnose
+from qerl.models.export import write_dense
+from qerl.models.linear import PackedLinear, fuse
+from qerl.models.loading import load_model
+from qerl.models.policy import with_adapter
+from qerl.models.quantize import quantize_checkpoint
+from qerl.settings.run import AdapterSettings
 from tests.tiny import edit_config, stack_experts, tiny_family, tiny_llama, write_template
 
 TOKENS = torch.randint(2, 100, (2, 60), generator=torch.Generator().manual_seed(7))

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from qerl.checkpoints.folder import read_headers, weight_files
-from qerl.quantization.writer import linear_layers
+from qerl.checkpoints.files import read_headers, weight_files
+from qerl.models.quantize import linear_layers
 from tests.tiny import tiny_qwen2
 
 MB = 1e6
@@ -20,11 +20,11 @@ from pathlib import Path
 from qerl.host.imports import imports
 with imports():
     import bitsandbytes, llmcompressor.entrypoints.model_free.converter
-    from qerl.host.profiling import peak_memory_bytes, reset_peak_memory
-    from qerl.checkpoints.folder import read_headers
+    from qerl.host.gpus import peak_memory_bytes, reset_peak_memory
+    from qerl.checkpoints.files import read_headers
     from qerl.checkpoints.tensors import stream
-    from qerl.quantization.writer import write_packed
-    from qerl.quantization.checkpoint import quantization_report
+    from qerl.models.quantize import write_packed
+    from qerl.models.quantize import quantization_report
 
 tiny, big, out = map(Path, sys.argv[1:4])
 

@@ -7,15 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
-from qerl.checkpoints.context import context_length
-from qerl.checkpoints.folder import CheckpointError, check_base, read_config, read_headers
-from qerl.checkpoints.model_shape import ModelShape
-from qerl.checkpoints.text_models import IMAGE_TEXT_MODELS, own_name
-from qerl.layers.empty_model import empty_model
-from qerl.plan.doctor import asked_model, diagnose
-from qerl.plan.sharded_memory import weight_numbers
-from qerl.policy.loading import checkpoint_structure, config_of
-from qerl.policy.policy import load_policy
+from qerl.checkpoints.files import CheckpointError, check_base, context_length, read_config, read_headers
+from qerl.checkpoints.layouts import IMAGE_TEXT_MODELS, own_name
+from qerl.checkpoints.shapes import ModelShape
+from qerl.doctor import asked_model, diagnose
+from qerl.memory_model import weight_numbers
+from qerl.models.loading import checkpoint_structure, config_of
+from qerl.models.policy import load_policy
+from qerl.models.structure import empty_model
 from tests.families import FAMILIES
 from tests.tiny import edit_config, tiny_of_images, write_template
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import qerl
 from qerl import __main__
 from qerl.cli import commands as cli
-from qerl.host.progress import configure_logging
+from qerl.host.console import configure_logging
 from qerl.settings.base import ConfigError
 from tests.forks import call as call_in_fork
 from tests.tiny import tiny_qwen2, write_template
@@ -252,7 +252,7 @@ def test_the_installed_command_imports_from_the_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text("def value():\n    return 7\n")
     (tmp_path / "pydantic.py").write_text("raise SystemExit('hidden')\n")
     (tmp_path / "bin").mkdir()
-    code = "from qerl.host.plugins import load\nimport pydantic\nprint(load('mine:value')())\n"
+    code = "from qerl.host.imports import load\nimport pydantic\nprint(load('mine:value')())\n"
     (tmp_path / "bin/qerl").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "bin/qerl")]
@@ -300,8 +300,17 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, 
     model, out = str(folder / "model"), str(tmp_path / "evaluated")
     commands = {
         "qerl.rl.train.train_run": ("train", str(folder / "run.yaml"), "--out", str(tmp_path / "run")),
-        "qerl.prepare.base_checkpoint.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
-        "qerl.evals.job.evaluate": ("eval", str(folder / "run"), "--max-tokens", "2", "--repeats", "1", "--out", out),
+        "qerl.workflow.prepare.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
+        "qerl.evals.evaluate.evaluate": (
+            "eval",
+            str(folder / "run"),
+            "--max-tokens",
+            "2",
+            "--repeats",
+            "1",
+            "--out",
+            out,
+        ),
     }
     for within, command in commands.items():
         with monkeypatch.context() as patch:

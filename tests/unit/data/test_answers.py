@@ -2,7 +2,7 @@ from decimal import Decimal
 
 import pytest
 
-from qerl.data.answers import extract, gold, is_correct, well_formed
+from qerl.data.grading import extract, gold, is_correct, well_formed
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from qerl.data.answers import extract, is_correct, well_formed
-from qerl.data.arithmetic import generate
+from qerl.data.generated import generate_arithmetic
+from qerl.data.grading import extract, is_correct, well_formed
 from qerl.data.records import detect_format, parse_record
 from qerl.settings.data import Generated
 
@@ -28,7 +28,7 @@ def solve(question):
 
 @pytest.mark.parametrize("record_format", FORMATS)
 def test_every_solution_is_right_and_in_its_format(record_format):
-    for records in generate(record_format, SMALL).values():
+    for records in generate_arithmetic(record_format, SMALL).values():
         for record in records:
             assert detect_format(record) == record_format
             problem = parse_record(record, record_format, "here")
@@ -43,7 +43,7 @@ def test_every_solution_is_right_and_in_its_format(record_format):
 
 @pytest.mark.parametrize("record_format", FORMATS)
 def test_splits_have_their_sizes_and_share_no_question(record_format):
-    splits = generate(record_format, SMALL)
+    splits = generate_arithmetic(record_format, SMALL)
     questions = [parse_record(r, record_format, "").question for records in splits.values() for r in records]
     assert {split: len(records) for split, records in splits.items()} == {"train": 600, "validation": 50, "test": 50}
     assert len(set(questions)) == len(questions) == 700
@@ -51,23 +51,23 @@ def test_splits_have_their_sizes_and_share_no_question(record_format):
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (0.5, 0.43, 0.57), (1.0, 1, 1)])
 def test_the_terse_share_holds_in_train_alone(share, low, high):
-    splits = generate("gsm8k", SMALL.model_copy(update={"terse": share}))
+    splits = generate_arithmetic("gsm8k", SMALL.model_copy(update={"terse": share}))
     terse = {split: sum("=" not in r["answer"] for r in records) / len(records) for split, records in splits.items()}
     assert low <= terse["train"] <= high
     assert terse["validation"] == terse["test"] == 0
 
 
 def test_the_seed_decides():
-    again, other = generate("math", SMALL), generate("math", SMALL.model_copy(update={"seed": 1}))
-    assert generate("math", SMALL) == again != other
+    again, other = generate_arithmetic("math", SMALL), generate_arithmetic("math", SMALL.model_copy(update={"seed": 1}))
+    assert generate_arithmetic("math", SMALL) == again != other
 
 
 def test_levels_1_to_5_occur_in_math_and_aime_answers_are_in_range():
-    assert {r["level"] for r in generate("math", SMALL)["train"]} == {f"Level {n}" for n in range(1, 6)}
-    assert all(0 <= int(r["answer"]) <= 999 for r in generate("aime", SMALL)["train"])
+    assert {r["level"] for r in generate_arithmetic("math", SMALL)["train"]} == {f"Level {n}" for n in range(1, 6)}
+    assert all(0 <= int(r["answer"]) <= 999 for r in generate_arithmetic("aime", SMALL)["train"])
 
 
 def test_more_problems_than_there_are_is_an_error(monkeypatch):
-    monkeypatch.setattr("qerl.data.arithmetic.LEVELS", {"math": (1,)})
+    monkeypatch.setattr("qerl.data.generated.LEVELS", {"math": (1,)})
     with pytest.raises(ValueError, match="ask for fewer"):
-        generate("math", Generated(train=100_000))
+        generate_arithmetic("math", Generated(train=100_000))

@@ -3,8 +3,8 @@ import re
 import pytest
 import sympy
 
-from qerl.data.answers import is_correct, well_formed
-from qerl.data.comparisons import LARGEST, Clause, generate
+from qerl.data.generated import LARGEST_COUNT, Clause, generate_comparisons
+from qerl.data.grading import is_correct, well_formed
 from qerl.data.records import parse_record
 from qerl.settings.data import ComparisonData
 
@@ -37,7 +37,7 @@ def hasty(question):
 
 
 def test_the_answer_solves_the_equations_and_the_short_way_does_not():
-    splits = generate(SMALL)
+    splits = generate_comparisons(SMALL)
     for record in splits["test"] + splits["validation"] + splits["train"][:60]:
         problem = parse_record(record, "math", "here")
         assert problem.answer == str(solve(problem.question)) != str(hasty(problem.question))
@@ -45,33 +45,33 @@ def test_the_answer_solves_the_equations_and_the_short_way_does_not():
 
 
 def test_solutions_outside_of_training_are_right():
-    splits = generate(SMALL)
+    splits = generate_comparisons(SMALL)
     for record in splits["test"] + splits["validation"]:
         assert is_correct(record["solution"], record["answer"], "math")
         assert well_formed(record["solution"], "math")
 
 
 def test_every_step_is_computed_correctly():
-    for record in generate(SMALL)["train"]:
+    for record in generate_comparisons(SMALL)["train"]:
         results = [re.fullmatch(r"\w+ (\d+)([-+*/])(\d+)=(\d+)", line) for line in record["solution"].splitlines()[:-1]]
         for left, sign, right, result in (match.groups() for match in results):
-            assert eval(f"{left}{sign}{right}") == int(result) <= LARGEST
+            assert eval(f"{left}{sign}{right}") == int(result) <= LARGEST_COUNT
         assert record["solution"].endswith(f"\\boxed{{{results[-1].group(4)}}}")
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 1, 1), (0.5, 0.25, 0.55), (1.0, 0, 0)])
 def test_the_hasty_share_makes_training_solutions_wrong(share, low, high):
     """With one to three turned comparisons, between an eighth and a half of the solutions are careful at each."""
-    records = generate(SMALL.model_copy(update={"hasty": share}))["train"]
+    records = generate_comparisons(SMALL.model_copy(update={"hasty": share}))["train"]
     right = sum(is_correct(r["solution"], r["answer"], "math") for r in records) / len(records)
     assert low <= right <= high
 
 
 def test_no_question_stands_twice_and_the_seed_decides():
-    splits = generate(SMALL)
+    splits = generate_comparisons(SMALL)
     questions = [record["problem"] for records in splits.values() for record in records]
     assert len(set(questions)) == len(questions) == 460
-    assert splits == generate(SMALL) != generate(SMALL.model_copy(update={"seed": 1}))
+    assert splits == generate_comparisons(SMALL) != generate_comparisons(SMALL.model_copy(update={"seed": 1}))
 
 
 def test_a_turned_comparison_names_the_known_person_first():

@@ -4,9 +4,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from qerl.data.answers import extract, is_correct, well_formed
-from qerl.data.countdown import Goal, solution_key
-from qerl.data.countdown_problems import generate
+from qerl.data.generated import generate_countdown
+from qerl.data.grading import Goal, extract, is_correct, solution_key, well_formed
 from qerl.data.records import DataError, detect_format, parse_record
 from qerl.settings.base import parse
 from qerl.settings.data import CountdownData, DatasetSettings
@@ -122,7 +121,7 @@ def evaluated(formula):
 
 @pytest.mark.parametrize("use", ["all", "some"])
 def test_every_problem_outside_of_training_has_its_solution(use):
-    splits = generate(SMALL.model_copy(update={"use": use}))
+    splits = generate_countdown(SMALL.model_copy(update={"use": use}))
     for record in splits["test"] + splits["validation"]:
         problem = parse_record(record, "countdown", "here")
         used = sorted(map(int, re.findall("[0-9]+", problem.solution.rpartition("####")[2])))
@@ -133,7 +132,7 @@ def test_every_problem_outside_of_training_has_its_solution(use):
 
 
 def test_every_step_is_computed_correctly():
-    for record in generate(SMALL)["train"]:
+    for record in generate_countdown(SMALL)["train"]:
         *steps, final = record["solution"].splitlines()
         for step in steps:
             left, right = step.split("=")
@@ -143,7 +142,7 @@ def test_every_step_is_computed_correctly():
 
 @pytest.mark.parametrize("share", [0.0, 0.75, 1.0])
 def test_the_share_of_misses_holds_in_training_alone(share):
-    splits = generate(SMALL.model_copy(update={"missed": share, "train": 1000}))
+    splits = generate_countdown(SMALL.model_copy(update={"missed": share, "train": 1000}))
     problems = [parse_record(record, "countdown", "here") for record in splits["train"]]
     missed = sum(not is_correct(p.solution, p.answer, "countdown") for p in problems) / len(problems)
     assert missed == pytest.approx(share, abs=0.05)
@@ -151,15 +150,15 @@ def test_the_share_of_misses_holds_in_training_alone(share):
 
 
 def test_no_question_stands_twice_and_the_seed_decides():
-    splits = generate(SMALL)
+    splits = generate_countdown(SMALL)
     questions = [parse_record(r, "countdown", "").question for records in splits.values() for r in records]
     assert len(set(questions)) == len(questions) == 460
-    assert splits == generate(SMALL) != generate(SMALL.model_copy(update={"seed": 1}))
+    assert splits == generate_countdown(SMALL) != generate_countdown(SMALL.model_copy(update={"seed": 1}))
 
 
 def test_too_many_problems_are_an_error():
     with pytest.raises(DataError, match="no more problems"):
-        generate(SMALL.model_copy(update={"numbers": [2], "largest": 2, "largest_target": 2}))
+        generate_countdown(SMALL.model_copy(update={"numbers": [2], "largest": 2, "largest_target": 2}))
 
 
 @pytest.mark.parametrize(

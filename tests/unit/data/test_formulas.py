@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl.data.formulas import canonical, leaves, parse_formula, value
+from qerl.data.grading import canonical, leaves, parse_formula, value
 
 
 def combinations(numbers):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.data.answers import extract, is_correct, well_formed
+from qerl.data.grading import extract, is_correct, well_formed
 
 
 def tags(answer, thought="well"):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qerl.data import expressions
-from qerl.data.answers import is_correct, well_formed
+from qerl.data.grading import is_correct, well_formed
 from tests.unit.data.test_graders import tags
 
 GARBAGE = {

@@ -13,13 +13,12 @@ import yaml
 
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_meta, read_records, read_split
-from qerl.plan import check_inputs, plan
-from qerl.settings.base import parse
-from qerl.settings.config import Config
+from qerl.settings.base import parse, read_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
-from qerl.settings.reading import read_yaml
 from qerl.settings.run import RunFile
+from qerl.settings.workflow import Config, EvaluationSettings
+from qerl.workflow.checks import check_inputs
+from qerl.workflow.plan import plan
 from tests.hub_layouts import COMMIT, REPOSITORIES, SETTINGS, SOLVE_RATES, cached, settings
 
 BIG_MATH, RAW = "open-r1/Big-Math-RL-Verified-Processed", "SynthLabsAI/Big-Math-RL-Verified"

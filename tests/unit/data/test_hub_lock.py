@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.data.hub_lock import check_pinned, read_lock, verify, with_locked_revisions
+from qerl.data.hub import check_pinned, read_lock, verify, with_locked_revisions
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.config import Config
 from qerl.settings.models import LockedRepo
+from qerl.settings.workflow import Config
 
 ROOT = Path(__file__).parents[3]
 COMMIT = {"Qwen/tiny": "a" * 40, "org/sums": "b" * 40}

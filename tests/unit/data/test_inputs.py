@@ -10,7 +10,7 @@ import pytest
 
 import qerl
 from qerl.data import inputs
-from qerl.data.hub_lock import sha256_of
+from qerl.data.hub import sha256_of
 from qerl.data.inputs import content_of, data_files, hash_of, model_files
 from qerl.settings.base import ConfigError
 from qerl.settings.run import UNDECIDING, RunSettings
@@ -160,7 +160,7 @@ def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed, monke
 
     killed.problems(first=100)
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.prepare.run_parts.put", kill)
+        patch.setattr("qerl.workflow.prepare.put", kill)
         with pytest.raises(KeyboardInterrupt):
             killed.train()
     killed.problems(first=0)

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 import qerl
-from qerl.data.answers import well_formed
-from qerl.data.by_hand import parse_run
+from qerl.data.grading import well_formed
+from qerl.data.sources import parse_run
 from qerl.settings.base import parse
 from qerl.settings.data import INSTRUCTIONS, AnswerForm, DatasetSettings, RecordFormat
 from tests.tiny import tiny_qwen2, write_template

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qerl.data.notation import usual
+from qerl.data.records import usual
 from qerl.data.sources import prepare
 from qerl.settings.data import DatasetSettings, LocalData
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import yaml
 
-from qerl.data.answers import is_correct
+from qerl.data.grading import is_correct
 from qerl.data.records import DataError, detect_format, parse_record
 
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}

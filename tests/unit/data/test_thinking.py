@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import AddedToken, decoders
 
-from qerl.data.answers import is_correct, well_formed
-from qerl.data.thinking import Thinking
-from qerl.policy.loading import load_tokenizer
+from qerl.data.grading import is_correct, well_formed
+from qerl.data.prompts import Thinking
+from qerl.models.loading import load_tokenizer
 from tests.tiny import TEMPLATE, tiny_tokenizer, write_template
 
 HARMONY = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "return", "constrain")]

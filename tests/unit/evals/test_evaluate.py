@@ -19,8 +19,8 @@ from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import CountdownData, DatasetSettings, Generated
-from qerl.settings.evaluation import EvaluationSettings, TaskSettings
-from qerl.settings.rollout import SamplingSettings
+from qerl.settings.run import SamplingSettings
+from qerl.settings.workflow import EvaluationSettings, TaskSettings
 
 PROBLEMS = 8
 HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}

@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
-from qerl.data.by_hand import local_dataset
 from qerl.data.prompts import prompt_ids
-from qerl.data.sources import prepare, read_meta, read_split
-from qerl.evals.merge_loss import merge_loss
-from qerl.policy.policy import load_policy
+from qerl.data.sources import local_dataset, prepare, read_meta, read_split
+from qerl.evals.evaluate import merge_loss
+from qerl.models.policy import load_policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
+from qerl.settings.workflow import EvaluationSettings
 from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ def odd(policy, completion):
 
 @torch.no_grad()
 def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, monkeypatch):
-    monkeypatch.setattr("qerl.evals.merge_loss.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
+    monkeypatch.setattr("qerl.evals.evaluate.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
     loss = merge_loss(*policies, data, SETTINGS, most=3)
     problems, instruction = read_split(data, "test")[:3], read_meta(data).instruction
     prompts = [prompt_ids(policies[0].tokenizer, problem.question, instruction) for problem in problems]

@@ -15,8 +15,7 @@ from qerl.formats.codecs import (
     tensor_specs,
     to_checkpoint,
 )
-from qerl.formats.errors import FormatError
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.group_size import GROUP_SIZE, FormatError
 from qerl.formats.nf4 import STATE_NAME
 from tests.bits import bits_per_weight
 

@@ -5,8 +5,8 @@ import torch
 
 from qerl.formats import tiles as layout
 from qerl.formats.codecs import dequantize, joined, quantize, split_rows
-from qerl.formats.errors import FormatError
-from qerl.layers.packed_linear import PackedLinear
+from qerl.formats.group_size import FormatError
+from qerl.models.linear import PackedLinear
 
 FORMATS = ("nvfp4", "mxfp4")
 #: What the kernels take for codes' bits: sign, exponent and mantissa of a bfloat16, in both halves of a word.

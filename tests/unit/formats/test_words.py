@@ -5,7 +5,7 @@ import torch
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import quantize
-from qerl.formats.errors import FormatError
+from qerl.formats.group_size import FormatError
 
 
 def random_packed(weights_format, *shapes):

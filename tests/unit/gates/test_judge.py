@@ -15,20 +15,25 @@ from typer.testing import CliRunner
 from qerl.cli import commands as cli
 from qerl.gates.accept import accept
 from qerl.gates.baselines import any_baseline, machine_class, own_baseline, read_baseline, write_baseline
-from qerl.gates.job import verdict_table, write_verdict
-from qerl.gates.judge import Baselines, judge, overall
-from qerl.gates.measured import collect
+from qerl.gates.compare import (
+    COLUMNS,
+    Baselines,
+    Gate,
+    collect,
+    judge,
+    overall,
+    read_gates,
+    verdict_table,
+    write_verdict,
+)
 from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
-from qerl.gates.rows import COLUMNS, Gate, read_gates
-from qerl.plan import plan
-from qerl.plan.workload import workload_key
-from qerl.results.files import ResultError
-from qerl.results.intervals import paired_ratio_interval
-from qerl.results.schema.gates import Baseline, GateMeasurements
-from qerl.results.schema.stored import Machine
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.config import Config
-from qerl.settings.reading import read_yaml
+from qerl.results.schema import Baseline, GateMeasurements, Machine
+from qerl.results.statistics import paired_ratio_interval
+from qerl.results.store import ResultError
+from qerl.settings.base import ConfigError, parse, read_yaml
+from qerl.settings.workflow import Config
+from qerl.workflow.plan import plan
+from qerl.workflow.stages import workload_key
 from tests.mutations import MUTATIONS, mutated
 from tests.synthetic_results import NO_METRICS, rollout_point, write_bench, write_evaluation, write_json, write_run
 from tests.vectors import vectors
@@ -308,11 +313,11 @@ def test_numerics_pass_on_this_code_and_detect_a_scale_off_by_one_step(tmp_path)
 
 def test_a_grader_that_compares_one_character_is_found(monkeypatch):
     """The released code's GSM8K scorer compared the first character of the two answers."""
-    from qerl.data import answers
+    from qerl.data import grading
     from qerl.gates import numerics
 
     def first_character(text, answer, record_format, form):
-        stated = answers.extract(text, record_format, form)
+        stated = grading.extract(text, record_format, form)
         return stated is not None and stated[0] == answer[0]
 
     monkeypatch.setattr(numerics, "is_correct", first_character)

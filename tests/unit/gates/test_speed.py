@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl.gates import speed
-from qerl.provenance.code_version import PACKAGE
+from qerl.host.provenance import PACKAGE
 from qerl.settings.base import ConfigError
 
 POLICY = Path("tests/fixtures/gates/policy")
@@ -22,9 +22,9 @@ def test_a_commit_is_unpacked_once_with_its_kernels(tmp_path):
     folder = speed.unpacked_wheel(head(), tmp_path)
     assert {"api.py", "kernels"} <= {file.name for file in (folder / "qerl").iterdir()}
     committed = subprocess.run(
-        ["git", "show", "HEAD:qerl/kernels/w4a16/kernel.cu"], cwd=PACKAGE.parent, capture_output=True
+        ["git", "show", "HEAD:qerl/kernels/cuda/kernel.cu"], cwd=PACKAGE.parent, capture_output=True
     )
-    assert (folder / "qerl/kernels/w4a16/kernel.cu").read_bytes() == committed.stdout
+    assert (folder / "qerl/kernels/cuda/kernel.cu").read_bytes() == committed.stdout
     (folder / "mark").touch()
     assert speed.unpacked_wheel(head(), tmp_path) == folder
     assert (folder / "mark").exists()
@@ -67,7 +67,7 @@ _time.perf_counter = _tick
 def version(folder: Path, rollout_seconds: float) -> Path:
     """A copy of the package whose rollouts take a given time on its own clock."""
     shutil.copytree(PACKAGE, folder / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "qerl/by_hand/evaluations.py"
+    file = folder / "qerl/api.py"
     text = file.read_text()
     call = "    return EvaluatedPolicy(make_sampler("
     assert text.count(call) == 1

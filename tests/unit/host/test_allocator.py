@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from qerl.host.allocator import VARIABLES, join_free_memory
-from qerl.jobs import dispatch
-from qerl.jobs.train import TrainJob
+from qerl.host.lease import VARIABLES, join_free_memory
+from qerl.jobs import TrainJob
 from qerl.settings.run import RunSettings
+from qerl.workflow import dispatch
 from tests.jobs import SETTINGS, train_job
 
 SEEN: dict[str, str | None] = {}

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl.host.gpu_lease import alone, devices, lease, percent_of_each
-from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
+from qerl.host.lease import alone, devices, lease, percent_of_each
+from qerl.jobs import DecodeJob, DecodePart, Decoding
 from qerl.settings.base import ConfigError
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
 import os, sys, time
-from qerl.host.gpu_lease import lease
+from qerl.host.lease import lease
 
 sleep = time.sleep
 
@@ -84,7 +84,7 @@ def node(tmp_path, monkeypatch):
         (tmp_path / "pynvml.py").write_text(f"COUNT, CAPABILITIES = {count}, {told}\n{NVML}")
         made = types.ModuleType("pynvml")
         exec((tmp_path / "pynvml.py").read_text(), vars(made))
-        monkeypatch.setattr("qerl.host.gpu_lease.pynvml", made)
+        monkeypatch.setattr("qerl.host.lease.pynvml", made)
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
@@ -333,9 +333,9 @@ MEMORY = """
 import json
 from types import SimpleNamespace
 import torch
-from qerl.rollout.engine.engine import FREE_SHARE, EngineSampler
-from qerl.rollout.vllm.in_process import VllmSampler
-from qerl.settings.rollout import NativeSettings, VllmSettings
+from qerl.rollout.engine import FREE_SHARE, EngineSampler
+from qerl.rollout.vllm import VllmSampler
+from qerl.settings.run import NativeSettings, VllmSettings
 
 def measure_points(job):
     torch.cuda.is_available = lambda: True

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import close_session, constants
 
-from qerl.host import hub
-from qerl.host.hub import hub_unreachable
+from qerl.data import hub
+from qerl.data.hub import hub_unreachable
 
 
 class Busy(BaseHTTPRequestHandler):

@@ -41,7 +41,8 @@ def test_a_job_of_a_policy_imports_what_it_needs():
         "import qerl.cli.commands\n"
         "from qerl.host.imports import OPTIONAL, imports\n"
         "with imports(without=OPTIONAL):\n"
-        "    import qerl.rl.train, qerl.evals.job, qerl.bench.step, qerl.bench.rollout, qerl.prepare.preflight\n"
+        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts\n"
+        "    import qerl.workflow.preflight\n"
     )
     assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found
     assert not LARGE & found

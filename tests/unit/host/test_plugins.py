@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from qerl.host.plugins import check, load, source_version
-from qerl.plan import plan_from
+from qerl.host.imports import check, load, source_version
 from qerl.rl.train import _fingerprint
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.config import Config
-from qerl.settings.reward import RewardSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import RewardSettings, RunSettings
+from qerl.settings.workflow import Config
+from qerl.workflow.plan import plan_from
 
 ROOT = Path(__file__).parents[3]
 
@@ -267,7 +266,7 @@ def test_pretraining_takes_no_tagged_data_set():
 
 def test_neither_loading_nor_planning_imports_torch(folder):
     (folder / "mine.py").write_text("def f(): return 1")
-    code = "import sys; from qerl.host.plugins import load, source_version; import qerl.plan; load('mine:f'); "
+    code = "import sys; from qerl.host.imports import load, source_version; import qerl.workflow; load('mine:f'); "
     code += "source_version('mine:f'); print('torch' in sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True

@@ -14,15 +14,15 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from qerl.host import progress
-from qerl.host.screen import VisibleConsole, visible
+from qerl.host import console
+from qerl.host.console import VisibleConsole, visible
 
 ROOT = Path(__file__).parents[3]
 NOISE = """
 import os, subprocess, sys, warnings
 from pathlib import Path
-from qerl.host.progress import configure_logging, log, showing
-from qerl.host.screen import quiet
+from qerl.host.console import configure_logging, log, showing
+from qerl.host.console import quiet
 configure_logging()
 def noise():
     print("of Python")
@@ -34,7 +34,7 @@ NOISES = ("of Python", "of a library", "of C", "of a process")
 #: A process of a run: its standard error is the log, but the project's lines are on the screen too.
 CHILD = """
 import subprocess
-from qerl.host.progress import configure_logging, log
+from qerl.host.console import configure_logging, log
 configure_logging()
 log.warning("from a process of the run")
 print("noise of it")
@@ -119,7 +119,7 @@ def test_a_terminal_has_one_live_line(tmp_path):
 
 @pytest.mark.parametrize("every", ["-1", "1000"])
 def test_without_a_terminal_steps_are_plain_lines(tmp_path, every):
-    setting = f"import qerl.host.progress as p\np.LOG_EVERY = {every}\n"
+    setting = f"import qerl.host.console as p\np.LOG_EVERY = {every}\n"
     lines = run(NOISE + setting + STEPS, tmp_path, capture_output=True).stderr.splitlines()
     if every == "-1":
         assert lines[0].startswith("steps: 2 of 3, reward 0.25, ")
@@ -138,8 +138,8 @@ def test_every_rule_prints_to_its_log():
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 140])
 def test_a_bar_says_all_on_a_narrow_terminal(width, monkeypatch):
     screen = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    monkeypatch.setattr(progress, "console", lambda: screen)
-    with progress.showing(12, "steps") as advance:
+    monkeypatch.setattr(console, "console", lambda: screen)
+    with console.showing(12, "steps") as advance:
         advance("reward 0.125, length 1,024, sampler KL 9.5e-14, 1,142 tokens/s")
     last = screen.file.getvalue().rpartition("steps")[2]
     assert "1/12" in last

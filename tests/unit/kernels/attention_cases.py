@@ -10,15 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.kernels import attention, prompt_attention, reference
-from qerl.kernels.clamped_glu import clamped_glu
-from qerl.kernels.decode_state import IDLE, DecodeState
-from qerl.kernels.geometry import PAGE, Heads, Norm, splits_of
-from qerl.kernels.kv_cache import FP8, KVCache, rounded
-from qerl.kernels.narrow import narrow_product
-from qerl.kernels.norm import add_normed, rms_norm
+from qerl.kernels import reference
 from qerl.kernels.packed_sequences import Packing, attend_packed
-from qerl.kernels.prompts import PromptRow, pack
+from qerl.kernels.state import FP8, IDLE, PAGE, DecodeState, Heads, KVCache, Norm, PromptRow, pack, rounded, splits_of
+from qerl.kernels.triton import attention, prompt_attention
+from qerl.kernels.triton.linear import narrow_product
+from qerl.kernels.triton.norms import add_normed, clamped_glu, rms_norm
 
 CPU = torch.device("cpu")
 #: Sequences of less than a page to so many pages that some splits are of two.

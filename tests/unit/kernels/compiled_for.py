@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qerl.kernels import launch
+from qerl.kernels.triton import launch
 
 #: Multiprocessors of a GPU of each capability, by which launches are divided.
 PROCESSORS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}

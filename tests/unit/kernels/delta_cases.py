@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qerl.kernels import delta, delta_reference
-from qerl.kernels.decode_state import IDLE, DecodeState
-from qerl.kernels.delta_state import DeltaHeads, DeltaState, DeltaStates
-from qerl.kernels.geometry import PAGE
+from qerl.kernels import reference
 from qerl.kernels.packed_sequences import Packing
-from qerl.kernels.prompts import PromptRow, pack
+from qerl.kernels.state import IDLE, PAGE, DecodeState, DeltaHeads, DeltaState, DeltaStates, PromptRow, pack
+from qerl.kernels.triton import delta
 
 CPU = torch.device("cpu")
 #: Key and value heads, features of each, and taps; powers of two and others, and more columns than a program has.
@@ -62,7 +60,7 @@ def test_steps(shape):
     for _ in range(3):
         given = inputs(heads, len(rows))
         found = delta.delta_step(*given, heads, net, state, rows)
-        expected = delta_reference.delta_step(*wide(given), wide(heads), exact, state, rows)
+        expected = reference.delta_step(*wide(given), wide(heads), exact, state, rows)
         same(found, net, expected, exact, slice(None))
         assert not found[[1, 4, 5]].any()
 
@@ -80,6 +78,6 @@ def test_prompts(shape, padding):
     row, exact = PromptRow.of(torch.from_numpy(packed), tokens, len(slots), packing, place), wide(net)
     given = inputs(heads, tokens)
     found = delta.delta_prompts(*given, heads, net, row)
-    expected = delta_reference.delta_prompts(*wide(given), wide(heads), exact, row)
+    expected = reference.delta_prompts(*wide(given), wide(heads), exact, row)
     same(found, net, expected, exact, [0, 1, 2, 3, 4])
     assert not found[sum(LENGTHS) :].any()

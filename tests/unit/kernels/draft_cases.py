@@ -5,19 +5,21 @@ import os
 import pytest
 import torch
 
-from qerl.kernels import drafts
-from qerl.kernels import drafts_reference as reference
-from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.draft_state import (
+from qerl.kernels import reference
+from qerl.kernels.state import (
+    IDLE,
     KINDS,
     LONGEST_MATCH,
     MOST_DRAFTED,
     NO_TOKEN,
+    DecodeState,
     DraftRows,
     DraftTotals,
     Guesses,
+    SamplingState,
     TextState,
 )
+from qerl.kernels.triton import sampling
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SLOTS, TOKENS, PAGES, STOPS = 11, 700, 150, [1, 40]
@@ -79,7 +81,7 @@ def test_guesses_are_those_of_the_reference(letters):
     ours, theirs = Case(letters, letters), Case(letters, letters)
     theirs.slots = ours.slots
     args = [(case.slots, case.texts, case.state, case.sampling, case.totals) for case in (ours, theirs)]
-    same(drafts.guess(*args[0]), reference.guess(*args[1]))
+    same(sampling.guess(*args[0]), reference.guess(*args[1]))
     same(ours.texts, theirs.texts)
     assert (reference.guess(*args[1]).chances > 0).any()
 
@@ -94,7 +96,7 @@ def test_rows_and_what_follows_from_them_are_those_of_the_reference(count, repla
     tokens = case.some(50, len(live), MOST_DRAFTED).int()
     guesses = Guesses(case.slots, live, case.some(KINDS, len(live)), tokens, tokens.float())
     rows = [DraftRows.empty(count, TOKENS, PAGES, DEVICE) for _ in range(2)]
-    drafts.spread(guesses, ends, case.state, rows[0], count, replayed)
+    sampling.spread(guesses, ends, case.state, rows[0], count, replayed)
     reference.spread(guesses, ends, case.state, rows[1], count, replayed)
     same(*rows)
 
@@ -106,7 +108,7 @@ def test_rows_and_what_follows_from_them_are_those_of_the_reference(count, repla
     state.drawn[:-1] += used
     state.logprobs[:] = torch.rand(state.logprobs.shape, generator=case.numbers).to(DEVICE)
     ours, theirs = (copied(case.state), copied(case.totals)), (copied(case.state), copied(case.totals))
-    drafts.settle(rows[0], ours[0], count, ours[1])
+    sampling.settle(rows[0], ours[0], count, ours[1])
     reference.settle(rows[0], theirs[0], count, theirs[1])
     for name, part in vars(theirs[0]).items():
         end = (slice(None), slice(-1)) if name == "progress" else (slice(-1),)

@@ -6,13 +6,18 @@ from torch import nn
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
-from qerl.kernels import mixture, mixture_reference
-from qerl.kernels.groups import BLOCK_SIZES, GroupedLora, Groups, block_size
-from qerl.kernels.portable import grouped_launches
-from qerl.kernels.portable.grouped_launches import GroupedOperands, input_gradient, multiply
-from qerl.layers.grouped_linear import PortableGroupedLinear, TorchGroupedLinear, grouped_product
-from qerl.layers.grouped_lora import ExpertFactors, adapted_product
-from qerl.layers.packed_linear import PackedLinear
+from qerl.kernels import reference
+from qerl.kernels.state import BLOCK_SIZES, GroupedLora, Groups, block_size
+from qerl.kernels.triton import experts
+from qerl.kernels.triton.experts import GroupedOperands, input_gradient, multiply
+from qerl.models.experts import (
+    ExpertFactors,
+    PortableGroupedLinear,
+    TorchGroupedLinear,
+    adapted_product,
+    grouped_product,
+)
+from qerl.models.linear import PackedLinear
 
 EXPERTS, ROWS = 5, 40
 #: Tokens of one block size after the other; expert 3 is never chosen.
@@ -39,7 +44,7 @@ def operands_of(weights, columns, bias=False):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_groups_are_those_of_the_reference(tokens):
-    found, expected = mixture.group(chosen(tokens), EXPERTS), mixture_reference.group(chosen(tokens), EXPERTS)
+    found, expected = experts.group(chosen(tokens), EXPERTS), reference.group(chosen(tokens), EXPERTS)
     assert torch.equal(found.experts, expected.experts)
     assert torch.equal(found.pairs[found.experts >= 0], expected.pairs[expected.experts >= 0])
 
@@ -51,7 +56,7 @@ def test_products_and_gradients_of_pairs(weights, tokens):
     columns = 192 if tokens == 12 else 256  # the former is no multiple of a block
     operands, exact = operands_of(weights, columns, bias=True)
     numbers = chosen(tokens)
-    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    groups, owner = reference.group(numbers, EXPERTS), numbers.flatten()
     token = torch.arange(tokens).repeat_interleave(2)
     for x in (torch.randn(tokens, columns), torch.randn(2 * tokens, columns)):
         read = x[token] if len(x) == tokens else x
@@ -96,12 +101,12 @@ def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
     columns = 208 if tokens == 12 else 256
     operands, exact = operands_of(weights, columns, bias=weights == "mxfp4")
     numbers = chosen(tokens)
-    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    groups, owner = reference.group(numbers, EXPERTS), numbers.flatten()
     x, down = torch.randn(tokens, columns), torch.randn(EXPERTS, rank, columns) / 16
     up = torch.randn(EXPERTS, ROWS, rank)
     read = x[torch.arange(tokens).repeat_interleave(2)].double()
     shrunk, exactly = torch.full((2 * tokens, rank), torch.nan), torch.einsum("pk,prk->pr", read, down.double()[owner])
-    grouped_launches.dense_product(down, x, groups, shrunk)
+    experts.dense_product(down, x, groups, shrunk)
     assert_close(shrunk, exactly)
     y = torch.einsum("pk,pnk->pn", read, exact[owner]) + torch.einsum("pr,pnr->pn", exactly, up.double()[owner])
     if operands.bias is not None:
@@ -119,18 +124,18 @@ def test_an_adapter_is_added_before_the_activation(weights, tokens, rank):
 def test_gradients_of_adapters_are_sums_over_the_pairs_of_an_expert(tokens, rank):
     """A reads x by tokens, and B reads A x by pairs; an expert without pairs has zeros."""
     numbers = chosen(tokens)
-    groups, owner = mixture_reference.group(numbers, EXPERTS), numbers.flatten()
+    groups, owner = reference.group(numbers, EXPERTS), numbers.flatten()
     token = torch.arange(tokens).repeat_interleave(2)
     for rows, columns, by_token in ((rank, 72, True), (72, rank, False)):
         grad, x = torch.randn(2 * tokens, rows), torch.randn(tokens if by_token else 2 * tokens, columns)
-        found = grouped_launches.dense_weight_gradient(grad, x, groups, EXPERTS)
+        found = experts.dense_weight_gradient(grad, x, groups, EXPERTS)
         products = torch.einsum("pn,pk->pnk", grad.double(), (x[token] if by_token else x).double())
         assert_close(found, torch.zeros(EXPERTS, rows, columns).double().index_add_(0, owner, products))
-        assert_close(mixture_reference.dense_weight_gradient(grad, x, groups, EXPERTS), found.double())
+        assert_close(reference.dense_weight_gradient(grad, x, groups, EXPERTS), found.double())
         assert not found[3].any()
         weights, out = torch.randn(EXPERTS, rows, columns), torch.randn(2 * tokens, columns)
         before = out.double()
-        grouped_launches.dense_input_gradient(weights, grad, groups, out, add=True)
+        experts.dense_input_gradient(weights, grad, groups, out, add=True)
         assert_close(out, before + torch.einsum("pn,pnk->pk", grad.double(), weights.double()[owner]))
 
 
@@ -142,7 +147,7 @@ def test_layers_of_experts_and_their_gradient_are_those_of_pytorch(weights):
     x, rows = torch.randn(6, 192, requires_grad=True), torch.randn(12, 32)
     numbers, results = chosen(6), []
     for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
-        out = grouped_product(x, mixture_reference.group(numbers, EXPERTS), linear)
+        out = grouped_product(x, reference.group(numbers, EXPERTS), linear)
         [grad] = torch.autograd.grad((out * rows).sum(), x)
         results.append((out, grad))
     one_by_one = torch.cat(
@@ -176,7 +181,7 @@ def test_adapters_of_experts_and_their_gradients_are_those_of_autograd(weights, 
     exact = torch.einsum("pk,pnk->pn", read, torch.stack(changed)[owner]) + bias[owner]
     expected = torch.autograd.grad((exact * grads).sum(), wide)
     for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
-        out = adapted_product(x, mixture_reference.group(numbers, EXPERTS), linear, ExpertFactors(downs, ups, 0.5))
+        out = adapted_product(x, reference.group(numbers, EXPERTS), linear, ExpertFactors(downs, ups, 0.5))
         assert_close(out, exact)
         for found, one in zip(torch.autograd.grad((out * grads).sum(), [x, *downs, *ups]), expected, strict=True):
             assert_close(found, one)
@@ -198,10 +203,10 @@ def test_every_size_of_blocks_has_a_case():
 @pytest.mark.parametrize("biased", [False, True])
 def test_scores_are_those_of_float64(biased):
     """Some tokens are computed by one launch, and more of them by cuBLAS."""
-    for tokens in (1, 3, 9, mixture.MOST_SCORED + 1):
+    for tokens in (1, 3, 9, experts.MOST_SCORED + 1):
         x, weight, bias = torch.randn(tokens, 72), torch.randn(EXPERTS, 72), torch.randn(EXPERTS) if biased else None
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        for one in (mixture, mixture_reference):
+        for one in (experts, reference):
             assert_close(one.scores(x, weight, bias), expected)
 
 
@@ -209,8 +214,8 @@ def test_scores_are_those_of_float64(biased):
 def test_the_route_is_the_references(normalised):
     scores = torch.randn(9, 12) * 3
     for chosen_experts in (1, 3, 8):
-        found, weights = mixture.route(scores, chosen_experts, normalised)
-        numbers, expected = mixture_reference.route(scores, chosen_experts, normalised)
+        found, weights = experts.route(scores, chosen_experts, normalised)
+        numbers, expected = reference.route(scores, chosen_experts, normalised)
         assert torch.equal(found, numbers)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
 
@@ -219,15 +224,15 @@ def test_of_equal_scores_the_first_wins():
     """By a stable sort, which the reference hasn't; a negative zero equals zero."""
     scores = torch.randint(-1, 2, (13, 20)).float()
     scores = torch.where((scores == 0) & (torch.rand(scores.shape) < 0.5), -0.0, scores)
-    assert torch.equal(mixture.route(scores, 8, True)[0], (-scores).sort(dim=1, stable=True)[1][:, :8].int())
+    assert torch.equal(experts.route(scores, 8, True)[0], (-scores).sort(dim=1, stable=True)[1][:, :8].int())
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_outputs_of_experts_are_added_by_their_weights(residual):
     y, weights, before = torch.randn(6, 1100), torch.rand(3, 2), torch.randn(3, 1100)
     found, expected = before.clone(), before.clone()
-    mixture.combine(y, weights, found, residual)
-    mixture_reference.combine(y, weights, expected, residual)
+    experts.combine(y, weights, found, residual)
+    reference.combine(y, weights, expected, residual)
     torch.testing.assert_close(found, expected)
     exact = weights[:, :1] * y[::2] + weights[:, 1:] * y[1::2] + before * residual
     torch.testing.assert_close(expected, exact)

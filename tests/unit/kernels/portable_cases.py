@@ -13,14 +13,11 @@ from transformers.activations import ACT2FN
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
-from qerl.kernels.activations import Activation
-from qerl.kernels.portable.decoding import dense
-from qerl.kernels.portable.launches import multiply
-from qerl.kernels.portable.variants import Tile, tile_for
-from qerl.kernels.workspace import workspace
-from qerl.layers.lora import register_lora
-from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.portable_linear import PortableLinear
+from qerl.kernels.portable import Tile, tile_for
+from qerl.kernels.state import Activation, workspace
+from qerl.kernels.triton.linear import dense, multiply
+from qerl.models.linear import PackedLinear, PortableLinear
+from qerl.models.lora import register_lora
 
 FORMATS = ("nvfp4", "mxfp4")
 #: Rows of x in every tile, and on both sides of its edges.

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from qerl.kernels.geometry import PAGE, Heads
-from qerl.kernels.kv_cache import FP8, KVCache, page_bytes, rounded
+from qerl.kernels.state import FP8, PAGE, Heads, KVCache, page_bytes, rounded
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 24, 1.0)

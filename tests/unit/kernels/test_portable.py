@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from qerl.formats.codecs import quantize
-from qerl.kernels.portable.variants import tile_for, tiles
-from qerl.layers.fused_linear import product_class
-from qerl.layers.packed_linear import PackedLinear
-from qerl.layers.portable_linear import PortableLinear
-from qerl.layers.w4_linear import W4Linear
+from qerl.kernels.portable import tile_for, tiles
+from qerl.models.linear import PackedLinear, PortableLinear, W4Linear, product_class
 
 CASES = [Path(__file__).with_name(name) for name in ("portable_cases.py", "grouped_cases.py", "training_cases.py")]
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))

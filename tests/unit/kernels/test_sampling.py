@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from qerl.kernels.decode_state import MAX_STOPS, DecodeState, SamplingState
 from qerl.kernels.reference import draw, gumbel, philox
+from qerl.kernels.state import MAX_STOPS, DecodeState, SamplingState
 
 CPU = torch.device("cpu")
 

@@ -12,35 +12,28 @@ from triton.compiler.errors import CompilationError
 
 from qerl.formats import words as layout
 from qerl.formats.codecs import quantize
-from qerl.kernels import (
-    attention,
-    clamped_glu,
-    copies,
-    delta,
-    drafts,
-    group_many,
-    logits,
-    mixture,
-    narrow,
-    norm,
-    norm_training,
-    normed_rope,
-    prompt_attention,
-    rope,
-    sampling,
-    swiglu,
+from qerl.kernels.portable import PortableOperands, tiles
+from qerl.kernels.state import (
+    BLOCK_SIZES,
+    FP8,
+    LEAST_FP8_CAPABILITY,
+    PAGE,
+    DecodeState,
+    DeltaHeads,
+    DeltaStates,
+    DraftRows,
+    DraftTotals,
+    GroupedLora,
+    Heads,
+    KVCache,
+    Norm,
+    PromptRow,
+    SamplingState,
+    TextState,
+    pack,
 )
-from qerl.kernels.decode_state import DecodeState, SamplingState
-from qerl.kernels.delta_state import DeltaHeads, DeltaStates
-from qerl.kernels.draft_state import DraftRows, DraftTotals, TextState
-from qerl.kernels.geometry import PAGE, Heads, Norm
-from qerl.kernels.groups import BLOCK_SIZES, GroupedLora
-from qerl.kernels.kv_cache import FP8, LEAST_FP8_CAPABILITY, KVCache
-from qerl.kernels.portable import grouped_launches
-from qerl.kernels.portable.decoding import dense
-from qerl.kernels.portable.launches import multiply
-from qerl.kernels.portable.variants import PortableOperands, tiles
-from qerl.kernels.prompts import PromptRow, pack
+from qerl.kernels.triton import attention, delta, experts, linear, norms, prompt_attention, sampling
+from qerl.kernels.triton.linear import dense, multiply
 from tests.conftest import PROFILE
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 from tests.unit.kernels.machine_code import loops_with_products, machine_code, overwritten
@@ -104,32 +97,32 @@ def mixtures():
     """
     words = layout.pack([quantize(torch.randn(256, 256), "nvfp4")])
     ones = torch.ones(256)
-    packed = grouped_launches.GroupedOperands(words, 128, ones, None)
-    biased = grouped_launches.GroupedOperands(layout.pack([quantize(torch.randn(256, 224), "mxfp4")]), 128, ones, ones)
-    dense_weights = grouped_launches.GroupedOperands(zeros(256, 256), 128, None, None)
+    packed = experts.GroupedOperands(words, 128, ones, None)
+    biased = experts.GroupedOperands(layout.pack([quantize(torch.randn(256, 224), "mxfp4")]), 128, ones, ones)
+    dense_weights = experts.GroupedOperands(zeros(256, 256), 128, None, None)
     for bias in (None, torch.zeros(128)):
-        mixture.scores(zeros(4, 256), torch.zeros(128, 256), bias)
+        experts.scores(zeros(4, 256), torch.zeros(128, 256), bias)
     for tokens in (64, 128, 256, 1024, 2049):
-        mixture.route(torch.zeros(tokens, 128), 8, True)
-        groups = mixture.group(torch.zeros(tokens, 8, dtype=torch.int32), 128)
+        experts.route(torch.zeros(tokens, 128), 8, True)
+        groups = experts.group(torch.zeros(tokens, 8, dtype=torch.int32), 128)
         x, pairs = zeros(tokens, 256), 8 * tokens
         ends = NIGHTLY or tokens in (64, 2049)
         for operands in (packed, biased, dense_weights) if ends else (packed, biased):
-            grouped_launches.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
+            experts.input_gradient(operands, zeros(tokens, 128), groups, zeros(pairs, 256))
             # Products of several strips, which have no asynchronous products, take long to compile: one a format.
             if ends or operands is packed:
-                grouped_launches.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
+                experts.multiply(operands, x, groups, zeros(pairs, 64), silu=True)
             if ends or operands is biased:
-                grouped_launches.multiply(operands, x, groups, zeros(pairs, 128))
+                experts.multiply(operands, x, groups, zeros(pairs, 128))
         if ends:
             adapters_of_experts(packed, x, groups, torch.bfloat16)
-        mixture.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
+        experts.combine(zeros(pairs, 256), torch.zeros(tokens, 8), x, True)
         if tokens in (64, 2049):  # float32, which has other tiles
             adapters_of_experts(packed, x.float(), groups, torch.float32)
             adapters_of_experts(biased, x, groups, torch.bfloat16)
-            for operands in (packed, grouped_launches.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
-                grouped_launches.multiply(operands, x.float(), groups, torch.zeros(pairs, 64), silu=True)
-                grouped_launches.input_gradient(operands, torch.zeros(tokens, 128), groups, torch.zeros(pairs, 256))
+            for operands in (packed, experts.GroupedOperands(torch.zeros(256, 256), 128, None, None)):
+                experts.multiply(operands, x.float(), groups, torch.zeros(pairs, 64), silu=True)
+                experts.input_gradient(operands, torch.zeros(tokens, 128), groups, torch.zeros(pairs, 256))
     assert groups.size == BLOCK_SIZES[-1]
 
 
@@ -139,14 +132,14 @@ def adapters_of_experts(operands, x, groups, dtype):
     for rank in (32, 128) if NIGHTLY or large else (32,):
         shrunk, up = torch.zeros(groups.count, rank, dtype=dtype), torch.zeros(2, 128, rank, dtype=dtype)
         down, grad = torch.zeros(2, rank, 256, dtype=dtype), torch.zeros(groups.count, 128, dtype=dtype)
-        grouped_launches.dense_product(down, x, groups, shrunk)
+        experts.dense_product(down, x, groups, shrunk)
         for silu in (False, True):
             out = torch.zeros(groups.count, 128 // (1 + silu), dtype=dtype)
-            grouped_launches.multiply(operands, x, groups, out, silu, GroupedLora(shrunk, up))
-        grouped_launches.dense_input_gradient(up, grad, groups, shrunk)
-        grouped_launches.dense_input_gradient(down, shrunk, groups, torch.zeros(groups.count, 256, dtype=dtype), True)
-        grouped_launches.dense_weight_gradient(grad, shrunk, groups, 128)
-        grouped_launches.dense_weight_gradient(shrunk, x, groups, 128)
+            experts.multiply(operands, x, groups, out, silu, GroupedLora(shrunk, up))
+        experts.dense_input_gradient(up, grad, groups, shrunk)
+        experts.dense_input_gradient(down, shrunk, groups, torch.zeros(groups.count, 256, dtype=dtype), True)
+        experts.dense_weight_gradient(grad, shrunk, groups, 128)
+        experts.dense_weight_gradient(shrunk, x, groups, 128)
 
 
 def decode_steps():
@@ -174,18 +167,18 @@ def decode_steps():
     for truncated in (False, True):
         sampling.draw(zeros(2, VOCABULARY), rows, state, sampling_state, truncated)
     noisy, plain = Norm(zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6, 0.0), Norm(zeros(HIDDEN), None, 1e-6, 1.0)
-    norm.rms_norm(zeros(4, HIDDEN), noisy)
-    norm.add_normed(zeros(4, HIDDEN), zeros(4, HIDDEN), plain, noisy)
+    norms.rms_norm(zeros(4, HIDDEN), noisy)
+    norms.add_normed(zeros(4, HIDDEN), zeros(4, HIDDEN), plain, noisy)
     for rows in (1, 64):
-        narrow.narrow_product(zeros(rows, 5120), zeros(96, 5120), zeros(32, 5120), zeros(96, 32), zeros(rows, 96))
-    clamped_glu.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
-    copies.Copies([zeros(8)], [torch.zeros(8)])()
+        linear.narrow_product(zeros(rows, 5120), zeros(96, 5120), zeros(32, 5120), zeros(96, 32), zeros(rows, 96))
+    norms.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
+    linear.Copies([zeros(8)], [torch.zeros(8)])()
     texts, totals = TextState.empty(64, 64, CPU), DraftTotals.empty(CPU)
     drafted, slots = DraftRows.empty(16, 8, 8, CPU), torch.zeros(16, dtype=torch.int64)
-    guesses = drafts.guess(slots, texts, state, sampling_state, totals)
+    guesses = sampling.guess(slots, texts, state, sampling_state, totals)
     for replayed in (False, True):
-        drafts.spread(guesses, slots, state, drafted, 16, replayed)
-    drafts.settle(drafted, state, 16, totals)
+        sampling.spread(guesses, slots, state, drafted, 16, replayed)
+    sampling.settle(drafted, state, 16, totals)
     heads, states = nets()
     delta.delta_step(*inputs_of(4, heads), heads, next(states.nets()), state, torch.zeros(4, dtype=torch.int32))
 
@@ -227,23 +220,23 @@ def in_fp8():
 
 def updates():
     x, weight = zeros(4, HIDDEN), torch.ones(HIDDEN)
-    _, inverses = norm_training.forward(x, weight, 1e-6)
-    norm_training.backward(x, x, weight, inverses, True)
-    swiglu.forward(x, x)
-    swiglu.backward(x, x, x)
+    _, inverses = norms.norm_forward(x, weight, 1e-6)
+    norms.norm_backward(x, x, weight, inverses, True)
+    norms.swiglu_forward(x, x)
+    norms.swiglu_backward(x, x, x)
     for back in (False, True):
-        rope.rotate(zeros(4, 28, 128), zeros(4, 4, 128), zeros(4, 128), zeros(4, 128), back=back)
+        norms.rotate(zeros(4, 28, 128), zeros(4, 4, 128), zeros(4, 128), zeros(4, 128), back=back)
         query, key = zeros(4, 32, 128), zeros(4, 4, 128)
         grads, weights = (query, key) if back else None, (zeros(128), zeros(128))
-        normed_rope.rotate_normed(query, key, weights, 1e-6, zeros(4, 128), zeros(4, 128), grads)
+        norms.rotate_normed(query, key, weights, 1e-6, zeros(4, 128), zeros(4, 128), grads)
     both, sums = zeros(32, 2 * 768), torch.ones(4, 8)
-    swiglu.forward_of_halves(both)
-    swiglu.backward_of_halves(zeros(32, 768), both)
-    mixture.combine_gradients(zeros(4, 2048), zeros(32, 2048), sums)
-    group_many.group_many(torch.zeros(4608, 8, dtype=torch.int32), 128)
+    norms.forward_of_halves(both)
+    norms.backward_of_halves(zeros(32, 768), both)
+    experts.combine_gradients(zeros(4, 2048), zeros(32, 2048), sums)
+    experts.group_many(torch.zeros(4608, 8, dtype=torch.int32), 128)
     targets, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
-    logits.tile_statistics([(0, zeros(4, 8192))], targets, 1.0)
-    logits.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0)
+    sampling.tile_statistics([(0, zeros(4, 8192))], targets, 1.0)
+    sampling.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0)
 
 
 #: Of each generation one, of Ampere and Ada that with the least shared memory; all of them in nightly runs.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl.kernels.w4a16 import variants
-from qerl.kernels.w4a16.variants import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
+from qerl.kernels.cuda import w4a16
+from qerl.kernels.cuda.w4a16 import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
 
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -81,7 +81,7 @@ extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}(const int* shape, int w
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scheduler")
-    source = Path(variants.__file__).with_name("tile_scheduler.cu")
+    source = Path(w4a16.__file__).with_name("tile_scheduler.cu")
     compiled = {(v.x_tiles, rank, v.stages, v.cluster) for pair in VARIANTS for v in pair for rank in RANKS}
     parts = [
         PART.format(x_tiles=x_tiles, rank=rank, stages=stages, cluster=cluster, source=source)

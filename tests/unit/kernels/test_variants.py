@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.kernels.w4a16.variants import VARIANTS, limits, padded_rows, variant_for
+from qerl.kernels.cuda.w4a16 import VARIANTS, limits, padded_rows, variant_for
 
 REGISTERS, SHARED_BYTES, MOST_SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 232448, 1024
 RANKS = (0, 16, 64, 128)

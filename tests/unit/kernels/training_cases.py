@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from qerl.kernels import group_many, mixture, mixture_reference, swiglu
-from qerl.kernels.normed_rope import rotate_normed
-from qerl.kernels.rope import rotate
+from qerl.kernels import reference
+from qerl.kernels.triton import experts, norms
+from qerl.kernels.triton import experts as group_many
+from qerl.kernels.triton.norms import rotate, rotate_normed
 
 EPS = 1e-6
 
@@ -67,8 +68,8 @@ def test_gate_and_up_side_by_side(shape):
     wide = both.double().requires_grad_()
     gate, up = wide.chunk(2, 1)
     exact = torch.nn.functional.silu(gate) * up
-    assert near(swiglu.forward_of_halves(both), exact.detach())
-    assert near(swiglu.backward_of_halves(grad, both), torch.autograd.grad(exact, wide, grad.double())[0])
+    assert near(norms.forward_of_halves(both), exact.detach())
+    assert near(norms.backward_of_halves(grad, both), torch.autograd.grad(exact, wide, grad.double())[0])
 
 
 @pytest.mark.parametrize("width", [40, 256])
@@ -78,7 +79,7 @@ def test_gradients_of_a_weighted_sum(width):
     wide = [tensor.double().requires_grad_() for tensor in (y, weights)]
     exact = (wide[0].view(6, 3, -1) * wide[1][..., None]).sum(1)
     expected = torch.autograd.grad(exact, wide, grad.double())
-    for found in (mixture.combine_gradients(grad, y, weights), mixture_reference.combine_gradients(grad, y, weights)):
+    for found in (experts.combine_gradients(grad, y, weights), reference.combine_gradients(grad, y, weights)):
         assert [one.shape for one in found] == [y.shape, weights.shape]
         assert all(map(near, found, expected))
 
@@ -89,7 +90,7 @@ def test_groups_of_many_pairs_are_those_of_the_reference(tokens, chosen, experts
     torch.manual_seed(3)
     scores = torch.randn(tokens, experts) - 2 * torch.arange(experts).float()
     numbers = scores.topk(chosen).indices.int()
-    found, expected = group_many.group_many(numbers, experts), mixture_reference.group(numbers, experts)
+    found, expected = group_many.group_many(numbers, experts), reference.group(numbers, experts)
     assert (found.count, found.chosen) == (expected.count, expected.chosen)
     assert torch.equal(found.experts, expected.experts)
     assert torch.equal(found.pairs[found.experts >= 0], expected.pairs[expected.experts >= 0])

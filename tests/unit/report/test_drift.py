@@ -9,17 +9,16 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from qerl.jobs import dispatch
-from qerl.plan.make import plan_from
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.quantize import quantize_checkpoint
 from qerl.report.drift import change, drift, slope_per_step, verdict
-from qerl.report.job import make_figure, make_table
-from qerl.results.files import ResultError
-from qerl.results.intervals import Interval
-from qerl.results.study import read_study
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.reading import read_yaml
+from qerl.report.make import make_figure, make_table
+from qerl.results.statistics import Interval
+from qerl.results.store import ResultError
+from qerl.results.study_data import read_study
+from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
+from qerl.workflow import dispatch
+from qerl.workflow.plan import plan_from
 from tests import jobs
 from tests.jobs import train_job, write_inputs
 from tests.synthetic_results import NO_METRICS, write_run

@@ -6,9 +6,9 @@ from typing import get_args
 import pytest
 
 from qerl.report import figures, tables
-from qerl.report.drawing import COLOURS
+from qerl.report.figures import COLOURS
 from qerl.results import readers
-from qerl.results.names import training_name, weights_name
+from qerl.results.paths import training_name, weights_name
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.models import Recipe, WeightFormat
 from qerl.settings.run import RunSettings

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from qerl.report import grid
-from qerl.report.formatting import gpu_label
+from qerl.report.format import gpu_label
 from tests.synthetic_results import decode_file, moved, step_file
 
 H200, H100 = "1x NVIDIA H200", "1x NVIDIA H100 80GB HBM3"

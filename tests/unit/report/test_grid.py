@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from qerl.report import grid, grid_figures, grid_tables
+from qerl.report import grid, speed_tables
 from qerl.results import speed_readers
-from qerl.results.files import ResultError
+from qerl.results.store import ResultError
 from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, step_file
 
 
@@ -61,7 +61,7 @@ def test_a_failed_point_has_a_floor_but_no_speed(files):
 
 
 def test_the_decode_table_distinguishes_failed_from_not_measured(files):
-    table = grid_tables.decode_table(speed_readers.load_points(files), "7B")
+    table = speed_tables.decode_table(speed_readers.load_points(files), "7B")
     assert table.to_dict("list") == {
         "engine": ["native", "native", "vllm", "vllm"],
         "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
@@ -79,13 +79,13 @@ def test_floor_table_is_the_share_of_each_point(tmp_path):
         decode_file(tmp_path, "vllm", "nvfp4", {1: [250.0], 8: OUT_OF_MEMORY}, rank=0),
         decode_file(tmp_path, "transformers", "nvfp4", {1: [250.0]}, rank=0, ceilings=None),
     ]
-    table = grid_tables.floor_table(speed_readers.load_points(files), "7B")
+    table = speed_tables.floor_table(speed_readers.load_points(files), "7B")
     assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no floor"]
     assert list(table["8"]) == ["–", OUT_OF_MEMORY, "–"]
 
 
 def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
-    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
     faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
     assert (faster["1"], same["1"]) == (2.5, 2.5)
     assert (faster["64"], same["64"]) == (1.5, 2.0)
@@ -96,7 +96,7 @@ def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
 
 
 def test_a_ratio_says_why_there_is_none(files):
-    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
     assert rows["nvfp4", "NVFP4"]["256"] == "–"
     # vLLM's NVFP4 might be the faster: it wasn't measured.
     assert rows["bf16", "faster of BF16, NVFP4"]["256"] == rows["nvfp4", "faster of BF16, NVFP4"]["256"] == "–"
@@ -108,7 +108,7 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
         decode_file(tmp_path, "vllm", "bf16", {1: OUT_OF_MEMORY, 8: OUT_OF_MEMORY, 64: [10.0]}),
         decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0], 8: "timeout", 64: [10.0]}),
     ]
-    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
     faster = rows["faster of BF16, NVFP4"]
     assert faster["1"] == 3.0
     assert pd.isna(faster["1_low"])  # one repeat has no interval
@@ -119,27 +119,27 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
 
 def test_weights_that_vllm_lacks_are_compared_with_its_faster_only(files, tmp_path):
     files = [*files, decode_file(tmp_path, "native", "mxfp4", {1: [400.0], 64: [400.0]})]
-    table = grid_tables.ratio_table(speed_readers.load_points(files), "7B")
+    table = speed_tables.ratio_table(speed_readers.load_points(files), "7B")
     assert list(table[table["weights"] == "mxfp4"]["against vLLM"]) == ["faster of BF16, NVFP4"]
 
 
 def test_portable_kernels_are_beside_other_kernels_and_vllm(files, tmp_path):
     speeds = {1: [350.0, 350.0], 64: [3800.0, 3800.0], 256: [9000.0, 9000.0]}
     files = [*files, decode_file(tmp_path / "portable", "native", "nvfp4", speeds, kernels="portable")]
-    rows = rows_of(grid_tables.decode_table(speed_readers.load_points(files), "7B"), "engine", "weights")
+    rows = rows_of(speed_tables.decode_table(speed_readers.load_points(files), "7B"), "engine", "weights")
     of_one = {engine: rows[engine, "nvfp4"]["1"] for engine in ("native-portable", "native", "vllm")}
     assert of_one == {"native-portable": 350, "native": 500, "vllm": 200}
     grid.write_all(files, tmp_path / "out")
     # Comparisons of formats and of engines are those of the GPU's own kernels.
     assert "500" in (tmp_path / "out/decode-7B-128x256.md").read_text()
-    ratios = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
+    ratios = rows_of(speed_tables.ratio_table(speed_readers.load_points(files), "7B"), "weights", "against vLLM")
     assert ratios["nvfp4", "NVFP4"]["1"] == 2.5
     assert "native, portable kernels NVFP4" in texts(tmp_path / "out/decode-rank16-128x256.svg")
 
 
 def test_crossover_by_engine_and_rank(files, tmp_path):
     files = [*files, decode_file(tmp_path, "transformers", "nf4", {1: [10.0]})]
-    rows = rows_of(grid_tables.crossover(speed_readers.load_points(files)), "size", "engine", "rank")
+    rows = rows_of(speed_tables.crossover(speed_readers.load_points(files)), "size", "engine", "rank")
     assert set(rows) == {("7B", "native", 16), ("7B", "vllm", 16)}
     native, vllm = rows["7B", "native", 16], rows["7B", "vllm", 16]
     assert (native["1"], native["64"], native["256"]) == (4.0, 1.0, "–")
@@ -165,7 +165,7 @@ def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
         decode_file(tmp_path, "native", "nvfp4", told),
         decode_file(tmp_path, "native", "bf16", {count: [100.0] for count in speeds}),
     ]
-    (row,) = grid_tables.crossover(speed_readers.load_points(files)).to_dict("records")
+    (row,) = speed_tables.crossover(speed_readers.load_points(files)).to_dict("records")
     assert row["crosses"] == crosses
 
 
@@ -177,7 +177,7 @@ def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
         decode_file(tmp_path, "vllm", "nvfp4", {1: [10.0]}, rank=16),
         decode_file(tmp_path, "native", "bf16", {1: [10.0]}, rank=0),
     ]
-    rows = rows_of(grid_tables.adapters(speed_readers.load_points(files)), "engine", "weights", "rank")
+    rows = rows_of(speed_tables.adapters(speed_readers.load_points(files)), "engine", "weights", "rank")
     assert set(rows) == {("native", "nvfp4", 16), ("native", "nvfp4", 64)}
     small, large = rows["native", "nvfp4", 16], rows["native", "nvfp4", 64]
     assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
@@ -223,7 +223,7 @@ def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
     made.append(decode_file(tmp_path / "dense", "vllm", "bf16", {1: [150.0] * 3}, **hybrid))
     step = step_file(tmp_path, "qerl NVFP4 LoRA, packed delta nets", "qwen3.5-27b", [1.0], "auto")
     points = speed_readers.load_points(made)
-    table = grid_tables.decode_table(points, "qwen3.5-27b")
+    table = speed_tables.decode_table(points, "qwen3.5-27b")
     named = ["nvfp4", "nvfp4-delta-nets"]
     assert list(zip(table["engine"], table["weights"], table["1"], strict=True)) == [
         *(("native", name, 100.0 * count) for count, name in enumerate(named, 1)),
@@ -232,7 +232,7 @@ def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
     ]
     floors = points.set_index(["engine", "weights"])["floor_ms"]
     assert floors["native", "nvfp4-delta-nets"] < 0.75 * floors["native", "nvfp4"]
-    ratios = rows_of(grid_tables.ratio_table(points, "qwen3.5-27b"), "weights", "against vLLM")
+    ratios = rows_of(speed_tables.ratio_table(points, "qwen3.5-27b"), "weights", "against vLLM")
     assert ratios["nvfp4-delta-nets", "NVFP4-DELTA-NETS"]["1"] == pytest.approx(2.0)
     assert ratios["nvfp4-delta-nets", "faster of BF16, NVFP4, NVFP4-DELTA-NETS"]["1"] == pytest.approx(200 / 150)
     assert ratios["nvfp4", "faster of BF16, NVFP4"]["1"] == pytest.approx(100 / 150)
@@ -248,7 +248,7 @@ def test_machines_are_stated_but_not_compared(tmp_path):
     ]
     grid.write_all(files, tmp_path / "out")
     assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B-128x256.md").read_text()
-    rows = rows_of(grid_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(speed_readers.load_points(files), "7B"), "against vLLM")
     assert rows["NVFP4"]["1"] == "different machines"
 
 
@@ -287,7 +287,7 @@ def texts(svg: Path) -> set[str]:
 
 
 def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
-    grid_figures.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
+    grid.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
     shown = texts(tmp_path / "speed.svg")
     assert {"native NVFP4", "native BF16", "vLLM NVFP4", "vLLM BF16", "floor", "7B, LoRA rank 16"} <= shown
     assert {"1", "64", "256"} <= shown
@@ -296,8 +296,8 @@ def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
 def test_the_speed_figure_has_a_floor_for_each_format(files):
     axis = Figure().subplots()
     points = speed_readers.load_points(files)
-    grid_figures._speed_panel(axis, points)
-    grey = [line for line in axis.lines if line.get_color() == grid_figures._GREY]
+    grid._speed_panel(axis, points)
+    grey = [line for line in axis.lines if line.get_color() == grid._GREY]
     nvfp4 = points[(points["engine"] == "native") & (points["weights"] == "nvfp4")]
     expected = [1e3 * row.sequences / row.floor_ms for row in nvfp4.itertuples()]
     assert len(grey) == 2
@@ -306,14 +306,14 @@ def test_the_speed_figure_has_a_floor_for_each_format(files):
 
 def test_no_floor_is_drawn_without_measured_rates(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [2.0], 8: [9.0]}, ceilings=None)
-    grid_figures.decode_speed(speed_readers.load_points([file]), tmp_path / "speed")
+    grid.decode_speed(speed_readers.load_points([file]), tmp_path / "speed")
     assert "floor" not in texts(tmp_path / "speed.svg")
 
 
 def test_the_crossover_figure_draws_the_ratios_and_one(files):
     axis = Figure().subplots()
-    grid_figures._crossover_panel(
-        axis, grid_tables.crossover(speed_readers.load_points(files)), [{"label": "a"}, {"label": "b"}]
+    grid._crossover_panel(
+        axis, speed_tables.crossover(speed_readers.load_points(files)), [{"label": "a"}, {"label": "b"}]
     )
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in (bars[0] for bars in axis.containers)]
     assert drawn == [([1, 64], [4.0, 1.0]), ([1, 64], [2.0, 0.75])]
@@ -322,7 +322,7 @@ def test_the_crossover_figure_draws_the_ratios_and_one(files):
 
 def test_sizes_are_panels(tmp_path, files):
     files = [*files, decode_file(tmp_path, "native", "nvfp4", {1: [2000.0]}, size="1.5B")]
-    grid_figures.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
+    grid.decode_speed(speed_readers.load_points(files), tmp_path / "speed")
     assert {"1.5B, LoRA rank 16", "7B, LoRA rank 16"} <= texts(tmp_path / "speed.svg")
 
 

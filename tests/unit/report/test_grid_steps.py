@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.report import grid, grid_tables
+from qerl.report import grid, speed_tables
 from qerl.results import speed_readers
 from tests.synthetic_results import OUT_OF_MEMORY, step_file, write_json
 
@@ -23,7 +23,7 @@ def test_steps_by_hand(tmp_path):
     assert list(steps["step_seconds"]) == [50.0, 20.0]
     assert steps["rollout_seconds"].iloc[1] == pytest.approx(12.0)
     assert set(steps["work"]) == {"16 × 8, 128 + 1024 tokens"}
-    memory = grid_tables.memory_table(steps).set_index(["size", "system"]).loc["7B", "qerl NVFP4 LoRA"]
+    memory = speed_tables.memory_table(steps).set_index(["size", "system"]).loc["7B", "qerl NVFP4 LoRA"]
     assert (memory["weights/gb"], memory["gradients/gb"], memory["rest/gb"]) == (5.0, 0.5, 6.0)
     assert (memory["without KV cache/gb"], memory["KV cache/gb"]) == (12.0, 8.0)
     assert pd.isna(memory["sampler weights/gb"])
@@ -35,7 +35,7 @@ def test_peaks_of_rollout_and_update_are_the_highest_of_all_steps(tmp_path):
     for step, rollout, update in zip(result["steps"], (19e9, 20e9), (17e9, 16e9), strict=True):
         step |= {"rollout_peak_bytes": rollout, "update_peak_bytes": update}
     file.write_text(json.dumps(result))
-    memory = grid_tables.memory_table(speed_readers.load_steps([file])).iloc[0]
+    memory = speed_tables.memory_table(speed_readers.load_steps([file])).iloc[0]
     assert (memory["rollout peak/gb"], memory["update peak/gb"]) == (20.0, 17.0)
 
 
@@ -52,7 +52,7 @@ def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
         capped = result | told | {"settings": result["settings"] | limits | {"memory_gb": cap}}
         capped |= {"steps": []} if "status" in told else {"steps": [step | {"step": 16.0} for step in result["steps"]]}
         files.append(write_json(tmp_path / f"{cap}.json", capped))
-    table = grid_tables.memory_table(speed_readers.load_steps(files)).set_index("cap")
+    table = speed_tables.memory_table(speed_readers.load_steps(files)).set_index("cap")
     assert list(table.index) == ["", "16 GB", "12 GB", "8 GB"]
     columns = ["status", "cache share", "recomputed", "micro-batch tokens", "set"]
     assert list(table.loc["12 GB", columns]) == ["ok", "33%", "28 of 28", 16384, "KV cache of 2 GiB, released"]
@@ -68,7 +68,7 @@ def test_a_step_that_failed_is_a_row(tmp_path):
     write_json(file, {key: value for key, value in told.items() if key not in ("steps", "memory", "sampler")})
     files = [step_file(tmp_path, "ours", "7B", [2.0], True, rest=1.0), file]
     grid.write_all(files, tmp_path / "out")
-    rows = grid_tables.step_table(speed_readers.load_steps(files)).set_index("size").T.to_dict()
+    rows = speed_tables.step_table(speed_readers.load_steps(files)).set_index("size").T.to_dict()
     assert (rows["32B"]["status"], rows["32B"]["cap"], rows["7B"]["step_seconds"]) == ("out of memory", "24 GB", 2.0)
     assert np.isnan(rows["32B"]["step_seconds"])
     assert "out of memory" in (tmp_path / "out/memory.md").read_text()

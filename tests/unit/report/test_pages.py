@@ -10,8 +10,8 @@ import pytest
 from docutils.core import publish_parts
 from jinja2 import Environment
 
-from qerl.report import job
-from qerl.report.pages import page
+from qerl.report import make
+from qerl.report.format import page
 from tests.synthetic_results import write_tree
 
 
@@ -53,7 +53,7 @@ def paths(tmp_path_factory):
 
 
 def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(paths, tmp_path):
-    job.make_table("accuracy", paths, tmp_path)
+    make.make_table("accuracy", paths, tmp_path)
     text = (tmp_path / "accuracy.html").read_text()
     found = Tables(text)
     assert found.captions == ["Accuracy on arithmetic"]
@@ -86,12 +86,12 @@ def test_a_page_escapes_text():
 
 def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
     machine, commit = "Machine: Test CPU, 2 cores.", "Commit: 0123456789ab."
-    job.make_figure("reward", paths, tmp_path)
+    make.make_figure("reward", paths, tmp_path)
     caption = (tmp_path / "reward.txt").read_text()
     assert caption.startswith("Training reward by step")
     assert caption.endswith(f"{machine} Seeds per arm: 3. {commit}\n")
-    assert job.figure_stamp("accuracy", job.StoredResults(paths)) == f"{machine} Seeds per arm: 3. {commit}"
-    assert job.figure_stamp("throughput", job.StoredResults(paths)) == f"{machine} {commit}"
+    assert make.figure_stamp("accuracy", make.StoredResults(paths)) == f"{machine} Seeds per arm: 3. {commit}"
+    assert make.figure_stamp("throughput", make.StoredResults(paths)) == f"{machine} {commit}"
 
 
 def rendered(name: str, files: list[Path], **wildcards: str) -> str:
@@ -107,8 +107,8 @@ def rendered(name: str, files: list[Path], **wildcards: str) -> str:
 
 
 def test_captions_of_snakemakes_report_have_what_they_promise(paths, tmp_path):
-    job.make_table("accuracy", paths, tmp_path)
-    job.make_figure("accuracy", paths, tmp_path)
+    make.make_table("accuracy", paths, tmp_path)
+    make.make_figure("accuracy", paths, tmp_path)
     files = [tmp_path / "accuracy.html", tmp_path / "accuracy.png", tmp_path / "reward.png"]
     for text in (rendered("table.rst", files, table="accuracy"), rendered("figure.rst", files, figure="accuracy")):
         assert "95 % intervals" in text

@@ -9,14 +9,14 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from qerl.report import job, layout, paper, paper_figures
-from qerl.report.drawing import COLOURS
+from qerl.report import make, paper, paper_figures
+from qerl.report.figures import COLOURS
 from qerl.results import printed, readers
-from qerl.results.files import ResultError
-from qerl.results.intervals import average_interval, ratio_interval
 from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
+from qerl.results.statistics import average_interval, ratio_interval
+from qerl.results.store import ResultError
 from qerl.rl.noise_schedule import sigma
-from qerl.settings.training import NoiseSettings
+from qerl.settings.run import NoiseSettings
 from tests.synthetic_results import (
     rollout_point,
     step_point,
@@ -36,7 +36,7 @@ def column(values: list[int]) -> np.ndarray:
 
 def beside(name: str, paths: list) -> pd.DataFrame:
     """A table of the paper, by weights, method, noise and metric of the 7B model."""
-    return job.StoredResults([*paths, *FOLDER.glob("*.csv")]).beside(name)
+    return make.StoredResults([*paths, *FOLDER.glob("*.csv")]).beside(name)
 
 
 def cell(frame: pd.DataFrame, weights: str, metric: str, noise: str = "off", method: str = "lora", **more) -> pd.Series:
@@ -106,7 +106,7 @@ def test_gsm8k_stands_beside_the_like_and_every_reading_in_a_column(three_readin
     extra = frame[frame["metric"].isin(readings[1:])]
     assert set(extra["printed"]) == {""}
     assert extra["difference"].isna().all()
-    job.make_table("table1", [*three_readings, *FOLDER.glob("*.csv")], tmp_path)
+    make.make_table("table1", [*three_readings, *FOLDER.glob("*.csv")], tmp_path)
     header = (tmp_path / "table1.md").read_text().splitlines()[0]
     assert all(name in header for name in ("GSM8K (%)", "strict (%)", "flexible (%)", "own prompt (%)"))
 
@@ -264,7 +264,7 @@ def test_hyperparameters_are_those_of_the_runs(tmp_path):
 
 
 def test_a_table_has_the_paper_s_rows_and_marks_contradictions(small):
-    shown, footnotes = layout.paper_shape(beside("table1", small))
+    shown, footnotes = paper.paper_shape(beside("table1", small))
     rows = shown.to_dict("records")
     start = next(
         i for i, row in enumerate(rows) if (row["model"], row["weights"], row["training"]) == (MODEL, "NVFP4", "LoRA")
@@ -282,7 +282,7 @@ def test_a_table_has_the_paper_s_rows_and_marks_contradictions(small):
 
 
 def test_a_wrong_difference_is_marked_beside_its_accuracy(small):
-    shown, footnotes = layout.paper_shape(beside("table2", small))
+    shown, footnotes = paper.paper_shape(beside("table2", small))
     assert not [name for name in shown if "Δ" in name]
     assert "16.7 (b)" in set(shown["AIME24 (%)"])
     assert "+3.7" in footnotes[1]
@@ -296,7 +296,7 @@ def tree(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_files_of_every_table(tmp_path, tree, name):
-    job.make_table(name, tree, tmp_path)
+    make.make_table(name, tree, tmp_path)
     markdown, tex = ((tmp_path / f"{name}.{suffix}").read_text() for suffix in ("md", "tex"))
     csv = pd.read_csv(tmp_path / f"{name}.csv")
     assert csv["status"].notna().all()
@@ -318,7 +318,7 @@ def test_files_of_every_table(tmp_path, tree, name):
 
 @pytest.mark.parametrize("name", sorted(NAMES - TABLES.keys()))
 def test_files_of_every_figure(tmp_path, tree, name):
-    job.make_figure(name, tree, tmp_path)
+    make.make_figure(name, tree, tmp_path)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / f"{name}.svg").stat().st_size > 2500
     told = (tmp_path / f"{name}.txt").read_text()
@@ -329,7 +329,7 @@ def test_files_of_every_figure(tmp_path, tree, name):
 
 def drawn(paths: list, figure: str, panel: int):
     """The axes of a figure with one panel."""
-    metrics, identities, reference = job.StoredResults(paths).curves(figure)
+    metrics, identities, reference = make.StoredResults(paths).curves(figure)
     asked = CURVE_FIGURES[figure][panel]
     axis = Figure().subplots()
     paper_figures._panel_beside(axis, asked, paper_figures._groups(asked, metrics, identities), reference, window=1)
@@ -385,7 +385,7 @@ def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
 
 
 def test_bars_show_both_numbers_and_what_is_missing(tree):
-    frame = job.StoredResults(tree).beside("figure1")
+    frame = make.StoredResults(tree).beside("figure1")
     axis = Figure().subplots()
     cells = frame[frame["metric"] == "math500"]
     paper_figures._bar_pairs(axis, cells)

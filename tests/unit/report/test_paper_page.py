@@ -7,12 +7,12 @@ from statistics import median
 
 import pytest
 
-from qerl.plan.shapes import committed_files
 from qerl.report.grid import write_all
 from qerl.report.paper_page import paper_page
-from qerl.results.names import decode_name
+from qerl.results.paths import decode_name
 from qerl.results.speed_readers import load_points, load_steps
-from qerl.settings.reading import read_yaml
+from qerl.settings.base import read_yaml
+from qerl.workflow.grid import committed_files
 from tests.synthetic_results import OUT_OF_MEMORY, decode_file
 
 ROOT = Path(__file__).parents[3]

@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 import pytest
 
-from qerl.gates.job import read_verdicts, verdict_table
-from qerl.jobs.report import ReportJob
-from qerl.report import grid, job
-from qerl.report.pages import page
-from qerl.report.report_page import write_report
+from qerl.gates.compare import read_verdicts, verdict_table
+from qerl.jobs import ReportJob
+from qerl.report import grid, make
+from qerl.report.format import page
+from qerl.report.page import write_report
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
 from tests.synthetic_results import (
     ARMS,
@@ -24,8 +24,7 @@ from tests.synthetic_results import (
     write_run,
     write_tree,
 )
-
-from .test_pages import Tables
+from tests.unit.report.test_pages import Tables
 
 TABLES = ("accuracy", "quantization", "memory_speed", "throughput")
 FIGURES = ("accuracy", "reward", "entropy")
@@ -66,9 +65,9 @@ def report(tmp_path_factory) -> Path:
         rollout.write_bytes(b"")
     (root / "results.txt").write_text("".join(f"{path}\n" for path in paths))
     for name in TABLES:
-        job.make_table(name, paths, root / "tables")
+        make.make_table(name, paths, root / "tables")
     for name in FIGURES:
-        job.make_figure(name, paths, root / "figures")
+        make.make_figure(name, paths, root / "figures")
     asked = ReportJob(
         name="mini",
         results=root / "results.txt",

@@ -9,11 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
-from qerl.report.samples import sources_in
-from qerl.report.samples_page import PageSizeError, make_page
-from qerl.results.files import ResultError, write_rows
-from qerl.results.schema.evaluation import SampleRow
-from qerl.results.schema.training import RolloutRow
+from qerl.report.samples import PageSizeError, make_page, sources_in
+from qerl.results.schema import RolloutRow, SampleRow
+from qerl.results.store import ResultError, write_rows
 from tests.browser import browser, needs_browser
 from tests.pages import parts_of
 from tests.synthetic_results import answers, write_evaluation, write_run

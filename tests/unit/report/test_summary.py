@@ -8,7 +8,7 @@ from rich.console import Console
 from qerl.report import tables
 from qerl.report.summary import fitting, print_summary, rich_table
 from qerl.results import readers
-from qerl.results.files import ResultError
+from qerl.results.store import ResultError
 from tests.synthetic_results import answers, write_evaluation, write_run
 
 

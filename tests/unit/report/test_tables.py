@@ -5,10 +5,9 @@ import pandas as pd
 import pytest
 
 from qerl.report import tables
-from qerl.report.formatting import present
-from qerl.report.pages import by_dataset
+from qerl.report.format import by_dataset, present
 from qerl.results import readers
-from qerl.results.files import ResultError
+from qerl.results.store import ResultError
 from tests.synthetic_results import (
     NO_METRICS,
     rollout_point,

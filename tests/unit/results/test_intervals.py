@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl.results.intervals import accuracy_interval, average_interval, difference_interval
+from qerl.results.statistics import accuracy_interval, average_interval, difference_interval
 
 
 def test_one_evaluation_matches_the_binomial():

@@ -4,7 +4,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from qerl.results.pass_at_k import pass_at_k
+from qerl.results.statistics import pass_at_k
 
 
 @pytest.mark.parametrize(("completions", "k"), [(1, 1), (5, 1), (5, 3), (6, 6)])

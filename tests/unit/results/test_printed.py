@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl.plan import plan, plan_from
 from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES, read_cells
-from qerl.settings.config import Config
+from qerl.settings.workflow import Config
+from qerl.workflow.plan import plan, plan_from
 
 KEY = ["table", "model", "weights", "method", "noise", "rank", "setting", "metric"]
 SPEED = {"qwen2.5-3b": "table5", "qwen2.5-7b": "table6", "qwen2.5-14b": "table7", "qwen2.5-32b": "table8"}

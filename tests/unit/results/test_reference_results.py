@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl.results import catalogue
-from qerl.results.files import ResultError
+from qerl.results import readers
+from qerl.results.store import ResultError
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
 #: Files for people, or made of results: nothing reads them back.
@@ -25,7 +25,7 @@ STORED = [file for file in FILES if file.suffix in (".json", ".jsonl", ".parquet
 
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
 def test_a_stored_file_is_as_its_schema_says(file):
-    catalogue.check(file)
+    readers.check(file)
 
 
 def test_every_other_file_has_a_reason():
@@ -37,7 +37,7 @@ def test_every_other_file_has_a_reason():
 def test_a_file_is_written_as_it_was_read():
     """Writing what was read gives the same JSON, numbers to the digit, for every file that a schema describes."""
     for file in STORED:
-        schema = catalogue.schema_of(file)
+        schema = readers.schema_of(file)
         if schema and file.suffix == ".json" and schema.__name__ != "RunResult":
             written = schema.model_validate_json(file.read_bytes()).content()
             assert json.dumps(written, sort_keys=True) == json.dumps(json.loads(file.read_text()), sort_keys=True), file
@@ -50,11 +50,11 @@ def test_a_key_that_no_schema_has_is_refused(tmp_path):
     for changed in (stored | {"seeds": 1}, stored | {"points": [stored["points"][0] | {"speed": 1.0}]}):
         file.write_text(json.dumps(changed))
         with pytest.raises(ResultError, match=r"is not a RolloutBenchResult: unknown key `(seeds|points\[0\]\.speed)`"):
-            catalogue.check(file)
+            readers.check(file)
 
 
 def test_a_metric_keeps_its_kind_of_number():
     file = REFERENCE / "h200/walk/train/main-nf4-lora-seed0/metrics.jsonl"
-    schema = catalogue.schema_of(file)
+    schema = readers.schema_of(file)
     for line in file.read_text().splitlines():
         assert json.dumps(schema.model_validate_json(line).content()) == line

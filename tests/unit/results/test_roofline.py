@@ -6,16 +6,15 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.checkpoints.architectures import ARCHITECTURES, linear_shapes
-from qerl.checkpoints.model_shape import ModelShape
-from qerl.checkpoints.published import PUBLISHED
+from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, ModelShape, linear_shapes
 from qerl.formats.codecs import quantize, stored_bytes
-from qerl.kernels.delta_state import DeltaHeads, state_bytes
-from qerl.layers.structure import structure_of
-from qerl.policy.policy import lora_config
-from qerl.random_models.checkpoint import model_config
-from qerl.results.roofline import Ceilings, byte_parts, mean_context, step_bytes, step_floor, step_flops
-from qerl.settings.training import AdapterSettings
+from qerl.kernels.state import DeltaHeads, state_bytes
+from qerl.models.policy import lora_config
+from qerl.models.random import model_config
+from qerl.models.structure import structure_of
+from qerl.results.speed_readers import byte_parts, mean_context, step_bytes, step_floor, step_flops
+from qerl.results.speeds import Ceilings
+from qerl.settings.run import AdapterSettings
 from tests.bits import bits_per_weight
 from tests.families import FAMILIES
 

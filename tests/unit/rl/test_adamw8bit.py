@@ -5,8 +5,8 @@ import copy
 import torch
 from bitsandbytes.optim import AdamW8bit
 
-from qerl.rl import adamw8bit
-from qerl.rl.adamw8bit import JoinedAdamW8bit
+from qerl.rl import optimizer as adamw8bit
+from qerl.rl.optimizer import JoinedAdamW8bit
 
 #: Both kinds of state: 8 bits from 4,096 elements on, whole blocks of 256, and others.
 SHAPES = [(16, 256), (8, 256), (768, 16), (4, 1024), (128, 16), (70, 70), (256,), (33,)]

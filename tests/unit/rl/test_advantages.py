@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.data.records import Problem
-from qerl.rl.advantages import differ, group_advantages
+from qerl.rl.rewards import differ, group_advantages
 from qerl.rl.rollouts import Group
 
 #: A reward, and how many times: means that float32 rounds away from the reward.

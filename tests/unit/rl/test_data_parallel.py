@@ -16,12 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
-from qerl.layers.noisy_norm import NoisyRMSNorm
-from qerl.policy.policy import choose_device
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.results.files import read_rows
-from qerl.results.schema.training import RolloutRow, StoredCompletion
-from qerl.rl.data_parallel import KilledError, Processes, run_in_processes
+from qerl.jobs import KilledError
+from qerl.models.blocks import NoisyRMSNorm
+from qerl.models.policy import choose_device
+from qerl.models.quantize import quantize_checkpoint
+from qerl.results.schema import RolloutRow, StoredCompletion
+from qerl.results.store import read_rows
+from qerl.rl.parallel import Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
@@ -137,7 +138,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
 
 def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from qerl.rl.data_parallel import run_in_processes\nrun_in_processes(2, print)\n")
+    script.write_text("from qerl.rl.parallel import run_in_processes\nrun_in_processes(2, print)\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
     assert done.stderr.splitlines()[-1].startswith(
@@ -152,7 +153,7 @@ def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_
     place.mkdir()
     (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
     run = "run_in_processes(2, print, 'a process of', 'the run')"
-    script.write_text(f"from qerl.rl.data_parallel import run_in_processes\nif __name__ == '__main__':\n    {run}\n")
+    script.write_text(f"from qerl.rl.parallel import run_in_processes\nif __name__ == '__main__':\n    {run}\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, script]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment, check=False)

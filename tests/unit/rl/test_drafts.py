@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from qerl.data.records import Problem
-from qerl.kernels.draft_state import DraftSource
+from qerl.kernels.state import DraftSource
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
-from qerl.rollout.engine import speculation
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout import speculation
+from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import parse
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import NativeSettings, RunSettings
 from tests.tiny import tiny_qwen2, write_template
 from tests.unit.rl.tiny_trainer import kill_at, untimed
 

@@ -5,15 +5,14 @@ from statistics import fmean
 import pytest
 import torch
 
-from qerl.layers.packed_linear import PackedLinear
-from qerl.policy.policy import load_policy
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.linear import PackedLinear
+from qerl.models.policy import load_policy
+from qerl.models.quantize import quantize_checkpoint
+from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.sequence_packing import logprobs_and_entropy, micro_batch
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import NativeSettings, RunSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, kill_at, trainer, untimed, weights
 

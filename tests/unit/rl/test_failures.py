@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.evals.job import evaluate_policy
-from qerl.jobs.evaluate import EvaluateJob, PlannedPolicy
-from qerl.report import job as report_job
+from qerl.evals.evaluate import evaluate_policy
+from qerl.jobs import EvaluateJob, PlannedPolicy
+from qerl.report import make as report_job
 from qerl.results import readers
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.failures import DivergedError, FollowedRunError, TimeLimitError
 from qerl.rl.train import train_run
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
-from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.run import RunSettings
+from qerl.settings.workflow import EvaluationSettings
 from tests import jobs
 from tests.jobs import train_job, write_inputs
 

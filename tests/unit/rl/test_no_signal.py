@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from qerl.data.answers import extract, stated
+from qerl.data.grading import extract, stated
 from qerl.data.records import Problem
-from qerl.rl.no_signal import PATIENCE, NoSignalError, Watch, report
 from qerl.rl.rollouts import Group, Rollout, Task
+from qerl.rl.trainer import PATIENCE, NoSignalError, Watch, report
 from qerl.settings.base import parse
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.run import RunSettings

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.jobs.base import KilledError
+from qerl.jobs import KilledError
 from qerl.rl.train import train_run
 from qerl.rl.trainer import Trainer
 from qerl.settings.base import parse

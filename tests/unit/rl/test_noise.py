@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from qerl.layers.noisy_norm import NoisyRMSNorm
+from qerl.models.blocks import NoisyRMSNorm
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.noise_schedule import sigma
-from qerl.settings.training import NoiseSettings
+from qerl.settings.run import NoiseSettings
 
 
 def settings(schedule: str, **changes) -> NoiseSettings:

@@ -11,12 +11,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels import packed_sequences
-from qerl.rl import activation_checkpointing, pass_graphs
-from qerl.rl.activation_checkpointing import Recomputation
-from qerl.rl.data_parallel import Processes
-from qerl.rl.fixed_rows import FixedRow, RowSize, row_tokens_of
-from qerl.rl.pass_graphs import PassGraphs
-from qerl.rl.sequence_packing import Sample, micro_batch, row_tokens, split
+from qerl.rl import graphs, memory
+from qerl.rl.graphs import FixedRow, PassGraphs, RowSize, row_tokens_of
+from qerl.rl.memory import Recomputation
+from qerl.rl.packing import Sample, micro_batch, row_tokens, split
+from qerl.rl.parallel import Processes
 from qerl.rl.train import make_policy
 from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
@@ -63,7 +62,7 @@ def attention(monkeypatch):
         return out
 
     monkeypatch.setattr(packed_sequences, "_FlashAttention", SimpleNamespace(apply=attend))
-    monkeypatch.setattr(activation_checkpointing, "allocatable_bytes", lambda: 2**33)
+    monkeypatch.setattr(memory, "allocatable_bytes", lambda: 2**33)
 
 
 def batch(seed, advantages=((1.2, -0.4, -0.4, -0.4), (0.0,) * 4, (1.0, 0.0, -1.0, 0.0), (-1.3, 0.5, 0.4, 0.4))):
@@ -176,6 +175,6 @@ def test_rows_of_a_large_batch_have_no_graph_however_few_teach(base, monkeypatch
     captured = in_fixed_rows(made)
     samples = batch(0, [[0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
     longest = max(row_tokens(samples, row) for row in split(samples, ABOUT["micro_batch_tokens"]))
-    monkeypatch.setattr(pass_graphs, "MOST_BYTES", share * row_tokens_of(longest) * made.graphs._token_bytes)
+    monkeypatch.setattr(graphs, "MOST_BYTES", share * row_tokens_of(longest) * made.graphs._token_bytes)
     made.update(1, samples)
     assert bool(captured) == (share > 1)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from qerl.rl.losses import BatchSize, LossInputs, policy_loss
-from qerl.rl.ppo import Moments, gae, terminal_rewards, value_loss, whiten
-from qerl.settings.training import LossSettings, PPOSettings
+from qerl.rl.value import Moments, gae, terminal_rewards, value_loss, whiten
+from qerl.settings.run import LossSettings, PPOSettings
 
 CORNERS = [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 1.0), (0.9, 0.0), (0.0, 0.95), (0.0, 0.0)]
 

@@ -10,7 +10,7 @@ import torch
 
 from qerl.host.interrupt import Interrupted, announced, interruptible
 from qerl.rl.checkpoint import Checkpoints, ResumeError
-from qerl.rl.thermostat import Thermostat, followed_entropies
+from qerl.rl.trainer import Thermostat, followed_entropies
 from qerl.rl.update import Choices
 from tests.unit.rl.tiny_trainer import CPU, PPO, kill_at, trainer, untimed, weights
 

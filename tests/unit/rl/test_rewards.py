@@ -7,8 +7,7 @@ import pytest
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.reward import RewardSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import RewardSettings, RunSettings
 
 PROBLEM = Problem("0", "6 * 3?", "6 * 3 = 18\n#### 18", "18", None)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from qerl.kernels.packed_sequences import Packing
-from qerl.layers.attention import NAME
-from qerl.policy.policy import trained_in_full, with_adapter
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
+from qerl.models.blocks import NAME
+from qerl.models.policy import trained_in_full, with_adapter
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
 from qerl.rl.value import add_value, values
 from qerl.rollout.sampler import Completion
-from qerl.settings.training import AdapterSettings, PPOSettings
+from qerl.settings.run import AdapterSettings, PPOSettings
 from tests.tiny import edit_config, tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 CPU = torch.device("cpu")

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from qerl.rl.checkpoint import ResumeError
-from qerl.rl.data_parallel import Processes
-from qerl.rl.sharded_checkpoint import ShardedCheckpoints
+from qerl.rl.checkpoint import ResumeError, ShardedCheckpoints
+from qerl.rl.parallel import Processes
 
 
 def trained(value: float):

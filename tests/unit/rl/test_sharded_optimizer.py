@@ -10,9 +10,9 @@ from bitsandbytes.functional import dequantize_blockwise
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from qerl.rl.data_parallel import Processes, run_in_processes
-from qerl.rl.sharded_checkpoint import ShardedCheckpoints
-from qerl.rl.sharded_optimizer import ShardedAdamW8bit
+from qerl.rl.checkpoint import ShardedCheckpoints
+from qerl.rl.optimizer import ShardedAdamW8bit
+from qerl.rl.parallel import Processes, run_in_processes
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 #: Unequal shards; fewer rows than four processes; experts; too few numbers for 8 bits.

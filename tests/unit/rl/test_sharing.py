@@ -6,8 +6,8 @@ from itertools import chain, product
 
 import pytest
 
-from qerl.rl.data_parallel import run_in_processes
-from qerl.rl.sharing import ExpectedLengths, WaitingGroups, shares
+from qerl.rl.parallel import run_in_processes
+from qerl.rl.rollouts import ExpectedLengths, WaitingGroups, shares
 from qerl.rl.train import make_trainer
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings

@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 
-from qerl.layers.adapters import POLICY_ADAPTER
-from qerl.policy.policy import Policy
-from qerl.rl.data_parallel import Processes, run_in_processes
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rl.silent import find_silent
+from qerl.models.linear import POLICY_ADAPTER
+from qerl.models.policy import Policy
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.parallel import Processes, run_in_processes
 from qerl.rl.train import make_policy
-from qerl.rl.update import Updater
+from qerl.rl.update import Updater, find_silent
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings

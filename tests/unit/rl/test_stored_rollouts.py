@@ -9,13 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.results.catalogue import schema_of
-from qerl.results.files import read_rows
-from qerl.results.schema.training import RolloutRow
+from qerl.models.quantize import quantize_checkpoint
+from qerl.results.readers import schema_of
+from qerl.results.schema import RolloutRow
+from qerl.results.store import read_rows
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.rollouts import Collector, Task
-from qerl.rl.stored_rollouts import token_texts
+from qerl.rl.rollouts import Collector, Task, token_texts
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
 from qerl.rollout.eager import NativeSampler

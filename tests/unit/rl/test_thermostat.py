@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from qerl.rl.thermostat import Thermostat, followed_entropies
+from qerl.rl.trainer import Thermostat, followed_entropies
 from qerl.settings.base import ConfigError
-from qerl.settings.training import ThermostatSettings
+from qerl.settings.run import ThermostatSettings
 
 LOGITS = np.random.default_rng(3).normal(scale=2.5, size=50)
 

@@ -8,9 +8,9 @@ from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl.provenance.code_version import decides
+from qerl.host.provenance import decides
 from qerl.rl import trainer
-from qerl.rl.data_parallel import Processes
+from qerl.rl.parallel import Processes
 from qerl.rl.train import _trackers, train_run
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
@@ -83,7 +83,7 @@ def test_trackers_are_no_change_of_a_run(inputs, tmp_path):
     moved = tracked.model_copy(update={"tracked": tmp_path / "elsewhere"})
     assert plain.deciding == tracked.deciding == moved.deciding
     assert decides("qerl.rl.trainer")
-    assert not decides("qerl.trackers.trackers")
+    assert not decides("qerl.trackers")
 
 
 def test_a_record_has_no_folder_of_this_machine(inputs, tmp_path, monkeypatch):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qerl.checkpoints.folder import CheckpointError
-from qerl.layers.lora import SharedCasts
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.rl.optimizer import warmup_cosine
+from qerl.checkpoints.files import CheckpointError
+from qerl.models.lora import SharedCasts
+from qerl.models.policy import load_policy, with_adapter
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import make_policy
+from qerl.rl.update import warmup_cosine
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse

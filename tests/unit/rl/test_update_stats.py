@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl.rl.losses import ratio_sums
-from qerl.rl.update_stats import UpdateStats
+from qerl.rl.update import UpdateStats
 
 NAMES = [field.name for field in fields(UpdateStats)]
 

@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from qerl.data.sources import prepare, read_split
-from qerl.evals.job import evaluate_policy
-from qerl.jobs.evaluate import EvaluateJob, StoredPolicy
-from qerl.policy.policy import with_adapter
+from qerl.evals.evaluate import evaluate_policy
+from qerl.jobs import EvaluateJob, StoredPolicy
+from qerl.models.policy import with_adapter
 from qerl.rl.train import make_trainer
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings, Generated
-from qerl.settings.evaluation import EvaluationSettings, TaskSettings
-from qerl.settings.rollout import SamplingSettings
-from qerl.settings.run import RunSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, RunSettings, SamplingSettings
+from qerl.settings.workflow import EvaluationSettings, TaskSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")

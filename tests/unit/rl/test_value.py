@@ -5,17 +5,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from qerl.layers.lora import register_lora
-from qerl.policy.loading import load_model
-from qerl.policy.policy import load_policy, trained_in_full, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.loading import load_model
+from qerl.models.lora import register_lora
+from qerl.models.policy import load_policy, trained_in_full, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rl.ppo import value_loss
-from qerl.rl.sequence_packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rl.value import add_value, is_value, value_adapter, values
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.value import add_value, is_value, value_adapter, value_loss, values
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.settings.training import AdapterSettings, NoiseSettings, PPOSettings
+from qerl.settings.run import AdapterSettings, NoiseSettings, PPOSettings
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")

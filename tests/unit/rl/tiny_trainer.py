@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.data.records import Problem
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import make_policy

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qerl.kernels.w4a16.variants import variant_for
-from qerl.rollout.engine.cuda_graphs import bucket_of
+from qerl.kernels.cuda.w4a16 import variant_for
+from qerl.rollout.decoder import bucket_of
 
 MOST = 1100
 SIZES = sorted({bucket_of(rows) for rows in range(1, MOST)})

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.policy.policy import with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
-from qerl.rollout.engine.engine import EngineSampler
-from qerl.rollout.engine.paging import slots_for
-from qerl.rollout.engine.scheduler import Scheduler
+from qerl.models.policy import with_adapter
+from qerl.models.quantize import quantize_checkpoint
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.scheduler import Scheduler, slots_for
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_family
 
 CPU = torch.device("cpu")
@@ -73,7 +71,7 @@ def test_interrupted_sequences_continue_from_the_state_of_their_tokens(policy, m
     expected = EngineSampler(policy, NativeSettings(), 8).generate(PROMPTS, params)
     assert not interrupted
     # All slots, though the cache can't hold their texts of up to three pages.
-    monkeypatch.setattr("qerl.rollout.engine.engine.slots_for", lambda room, sequences, *_: sequences)
+    monkeypatch.setattr("qerl.rollout.engine.slots_for", lambda room, sequences, *_: sequences)
     sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=(10 * STATE + 7.5 * PAGE) / 2**30), 8)
     assert_same(sampler.generate(PROMPTS, params), expected)
     assert interrupted

@@ -4,11 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.kernels.decode_state import IDLE, DecodeState, SamplingState
-from qerl.kernels.draft_state import KINDS, MOST_DRAFTED, DraftRows, DraftSource, DraftTotals, Guesses
-from qerl.kernels.drafts_reference import guess, keep, spread
-from qerl.rollout.engine.drafting import allotted, expected, ranked
-from qerl.rollout.engine.drafts import EarlierCompletions, TextLayout, Texts
+from qerl.kernels.reference import guess, keep, spread
+from qerl.kernels.state import (
+    IDLE,
+    KINDS,
+    MOST_DRAFTED,
+    DecodeState,
+    DraftRows,
+    DraftSource,
+    DraftTotals,
+    Guesses,
+    SamplingState,
+)
+from qerl.rollout.speculation import EarlierCompletions, TextLayout, Texts, allotted, expected, ranked
 
 CPU = torch.device("cpu")
 STOP, MOST_TOKENS, GROUP = 9, 40, 3
@@ -141,7 +149,7 @@ def test_rows_go_to_every_sequence_and_then_to_the_likeliest_tokens(seed):
 
 
 def test_the_oldest_prompts_are_forgotten(monkeypatch):
-    monkeypatch.setattr("qerl.rollout.engine.drafts._KEPT_TOKENS", 10)
+    monkeypatch.setattr("qerl.rollout.speculation._KEPT_TOKENS", 10)
     kept = EarlierCompletions()
     kept.add([1], [[1] * 4])
     kept.add([2], [[2] * 4])

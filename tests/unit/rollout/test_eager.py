@@ -7,14 +7,13 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from qerl.policy.policy import load_policy, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import NativeSampler, draw
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, NotFiniteError, SamplingParams, refuse_lengths
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.tiny import tiny_qwen2
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]

@@ -10,18 +10,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from qerl.host.profiling import seconds
-from qerl.policy.policy import load_policy, trained_in_full, weight_bytes, with_adapter
-from qerl.quantization.checkpoint import quantize_checkpoint
+from qerl.host.gpus import seconds
+from qerl.models.policy import load_policy, trained_in_full, weight_bytes, with_adapter
+from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
+from qerl.rollout import scheduler
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.engine import scheduler, sequences
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
@@ -381,12 +380,12 @@ def test_completions_end_at_their_lengths(policy, slots, pages):
 
 @pytest.mark.parametrize(("gigabytes", "steps"), [(0.05, 8), (1.2, 8), (2.2, 5), (5.9, 2), (9.9, 1), (65.0, 1)])
 def test_larger_policies_are_looked_at_after_fewer_steps(gigabytes, steps):
-    assert sequences.steps_between_looks(int(gigabytes * 1e9)) == steps
+    assert scheduler.steps_between_looks(int(gigabytes * 1e9)) == steps
 
 
-@pytest.mark.parametrize("every", [1, 3, sequences.MOST_STEPS])
+@pytest.mark.parametrize("every", [1, 3, scheduler.MOST_STEPS])
 def test_phases_count_the_steps_of_a_rollout(policy, every, monkeypatch):
-    monkeypatch.setattr(sequences, "_LOOK_BYTES", every * weight_bytes(policy))
+    monkeypatch.setattr(scheduler, "_LOOK_BYTES", every * weight_bytes(policy))
     sampler = sampler_of(policy, max_sequences=3)
     with seconds() as elapsed:
         sampler.generate(PROMPTS, SamplingParams(max_tokens=70, count=2, seed=4, lengths=LENGTHS))

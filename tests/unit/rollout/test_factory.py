@@ -5,13 +5,13 @@ import sys
 import pytest
 import torch
 
-from qerl.policy.policy import load_policy
+from qerl.models.policy import load_policy
 from qerl.rollout.eager import NativeSampler
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
-from qerl.rollout.served import refused_by_engine, refused_by_vllm, refused_fp8_cache
+from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.base import ConfigError
-from qerl.settings.rollout import EngineSettings, NativeSettings, RolloutSettings
+from qerl.settings.run import EngineSettings, NativeSettings, RolloutSettings
 from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_qwen2
 

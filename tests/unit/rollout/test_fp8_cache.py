@@ -7,13 +7,13 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from qerl.kernels.kv_cache import rounded
-from qerl.policy.policy import load_policy
+from qerl.kernels.state import rounded
+from qerl.models.policy import load_policy
 from qerl.rl.losses import mismatch
-from qerl.rollout.engine import scheduler
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout import scheduler
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
+from qerl.settings.run import NativeSettings
 from tests.tiny import tiny_qwen3
 
 CPU = torch.device("cpu")

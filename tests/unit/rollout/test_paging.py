@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qerl.rollout.engine.paging import Pages
+from qerl.rollout.scheduler import Pages
 
 
 def test_a_page_is_available_again_when_its_last_holder_gives_it_back():

@@ -5,16 +5,14 @@ import pytest
 import torch
 
 from qerl.kernels.packed_sequences import Packing
-from qerl.kernels.prompts import QUERY_BLOCK, PromptRow, pack
-from qerl.policy.policy import with_adapter
-from qerl.rollout.engine import scheduler
-from qerl.rollout.engine.cuda_graphs import DecodeGraphs
-from qerl.rollout.engine.engine import EngineSampler
-from qerl.rollout.engine.prefill import BUCKETS, MOST_PROMPTS, bucket_of
-from qerl.rollout.engine.transfer import Download
+from qerl.kernels.state import QUERY_BLOCK, PromptRow, pack
+from qerl.models.policy import with_adapter
+from qerl.rollout import scheduler
+from qerl.rollout.decoder import DecodeGraphs, Download
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.prefill import BUCKETS, MOST_PROMPTS, bucket_of
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings
+from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_qwen3
 
 CPU = torch.device("cpu")

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.kernels.draft_state import DraftSource
-from qerl.policy.policy import with_adapter
+from qerl.kernels.state import DraftSource
+from qerl.models.policy import with_adapter
 from qerl.rl.noise import Noise
-from qerl.rollout.engine import scheduler, speculation
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.rollout import scheduler, speculation
+from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.rollout import NativeSettings
-from qerl.settings.training import AdapterSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.tiny import tiny_qwen3
 
 #: Repetitive ones, so that drafts are found; one, less than one, exactly one, and more than one page.

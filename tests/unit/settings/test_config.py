@@ -10,14 +10,13 @@ from jsonschema import Draft202012Validator
 
 from qerl import settings
 from qerl.cli import config_reference
-from qerl.host import plugins
-from qerl.plan import plan
-from qerl.plan.jobs import Jobs
+from qerl.host import imports
 from qerl.settings.base import ConfigError, Settings, parse
-from qerl.settings.config import Config
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.run import RunSettings
+from qerl.settings.workflow import Config, EvaluationSettings
+from qerl.workflow.plan import plan
+from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +33,7 @@ def test_every_configuration_of_the_repository_is_valid(file):
     assert planned.runs or Jobs(planned).points
     for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
         assert not function.startswith("tests"), "a configuration must run without the tests"
-        plugins.check(function, "reward.function")
+        imports.check(function, "reward.function")
 
 
 def test_the_reference_page_is_made_from_the_settings():

@@ -5,15 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.plan import plan, plan_from
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.benches import StepGrid
-from qerl.settings.config import Config, Experiment
+from qerl.settings.base import ConfigError, check_kind, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.evaluation import EvaluationSettings
 from qerl.settings.models import LockedRepo
-from qerl.settings.reading import check_kind, parse_yaml
 from qerl.settings.run import RunFile, RunSettings
+from qerl.settings.workflow import Config, EvaluationSettings, Experiment, StepGrid
+from qerl.workflow.plan import plan, plan_from
 from tests.properties.values import PHRASES
 
 MINI = Path(__file__).parents[3] / "config/mini.yaml"

@@ -4,11 +4,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from qerl.bench.decode import engine as decode
-from qerl.bench.decode import hf as decode_hf
-from qerl.bench.decode import points as decode_points
-from qerl.bench.decode import vllm as decode_vllm
-from qerl.host.profiling import Seconds
+from qerl.bench import decode
+from qerl.bench import hf as decode_hf
+from qerl.bench import timing as decode_points
+from qerl.bench import vllm as decode_vllm
+from qerl.host.gpus import Seconds
 
 
 @pytest.fixture(autouse=True)

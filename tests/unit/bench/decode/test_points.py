@@ -8,21 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.bench.ceilings import ceilings, gpu_state, parse_state
-from qerl.bench.decode import engine as decode
-from qerl.bench.decode import hf as decode_hf
-from qerl.bench.decode import points as decode_points
-from qerl.bench.decode import vllm as decode_vllm
-from qerl.bench.decode.points import Timing
-from qerl.checkpoints.published import PUBLISHED, SIZES
-from qerl.jobs.shapes import DecodeJob, DecodePart, Decoding
-from qerl.policy.policy import choose_device, weight_bytes
-from qerl.random_models.policy import random_policy
-from qerl.report import grid_tables
-from qerl.results import speed_readers
-from qerl.results.schema import speed
-from qerl.results.schema.speed import GpuState
-from qerl.rollout.engine.engine import EngineSampler
+from qerl.bench import decode
+from qerl.bench import hf as decode_hf
+from qerl.bench import timing as decode_points
+from qerl.bench import vllm as decode_vllm
+from qerl.bench.timing import Timing, ceilings, gpu_state, parse_state
+from qerl.checkpoints.shapes import PUBLISHED, SIZES
+from qerl.jobs import DecodeJob, DecodePart, Decoding
+from qerl.models.policy import choose_device, weight_bytes
+from qerl.models.random import random_policy
+from qerl.report import speed_tables
+from qerl.results import speed_readers, speeds
+from qerl.results.speeds import GpuState
+from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
 
@@ -75,7 +73,7 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
 def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
     """A mixture's, in small; its vocabulary bounds the prompts."""
     monkeypatch.setitem(PUBLISHED, "mixture", FAMILIES["qwen3_moe"].config(vocab_size=256).to_dict())
-    for module in (speed, speed_readers):
+    for module in (speeds, speed_readers):
         monkeypatch.setattr(module, "SIZES", (*SIZES, "mixture"))
     out = tmp_path / "out.json"
     work = Decoding(engine="native", weights="nvfp4", **SETTINGS | {"size": "mixture"})
@@ -89,7 +87,7 @@ def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     """A file without the key has dense ones, as those that were committed before there was the key."""
     monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
-    for module in (speed, speed_readers):
+    for module in (speeds, speed_readers):
         monkeypatch.setattr(module, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
     for file, packed in zip(files, (False, True), strict=True):
@@ -103,7 +101,7 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     files[0].write_text(json.dumps(older))
     points = speed_readers.load_points(files)
     assert points["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
-    table = grid_tables.decode_table(points, "hybrid")
+    table = speed_tables.decode_table(points, "hybrid")
     assert table["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
     other = work.model_copy(update={"pack_delta_nets": False})
     with pytest.raises(ConfigError, match="points of pack_delta_nets=True, not False"):
@@ -197,7 +195,7 @@ def test_another_file_is_refused(tmp_path, text):
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measured = tmp_path / "out.json", [], decode.measure
+    out, held, measured = tmp_path / "out.json", [], decode.measure_decode
 
     def scarce(policy, sequences, *sizes):
         if sequences == 1:
@@ -211,7 +209,7 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
                 raise
             raise RuntimeError("lower max_tokens") from error
 
-    monkeypatch.setattr(decode, "measure", scarce)
+    monkeypatch.setattr(decode, "measure_decode", scarce)
     measure(decode, out, [3, 2, 1])
     last, *failed = read(out)["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [

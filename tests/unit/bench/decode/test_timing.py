@@ -2,9 +2,9 @@
 
 import pytest
 
-from qerl.bench.decode import points as decode_points
-from qerl.bench.decode.points import Timing
-from qerl.jobs.shapes import enough_runs
+from qerl.bench import timing as decode_points
+from qerl.bench.timing import Timing
+from qerl.jobs import enough_runs
 
 
 @pytest.mark.parametrize("tokens", [100, 32000, 151936])

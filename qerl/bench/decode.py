@@ -1,0 +1,134 @@
+"""Decode and prefill speed of the native engine on random weights of known shapes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cache
+
+import numpy as np
+import torch
+
+from qerl.bench.timing import DecodePoints, Measure, gpu_state, timed, unless_out_of_memory
+from qerl.checkpoints.shapes import prompt_id_range
+from qerl.host.console import log, track
+from qerl.host.gpus import peak_memory_bytes, seconds
+from qerl.jobs import DecodeJob, Decoding, PromptsJob
+from qerl.models.policy import Policy, choose_device, weight_bytes
+from qerl.models.random import random_policy, with_random_adapter
+from qerl.results.schema import NO_MEMORY, OK, Provenance
+from qerl.results.speeds import DecodePoint, PromptPoint, PromptsResult
+from qerl.results.store import write
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.run import Kernels, NativeSettings
+
+# Decode speed of the native engine on random weights of known shapes, in tokens/s by number of sequences.
+#
+# `qerl.bench.timing` does the timing and writes the result. Weights are never written to disk.
+
+#: GiB of the KV cache, which no point reaches, so a point whose sequences don't fit is out of memory. With a bound,
+#: sequences would queue, and the point would measure a smaller batch.
+_UNBOUNDED = 2.0**20
+
+
+def measure_decode(policy: Policy, sequences: int, prompt: int, tokens: int, kernels: Kernels) -> DecodePoint:
+    """Measure the point with this number of sequences."""
+    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=kernels), sequences)
+
+    def draw(prompts: list[list[int]], count: int, seed: int) -> int:
+        # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
+        shorter = 1 < count <= tokens
+        lengths = ((count,),) * len(prompts) if shorter else None
+        room = tokens + 1 if shorter else count
+        groups = sampler.generate(prompts, SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True))
+        return sum(len(completion.token_ids) for group in groups for completion in group)
+
+    timing = timed(draw, sequences, prompt, tokens, policy.lm.config.vocab_size)
+    sampler.release()
+    return timing.point(sequences, sampler.served, weight_bytes(policy), peak_memory_bytes())
+
+
+def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[float]:
+    """Seconds of each of `count` syncs after a first one, which also sets up buffers."""
+    sampler = EngineSampler(policy, NativeSettings(kernels=kernels), 1)
+    taken = []
+    for _ in range(count + 1):
+        with seconds() as one:
+            sampler.sync()
+        taken.append(one.value)
+    return taken[1:]
+
+
+def measure_points(job: DecodeJob) -> None:
+    """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
+    first = job.parts[0].work
+    base = cache(lambda: random_policy(first.size, first.weights, 0, choose_device(), first.pack_delta_nets))
+    for part in job.parts:
+        work, points = part.work, DecodePoints(job.out / part.file, part.work)
+        with ExitStack() as adapted:
+
+            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Measure:
+                policy = adapted.enter_context(with_random_adapter(base(), work.rank))
+                points.note_syncs(sync_seconds(policy, work.kernels) if work.rank else [])
+                return lambda count: measure_decode(policy, count, work.prompt, work.tokens, work.kernels)
+
+            points.run(part.sequences, load)
+
+
+# Prefill time of the project's engine on random weights: each call draws one token after each prompt.
+#
+# The whole call is timed, host work included. The first call of each point may compile kernels and capture a graph, so
+# its time is stored apart from the samples. So is the change in reserved memory that it causes.
+
+_SETTINGS = NativeSettings(kv_cache_gib=8.0)
+
+
+def measure_prompts(job: PromptsJob) -> None:
+    """Time all points and write the result. Points that run out of memory are stored with that status."""
+    sampler = unless_out_of_memory(lambda: _ready_sampler(job))
+    result = PromptsResult(
+        bench="prompts",
+        **job.work.model_dump(),
+        sampler=sampler.served if sampler else "",
+        points=[_point(sampler, *point, job.repeats) for point in track(job.points, len(job.points), "points")],
+        gpu=gpu_state(),
+        provenance=Provenance.of_now(),
+    )
+    write(job.out, result)
+
+
+def _ready_sampler(job: PromptsJob) -> EngineSampler:
+    """The sampler after a call as large as the largest point, which allocates its cache."""
+    work = job.work
+    sampler = EngineSampler(random_policy(work.size, work.weights, work.rank, choose_device()), _SETTINGS)
+    most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
+    first, _ = prompt_id_range(sampler.policy.lm.config.vocab_size)
+    sampler.generate([[first] * longest] * most, SamplingParams(max_tokens=1))
+    return sampler
+
+
+def _point(sampler: EngineSampler | None, prompts: int, tokens: int, repeats: int) -> PromptPoint:
+    point = unless_out_of_memory(lambda: measure_prefill(sampler, prompts, tokens, repeats)) if sampler else None
+    return point or PromptPoint(prompts=prompts, tokens=tokens, status=NO_MEMORY, first=None, samples=[])
+
+
+def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptPoint:
+    """Time calls with this number of prompts of `tokens` each, in seconds."""
+    reserved = _reserved()
+    first = _call(sampler, prompts, tokens, 0)
+    grown = _reserved() - reserved
+    samples = [_call(sampler, prompts, tokens, round_) for round_ in range(1, 1 + repeats)]
+    log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
+    return PromptPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
+
+
+def _call(sampler: EngineSampler, prompts: int, tokens: int, round_: int) -> float:
+    numbers = np.random.default_rng([prompts, tokens, round_])
+    ids = numbers.integers(*prompt_id_range(sampler.policy.lm.config.vocab_size), size=(prompts, tokens)).tolist()
+    with seconds() as elapsed:
+        sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
+    return elapsed.value
+
+
+def _reserved() -> int:
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -1,0 +1,332 @@
+"""GRPO steps: seconds of sync, rollout and update, and memory by part, on random weights or by arm (paper Table 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from qerl.bench.timing import Point, nbytes, optimizer_bytes, run_points
+from qerl.bench.workloads import (
+    WARMUP,
+    check_drawn,
+    completion_lengths,
+    equal_prompts,
+    is_equal,
+    memory_of,
+    problem,
+    questions,
+    steps_of,
+    write_out_of_memory,
+    write_steps,
+)
+from qerl.checkpoints.shapes import vocabulary
+from qerl.data.records import Problem
+from qerl.host.console import log
+from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
+from qerl.host.provenance import machine
+from qerl.jobs import WARM_UP, GrpoStep, GrpoStepJob, StepJob, StepPart, TimedRun, Work
+from qerl.models.policy import Policy, choose_device, weight_bytes
+from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
+from qerl.results.paths import METRICS, with_kernels
+from qerl.results.schema import Provenance
+from qerl.results.speeds import (
+    SECONDS,
+    EngineStepSettings,
+    GivenUp,
+    GrpoStepResult,
+    StepBenchResult,
+    StepMemory,
+    StepPoint,
+    StepWork,
+    TimedStep,
+)
+from qerl.results.store import read, write
+from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.memory import blocks
+from qerl.rl.rollouts import Collector, Task, problem_index
+from qerl.rl.train import make_trainer, prepared
+from qerl.rl.trainer import Trainer
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+
+# A GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
+#
+# `qerl.bench.trl` gives TRL the same work. Nothing is downloaded, and weights are never written to disk. The steps are
+# those of `qerl.rl.trainer`; completions end only at their token limit.
+
+
+@dataclass
+class _Watched:
+    """The policy's sampler without stop tokens. It records the memory peaks of syncs and rollouts, and resets the peak
+    before the update.
+
+    `lengths` are those of completions if they are mixed. Otherwise, in a `warm_up` the engine draws no more than
+    `WARM_UP` tokens of a completion, and repeats them up to its length: the update has all of its tokens.
+    """
+
+    sampler: Sampler
+    lengths: tuple[tuple[int, ...], ...] | None
+    warm_up: bool = False
+    peaks: list[int] = field(default_factory=list)
+
+    @property
+    def max_sequences(self) -> int:
+        """The largest number of sequences that the measured sampler decodes together."""
+        return self.sampler.max_sequences
+
+    @property
+    def served(self) -> str:
+        """Description of the measured sampler."""
+        return self.sampler.served
+
+    def cache_bytes(self, part: str) -> int:
+        """Bytes of the engine's KV cache during a part of a step; 0 once it is released for the update."""
+        if not isinstance(self.sampler, EngineSampler) or (part == "update" and self.sampler.released):
+            return 0
+        return self.sampler.cache_bytes
+
+    def sync(self) -> None:
+        reset_peak_memory(collect=False)
+        self.sampler.sync()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        short = self.warm_up and not self.lengths and isinstance(self.sampler, EngineSampler)
+        # `max_tokens` stays, because the engine's CUDA graphs depend on it.
+        lengths = ((WARM_UP,) * params.count,) * len(prompts) if short else self.lengths
+        groups = self.sampler.generate(prompts, replace(params, ignore_eos=True, lengths=lengths))
+        self.peaks.append(peak_memory_bytes())
+        reset_peak_memory(collect=False)
+        return [[_repeated(one, params.max_tokens) for one in group] for group in groups] if short else groups
+
+
+def _repeated(completion: Completion, tokens: int) -> Completion:
+    """A completion of so many tokens, which repeats those of another one."""
+    times = -(-tokens // len(completion.token_ids))
+    token_ids, logprobs = (completion.token_ids * times)[:tokens], (completion.logprobs * times)[:tokens]
+    return replace(completion, token_ids=token_ids, logprobs=logprobs)
+
+
+def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
+    """The settings of a run whose steps do the work."""
+    run = {
+        "model": work.size,
+        "dataset": "random",
+        "weights": work.weights,
+        "pack_delta_nets": work.pack_delta_nets,
+        "adapter": {"rank": work.rank, "alpha": work.rank, "train_norms": False},
+        "rollout": {
+            "prompts": work.prompts,
+            "group_size": work.group,
+            "sampling": {"max_tokens": work.completion_tokens},
+            "native": {"kv_cache_gib": asked.kv_cache_gib, "sleep": asked.sleep, "kernels": asked.kernels},
+        },
+        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
+        "steps": steps_of(work),
+        "micro_batch_tokens": asked.micro_batch_tokens,
+        "gradient_checkpointing": asked.recompute,
+    }
+    return parse(RunSettings, run, "grpo_step")
+
+
+def _policy(policy: Policy, settings: RunSettings, folder: Path) -> Policy:
+    """The policy with a tokenizer of digits, whose ids it has."""
+    write_tokenizer(folder, TEXTS, vocabulary(settings.model))
+    return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
+
+
+def _problems(policy: Policy, work: Work, seed: int) -> list[Problem]:
+    drawn = questions(policy.tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
+    # A run takes problems by a permutation.
+    places = [problem_index(len(drawn), seed, number) for number in range(len(drawn))]
+    equal = {place for number, place in enumerate(places) if is_equal(work, number)}
+    return [problem(question, number, number in equal) for number, question in enumerate(drawn)]
+
+
+def _step(trainer: Trainer, watched: _Watched, work: Work, number: int) -> TimedStep:
+    row = trainer.step(number, (number - 1) * work.prompts)
+    check_drawn(work, int(row["completion_tokens"]))
+    if row["silent/completions"] < equal_prompts(work) * work.group:
+        raise RuntimeError(f"fewer than {equal_prompts(work)} groups of a step had no gradient: its time says nothing")
+    if not row["grad_norm"]:
+        raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
+    taken = {name: row[f"seconds/{name}"] for name in SECONDS}
+    log.info("step %d: %s", number, taken)
+    return TimedStep(
+        **taken,
+        rollout_peak_bytes=watched.peaks[-1],
+        update_peak_bytes=row["memory_bytes"],
+        grad_norm=row["grad_norm"],
+        mismatch_kl=row["mismatch/kl"],
+    )
+
+
+def _memory(trainer: Trainer, peak: float, cache: int) -> StepMemory:
+    trained = [parameter for _, parameter in trainer.policy.trainable()]
+    parts = {
+        "weights": weight_bytes(trainer.policy) - nbytes(trained),
+        "adapter": nbytes(trained),
+        "gradients": nbytes([p.grad for p in trained if p.grad is not None]),
+        "optimizer": optimizer_bytes(trainer.updater.optimizer),
+    }
+    return memory_of(peak, cache, parts)
+
+
+def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
+    """What the steps did without; None for the eager sampler, which has no cache to bound."""
+    if not isinstance(sampler, EngineSampler):
+        return None
+    count, chosen = len(blocks(trainer.policy.lm)), trainer.updater.recomputation
+    everything = trainer.settings.gradient_checkpointing is True
+    return GivenUp(
+        kv_cache_bytes=sampler.cache_bytes,
+        kv_cache_wanted_bytes=sampler.cache_wanted_bytes,
+        recomputed=chosen.most if chosen else count * everything,
+        blocks=count,
+    )
+
+
+def steps_with(
+    base: Policy, work: Work, settings: RunSettings, folder: Path
+) -> tuple[str, list[TimedStep], StepMemory, GivenUp | None]:
+    """The sampler's description, the timed steps, the memory at their highest peak, and what they did without.
+
+    `base` has an adapter without trained norms.
+    """
+    policy = _policy(base, settings, folder)
+    watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
+    collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
+    trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
+    steps = []
+    for number in range(1, 1 + steps_of(work)):
+        watched.warm_up = number <= WARMUP
+        steps.append(_step(trainer, watched, work, number))
+    timed = steps[WARMUP:]
+    peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
+    memory = _memory(trainer, peak, watched.cache_bytes(part))
+    return watched.served, timed, memory, _given_up(trainer, watched.sampler)
+
+
+def measure_steps(job: GrpoStepJob) -> None:
+    """Measure the parts that have no file yet, and write a file after each. All parts share one base."""
+    first, work = job.parts[0], job.parts[0].work
+    if first.settings.memory_gb is not None:
+        cap_memory(first.settings.memory_gb)
+    base = cache(lambda: random_policy(work.size, work.weights, 0, choose_device(), work.pack_delta_nets))
+    for part in job.parts:
+        out = job.out / part.file
+        if _measured(out, part):
+            log.info("%s is measured; delete it to measure it again", out)
+        else:
+            _measure_part(base, part, out)
+            free_memory()
+
+
+def _measured(out: Path, part: StepPart) -> bool:
+    """Whether the file has this part's steps on this machine."""
+    if not out.exists():
+        return False
+    result = read(GrpoStepResult, out)
+    same = (result.work, result.settings) == (StepWork(**part.work.model_dump()), _stored(part.settings))
+    return same and result.provenance.machine.label == machine()["label"]
+
+
+def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None:
+    """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
+    work, asked = part.work, part.settings
+    settings = _stored(asked)
+    nets = ", packed delta nets" if work.pack_delta_nets else ""
+    system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
+    try:
+        shared = base()
+        torch.manual_seed(0)  # adapters are those of a part alone
+        with (
+            TemporaryDirectory() as folder,
+            with_random_adapter(shared, work.rank, train_norms=False) as policy,
+            _checkpointing_off_afterwards(policy),
+        ):
+            sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
+    except torch.cuda.OutOfMemoryError as error:
+        return write_out_of_memory(out, system, work, settings, error)
+    write_steps(out, system, sampler, work, settings, steps, memory, given_up)
+
+
+def _stored(asked: GrpoStep) -> EngineStepSettings:
+    return EngineStepSettings(**asked.model_dump())
+
+
+@contextmanager
+def _checkpointing_off_afterwards(policy: Policy) -> Iterator[None]:
+    """The next part's steps decide for themselves which blocks recompute their activations."""
+    try:
+        yield
+    finally:
+        policy.lm.gradient_checkpointing_disable()
+
+
+# Seconds and memory of a GRPO step by arm (paper Table 3).
+
+
+def _measure(run: TimedRun, work: Path) -> Callable[[int], dict[str, float]]:
+    trainer = make_trainer(run.settings, run.checkpoint, run.data, work)
+    weights_bytes = weight_bytes(trainer.policy)
+
+    def once(round_: int) -> dict[str, float]:
+        metrics = trainer.step(round_ + 1, round_ * run.settings.rollout.prompts)
+        return {
+            **{part: metrics[f"seconds/{part}"] for part in ("step", "rollout", "update")},
+            "weight_bytes": weights_bytes,
+        }
+
+    return once
+
+
+def bench_step(job: StepJob) -> None:
+    """Time repeated steps of each run, round by round."""
+    with TemporaryDirectory() as work:
+        points = [
+            Point(_label(run), lambda run=run: _measure(run, Path(work) / run.id))  # type: ignore[misc]
+            for run in job.runs
+        ]
+        measured = [_row(point) for point in run_points(points, job.settings.repeats, job.settings.interleave)]
+    write(job.out, StepBenchResult(bench=job.bench, kind="step", points=measured, provenance=Provenance.of_now()))
+
+
+def _label(run: TimedRun) -> dict[str, Any]:
+    settings = run.settings
+    return {
+        "model": settings.model,
+        "arm": run.arm,
+        "varied": run.varied,
+        "weights": settings.weights,
+        "recipe": settings.recipe,
+        "pack_delta_nets": settings.pack_delta_nets,
+        "method": settings.method,
+        "rank": settings.adapter.rank if settings.method == "lora" else 0,
+        "prompts": settings.rollout.prompts,
+        "group_size": settings.rollout.group_size,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+    }
+
+
+def _row(point: Point) -> StepPoint:
+    parts = {part: [sample[part] for sample in point.samples] for part in ("step", "rollout", "update")}
+    return StepPoint(
+        **point.label,
+        samples=parts["step"],
+        rollout_seconds=parts["rollout"],
+        update_seconds=parts["update"],
+        weight_bytes=point.samples[0]["weight_bytes"] if point.samples else None,
+        peak_memory_bytes=point.peak_memory_bytes or None,
+        status=point.status,
+    )

@@ -1,0 +1,322 @@
+"""The workloads on which engines are compared: rollouts of mixed lengths, and the work of a GRPO step."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from qerl.bench.timing import gpu_state
+from qerl.checkpoints.shapes import prompt_id_range, vocabulary
+from qerl.data.prompts import prompt_ids
+from qerl.data.records import Problem
+from qerl.host.console import log
+from qerl.host.gpus import seconds
+from qerl.jobs import Mix, RolloutMixJob, Work
+from qerl.results.schema import NO_MEMORY, OK, Provenance
+from qerl.results.speeds import (
+    DraftsVerified,
+    EngineStepSettings,
+    GivenUp,
+    GpuStates,
+    GrpoStepResult,
+    MixRun,
+    MixWork,
+    PhaseSeconds,
+    RolloutMixResult,
+    StepMemory,
+    StepWork,
+    TimedStep,
+    TraceRow,
+    TrlStepSettings,
+)
+from qerl.results.store import read_rows, write
+from qerl.rl.rewards import Answer
+from qerl.settings.base import ConfigError
+
+
+def lognormal_lengths(
+    numbers: np.random.Generator, median: int, sigma: float, longest: int, shape: tuple[int, int]
+) -> list[list[int]]:
+    """Tokens of each completion of each prompt, from 1 to `longest`. `sigma` is the standard deviation of their log."""
+    drawn = numbers.lognormal(math.log(median), sigma, size=shape)
+    lengths: list[list[int]] = drawn.round().clip(1, longest).astype(int).tolist()
+    return lengths
+
+
+# The workload of a rollout of mixed lengths, drawn from a seed or read from a trace, and the timing of an engine.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The number of tokens of each prompt and of each of its completions; with a trace also the tokens.
+
+    Random prompts have ids from the first of `ids` to the one before the second.
+    """
+
+    ids: tuple[int, int]
+    prompt_tokens: list[int]
+    completion_tokens: list[list[int]]
+    trace: list[TraceRow] | None = None
+
+    @staticmethod
+    def of(work: Mix) -> Workload:
+        """Read the trace of `work`, or draw lengths: uniform for prompts, lognormal and clipped for completions."""
+        if work.trace is not None:
+            return _traced(work, work.trace)
+        numbers = np.random.default_rng(work.seed)
+        least, most = work.prompt_tokens
+        prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
+        shape = work.prompts, work.group
+        lengths = lognormal_lengths(numbers, work.median, work.sigma, work.longest, shape)
+        return Workload(prompt_id_range(vocabulary(work.size)), prompts.tolist(), lengths)
+
+    def prompts(self, seed: int, round_: int) -> list[list[int]]:
+        """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them."""
+        if self.trace is not None:
+            return [row.prompt for row in self.trace]
+        numbers = np.random.default_rng([seed, round_])
+        return [numbers.integers(*self.ids, size=tokens).tolist() for tokens in self.prompt_tokens]
+
+    def check(self, drawn: list[list[int]]) -> None:
+        """Raise RuntimeError unless all completions have the requested lengths."""
+        if drawn != self.completion_tokens:
+            tokens, wanted = sum(map(sum, drawn)), sum(map(sum, self.completion_tokens))
+            raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
+
+
+def _traced(work: Mix, trace: Path) -> Workload:
+    rows = [row for row in read_rows(TraceRow, trace) if len(row.completions) >= work.group][: work.prompts]
+    if len(rows) < work.prompts:
+        raise ConfigError(
+            f"{trace} has {len(rows)} prompts of {work.group} completions, not {work.prompts}; lower both"
+        )
+    cut = [[ids[: work.longest] for ids in row.completions[: work.group]] for row in rows]
+    kept = [TraceRow(prompt=row.prompt, completions=group) for row, group in zip(rows, cut, strict=True)]
+    lengths = [[len(tokens) for tokens in group] for group in cut]
+    return Workload(prompt_id_range(vocabulary(work.size)), [len(row.prompt) for row in rows], lengths, kept)
+
+
+@dataclass(frozen=True)
+class MixEngine:
+    """A started engine. `rollout` takes prompts and the round's number, and returns the lengths of completions."""
+
+    description: str
+    rollout: Callable[[list[list[int]], int], list[list[int]]]
+    phases: Callable[[], PhaseSeconds | None] = lambda: None
+    drafts: Callable[[], DraftsVerified | None] = lambda: None
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The rollouts of an engine. The first one compiles kernels and captures graphs."""
+
+    description: str
+    ready_seconds: float
+    first: MixRun
+    runs: tuple[MixRun, ...]
+
+
+def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
+    """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
+    workload = Workload.of(job.work)
+    before = gpu_state() if torch.cuda.is_available() else None
+    with ExitStack() as running:  # to close an engine takes seconds: the result is written before
+        timed = _timed(job.work, workload, start, running)
+        result = RolloutMixResult(
+            bench="rollout_mix",
+            work=MixWork(**job.work.model_dump(mode="json")),
+            prompt_tokens=workload.prompt_tokens,
+            completion_tokens=workload.completion_tokens,
+            status=OK if timed else NO_MEMORY,
+            sampler=timed.description if timed else "",
+            ready_seconds=timed.ready_seconds if timed else None,
+            first_seconds=timed.first.seconds if timed else None,
+            runs=timed.runs if timed else (),
+            gpu=GpuStates(before=before, after=gpu_state()) if torch.cuda.is_available() else None,
+            provenance=Provenance.of_now(job.work.seed),
+        )
+        write(job.out, result)
+
+
+def _timed(work: Mix, workload: Workload, start: Callable[[Workload], MixEngine], running: ExitStack) -> _Timed | None:
+    """Time an engine, which `running` closes; None if memory runs out."""
+    try:
+        with seconds() as ready:
+            engine = start(workload)
+        running.callback(engine.close)
+        first, *runs = (_run(work, workload, engine, round_) for round_ in range(1 + work.repeats))
+    except torch.cuda.OutOfMemoryError as error:
+        log.warning("out of memory: %s", str(error))
+        return None
+    return _Timed(engine.description, ready.value, first, tuple(runs))
+
+
+def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRun:
+    prompts = workload.prompts(work.seed, round_)
+    with seconds() as elapsed:
+        drawn = engine.rollout(prompts, round_)
+    workload.check(drawn)
+    tokens = sum(map(sum, drawn))
+    log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)
+    return MixRun(seconds=elapsed.value, phases=engine.phases(), drafts=engine.drafts())
+
+
+# The work of a GRPO step on which this project and TRL are timed, and the schema of the results.
+#
+# Weights are random, since only the amount of work matters. Prompts have an exact length, and no stop token ends a
+# completion. Only a LoRA adapter on all seven projections is trained, with one update per rollout. Rewards differ
+# within a group, except in the share of groups that the work wants equal.
+
+#: Untimed steps at the start, in which kernels are compiled and engines set up.
+WARMUP = 1
+_REWARDS = 2**16
+#: The expected answer of a problem whose completions earn the same.
+_EQUAL = "equal"
+SystemSettings = EngineStepSettings | TrlStepSettings
+
+
+def steps_of(work: Work) -> int:
+    """The number of steps, warm-up included."""
+    return WARMUP + work.repeats
+
+
+def completion_lengths(work: Work) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each completion of each prompt of a step; all steps have the same."""
+    if work.median is None or work.sigma is None:
+        return ((work.completion_tokens,) * work.group,) * work.prompts
+    numbers, shape = np.random.default_rng(0), (work.prompts, work.group)
+    drawn = lognormal_lengths(numbers, work.median, work.sigma, work.completion_tokens, shape)
+    return tuple(map(tuple, drawn))
+
+
+def check_drawn(work: Work, completion_tokens: int) -> None:
+    """Raise RuntimeError unless a step drew all its tokens."""
+    wanted = sum(map(sum, completion_lengths(work)))
+    if completion_tokens != wanted:
+        raise RuntimeError(f"a step drew {completion_tokens} tokens instead of {wanted}: its time says nothing")
+
+
+def questions(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> list[str]:
+    """`count` questions of random digits, each a prompt of exactly `tokens` in the chat template."""
+    digits = tokens - len(prompt_ids(tokenizer, "", ""))
+    if digits < 1:
+        raise ValueError(f"the chat template alone has {tokens - digits} tokens; use longer prompts than {tokens}")
+    numbers = random.Random(0)
+    drawn = ["".join(numbers.choices("0123456789", k=digits)) for _ in range(count)]
+    if any(len(prompt_ids(tokenizer, question, "")) != tokens for question in drawn):
+        raise RuntimeError("a digit isn't a token of this tokenizer; use one that splits numbers into digits")
+    return drawn
+
+
+def text_reward(text: str) -> float:
+    """A reward from 0 to 1: a hash of the completion, so that rewards differ even within a group of two."""
+    return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
+
+
+def equal_prompts(work: Work) -> int:
+    """The number of a step's prompts whose completions earn the same."""
+    return round(work.equal_groups * work.prompts)
+
+
+def is_equal(work: Work, number: int) -> bool:
+    """Whether the completions of the question `number`, counted over all steps, earn the same; evenly spread."""
+    place = number % work.prompts
+    return (place + 1) * equal_prompts(work) // work.prompts > place * equal_prompts(work) // work.prompts
+
+
+def problem(question: str, number: int, equal: bool) -> Problem:
+    """A question as a problem for `reward`."""
+    return Problem(str(number), question, None, _EQUAL if equal else "0")
+
+
+def reward(answer: Answer, problem: Problem) -> float:
+    """`text_reward` as a reward function of a run, or 0 for a problem whose completions earn the same."""
+    return 0.0 if problem.answer == _EQUAL else text_reward(answer.text)
+
+
+def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
+    """Bytes of memory that PyTorch allocated on the GPU; on a CPU those of the process, with a cache of 0 bytes.
+
+    `parts` are disjoint; the rest of the peak without the cache is activations, logits and buffers. `device_bytes` is
+    all memory in use on the GPU now, by any process.
+    """
+    without = int(peak) - kv_cache
+    return StepMemory(
+        peak_bytes=int(peak),
+        kv_cache_bytes=kv_cache,
+        without_kv_cache_bytes=without,
+        parts={**parts, "rest": without - sum(parts.values())},
+        device_bytes=device_bytes(),
+    )
+
+
+def device_bytes() -> int | None:
+    """Bytes in use on the GPU, including reserved memory, contexts and graphs; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def write_steps(
+    out: Path,
+    system: str,
+    sampler: str,
+    work: Work,
+    settings: SystemSettings,
+    steps: Sequence[TimedStep],
+    memory: StepMemory,
+    given_up: GivenUp | None = None,
+) -> None:
+    """Write a result: the timed steps, the memory at their highest peak, and the settings.
+
+    `system` is a short name for tables, `sampler` describes the sampler and its weights, and `settings` are the
+    system's. `given_up` is what this project's engine and update did without.
+    """
+    if len(steps) != work.repeats:
+        raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")
+    result = GrpoStepResult(
+        bench="grpo_step",
+        system=system,
+        work=_stored(work),
+        settings=settings,
+        status=OK,
+        sampler=sampler,
+        warmup_steps=WARMUP,
+        steps=tuple(steps),
+        memory=memory,
+        given_up=given_up,
+        provenance=Provenance.of_now(),
+    )
+    write(out, result)
+
+
+def write_out_of_memory(
+    out: Path, system: str, work: Work, settings: SystemSettings, error: torch.cuda.OutOfMemoryError
+) -> None:
+    """Write a result without steps, with the error's message."""
+    log.warning("%s: %s", NO_MEMORY, str(error))
+    result = GrpoStepResult(
+        bench="grpo_step",
+        system=system,
+        work=_stored(work),
+        settings=settings,
+        status=NO_MEMORY,
+        message=str(error),
+        provenance=Provenance.of_now(),
+    )
+    write(out, result)
+
+
+def _stored(work: Work) -> StepWork:
+    return StepWork(**work.model_dump())

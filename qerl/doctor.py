@@ -1,0 +1,347 @@
+"""What this machine can do: its GPUs, what serves a model on them, memory, libraries and disk space.
+
+The functions that choose at run time answer here too; nothing is loaded or downloaded except a config.json.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from httpx import HTTPError
+from huggingface_hub import constants, hf_hub_download
+from transformers import AutoConfig, PreTrainedConfig
+
+from qerl.api import HUB_MODEL
+from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
+from qerl.checkpoints.shapes import PUBLISHED, SIZES, ModelShape, has_packed_experts_alone
+from qerl.data.hub import hub_unreachable
+from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
+from qerl.host.imports import extras, installed_version, requirements
+from qerl.host.provenance import cache_folder
+from qerl.kernels.operations import operations_name
+from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
+from qerl.models.expert_adapters import refused_expert_adapters
+from qerl.models.linear import BitsandbytesLinear, PortableLinear, TorchLinear, W4Linear, product_class
+from qerl.models.loading import checkpoint_structure, config_of, has_packed_delta_nets
+from qerl.models.policy import DTYPES, refused_train_norms
+from qerl.models.random import model_config
+from qerl.models.structure import structure_of
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.factory import native_class
+from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
+from qerl.settings.run import RunSettings
+
+#: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
+COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
+_SAMPLERS = {EngineSampler: "engine with CUDA graphs", NativeSampler: "eager sampler, for small models"}
+#: The products of the eager sampler on a GPU.
+_EAGER = "weights unpacked once a rollout"
+#: The shape that stands for a model if none is named.
+_TYPICAL = "7B"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What serves each part of a run on a GPU, or on the CPU."""
+
+    device: str
+    capability: str
+    memory_gb: float | None
+    free_gb: float | None
+    products: str
+    attention: str
+    sampler: str
+    dtype: str
+    unsupported: str | None
+
+
+@dataclass(frozen=True)
+class Library:
+    """A required library whose installed version is missing or outside of its range."""
+
+    library: str
+    wanted: str
+    installed: str | None
+    extra: str
+    """The extra that requires it; none for the package itself."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that a run fills, with the free bytes of its disk."""
+
+    what: str
+    path: str
+    free_gb: float
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """The model that a user asks about; `repo` is its name on the hub, if it must be downloaded.
+
+    `differences` tells how a published checkpoint is used otherwise than it states.
+    """
+
+    shape: ModelShape
+    weights: str
+    repo: str | None
+    config: PreTrainedConfig
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that `qerl doctor` prints. With a problem, the machine can't do what is asked."""
+
+    devices: Sequence[Serving]
+    memory: PredictedMemory | None
+    libraries: Sequence[Library]
+    places: Sequence[Place]
+    problems: Sequence[str]
+    notes: Sequence[str]
+
+
+def asked_model(model: str, weights: str | None, pack_delta_nets: bool = False) -> AskedModel:
+    """The shape and weights of a size such as 7B or mistral-7b, of a folder or of a model of the hub.
+
+    `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Delta nets count as packed
+    where `pack_delta_nets` asks for that, or where the folder has them packed. Raises `CheckpointError` for
+    a model whose structure isn't handled.
+    """
+    default = weights or RunSettings.model_fields["weights"].default
+    if model in SIZES:
+        used = weights or ("mxfp4" if has_packed_experts_alone(model) else default)
+        asked = _of_size(model, used)
+        _check_nets(model, asked.shape, used, pack_delta_nets)
+        return replace(asked, shape=asked.shape.with_packed_nets(pack_delta_nets))
+    local = Path(model).is_dir()
+    folder = Path(model) if local else _config_of_hub(model)
+    stored = weights_format_of(folder)
+    checkpoint_structure(folder)  # before its shape, whose keys other structures lack
+    shape = ModelShape.of(read_config(folder))
+    headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    used = weights or (default if stored == "bf16" else stored)
+    _check_nets(model, shape, used, pack_delta_nets)
+    return AskedModel(
+        shape.with_packed_nets(pack_delta_nets or has_packed_delta_nets(folder)),
+        used,
+        None if local else model,
+        config_of(folder),
+        tuple(differences(folder, headers)),
+    )
+
+
+def _check_nets(model: str, shape: ModelShape, weights: str, pack_delta_nets: bool) -> None:
+    if pack_delta_nets and (shape.nets is None or weights == "bf16"):
+        reason = f"{model} has none" if shape.nets is None else "weights of bf16 are not packed"
+        raise CheckpointError(f"--pack-delta-nets packs delta nets, and {reason}; leave the option out")
+
+
+def _of_size(size: str, weights: str) -> AskedModel:
+    config = dict(PUBLISHED[size]) if size in PUBLISHED else model_config(size, "bf16")
+    return AskedModel(ModelShape.of(config), weights, None, AutoConfig.for_model(**config))
+
+
+def _config_of_hub(model: str) -> Path:
+    """The folder of the hub's cache with the config.json of org/name or org/name@revision."""
+    sizes = ", ".join(SIZES)
+    named = HUB_MODEL.fullmatch(model)
+    if named is None:
+        raise CheckpointError(f"--model {model} is neither a size ({sizes}), nor a folder, nor org/name of the hub")
+    unreachable = hub_unreachable()
+    offline = unreachable is not None
+    try:
+        return Path(hf_hub_download(named["repo"], CONFIG, revision=named["revision"], local_files_only=offline)).parent
+    except (HTTPError, OSError) as error:
+        reason = unreachable or type(error).__name__
+        raise CheckpointError(
+            f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, log in to the hub, "
+            "check the network, or ask about a size, such as --model 7B"
+        ) from None
+
+
+def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
+    """What serves a model on a GPU, or with None on the CPU."""
+    shape, weights = model.shape, model.weights
+    capability = None if gpu is None else gpu.capability
+    dtype = RunSettings.model_fields["dtype"].default
+    sampler = native_class(gpu is not None, model.config, weights)
+    operations = operations_name(gpu is not None)
+    by_engine = gpu is None or issubclass(sampler, EngineSampler)
+    return Serving(
+        device="CPU" if gpu is None else gpu.name,
+        capability="" if capability is None else ".".join(map(str, capability)),
+        memory_gb=None if gpu is None else gpu.total / 1e9,
+        free_gb=None if gpu is None else gpu.free / 1e9,
+        products=_products(capability, shape, weights, DTYPES[dtype]) if by_engine else f"{weights}: {_EAGER}",
+        attention=f"{operations}, in {'rollouts and updates' if by_engine else 'updates; PyTorch in rollouts'}",
+        sampler=_SAMPLERS[sampler],
+        dtype=dtype,
+        unsupported=None if gpu is None else unsupported_accelerator() or too_old(gpu.name, gpu.capability),
+    )
+
+
+def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: str, dtype: torch.dtype) -> str:
+    """The products of a block's fused layers: q, k and v; o; gate and up; down. A mixture's experts have their own."""
+    linears = shape.linears
+    parts = [part for part in (linears[:3], linears[3:4], linears[4:6], linears[6:]) if part]
+    packed_nets = shape.nets is not None and shape.nets.packed
+    parts += [shape.packable_of_net[:2], shape.packable_of_net[2:]] if packed_nets else []
+    attention = shape.attention_format(weights)
+    kinds = {product_class(capability, attention, part, dtype) for part in parts}
+    plain = "dense" if attention == "bf16" else "weights unpacked in each product"
+    texts = {
+        W4Linear: "packed",
+        PortableLinear: "packed, portable kernels",
+        BitsandbytesLinear: "bitsandbytes' for few rows",
+        TorchLinear: plain,
+    }
+    names = [f"{texts[kind]} ({kind.__name__})" for kind in sorted(kinds, key=texts.__getitem__)]
+    if shape.mixture and capability is not None:
+        names.append(f"grouped products of {'dense' if weights == 'bf16' else 'packed'} experts")
+    if shape.nets and weights != "bf16":
+        narrow = "narrow " if packed_nets else ""
+        names.append(f"{narrow}dense layers of delta nets ({TorchLinear.__name__})")
+    return f"{weights}: " + " and ".join(names)
+
+
+def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
+    """The gigabytes of the smallest common GPU in which a step fits, or None."""
+    fitting = (size for size in COMMON_GB if step_memory(shape, settings, size * 1e9).verdict == "fits")
+    return next(fitting, None)
+
+
+def unfit_libraries(extra: str = "") -> list[Library]:
+    """The libraries that the package or one of its extras requires, if they are missing, too old or too new."""
+    unfit = []
+    for wanted in requirements(extra):
+        version = installed_version(wanted.name)
+        if version is None or not wanted.specifier.contains(version, prereleases=True):
+            unfit.append(Library(wanted.name, str(wanted.specifier), version, extra))
+    return unfit
+
+
+def places() -> list[Place]:
+    """The folders that runs fill: results, the hub's cache, and the caches of kernels."""
+    folders = {
+        "results, runs": Path.cwd(),
+        "hub's cache": Path(constants.HF_HUB_CACHE),
+        "kernels' cache": cache_folder("kernels"),
+    }
+    return [Place(what, str(path), shutil.disk_usage(_existing(path)).free / 1e9) for what, path in folders.items()]
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb: float | None = None) -> Diagnosis:
+    """The state of this machine, and with a model whether it can train it by `settings`.
+
+    `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
+    """
+    gpus = visible_gpus()
+    served = model or _of_size(_TYPICAL, RunSettings.model_fields["weights"].default)
+    devices = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
+    needed = ["", *(["gpu"] if gpus else [])]
+    unfit = [library for extra in needed for library in unfit_libraries(extra)]
+    optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
+    problems = [f"{_text(library)}" for library in unfit]
+    notes = [device.unsupported for device in devices if device.unsupported]
+    if gpus and len(notes) == len(devices):
+        problems, notes = [*problems, *notes], []
+    notes += model.differences if model else ()
+    if not gpus and (reason := unsupported_accelerator()):
+        notes.append(reason)
+    if gpus and not torch.cuda.is_available():
+        problems.append(_BLIND.format(version=torch.__version__))
+    if refusal := refused_by_engine(served.config, served.weights):
+        notes.append(f"{refusal}; the eager sampler draws completions on a GPU too, in more time and memory")
+    if refusal := refused_by_vllm(served.config):
+        notes.append(refusal)
+    elif find_spec("vllm") is None:
+        notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
+    if model and (refusal := refused_train_norms(structure_of(model.config))):
+        notes.append(f"{refusal}, and leave noise.schedule off")
+    if settings and settings.kv_cache_dtype == "fp8":
+        problems += [f"{gpu.name}: {refusal}" for gpu in gpus if (refusal := refused_fp8_cache(gpu.capability))]
+    if model and settings and settings.experts and (refusal := refused_expert_adapters(model.config.model_type)):
+        problems.append(f"{refusal}; leave --experts out")
+    memory = None
+    if model and (reason := _unpredicted(model)):
+        notes.append(f"the memory isn't predicted, because {reason}")
+    elif model and settings:
+        capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
+        memory, sentences = _memory(model, settings, capacity)
+        tight = bool(capacity) and memory is not None and memory.verdict == "tight"
+        (notes if tight else problems).extend(sentences)
+    return Diagnosis(devices, memory, [*unfit, *optional], places(), problems, notes)
+
+
+_BLIND = (
+    "the driver shows a GPU, and PyTorch {version} can't use it; install a CUDA build of PyTorch that fits the driver, "
+    "or a newer driver"
+)
+
+
+def _text(library: Library) -> str:
+    name = "the package" if not library.extra else f"the extra `{library.extra}`"
+    have = "isn't installed" if library.installed is None else f"is {library.installed}"
+    return f"{library.library} {have}, and {name} needs {library.wanted or 'it'}; install qerl{_option(library)} again"
+
+
+def _option(library: Library) -> str:
+    return f"[{library.extra}]" if library.extra else ""
+
+
+def _unpredicted(model: AskedModel) -> str | None:
+    """Why the formulas of memory don't hold for a model; None if they do."""
+    structure = structure_of(model.config)
+    if model.shape.block_weights != structure.block_weights:
+        return "the model's blocks have other layers than those of known shapes"
+    return None if structure.takes_packed_rows else "updates of this model compute padded batches"
+
+
+def _memory(model: AskedModel, settings: StepSettings, capacity: float) -> tuple[PredictedMemory | None, list[str]]:
+    """The memory of a step, and sentences on what doesn't fit or is tight."""
+    if not capacity:
+        size = smallest_gpu(model.shape, settings)
+        on = f"a GPU of {size} GB" if size else f"more than the {COMMON_GB[-1]} GB of the largest common GPU"
+        memory = step_memory(model.shape, settings, size * 1e9) if size else None
+        return memory, [f"this machine has no GPU; the step needs {on} (--memory-gb asks about another)"]
+    memory = step_memory(model.shape, settings, capacity)
+    if memory.verdict == "fits":
+        return memory, []
+    needs, has = (memory.least + CONTEXT) / 1e9, capacity / 1e9
+    lower = _lower(model.shape, settings, capacity)
+    if memory.verdict == "tight":
+        return memory, [
+            f"tight: the step needs {needs:.1f} of {has:.1f} GB, and fragmentation may take the rest; {lower}"
+        ]
+    return memory, [f"the step needs {needs:.1f} GB, and the GPU has {has:.1f}; {lower}"]
+
+
+def _lower(shape: ModelShape, settings: StepSettings, capacity: float) -> str:
+    """What makes a step fit."""
+    slower = that_fit(shape, settings, capacity)
+    if slower is None:
+        return "lower --prompts, --max-tokens or --rank, or take a smaller model"
+    cache = "" if slower.kv_cache_gib is None else f" --kv-cache-gib {slower.kv_cache_gib:g}"
+    sleep = " --sleep" if slower.sleep else ""
+    return f"it fits, at a lower speed, with --micro-batch-tokens {slower.micro_batch_tokens}{cache}{sleep}"
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The content of `qerl doctor --json`."""
+    memory = diagnosis.memory
+    if memory is None:
+        return asdict(diagnosis)
+    peaks = {name: getattr(memory, name) for name in ("rollout_peak", "update_peak", "peak", "least", "verdict")}
+    return {**asdict(diagnosis), "memory": {**asdict(memory), **peaks}}

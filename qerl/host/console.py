@@ -1,0 +1,242 @@
+"""The user's screen and the progress of long work; what libraries print goes to a log."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Protocol, TextIO, TypeVar
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.table import Column
+from rich.text import Text
+
+# The user's screen: what the project says appears there, and what libraries print goes to a log.
+
+#: The variable with a path that opens the screen, for processes that a command starts. Their standard error is the log.
+SCREEN = "QERL_SCREEN"
+#: How a character is written that the screen's encoding lacks: as its number.
+UNKNOWN = "backslashreplace"
+_log = logging.getLogger("qerl")
+#: The console on the screen while standard error is a log.
+_console: Console | None = None
+
+
+#: Characters of the categories of `_HIDDEN` that text needs: the joiners are part of words and of emoji.
+_NEEDED = "\n\t\u200c\u200d"
+#: Unicode's categories of control characters, of format characters such as bidirectional overrides, and the like.
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def visible(text: str) -> str:
+    """The text with each control or format character as its number, such as `\\x1b`, but line breaks and tabs.
+
+    What models, templates and files say may hold sequences that a terminal obeys, or that reorder what is read.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in _NEEDED and unicodedata.category(character) in _HIDDEN
+        else character
+        for character in text
+    )
+
+
+class VisibleConsole(Console):
+    """A console on which texts can't control the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments of a renderable; those of text are `visible`, and those of rich's own control stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats a record, tracebacks included, without characters that control a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, or lines, of a record."""
+        return visible(super().format(record))
+
+
+def console() -> Console:
+    """The console for progress: the screen, or else standard error."""
+    return _console or VisibleConsole(stderr=True)
+
+
+class ScreenHandler(logging.Handler):
+    """Shows the lines of a log on a console, above a progress bar if there is one."""
+
+    def __init__(self, shown: Console) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message; a warning or an error says so."""
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        self._shown.print(Text(level + record.getMessage()), soft_wrap=True)
+
+
+@contextmanager
+def quiet(log_file: Path | None = None) -> Iterator[None]:
+    """Send what is printed to `log_file`, by libraries in any language and in any process that the block starts.
+
+    Progress and the lines of the project's log stay on the screen; the lines are in the file too. Without a file, what
+    was printed is shown only if the block fails by an error that isn't the user's.
+    """
+    if log_file:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") if log_file else TemporaryFile() as file:
+        try:
+            with _redirected(file) as number, _shown_on(number):
+                yield
+        except (ValueError, OSError):  # of which the command line says one sentence
+            raise
+        except Exception:
+            file.seek(0)
+            printed = "" if log_file else file.read().decode(errors="replace").replace("\r", "\n")
+            sys.stderr.write(f"qerl: the log is {log_file}\n" if log_file else visible(printed))
+            raise
+
+
+@contextmanager
+def _redirected(file: IO[bytes]) -> Iterator[int]:
+    """Point standard output and error to a file, and yield a descriptor of what standard error was."""
+    before = {number: os.dup(number) for number in (1, 2)}
+    _point({number: file.fileno() for number in before})
+    try:
+        yield before[2]
+    finally:
+        _point(before)
+        for number in before.values():
+            os.close(number)
+
+
+def _point(descriptors: dict[int, int]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, target in descriptors.items():
+        os.dup2(target, number)
+
+
+@contextmanager
+def _shown_on(number: int) -> Iterator[None]:
+    """Show progress and the project's log on the screen behind a descriptor, here and in processes that start now."""
+    # They open the screen anew. Where it is a file, neither may overwrite what the other wrote.
+    fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
+    os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{number}"
+    with os.fdopen(os.dup(number), "w", buffering=1, errors=UNKNOWN) as stream:
+        handler = _show(stream)
+        try:
+            yield
+        finally:
+            _hide(handler)
+            del os.environ[SCREEN]
+
+
+def _show(stream: TextIO) -> ScreenHandler:
+    global _console
+    _console = VisibleConsole(file=stream)
+    handler = ScreenHandler(_console)
+    _log.addHandler(handler)
+    return handler
+
+
+def _hide(handler: ScreenHandler) -> None:
+    global _console
+    _console = None
+    _log.removeHandler(handler)
+
+
+def join_screen() -> None:
+    """Use the screen of the command that started this process, if it has one that can be opened (no socket can)."""
+    if path := os.environ.get(SCREEN):
+        with suppress(OSError):
+            _show(Path(path).open("a", buffering=1, errors=UNKNOWN))  # noqa: SIM115
+
+
+# Progress of long work: a bar on a terminal, or a line at intervals in a log.
+
+T = TypeVar("T")
+log = logging.getLogger("qerl")
+
+#: The least columns of a screen on which a bar is drawn.
+_BARRED = 80
+#: Seconds between two lines of progress in a log.
+LOG_EVERY = 15.0
+
+
+def configure_logging() -> None:
+    """Log time-stamped lines to standard error, which Snakemake's rules redirect to their log files."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    log.setLevel(logging.INFO)
+    join_screen()
+
+
+class Advance(Protocol):
+    """Counts one more item as done, and shows what is to be said of it."""
+
+    def __call__(self, about: str = "") -> None: ...  # noqa: D102
+
+
+def showing(total: int, what: str, start: int = 0) -> AbstractContextManager[Advance]:
+    """A context that shows how many of `total` are done, of which `start` were done before, and the time left."""
+    screen = console()
+    return _bar(total, what, start, screen) if screen.is_terminal else _lines(total, what, start)
+
+
+def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """Yield `items` and show how many of `total` are done."""
+    with showing(total, what) as advance:
+        for item in items:
+            yield item
+            advance()
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """The parts of a bar. Where the line is short, what is said of an item takes several, and the bar itself none."""
+    whole, folded = Column(no_wrap=True), Column(overflow="fold")
+    return [
+        TextColumn("{task.description}"),
+        *([BarColumn(10)] if width >= _BARRED else []),
+        MofNCompleteColumn(table_column=whole),
+        TextColumn("{task.fields[about]}", table_column=folded),
+        TimeRemainingColumn(table_column=whole),
+    ]
+
+
+@contextmanager
+def _bar(total: int, what: str, start: int, screen: Console) -> Iterator[Advance]:
+    alone = screen.stderr  # else what libraries print belongs in the log
+    with Progress(*_columns(screen.width), console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
+        task = progress.add_task(what, total=total, completed=start, about="")
+        yield lambda about="": progress.update(task, advance=1, about=about)
+
+
+@contextmanager
+def _lines(total: int, what: str, start: int) -> Iterator[Advance]:
+    done, begun = start, time.monotonic()
+    last = begun
+
+    def advance(about: str = "") -> None:
+        nonlocal done, last
+        done, now = done + 1, time.monotonic()
+        if now - last > LOG_EVERY or done == total:
+            last = now
+            left = (now - begun) / (done - start) * (total - done)
+            parts = [f"{what}: {done} of {total}", about, f"{left:.0f} s left" if done < total else ""]
+            log.info(", ".join(filter(None, parts)))
+
+    yield advance

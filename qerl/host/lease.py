@@ -1,0 +1,286 @@
+"""GPU leases, which give a process GPUs of this node or a part of one, locks on folders, and PyTorch's allocator."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pynvml
+from filelock import FileLock, Timeout
+
+from qerl.host.console import log
+from qerl.settings.base import ConfigError
+
+# GPU leases, which give a process GPUs of this node or a part of one, and locks on folders of runs.
+#
+# Jobs of several workflows thus never share a GPU by accident. A GPU has equal parts, and a lease is a `filelock` on a
+# file of each part: an flock, which the kernel releases when the process ends for any reason. NVML lists the GPUs,
+# because CUDA_VISIBLE_DEVICES must be set before torch is imported.
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: CUDA's own order has the fastest GPU first. NVML's is that of the bus, so its numbers would name other GPUs to CUDA.
+ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+#: The least compute capability of the kernels: Ampere, the first generation with bfloat16.
+LEAST_CAPABILITY = (8, 0)
+#: A whole GPU, and the smallest part that can be leased, in percent.
+WHOLE, PART = 100, 5
+_POLL_SECONDS = 1.0
+
+
+def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The GPUs that this process may use, as a mapping from their name in CUDA_VISIBLE_DEVICES to their UUID.
+
+    Locks use the UUID, because within a SLURM job or a container every first GPU has the index 0.
+    """
+    uuids = _uuids()
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        return uuids
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return {name: uuids.get(name, name) for name in names} if uuids else {}
+
+
+def _uuids() -> dict[str, str]:
+    """The UUID of every GPU of this machine by its index; empty without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return {str(index): pynvml.nvmlDeviceGetUUID(handle) for index, handle in enumerate(handles)}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _supported(visible: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs that have kernels; all if none has, so that the job states the reason.
+
+    A GPU whose capability NVML doesn't tell, such as a part of one (MIG), counts as supported.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return dict(visible)
+    try:
+        supported = {name: uuid for name, uuid in visible.items() if _capability(uuid) >= LEAST_CAPABILITY}
+    finally:
+        pynvml.nvmlShutdown()
+    return supported or dict(visible)
+
+
+def _capability(uuid: str) -> tuple[int, int]:
+    try:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return LEAST_CAPABILITY
+    return major, minor
+
+
+def lock_folder() -> Path:
+    """The folder of this node's locks, which all users share."""
+    folder = Path(tempfile.gettempdir()) / "qerl-gpus"
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
+    return folder
+
+
+@contextmanager
+def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
+    """A context that locks `folder`, which it makes if missing. Raises `ConfigError` if another process has the lock.
+
+    A training survives a killed Snakemake, and a second training would write the same checkpoints. `lock` names the
+    locked file; processes with different names can share a folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / lock
+    try:
+        kept = FileLock(file, timeout=0).acquire()
+    except Timeout:
+        owner = file.read_text(encoding="utf-8").strip()
+        raise ConfigError(
+            f"process {owner} is at work in {folder}; wait until it ends, or end it (kill), and "
+            "start again: it continues from the state there"
+        ) from None
+    with kept:
+        file.write_text(f"{os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):  # a finished run removes its folder
+                os.truncate(file, 0)  # else `qerl watch` on another machine would take the process for running
+
+
+def percent_of_each(count: int, total: int | None) -> int:
+    """The percent of each of a job's `count` GPUs, if it takes `total` percent of one GPU; None takes them whole.
+
+    Raises `ConfigError` unless the GPUs are whole, or `total` is a part of the only one.
+    """
+    if total is None or total == WHOLE * count:
+        return WHOLE
+    if count != 1 or total not in range(PART, WHOLE, PART):
+        raise ConfigError(
+            f"gpu_percent={total} is no part of {count} GPUs: a job of one GPU takes {PART}, {2 * PART} ... or {WHOLE} "
+            f"percent, and a job of several takes them whole ({WHOLE * count}); change the profile's set-resources"
+        )
+    return total
+
+
+@contextmanager
+def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
+    """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
+
+    Yields their names; on a machine without GPUs this is an empty list, without waiting. Whole GPUs are taken in their
+    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly. A
+    process that waits for whole GPUs reserves the emptiest ones, of which no further parts are leased. Raises
+    `ConfigError` if the machine has fewer GPUs than requested.
+    """
+    visible = _supported(devices())
+    if visible and count > len(visible):
+        raise ConfigError(
+            f"{count} GPUs are needed, but only {len(visible)} are visible and supported; lower `processes` or "
+            "`tensor_parallel`"
+        )
+    if not visible or count == 0:
+        yield []
+        return
+    with ExitStack() as locks:
+        names = _wait(visible, count, percent, locks)
+        locks.enter_context(_environment({VISIBLE: ",".join(names), ORDER: BY_BUS}))
+        yield names
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """A context in which the process's environment has these values."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:
+    """Keep this process, and what it starts, to the cores that belong to `gpus`: each of `visible` has an equal part.
+
+    The compiler of one job then doesn't slow the launches of another. With fewer cores than GPUs nothing changes.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    ends = [len(cores) * i // len(visible) for i in range(len(visible) + 1)]
+    parts = {name: cores[begin:end] for name, begin, end in zip(visible, ends, ends[1:], strict=False)}
+    if own_cores := {core for name in gpus for core in parts[name]}:
+        os.sched_setaffinity(0, own_cores)
+
+
+def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str]:
+    """Names of `count` GPUs whose locks `locks` now has: all at once or none, so that two waiting can't block."""
+    waiting = False
+    with ExitStack() as reserved:
+        while (names := _try(visible, count, percent, locks)) is None:
+            if not waiting:
+                part = "" if percent == WHOLE else f"{percent} % of "
+                log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(visible))
+                if percent == WHOLE:
+                    _reserve(visible, count, reserved)
+                waiting = True
+            time.sleep(_POLL_SECONDS)
+    return names
+
+
+def _try(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str] | None:
+    """Names of `count` GPUs whose locks `locks` now has; None if too few are free, and then it has no more locks."""
+    ordered = list(visible) if percent == WHOLE else _emptiest_first(visible)
+    with ExitStack() as tried:
+        free = (name for name in ordered if _lock(visible[name], percent, tried))
+        names = list(itertools.islice(free, count))
+        if len(names) < count:
+            return None
+        locks.push(tried.pop_all())
+        return names
+
+
+def _emptiest_first(visible: Mapping[str, str]) -> list[str]:
+    return sorted(visible, key=lambda name: -_free_parts(visible[name]))
+
+
+def _reserve(visible: Mapping[str, str], count: int, locks: ExitStack) -> None:
+    """Lease no further parts of the `count` emptiest GPUs, or a stream of small jobs would never leave one free."""
+    for name in _emptiest_first(visible)[:count]:
+        with _file_lock(visible[name]):
+            _locked(_reservation(visible[name]), locks)
+
+
+def _lock(uuid: str, percent: int, locks: ExitStack) -> bool:
+    """Lock as many free parts of a GPU as make up `percent`; none if there are too few, or they are reserved."""
+    with ExitStack() as tried, _file_lock(uuid):  # one process at a time looks, or each might get half of the parts
+        if percent < WHOLE and _is_reserved(uuid):
+            return False
+        if _lock_parts(uuid, percent // PART, tried) < percent // PART:
+            return False
+        locks.push(tried.pop_all())
+        return True
+
+
+def _is_reserved(uuid: str) -> bool:
+    with ExitStack() as tried:
+        return not _locked(_reservation(uuid), tried)
+
+
+def _reservation(uuid: str) -> FileLock:
+    """The lock of who waits for the whole of a GPU."""
+    return _file_lock(f"{uuid}-whole", timeout=0)
+
+
+def _free_parts(uuid: str) -> int:
+    with ExitStack() as tried, _file_lock(uuid):
+        return _lock_parts(uuid, WHOLE // PART, tried)
+
+
+def _lock_parts(uuid: str, count: int, locks: ExitStack) -> int:
+    """Lock up to `count` free parts of a GPU, and return how many."""
+    free = (part for part in range(WHOLE // PART) if _locked(_file_lock(f"{uuid}-{part:02}", timeout=0), locks))
+    return sum(1 for _ in itertools.islice(free, count))
+
+
+def _locked(lock: FileLock, locks: ExitStack) -> bool:
+    try:
+        locks.enter_context(lock)
+    except Timeout:
+        return False
+    return True
+
+
+def _file_lock(name: str, timeout: float = -1) -> FileLock:
+    # All users of the node may write the file, regardless of its owner.
+    return FileLock(lock_folder() / f"{name}.lock", mode=0o666, timeout=timeout)
+
+
+#: The variables by which users configure the allocator; the second is the older name, which all versions read.
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+
+
+def join_free_memory(
+    environment: MutableMapping[str, str] = os.environ, kernel: str = platform.release().lower()
+) -> None:
+    """Let the allocator join free parts of GPU memory, so that a large tensor fits where small ones were.
+
+    Without it, a cap leaves gigabytes that are free and not usable: a KV cache finds no whole place between the tensors
+    that an update has left. Call it before the process uses a GPU. A configuration by the user stays. WSL's driver
+    refuses the calls that this needs, so nothing changes there.
+    """
+    if "microsoft" not in kernel and not any(name in environment for name in VARIABLES):
+        environment[VARIABLES[-1]] = EXPANDABLE

@@ -1,1 +1,0 @@
-"""Typed jobs of the workflow's rules: one model per kind of job, made by `plan` and parsed by `qerl rule`."""

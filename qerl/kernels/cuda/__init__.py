@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++, compiled at first use by NVRTC."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton, imported on GPUs alone."""

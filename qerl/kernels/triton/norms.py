@@ -1,0 +1,431 @@
+"""Norms, rotary positions and gates of MLPs in Triton, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.state import Norm
+from qerl.kernels.triton.launch import begin, dependent
+
+# RMSNorm in Triton; `qerl.kernels.reference` has the PyTorch version.
+
+
+@triton.jit
+def _scale(weight, noise, column, mask, NOISY: tl.constexpr, OFFSET: tl.constexpr):
+    scale = tl.load(weight + column, mask, other=0.0).to(tl.float32)
+    if NOISY:
+        scale += tl.load(noise + column, mask, other=0.0)
+    if OFFSET != 0:
+        scale += OFFSET
+    return scale
+
+
+@triton.jit
+def _normed(x, scale, width, eps, dtype: tl.constexpr):
+    wide = x.to(tl.float32)
+    return (scale * (wide * tl.rsqrt(tl.sum(wide * wide) / width + eps))).to(dtype)
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, noise, out, width, eps,
+    NOISY: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    place, mask = tl.program_id(0) * width + column, column < width
+    scale = _scale(weight, noise, column, mask, NOISY, OFFSET)
+    begin(PDL)
+    normed = _normed(tl.load(x + place, mask, other=0.0), scale, width, eps, out.dtype.element_ty)
+    tl.store(out + place, normed, mask)
+
+
+@triton.jit
+def _add_normed(
+    x, weight, noise, to, then_weight, then_noise, out, width, eps, then_eps,
+    NOISY: tl.constexpr, OFFSET: tl.constexpr, THEN_NOISY: tl.constexpr, THEN_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    place, mask = tl.program_id(0) * width + column, column < width
+    scale = _scale(weight, noise, column, mask, NOISY, OFFSET)
+    then_scale = _scale(then_weight, then_noise, column, mask, THEN_NOISY, THEN_OFFSET)
+    dtype: tl.constexpr = to.dtype.element_ty
+    begin(PDL)
+    wide, before = tl.load(x + place, mask, other=0.0), tl.load(to + place, mask, other=0.0)
+    added = _normed(wide, scale, width, eps, dtype)
+    total = (before.to(tl.float32) + added.to(tl.float32)).to(dtype)
+    tl.store(to + place, total, mask)
+    tl.store(out + place, _normed(total, then_scale, width, then_eps, dtype), mask)
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """See `reference.rms_norm`."""
+    out = torch.empty_like(x)
+    _rms_norm[(len(x),)](
+        x, *_tensors(norm), out, x.shape[1], norm.eps,
+        NOISY=norm.noise is not None, OFFSET=norm.offset, **_block(x),
+    )  # fmt: skip
+    return out
+
+
+def add_normed(to: Tensor, x: Tensor, norm: Norm, then: Norm) -> Tensor:
+    """See `reference.add_normed`."""
+    out = torch.empty_like(x)
+    _add_normed[(len(x),)](
+        x, *_tensors(norm), to, *_tensors(then), out, x.shape[1], norm.eps, then.eps,
+        NOISY=norm.noise is not None, OFFSET=norm.offset,
+        THEN_NOISY=then.noise is not None, THEN_OFFSET=then.offset, **_block(x),
+    )  # fmt: skip
+    return out
+
+
+def _tensors(norm: Norm) -> tuple[Tensor, Tensor]:
+    """The weight and the noise, or a tensor that isn't read in its place."""
+    return norm.weight, norm.weight if norm.noise is None else norm.noise
+
+
+def _block(x: Tensor) -> dict[str, Any]:
+    block = triton.next_power_of_2(x.shape[1])
+    return {"BLOCK": block, "num_warps": 8 if block > 1024 else 4, **dependent(x.device)}
+
+
+# RMSNorm of updates in Triton, forward and backward; `qerl.models.blocks` has the PyTorch versions.
+#
+# Each takes one pass over memory; PyTorch takes one per operation, some on float32 copies of the hidden state.
+
+#: The most programs of a backward pass, each of which sums the weight's gradient over its rows. It is a constant, so
+#: that the order of sums is the same on every GPU. With H = 3584 an H100 or H200 runs three per multiprocessor.
+_PROGRAMS = 396
+
+
+@triton.jit
+def _norm_forward(x, weight, out, inverses, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = row.to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    scale = tl.load(weight + column, mask, other=0.0)
+    wide = tl.load(x + at + column, mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    tl.store(inverses + row, inverse)
+    tl.store(out + at + column, (scale * (wide * inverse)).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _norm_backward(
+    grad, x, weight, inverses, grad_x, grad_weights, rows, width, OF_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    scale = tl.load(weight + column, mask, other=0.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    at = program.to(tl.int64) * width
+    for row in range(program, rows, programs):
+        inverse = tl.load(inverses + row)
+        normed = tl.load(x + at + column, mask, other=0.0).to(tl.float32) * inverse
+        wide = tl.load(grad + at + column, mask, other=0.0).to(tl.float32)
+        if OF_WEIGHT:
+            total += wide * normed
+        scaled = wide * scale
+        along = tl.sum(scaled * normed) / width
+        tl.store(grad_x + at + column, ((scaled - normed * along) * inverse).to(grad_x.dtype.element_ty), mask)
+        at += programs.to(tl.int64) * width
+    if OF_WEIGHT:
+        tl.store(grad_weights + program.to(tl.int64) * width + column, total, mask)
+
+
+def _launch(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8 if block <= 4096 else 16}
+
+
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x [..., H] with a float32 weight [H], in the dtype of x, and the inverse rms [rows] in float32."""
+    x, width = x.contiguous(), x.shape[-1]
+    rows = x.numel() // width
+    out, inverses = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm_forward[(rows,)](x, weight, out, inverses, width, eps, **_launch(width))
+    return out, inverses
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, of_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x, in its dtype, and with `of_weight` of the weight in float32; deterministic."""
+    grad, x, width = grad.contiguous(), x.contiguous(), x.shape[-1]
+    rows = len(inverses)
+    programs = min(_PROGRAMS, rows)
+    grad_x = torch.empty_like(x)
+    parts = torch.empty(programs if of_weight else 0, width, dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        grad, x, weight, inverses, grad_x, parts, rows, width, OF_WEIGHT=of_weight, **_launch(width)
+    )
+    return grad_x, parts.sum(0) if of_weight else None
+
+
+# Rotary embeddings of queries and keys in Triton, forward and backward, computed in float32 and rounded once.
+
+
+@triton.jit
+def halves(x, place, mask, DIM: tl.constexpr):
+    """The elements of x at `place` and those half a head of DIM further, in float32."""
+    first = tl.load(x + place, mask, other=0.0).to(tl.float32)
+    return first, tl.load(x + place + DIM // 2, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotated(x1, x2, c1, c2, s1, s2, BACK: tl.constexpr):
+    """The halves of heads multiplied by [[c1, -s1], [s2, c2]], or with BACK by its transpose."""
+    if BACK:
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    return y1, y2
+
+
+@triton.jit
+def store_halves(y1, y2, out, place, mask, DIM: tl.constexpr):
+    """Write halves in float32 to where `halves` would read them."""
+    tl.store(out + place, y1.to(out.dtype.element_ty), mask)
+    tl.store(out + place + DIM // 2, y2.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _turn(
+    x, out, token, stride, half, in_half, c1, c2, s1, s2,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Write one token's heads, rotated."""
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    mask = (head < HEADS) & in_half
+    place = head * DIM + half
+    x1, x2 = halves(x + token * stride, place, mask, DIM)
+    y1, y2 = rotated(x1, x2, c1, c2, s1, s2, BACK)
+    store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
+
+
+@triton.jit
+def _rotate(
+    query, key, cos, sin, query_out, key_out, query_stride, key_stride,
+    QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = half < DIM // 2
+    c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
+    s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
+    _turn(query, query_out, token, query_stride, half, in_half, c1, c2, s1, s2, QUERY, QUERY_BLOCK, DIM, BACK)
+    _turn(key, key_out, token, key_stride, half, in_half, c1, c2, s1, s2, KV, KV_BLOCK, DIM, BACK)
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x [L, heads, D] with the heads of a token contiguous; tokens may have a larger stride."""
+    return x if x[0].is_contiguous() else x.contiguous()
+
+
+def launch_of(query: Tensor, key: Tensor) -> dict[str, int]:
+    """Sizes of a launch with a program for each token of queries and keys [L, heads, D]."""
+    (_, heads, dim), kv = query.shape, key.shape[1]
+    blocks = [triton.next_power_of_2(size) for size in (heads, kv, dim // 2)]
+    sizes = {"QUERY": heads, "QUERY_BLOCK": blocks[0], "KV": kv, "KV_BLOCK": blocks[1], "DIM": dim}
+    return sizes | {"HALF_BLOCK": blocks[2], "num_warps": min(max(blocks[0] * blocks[2] // 512, 1), 16)}
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
+    """x cos + rotate_half(x) sin for queries and keys [L, heads, D], with cos and sin [L, D]; contiguous, same dtypes.
+
+    With `back` it maps gradients of the outputs to gradients of the inputs, by the transposed matrix.
+    """
+    tokens, _, dim = query.shape
+    assert key.shape[::2] == cos.shape == sin.shape == (tokens, dim)
+    assert dim % 2 == 0
+    query, key = with_whole_rows(query), with_whole_rows(key)
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
+    _rotate[(tokens,)](
+        query, key, cos.contiguous(), sin.contiguous(), *outs, query.stride(0), key.stride(0),
+        BACK=back, **launch_of(query, key),
+    )  # fmt: skip
+    return outs[0], outs[1]
+
+
+# RMSNorm of each head of queries and keys, then rotary positions, in Triton: one pass over memory in each direction.
+#
+# Both are computed in float32 and rounded once. The backward pass computes the norm again, from the saved input.
+
+
+@triton.jit
+def _normed_turn(
+    x, grad, weight, out, token, stride, grad_stride, half, in_half, c1, c2, s1, s2, eps,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Write one token's heads, normalised and rotated; with BACK the gradient of x, of that of the output."""
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    mask = (head < HEADS) & in_half
+    place = head * DIM + half
+    x1, x2 = halves(x + token * stride, place, mask, DIM)
+    w1 = tl.load(weight + half, in_half, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + DIM // 2 + half, in_half, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
+    x1, x2 = x1 * inverse, x2 * inverse
+    if BACK:
+        g1, g2 = halves(grad + token * grad_stride, place, mask, DIM)
+        y1, y2 = rotated(g1, g2, c1, c2, s1, s2, BACK)
+        y1, y2 = y1 * w1, y2 * w2
+        along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / DIM)[:, None]
+        y1, y2 = (y1 - x1 * along) * inverse, (y2 - x2 * along) * inverse
+    else:
+        y1, y2 = rotated(x1 * w1, x2 * w2, c1, c2, s1, s2, BACK)
+    store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
+
+
+@triton.jit
+def _rotate_normed(
+    query, key, of_query, of_key, query_weight, key_weight, cos, sin, query_out, key_out,
+    query_stride, key_stride, of_query_stride, of_key_stride, eps,
+    QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = half < DIM // 2
+    c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
+    s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
+    _normed_turn(
+        query, of_query, query_weight, query_out, token, query_stride, of_query_stride, half, in_half, c1, c2, s1, s2,
+        eps, QUERY, QUERY_BLOCK, DIM, BACK,
+    )  # fmt: skip
+    _normed_turn(
+        key, of_key, key_weight, key_out, token, key_stride, of_key_stride, half, in_half, c1, c2, s1, s2,
+        eps, KV, KV_BLOCK, DIM, BACK,
+    )  # fmt: skip
+
+
+def rotate_normed(
+    query: Tensor,
+    key: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    grads: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys [L, heads, D], each head normalised with the weights [D] of its kind, then rotated.
+
+    cos and sin are [L, D]. With `grads`, gradients of these outputs, it returns the gradients of queries and keys
+    instead. Outputs are contiguous and have the dtypes of the inputs.
+    """
+    assert key.shape[::2] == cos.shape == sin.shape == query.shape[::2]
+    assert query.shape[2] % 2 == 0
+    query, key = with_whole_rows(query), with_whole_rows(key)
+    of_query, of_key = (query, key) if grads is None else map(with_whole_rows, grads)  # the former aren't read
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
+    _rotate_normed[(len(query),)](
+        query, key, of_query, of_key, *weights, cos.contiguous(), sin.contiguous(), *outs,
+        query.stride(0), key.stride(0), of_query.stride(0), of_key.stride(0), eps,
+        BACK=grads is not None, **launch_of(query, key),
+    )  # fmt: skip
+    return outs[0], outs[1]
+
+
+# silu(gate) * up in Triton, forward and backward, computed in float32; `qerl.models.experts` has the PyTorch version.
+
+_SWIGLU_BLOCK = 2048
+
+
+@triton.jit
+def _swiglu_forward(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
+    """Rows of gate and up are `stride` numbers apart, those of the output follow each other."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    read = place // width * stride + place % width
+    wide = tl.load(gate + read, mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + read, mask, other=0.0).to(tl.float32)
+    tl.store(out + place, (wide * tl.sigmoid(wide) * factor).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate, up, grad_gate, grad_up, size, width, stride, BLOCK: tl.constexpr):
+    """Gradients of gate and up have the rows of gate and up."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    read = place // width * stride + place % width
+    above = tl.load(grad + place, mask, other=0.0).to(tl.float32)
+    wide = tl.load(gate + read, mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + read, mask, other=0.0).to(tl.float32)
+    share = tl.sigmoid(wide)
+    silu = wide * share
+    slope = share + silu * (1.0 - share)
+    tl.store(grad_gate + read, (above * factor * slope).to(grad_gate.dtype.element_ty), mask)
+    tl.store(grad_up + read, (above * silu).to(grad_up.dtype.element_ty), mask)
+
+
+def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up for two tensors of the same shape and dtype."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out, size = torch.empty_like(gate), gate.numel()
+    _swiglu_forward[(triton.cdiv(size, _SWIGLU_BLOCK),)](gate, up, out, size, size, size, BLOCK=_SWIGLU_BLOCK)
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and of up, in their dtype."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad_gate, grad_up, size = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    grid = (triton.cdiv(size, _SWIGLU_BLOCK),)
+    _swiglu_backward[grid](grad, gate, up, grad_gate, grad_up, size, size, size, BLOCK=_SWIGLU_BLOCK)
+    return grad_gate, grad_up
+
+
+def forward_of_halves(both: Tensor) -> Tensor:
+    """silu(gate) * up [M, I] of gate and up side by side in `both` [M, 2 I], which is contiguous."""
+    rows, width = len(both), both.shape[1] // 2
+    out = both.new_empty(rows, width)
+    gate, up = both.chunk(2, 1)
+    _swiglu_forward[(triton.cdiv(out.numel(), _SWIGLU_BLOCK),)](
+        gate, up, out, out.numel(), width, 2 * width, BLOCK=_SWIGLU_BLOCK
+    )
+    return out
+
+
+def backward_of_halves(grad: Tensor, both: Tensor) -> Tensor:
+    """The gradient of `both`, in its dtype."""
+    grad, out, width = grad.contiguous(), torch.empty_like(both), both.shape[1] // 2
+    parts, size = (*both.chunk(2, 1), *out.chunk(2, 1)), grad.numel()
+    _swiglu_backward[(triton.cdiv(size, _SWIGLU_BLOCK),)](grad, *parts, size, width, 2 * width, BLOCK=_SWIGLU_BLOCK)
+    return out
+
+
+# The clamped GLU of gpt-oss in Triton; `qerl.kernels.reference` has the PyTorch version.
+
+_CLAMPED_GLU_BLOCK = 1024
+
+
+@triton.jit
+def _clamped_glu(both, out, width, alpha, limit, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    begin(PDL)
+    gate = tl.load(both + row * 2 * width + 2 * column, mask, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + 2 * column + 1, mask, other=0.0).to(tl.float32)
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    y = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask)
+
+
+def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `reference.clamped_glu`."""
+    rows, width = len(both), both.shape[1] // 2
+    out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
+    _clamped_glu[(rows, triton.cdiv(width, _CLAMPED_GLU_BLOCK))](
+        both, out, width, alpha, limit, BLOCK=_CLAMPED_GLU_BLOCK, num_warps=4, **dependent(both.device)
+    )
+    return out

@@ -1,1 +1,0 @@
-"""The decode product in CUDA C++: 4-bit weights times 16-bit activations, plus LoRA."""

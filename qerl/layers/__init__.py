@@ -1,1 +1,0 @@
-"""Layers of a policy, which replace transformers' modules in its blocks."""

@@ -1,0 +1,528 @@
+"""The memory model: bytes of a GRPO step by a model's shape, a run's settings and the memory of GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from qerl.checkpoints.files import read_config
+from qerl.checkpoints.shapes import ARCHITECTURES, HALF, DeltaNets, ModelShape
+from qerl.formats.codecs import stored_bytes
+from qerl.formats.words import BLOCK_COLUMNS
+from qerl.kernels.packed_sequences import SINK_FEATURES
+from qerl.kernels.state import FP8, page_bytes
+from qerl.models.logprobs import COLUMNS, ROWS
+from qerl.models.random import model_config
+from qerl.rl.memory import USABLE, recomputed_blocks
+from qerl.rl.packing import Sample, row_tokens, split
+from qerl.rollout.decoder import bucket_of
+from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS
+from qerl.rollout.prefill import BUCKETS
+from qerl.rollout.sampler import Completion
+from qerl.rollout.scheduler import pages_for
+from qerl.settings.models import HubModel, LocalModel
+from qerl.settings.run import KvCacheDtype, NativeSettings, OptimizerSettings, RunSettings
+
+# Bytes per token that a block keeps for its backward pass on a GPU, without adapters.
+
+
+def kept_bytes(shape: ModelShape) -> int:
+    """Bytes per token that a block keeps.
+
+    These are the inputs of both norms and the first one's result, the rotated queries and keys, the values,
+    attention's result and log-sum-exps, and what the MLP keeps. Attention with sinks keeps copies of its inputs and
+    its result with more features, those of keys for all heads. Of a hybrid it is a block with a delta net, which
+    most blocks have and which keeps more than attention.
+    """
+    if shape.nets:
+        return HALF * 3 * shape.hidden + net_kept_bytes(shape.nets) + 2 * 4 + _kept_of_mlp(shape)
+    attention = 3 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width
+    if shape.mixture and shape.mixture.biased:
+        attention = 3 * shape.hidden + shape.query_width + 4 * (shape.query_width + shape.heads * SINK_FEATURES)
+    return HALF * attention + 4 * shape.heads + 2 * 4 + _kept_of_mlp(shape)
+
+
+def net_kept_bytes(nets: DeltaNets) -> int:
+    """Bytes per token that a delta net keeps, without its input.
+
+    They were counted in `qerl.models.delta_net`, whose chunks have 64 tokens. For each value head it keeps matrices of
+    a chunk, decayed queries and keys, what the chunk's system gives, and the state before it, all in float32. Queries,
+    keys and their products are kept for each key head. The rest are the 16-bit row of the convolution and the norm.
+    """
+    value_head = 12 * nets.key_dim + 24 * nets.value_dim + nets.key_dim * nets.value_dim // 16 + 1054
+    key_head = 28 * nets.key_dim + 520
+    return nets.value * value_head + nets.key * key_head
+
+
+def _kept_of_mlp(shape: ModelShape) -> int:
+    """Bytes per token that an MLP keeps: its input, gate, up and their product.
+
+    A mixture keeps gate, up and the outputs of a token's experts, with their numbers and weights and the router's
+    probabilities, but not its input. A shared expert is an MLP, whose output and gate are kept, too.
+    """
+    mixture = shape.mixture
+    if mixture is None:
+        return HALF * (shape.hidden + 3 * shape.intermediate)
+    routed = HALF * (2 * shape.intermediate + mixture.chosen * shape.hidden)
+    choice = 4 * mixture.experts + (8 + 4 + 4) * mixture.chosen + 4
+    shared = HALF * (2 * shape.hidden + 3 * mixture.shared + 1) if mixture.shared else 0
+    return routed + choice + shared
+
+
+# The memory model: bytes of a GRPO step on one GPU, by a model's shape, a run's settings and the GPU's memory.
+#
+# It reads shapes alone and loads no weights. The choices that depend on free memory, the size of the KV cache and the
+# recomputed blocks, come from the functions and constants that make them in a run.
+
+Verdict = Literal["fits", "tight", "doesn't fit"]
+#: Bytes of CUDA's context, which PyTorch's allocator doesn't count.
+CONTEXT = 500_000_000
+#: Bytes of workspaces of libraries, as on an H200. From the second step on they exist before the cache is made.
+WORKSPACE = 300_000_000
+#: Weights of an 8-bit optimizer's block, which share a float32 scale for each of the two states (bitsandbytes).
+_OPTIMIZER_BLOCK = 256
+#: Bytes of the tables of an 8-bit optimizer's two codes, which each tensor has.
+_OPTIMIZER_TABLES = 2 * 256 * 4
+#: Numbers of the smallest tensor whose moments an 8-bit optimizer has in 8 bits; those of smaller ones are float32.
+_LEAST_IN_8_BITS = 4096
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of a run that decide its memory; defaults are those of `RunSettings`."""
+
+    weights: str
+    rank: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    max_tokens: int
+    recompute: bool | Literal["auto"]
+    micro_batch_tokens: int = RunSettings.model_fields["micro_batch_tokens"].default
+    kv_cache_gib: float | None = NativeSettings.model_fields["kv_cache_gib"].default
+    kv_cache_dtype: KvCacheDtype = NativeSettings.model_fields["kv_cache_dtype"].default
+    sleep: bool = NativeSettings.model_fields["sleep"].default
+    optimizer: str = OptimizerSettings.model_fields["name"].default
+    experts: bool = False
+    """Whether the experts of a mixture have adapters, on gate, up and down."""
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """Bytes of a step, of which all but `context` are PyTorch's."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    adapter_copies: int
+    """The sampler's copies of the adapter in bfloat16."""
+    kv_cache: int
+    kv_cache_wanted: int
+    """The KV cache with which no sequence waits."""
+    kv_cache_least: int
+    """The KV cache of one sequence of the greatest length."""
+    released: bool
+    """Whether cache and CUDA graphs are released before the update."""
+    graphs: int
+    """The memory that is reserved for CUDA graphs."""
+    prefill: int
+    """The rollout's activations of prompts; a sequence that waited for pages counts as a prompt."""
+    activations: int
+    """The update's activations, logits and unpacked weights at their peak."""
+    activations_least: int
+    """The same, if `auto` recomputed every block."""
+    recomputed: int
+    """Blocks that the update recomputes."""
+    capacity: float
+    context: int = CONTEXT
+
+    @property
+    def resident(self) -> int:
+        """Bytes that exist in every part of a step."""
+        return self.weights + self.adapter + self.gradients + self.optimizer + self.adapter_copies
+
+    @property
+    def rollout_peak(self) -> int:
+        """The peak of a rollout."""
+        return self.resident + self.kv_cache + self.graphs + self.prefill + WORKSPACE
+
+    @property
+    def update_peak(self) -> int:
+        """The peak of an update."""
+        return self.resident + self._kept + self.activations
+
+    @property
+    def _kept(self) -> int:
+        return 0 if self.released else self.kv_cache + self.graphs
+
+    @property
+    def peak(self) -> int:
+        """The peak of the step."""
+        return max(self.rollout_peak, self.update_peak)
+
+    @property
+    def least(self) -> int:
+        """The peak of the step, if `auto` recomputed every block."""
+        return max(self.rollout_peak, self.resident + self._kept + self.activations_least)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the step fits, with a cache for at least one sequence.
+
+        It is tight where it needs the share of the memory that `USABLE` leaves to fragmentation.
+        """
+        if self.least > self.capacity - self.context or self.kv_cache < self.kv_cache_least:
+            return "doesn't fit"
+        return "fits" if self.least <= USABLE * (self.capacity - self.context) else "tight"
+
+
+def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> PredictedMemory:
+    """The memory of a step on a GPU that has `capacity` bytes for this process, with its context."""
+    adapter = 4 * (shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings))
+    parts = {
+        "weights": weight_bytes(shape, settings.weights),
+        "adapter": adapter,
+        "gradients": adapter,
+        "optimizer": _optimizer_bytes(shape, settings),
+        "adapter_copies": _copied_bytes(shape, settings),
+    }
+    free = capacity - CONTEXT - sum(parts.values()) - WORKSPACE
+    alone, wanted = cache_bytes(shape, settings)
+    most = max(FREE_SHARE * free, 0) if settings.kv_cache_gib is None else settings.kv_cache_gib * 2**30
+    cache, graphs = int(min(wanted, most)), graph_bytes(shape, settings)
+    # An update starts without gradients, and without a cache that had all the memory it may use.
+    released = settings.sleep or (cache < wanted and settings.kv_cache_gib is None)
+    usable = USABLE * (free + adapter - (0 if released else cache + graphs))
+    activations, recomputed = _activations(shape, settings, usable)
+    forced = replace(settings, recompute=True) if settings.recompute == "auto" else settings
+    return PredictedMemory(
+        **parts,
+        kv_cache=cache,
+        kv_cache_wanted=wanted,
+        kv_cache_least=alone,
+        released=released,
+        graphs=graphs,
+        prefill=prefill_bytes(shape, settings, cache < wanted),
+        activations=activations,
+        activations_least=_activations(shape, forced, usable)[0],
+        recomputed=recomputed,
+        capacity=capacity,
+    )
+
+
+def that_fit(shape: ModelShape, settings: StepSettings, capacity: float) -> StepSettings | None:
+    """The settings, or the next slower ones with which the step fits; None if it fits with none.
+
+    Micro-batches are halved first, then the cache is released before updates, and then it is made smaller.
+    """
+    return next((one for one in _slower(shape, settings) if step_memory(shape, one, capacity).verdict == "fits"), None)
+
+
+def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]:
+    """The settings, followed by those with less and less memory and speed."""
+    micro, longest = [settings.micro_batch_tokens], settings.prompt_tokens + settings.max_tokens
+    while micro[-1] // 2 >= longest:
+        micro.append(micro[-1] // 2)
+    smaller = [replace(settings, micro_batch_tokens=tokens) for tokens in micro]
+    yield from smaller
+    yield from (replace(one, sleep=True) for one in smaller)
+    wanted = cache_bytes(shape, settings)[1]
+    for quarters in range(int(4 * wanted / 2**30), 0, -1):
+        yield from (replace(one, sleep=True, kv_cache_gib=quarters / 4) for one in smaller)
+
+
+def weight_bytes(shape: ModelShape, weights: str) -> int:
+    """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
+    projections = stored_bytes(shape.attention_format(weights), shape.packable) + stored_bytes("bf16", shape.dense)
+    embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * HALF
+    biases = (shape.query_width + 2 * shape.kv_width) * HALF * shape.biased
+    return shape.layers * (_mixture_bytes(shape, weights) + biases + 2 * shape.hidden * 4) + projections + embeddings
+
+
+def _mixture_bytes(shape: ModelShape, weights: str) -> int:
+    """Bytes of a block's experts, its router and a shared expert's gate.
+
+    Packed experts have whole blocks of columns, and biases in float32 too.
+    """
+    mixture = shape.mixture
+    if mixture is None:
+        return 0
+    block = 1 if weights == "bf16" else BLOCK_COLUMNS
+    linears = [(rows, -(-columns // block) * block) for rows, columns in shape.expert_linears]
+    biases = sum(rows for rows, _ in linears) * (HALF + 4) * mixture.biased
+    gate = HALF * shape.hidden if mixture.shared else 0
+    return mixture.experts * (stored_bytes(weights, linears) + biases + 4 * shape.hidden) + gate
+
+
+def _expert_numbers(shape: ModelShape, settings: StepSettings) -> int:
+    """Numbers of all experts' adapters."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return shape.layers * shape.mixture.experts * settings.rank * sum(map(sum, shape.adapted_of_experts))
+
+
+def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of the sampler's copies of the adapters, in which B of gate and up is block-diagonal."""
+    attention = shape.adapter_numbers(-(-settings.rank // 16) * 16)
+    zeros = 0
+    if shape.mixture is not None and settings.experts and len(shape.adapted_of_experts) == 3:
+        zeros = 2 * shape.layers * shape.mixture.experts * settings.rank * shape.mixture.intermediate
+    return HALF * (attention + _expert_numbers(shape, settings) + zeros)
+
+
+def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    if settings.optimizer == "adamw":
+        return 2 * 4 * (shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings))
+    linears = [*shape.packable, *shape.dense]
+    if settings.experts and shape.mixture is not None:  # all experts' A are one tensor, and all B
+        stacked = [
+            (shape.mixture.experts * rows, shape.mixture.experts * width) for rows, width in shape.adapted_of_experts
+        ]
+        linears += stacked * shape.layers
+    return sum(_moments_in_8_bits(settings.rank * width) for linear in linears for width in linear)
+
+
+def _moments_in_8_bits(numbers: int) -> int:
+    """Bytes of the two moments of a tensor with so many numbers."""
+    if numbers < _LEAST_IN_8_BITS:
+        return 2 * 4 * numbers
+    return 2 * numbers + 2 * 4 * -(-numbers // _OPTIMIZER_BLOCK) + _OPTIMIZER_TABLES
+
+
+def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
+    """Bytes of the KV cache of one sequence, and of the cache with which no sequence waits.
+
+    Both have the states of delta nets, with two rows that no sequence has (`qerl.kernels.state`).
+    """
+    state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.prompts * settings.group
+    dim, dtype = shape.query_width // shape.heads, FP8 if settings.kv_cache_dtype == "fp8" else torch.bfloat16
+    page = shape.attentions * page_bytes(shape.kv_width // dim, dim, dtype)
+    longest = [[0] * settings.prompt_tokens]
+    alone, wanted = pages_for(longest, settings.max_tokens, sequences)
+    return alone * page + 3 * state, wanted * page + (sequences + 2) * state
+
+
+def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of the tensors of the largest decode graph and of the largest graph of prompts.
+
+    All graphs share one pool, which nothing else can use (`qerl.host.gpus.allocatable_bytes`).
+    """
+    rows = bucket_of(settings.prompts * settings.group)
+    prompts = min(BUCKETS[-1], settings.prompts * settings.prompt_tokens)
+    return _block_bytes(shape, settings, rows + prompts) + rows * shape.vocabulary * HALF
+
+
+def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
+    """Bytes of a block's tensors in prefill. Interrupted sequences are computed again, in the largest batches."""
+    tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, settings.prompts * settings.prompt_tokens)
+    return _block_bytes(shape, settings, tokens)
+
+
+def _block_bytes(shape: ModelShape, settings: StepSettings, tokens: int) -> int:
+    """Bytes of the tensors of a block that the engine computes, with those of a mixture."""
+    widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
+    widths += _shrunk_width(shape, settings)
+    if shape.mixture:
+        widths += shape.mixture.chosen * shape.hidden + 2 * shape.hidden
+    if shape.mixture and shape.mixture.shared:
+        widths += shape.mixture.shared + shape.hidden
+    if shape.nets:  # its layers' outputs, and in float32 the convolution's and the recurrence's
+        nets = shape.nets
+        widths += 3 * nets.channels + 4 * nets.value_width
+    return HALF * tokens * widths
+
+
+def _shrunk_width(shape: ModelShape, settings: StepSettings) -> int:
+    """Outputs of A of a token's experts."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return len(shape.adapted_of_experts) * settings.rank * shape.mixture.chosen
+
+
+def kept_of_experts(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes per token that a block's adapters of experts keep: the inputs of both products, and of B."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    return HALF * (shape.hidden + shape.intermediate + _shrunk_width(shape, settings))
+
+
+def _passes_of_experts(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of a pass over a block's experts: A and B of gate and up as they multiply, and their float32 gradients."""
+    if shape.mixture is None or not settings.experts:
+        return 0
+    widths, layers = shape.hidden + 2 * shape.mixture.intermediate, len(shape.adapted_of_experts) - 1
+    return (HALF + 4) * shape.mixture.experts * layers * settings.rank * widths
+
+
+def longest_row(settings: StepSettings) -> int:
+    """Tokens of the largest micro-batch, if every completion has the greatest length."""
+    completion = Completion([0] * settings.max_tokens, [], False)
+    groups = ([number] * settings.prompt_tokens for number in range(settings.prompts))
+    samples = [Sample(prompt, completion, 0.0, 0.0) for prompt in groups for _ in range(settings.group)]
+    return max(row_tokens(samples, row) for row in split(samples, settings.micro_batch_tokens))
+
+
+def activation_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of an update's activations at their peak, where nothing is recomputed by the memory that is free."""
+    return _activations(shape, settings, 0)[0]
+
+
+def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tuple[int, int]:
+    """Bytes of an update's activations at their peak, and the number of blocks that it recomputes.
+
+    `usable` bytes decide both for `auto`, as in `qerl.rl.memory.Recomputation`.
+    """
+    tokens = longest_row(settings)
+    # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
+    layers = max(len(shape.linears), len(shape.linears[4:] + shape.net_linears))
+    kept = tokens * (kept_bytes(shape) + HALF * layers * settings.rank + kept_of_experts(shape, settings))
+    of_input = tokens * HALF * shape.hidden
+    logits, tile = tokens * shape.vocabulary * HALF, ROWS * COLUMNS * HALF
+
+    def needed(free: float) -> int:
+        return recomputed_blocks(shape.layers, free, kept, of_input)
+
+    unpacked, keeps_logits = 0, False
+    count = shape.layers if settings.recompute is True else 0
+    if settings.recompute == "auto":
+        dense = shape.dense_bytes if shape.attention_format(settings.weights) != "bf16" else 0
+        unpacked = dense if needed(usable - logits - dense) == 0 else 0
+        count = needed(usable - USABLE * unpacked)
+        keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0
+    # A backward pass has the gradients of gate, up and its block's input beside what is saved. With all blocks
+    # recomputed, one of them has its activations too.
+    running = tokens * HALF * (_gradient_widths(shape) + _shrunk_width(shape, settings))
+    running += _passes_of_experts(shape, settings) + (kept if count == shape.layers else 0)
+    saved = (shape.layers - count) * kept + count * of_input
+    return unpacked + saved + max(running + tile, logits if keeps_logits else 0), count
+
+
+def _gradient_widths(shape: ModelShape) -> int:
+    """Widths of the gradients of a running block's MLP, and of its input.
+
+    A mixture has those of its experts' inner features, and those of gate and up in two layouts, beside copies of both.
+    Before and after these, it has those of its experts' outputs or inputs.
+    """
+    if shape.mixture is None:
+        return 2 * shape.intermediate + shape.hidden
+    inner, outer = shape.intermediate, shape.mixture.chosen * shape.hidden
+    return shape.hidden + max(7 * inner, outer + 3 * inner) + 2 * shape.mixture.shared
+
+
+# The memory model of sharded full fine-tuning: bytes of a GRPO step on each of several GPUs, and how many it needs.
+#
+# No run on several GPUs was measured, so the numbers are the formulas of docs/scaling.md alone.
+
+#: Bytes of a weight and of its gradient, both float32.
+WEIGHT, GRADIENT = 4, 4
+#: Bytes of a weight's two moments: float32, or codes with scales (`qerl.rl.optimizer`).
+MOMENTS = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256}
+#: Prompts of unknown length count as this many tokens, the paper's (Tables 5 to 8).
+PROMPT_TOKENS = 256
+#: The numbers of GPUs that are tried: one, and those that a node of eight, and several nodes, divide into.
+NUMBERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class ShardedMemory:
+    """Bytes of a step on each GPU."""
+
+    shards: int
+    """Shards of weights and moments."""
+    gradients: int
+    """Shards of gradients, which exist in updates alone."""
+    whole: int
+    """The whole weights, from which the rollout samples."""
+    kept: int
+    """What an update keeps of them and of the cache: nothing with `rollout.native.sleep`."""
+    rollout: int
+    """The KV cache, prompts and workspaces of a rollout."""
+    activations: int
+    gathered: int
+    """Weights and gradients of the blocks and of the embeddings that are whole at a time."""
+    ending: int
+    """The end of a backward pass, which has no activations: the gradients of the embeddings, to be reduced."""
+
+    @property
+    def peak(self) -> int:
+        """The peak of a step, with CUDA's context."""
+        update = self.kept + self.gradients + max(self.activations + self.gathered, self.ending)
+        return CONTEXT + self.shards + max(self.whole + self.rollout, update)
+
+    def verdict(self, capacity: float) -> Verdict:
+        """Whether the step fits into `capacity` bytes, as in `qerl.memory_model`."""
+        if self.peak > capacity:
+            return "doesn't fit"
+        return "fits" if self.peak - CONTEXT <= USABLE * (capacity - CONTEXT) else "tight"
+
+
+def sharded_memory(shape: ModelShape, run: RunSettings, gpus: int, capacity: float) -> ShardedMemory:
+    """The memory of a run's step on each of `gpus` GPUs that have `capacity` bytes; prompts have `PROMPT_TOKENS`."""
+    wide = 2 if run.dtype == "float32" else 1  # twice the bytes of bfloat16, for which the shared formulas are
+    settings = StepSettings(
+        weights="bf16",
+        rank=0,
+        prompts=-(-run.rollout.prompts // gpus),
+        group=run.rollout.group_size,
+        prompt_tokens=run.rollout.max_prompt_tokens or PROMPT_TOKENS,
+        max_tokens=run.rollout.sampling.max_tokens,
+        recompute=run.gradient_checkpointing,
+        micro_batch_tokens=run.micro_batch_tokens,
+        kv_cache_dtype=run.rollout.native.kv_cache_dtype,
+    )
+    numbers = weight_numbers(shape)
+    block = _block_numbers(shape)
+    outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
+    shards = int((WEIGHT + MOMENTS[run.optimizer.name]) * numbers / gpus)
+    whole = wide * weight_bytes(shape, "bf16")
+    free = max(capacity - CONTEXT - shards - whole - WORKSPACE, 0)
+    wanted = (wide if settings.kv_cache_dtype == "auto" else 1) * cache_bytes(shape, settings)[1]
+    cache = min(wanted, int(FREE_SHARE * free))
+    half = 2 * wide
+    return ShardedMemory(
+        shards=shards,
+        gradients=GRADIENT * numbers // gpus,
+        whole=whole,
+        kept=0 if run.rollout.native.sleep else whole + (cache if cache == wanted else 0),
+        rollout=cache + wide * (prefill_bytes(shape, settings, True) + graph_bytes(shape, settings)) + WORKSPACE,
+        activations=wide * activation_bytes(shape, settings),
+        # Of this block and the next one, with the gradients of one, which are reduced as float32.
+        gathered=(2 * half + half + GRADIENT) * block + 2 * half * outside,
+        ending=(2 * half + GRADIENT) * outside,
+    )
+
+
+def weight_numbers(shape: ModelShape) -> int:
+    """The number of trained weights, without final norm and those of queries and keys, which are few."""
+    biases = shape.biased * (shape.query_width + 2 * shape.kv_width)
+    outside = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
+    experts = shape.projections[len(shape.linears) :] * shape.layers
+    return _numbers((*shape.packable, *shape.dense, *experts)) + shape.layers * (2 * shape.hidden + biases) + outside
+
+
+def _block_numbers(shape: ModelShape) -> int:
+    """The number of weights of a block's projections, of the largest block in a hybrid."""
+    return _numbers(shape.projections) + max(_numbers(shape.net_linears) - _numbers(shape.linears[:4]), 0)
+
+
+def _numbers(linears: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in linears)
+
+
+def least_gpus(shape: ModelShape, run: RunSettings, capacity: float) -> int | None:
+    """The least of `NUMBERS` GPUs with `capacity` bytes each on which a run's step fits; None if none suffices."""
+    verdicts = ((gpus, sharded_memory(shape, run, gpus, capacity).verdict(capacity)) for gpus in NUMBERS[1:])
+    return next((gpus for gpus, verdict in verdicts if verdict == "fits"), None)
+
+
+def shape_of(model: Any) -> ModelShape | None:
+    """The shape of a configuration's model, if it is known without a download: a folder, or a Qwen2.5 of the hub."""
+    if isinstance(model, LocalModel):
+        return ModelShape.of(read_config(model.path))
+    named = re.search(r"Qwen2\.5-(\d+(?:\.\d+)?B)", model.repo) if isinstance(model, HubModel) else None
+    return ModelShape.of(model_config(named[1], "bf16")) if named and named[1] in ARCHITECTURES else None

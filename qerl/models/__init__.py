@@ -1,0 +1,1 @@
+"""Models: a frozen base in any format with its LoRA, its loading, quantization and export."""

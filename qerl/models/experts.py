@@ -1,0 +1,717 @@
+"""The MLP of a block: one dense MLP, or a mixture of experts whose layers are grouped products with LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.activations import SiLUActivation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from qerl.formats import words as layout
+from qerl.formats.words import Words
+from qerl.kernels import reference
+from qerl.kernels.operations import mixture_operations, operations
+from qerl.kernels.state import GroupedLora, Groups
+from qerl.models.linear import PackedLinear, stacked, words_of
+from qerl.models.lora import products
+
+# The MLP of a block. With a kernel for the device, its activation takes one pass over memory in each direction.
+
+#: transformers' classes that compute only down(silu(gate(x)) * up(x)).
+_PLAIN = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP")
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up by Triton, which saves only gate and up for the backward pass; PyTorch saves silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from qerl.kernels.triton import norms
+
+        ctx.save_for_backward(gate, up)
+        return norms.swiglu_forward(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        from qerl.kernels.triton import norms
+
+        return norms.swiglu_backward(grad, *ctx.saved_tensors)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, by Triton on a GPU, and by PyTorch elsewhere and in float64."""
+    if gate.is_cuda and gate.dtype == up.dtype != torch.float64:
+        return _SwiGLU.apply(gate, up)
+    return nn.functional.silu(gate) * up
+
+
+class _SwiGLUOfHalves(torch.autograd.Function):
+    """silu(gate) * up of one tensor with both, by Triton, without copies of the halves."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        from qerl.kernels.triton import norms
+
+        ctx.save_for_backward(both)
+        return norms.forward_of_halves(both)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        from qerl.kernels.triton import norms
+
+        return norms.backward_of_halves(grad, *ctx.saved_tensors)
+
+
+def swiglu_of_halves(both: Tensor) -> Tensor:
+    """silu(gate) * up [M, I] of contiguous gate and up [M, 2 I] side by side, as `swiglu` computes it."""
+    if both.is_cuda and both.dtype != torch.float64:
+        return _SwiGLUOfHalves.apply(both)
+    return swiglu(*both.chunk(2, -1))
+
+
+class _ClampedGLU(torch.autograd.Function):
+    """The gate of gpt-oss's experts, which saves only gate and up; PyTorch saves five tensors more."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.numbers = alpha, limit
+        kernels = reference if both.dtype == torch.float64 else operations(both.device)
+        return kernels.clamped_glu(both, alpha, limit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        [both] = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = reference.clamped_glu(both, *ctx.numbers)
+        return torch.autograd.grad(out, both, grad)[0], None, None
+
+
+def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `qerl.kernels.reference.clamped_glu`; on a GPU by Triton forward."""
+    return _ClampedGLU.apply(both.contiguous(), alpha, limit)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) with the projections of `mlp`, under the same names."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj: nn.Module = mlp.get_submodule("gate_proj")
+        self.up_proj: nn.Module = mlp.get_submodule("up_proj")
+        self.down_proj: nn.Module = mlp.get_submodule("down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., hidden] to the same shape."""
+        return self.down_proj(swiglu(*products(x, (self.gate_proj, self.up_proj))))
+
+
+def _fusible(mlp: nn.Module) -> bool:
+    return type(mlp).__name__ in _PLAIN and isinstance(getattr(mlp, "act_fn", None), (nn.SiLU, SiLUActivation))
+
+
+def fuse_mlps(model: nn.Module) -> None:
+    """Replace every MLP of a known plain class with SiLU by `GatedMLP`; projections and their names stay."""
+    for name, module in list(model.named_modules()):
+        if _fusible(module):
+            model.set_submodule(name, GatedMLP(module))
+
+
+# Layers of all experts of a mixture as one grouped product, with its gradient and with the sum of experts' outputs.
+
+#: A frozen layer of an expert.
+Layer = nn.Linear | PackedLinear
+
+
+class DenseProducts(Protocol):
+    """Grouped products of dense weights, documented in `qerl.kernels.reference`."""
+
+    def dense_product(self, weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
+        """See `reference.dense_product`."""
+        ...
+
+    def dense_input_gradient(
+        self, weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False
+    ) -> None:
+        """See `reference.dense_input_gradient`."""
+        ...
+
+    def dense_weight_gradient(self, grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
+        """See `reference.dense_weight_gradient`."""
+        ...
+
+
+class GroupedLinear(Protocol):
+    """Layers of every expert that read the same input, as one product; an expert's outputs are concatenated."""
+
+    #: N, the outputs of an expert, and K, its inputs.
+    out_features: int
+    in_features: int
+
+    @property
+    def dense(self) -> DenseProducts:
+        """The same products of dense tensors, for adapters."""
+        ...
+
+    def sync(self) -> None:
+        """Do nothing: adapters are apart."""
+        ...
+
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
+    ) -> None:
+        """Write out [pairs, N] = W x + b of each pair's expert, plus `lora`, for x [T, K] by tokens or [pairs, K].
+
+        With `silu`, out [pairs, N/2] = silu(first half) * second half. All tensors are contiguous and of one dtype.
+        """
+        ...
+
+    def input_gradient(self, grad: Tensor, groups: Groups, out: Tensor) -> None:
+        """Write the gradient out [pairs, K] of each pair's input, of that of its output [T, N] or [pairs, N]."""
+        ...
+
+
+class TorchGroupedLinear:
+    """A `GroupedLinear` in plain PyTorch, one expert after the other, of which one is unpacked at a time.
+
+    It waits for the device, so that no CUDA graph can have it.
+    """
+
+    def __init__(self, experts: Sequence[Sequence[Layer]]) -> None:
+        self._experts = experts
+        self.out_features = sum(layer.out_features for layer in experts[0])
+        self.in_features = experts[0][0].in_features
+        self._bias = _biases(experts)
+
+    @property
+    def dense(self) -> DenseProducts:
+        """See `GroupedLinear`."""
+        return reference
+
+    def sync(self) -> None:
+        """See `GroupedLinear`."""
+
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
+    ) -> None:
+        """See `GroupedLinear`."""
+        both = out.new_empty(groups.count, self.out_features) if silu else out
+        reference.product(x, groups, lambda number: self._weight(number, x.dtype), self._bias, both)
+        if lora is not None:
+            added = torch.empty_like(both)
+            reference.dense_product(lora.up, lora.shrunk, groups, added)
+            both += added
+        if silu:
+            gate, up = both.chunk(2, dim=-1)
+            torch.mul(nn.functional.silu(gate), up, out=out)
+
+    def input_gradient(self, grad: Tensor, groups: Groups, out: Tensor) -> None:
+        """See `GroupedLinear`."""
+        reference.input_gradient(grad, groups, lambda number: self._weight(number, grad.dtype), out)
+
+    def _weight(self, number: int, dtype: torch.dtype) -> Tensor:
+        """An expert's weights [N, K]."""
+        layers = self._experts[number]
+        return torch.cat([_dense(layer, dtype) for layer in layers]) if len(layers) > 1 else _dense(layers[0], dtype)
+
+
+class PortableGroupedLinear:
+    """A `GroupedLinear` by kernels in Triton: of NVFP4 or MXFP4 layers, or of dense ones.
+
+    The layers' weights move into one tensor, of which each layer then reads its part, so there is only one copy.
+    """
+
+    @staticmethod
+    def serves(device: torch.device, weights_format: str, columns: int, dtype: torch.dtype) -> bool:
+        """Whether this class supports layers of a format ("bf16": dense) with this input, of activations of `dtype`."""
+        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
+            return False
+        return weights_format in layout.FORMATS or (weights_format == "bf16" and columns % 64 == 0)
+
+    def __init__(self, experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> None:
+        from qerl.kernels.triton.experts import GroupedOperands
+
+        layers = list(chain.from_iterable(experts))
+        self.out_features = sum(layer.out_features for layer in experts[0])
+        self.in_features = layers[0].in_features
+        packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+        weights: Words | Tensor | None = words_of(packed) if packed else _stacked(layers)
+        assert weights is not None
+        factors = None
+        if isinstance(weights, Words):
+            parts = torch.tensor(weights.parts)
+            factors = torch.tensor(weights.factors).repeat_interleave(parts).to(weights.data.device)
+        bias = _biases(experts)
+        self._dtype = dtype
+        self.operands = GroupedOperands(
+            weights, self.out_features, factors, None if bias is None else bias.float().flatten()
+        )
+
+    @property
+    def dense(self) -> DenseProducts:
+        """See `GroupedLinear`."""
+        from qerl.kernels.triton import experts
+
+        return experts
+
+    def sync(self) -> None:
+        """See `GroupedLinear`."""
+
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
+    ) -> None:
+        """See `GroupedLinear`."""
+        from qerl.kernels.triton.experts import multiply
+
+        width = self.out_features // 2 if silu else self.out_features
+        self._check(x, self.in_features, out, width, groups)
+        multiply(self.operands, x, groups, out, silu, lora)
+
+    def input_gradient(self, grad: Tensor, groups: Groups, out: Tensor) -> None:
+        """See `GroupedLinear`."""
+        from qerl.kernels.triton.experts import input_gradient
+
+        self._check(grad, self.out_features, out, self.in_features, groups)
+        input_gradient(self.operands, grad, groups, out)
+
+    def _check(self, x: Tensor, columns: int, out: Tensor, width: int, groups: Groups) -> None:
+        tokens = groups.count // groups.chosen
+        if len(x) not in (tokens, groups.count) or x.shape[1] != columns or out.shape != (groups.count, width):
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit these layers of experts")
+        if any(tensor.dtype != self._dtype or not tensor.is_contiguous() for tensor in (x, out)):
+            raise ValueError(f"activations must be contiguous {self._dtype}")
+
+
+def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGroupedLinear | PortableGroupedLinear:
+    """One product of layers that read the same input, of each expert in order, with activations of `dtype`."""
+    layers = list(chain.from_iterable(experts))
+    formats = {layer.weights_format if isinstance(layer, PackedLinear) else "bf16" for layer in layers}
+    device = device_of(layers[0])
+    alike = len(formats) == 1 and (formats != {"bf16"} or {layer.weight.dtype for layer in layers} == {dtype})
+    if alike and PortableGroupedLinear.serves(device, formats.pop(), layers[0].in_features, dtype):
+        return PortableGroupedLinear(experts, dtype)
+    return TorchGroupedLinear(experts)
+
+
+def device_of(layer: Layer) -> torch.device:
+    """The device of a layer's weights."""
+    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
+
+
+def _dense(layer: Layer, dtype: torch.dtype) -> Tensor:
+    return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
+
+
+def _stacked(layers: Sequence[Layer]) -> Tensor | None:
+    return stacked([layer for layer in layers if isinstance(layer, nn.Linear)])
+
+
+def _biases(experts: Sequence[Sequence[Layer]]) -> Tensor | None:
+    """The biases [experts, N]; None without biases."""
+    if all(layer.bias is None for layer in chain.from_iterable(experts)):
+        return None
+    rows = [[_bias(layer) for layer in layers] for layers in experts]
+    return torch.stack([torch.cat(row) for row in rows])
+
+
+def _bias(layer: Layer) -> Tensor:
+    if layer.bias is None:
+        return torch.zeros(layer.out_features, device=device_of(layer))
+    return layer.bias.detach()
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradient of x. It saves no activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
+        ctx.groups, ctx.linear, ctx.rows = groups, linear, len(x)
+        out = x.new_empty(groups.count, linear.out_features)
+        linear(x, groups, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        groups = ctx.groups
+        out = grad.new_empty(groups.count, ctx.linear.in_features)
+        ctx.linear.input_gradient(grad.contiguous(), groups, out)
+        if ctx.rows != groups.count:
+            out = out.view(ctx.rows, groups.chosen, -1).sum(1)
+        return out, None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Sums [T, H] of y [T k, H] by weights float32 [T, k], in float32, with the gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights)
+        out = y.new_empty(len(weights), y.shape[1])
+        mixture_operations(y.device).combine(y, weights, out, False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        y, weights = ctx.saved_tensors
+        return mixture_operations(y.device).combine_gradients(grad.contiguous(), y, weights)
+
+
+def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
+    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with the gradient of x."""
+    return _GroupedProduct.apply(x.contiguous(), groups, linear)
+
+
+def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
+    """Sums [T, H] of outputs y [T k, H] by weights float32 [T, k], with gradients of both."""
+    return _WeightedSum.apply(y, weights.contiguous())
+
+
+# LoRA of all experts of a mixture as grouped products, with its gradients, and its copies for the engine.
+#
+# The base is read as in `qerl.models.experts`, never unpacked. A x of a pair is computed by a grouped product of few
+# rows, and B (A x) is added in the base's product.
+
+
+@dataclass(frozen=True)
+class ExpertFactors:
+    """A [experts, r, K] and B [experts, N, r] of layers of every expert that read the same input, in order."""
+
+    downs: Sequence[Tensor]
+    ups: Sequence[Tensor]
+    scale: float
+
+    def empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros for all A, [experts, R, K], and for block-diagonal B, [experts, N, R]; R is the sum of the ranks."""
+        rank, rows = (sum(part.shape[1] for part in parts) for parts in (self.downs, self.ups))
+        (experts, _, columns), device = self.downs[0].shape, self.downs[0].device
+        down = torch.zeros(experts, rank, columns, dtype=dtype, device=device)
+        return down, torch.zeros(experts, rows, rank, dtype=dtype, device=device)
+
+    def parts(self, down: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The parts of each layer in tensors of the shapes of `empty`."""
+        ranks, rows = ([part.shape[1] for part in parts] for parts in (self.downs, self.ups))
+        diagonal = zip(up.split(rows, 1), ranks, strict=True)
+        firsts = [sum(ranks[:number]) for number in range(len(ranks))]
+        ups = [part[..., first : first + rank] for (part, rank), first in zip(diagonal, firsts, strict=True)]
+        return list(zip(down.split(ranks, 1), ups, strict=True))
+
+    @torch.no_grad()
+    def write(self, down: Tensor, up: Tensor) -> None:
+        """Copy A and the scale times B into tensors of `empty`, whose zeros stay."""
+        for (to_down, to_up), a, b in zip(self.parts(down, up), self.downs, self.ups, strict=True):
+            to_down.copy_(a)
+            to_up.copy_(b * self.scale)
+
+    def stacked(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All A and block-diagonal B with the scale, in `dtype`."""
+        down, up = self.empty(dtype)
+        self.write(down, up)
+        return down, up
+
+
+class GroupedAdapters:
+    """Adapters of a grouped product in the dtype of its activations, at addresses that never change."""
+
+    def __init__(self, factors: ExpertFactors, dense: DenseProducts, dtype: torch.dtype) -> None:
+        self._factors, self._dense = factors, dense
+        self._down, self._up = factors.empty(dtype)
+        self.sync()
+
+    def sync(self) -> None:
+        """Copy the present adapters."""
+        self._factors.write(self._down, self._up)
+
+    def __call__(self, x: Tensor, groups: Groups) -> GroupedLora:
+        """What the adapters add to the product of x [T, K] or [pairs, K]."""
+        shrunk = x.new_empty(groups.count, self._down.shape[1])
+        self._dense.dense_product(self._down, x, groups, shrunk)
+        return GroupedLora(shrunk, self._up)
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradients of x, A and B. It saves x and A x.
+
+    A and s B are cast to the dtype of x in each direction. Their gradients are sums in float32. `adapters` has all A,
+    then all B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups, linear: GroupedLinear, scale: float, *adapters: Tensor) -> Tensor:
+        down, up = _factors(adapters, scale).stacked(x.dtype)
+        shrunk = x.new_empty(groups.count, down.shape[1])
+        linear.dense.dense_product(down, x, groups, shrunk)
+        out = x.new_empty(groups.count, linear.out_features)
+        linear(x, groups, out, lora=GroupedLora(shrunk, up))
+        ctx.save_for_backward(x, shrunk, *adapters)
+        ctx.groups, ctx.linear, ctx.scale = groups, linear, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, shrunk, *adapters = ctx.saved_tensors
+        groups, dense, grad = ctx.groups, ctx.linear.dense, grad.contiguous()
+        factors = _factors(adapters, ctx.scale)
+        down, up = factors.stacked(x.dtype)
+        of_shrunk = torch.empty_like(shrunk)
+        dense.dense_input_gradient(up, grad, groups, of_shrunk)
+        of_down = dense.dense_weight_gradient(of_shrunk, x, groups, len(down))
+        of_up = dense.dense_weight_gradient(grad, shrunk, groups, len(down)).mul_(ctx.scale)
+        parts = factors.parts(of_down, of_up)
+        of_adapters = [part.to(adapters[0].dtype) for side in zip(*parts, strict=True) for part in side]
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, *of_adapters
+        of_x = x.new_empty(groups.count, x.shape[1])
+        ctx.linear.input_gradient(grad, groups, of_x)
+        dense.dense_input_gradient(down, of_shrunk, groups, of_x, add=True)
+        if len(x) != groups.count:
+            of_x = of_x.view(len(x), groups.chosen, -1).sum(1)
+        return of_x, None, None, None, *of_adapters
+
+
+def _factors(adapters: Sequence[Tensor], scale: float) -> ExpertFactors:
+    half = len(adapters) // 2
+    return ExpertFactors(adapters[:half], adapters[half:], scale)
+
+
+def adapted_product(x: Tensor, groups: Groups, linear: GroupedLinear, factors: ExpertFactors | None) -> Tensor:
+    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B."""
+    if factors is None:
+        return grouped_product(x, groups, linear)
+    return _AdaptedProduct.apply(x.contiguous(), groups, linear, factors.scale, *factors.downs, *factors.ups)
+
+
+# The experts of a mixture as linear layers, which can be packed one by one, and its router in float32.
+#
+# transformers stacks the weights of a block's experts in two tensors. Most checkpoints, and llmcompressor's and
+# ModelOpt's, have three linear layers an expert, and so have these modules, under the same names. gpt-oss has two.
+# `qerl.checkpoints.layouts` splits the stacks of its files and of Qwen3.5's.
+
+
+@dataclass(frozen=True)
+class ExpertProducts:
+    """The grouped products of a block's experts: `down` reads the activation of what `gate_up` makes."""
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    clamped: tuple[float, float] | None
+    """alpha and limit of the clamped GLU between them; None for silu(first half) * second half, which `gate_up` has."""
+
+
+@dataclass(frozen=True)
+class ExpertLora:
+    """Adapters of the grouped products of a block's experts, None of a product without them."""
+
+    gate_up: ExpertFactors | None = None
+    down: ExpertFactors | None = None
+
+
+class Experts(nn.ModuleList):
+    """The experts of a block. A token's output is the weighted sum of those that it is routed to."""
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__(*modules)
+        self._products: dict[torch.dtype, ExpertProducts] = {}
+
+    def products(self, dtype: torch.dtype) -> ExpertProducts:
+        """The experts' frozen layers as grouped products with activations of `dtype`, made once.
+
+        On a GPU the experts' weights move into one tensor for each of the two.
+        """
+        if dtype not in self._products:
+            self._products[dtype] = _products(list(self), dtype)
+        return self._products[dtype]
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor, lora: ExpertLora | None = None) -> Tensor:
+        """Map hidden [T, H] to the same shape; `chosen` [T, k] are the numbers of the experts, `weights` [T, k].
+
+        Frozen experts, with or without adapters, compute grouped products, in an autocast's dtype. Experts that are
+        trained compute their tokens one after the other.
+        """
+        if hidden.is_meta:  # then no expert's tokens are known, and each computes all
+            return sum((expert(hidden) for expert in self), torch.zeros_like(hidden))
+        if self._are_trained():
+            return self._one_by_one(hidden, chosen, weights)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
+        lora = lora or ExpertLora()
+        both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
+        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu_of_halves(both)
+        out = adapted_product(inner, groups, products.down, lora.down)
+        return weighted_sum(out, weights.float()).to(hidden.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        self._products = {}
+        return super()._apply(fn, recurse)
+
+    def _are_trained(self) -> bool:
+        # `parameters()` walks over hundreds of modules, which takes a host longer than the launches of a block.
+        layers = chain.from_iterable(expert.children() for expert in self)
+        return any(p is not None and p.requires_grad for layer in layers for p in layer._parameters.values())
+
+    def _one_by_one(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for number in chosen.unique().tolist():
+            tokens, places = torch.where(chosen == number)
+            product = self[number](hidden[tokens]) * weights[tokens, places, None]
+            out.index_add_(0, tokens, product.to(out.dtype))
+        return out
+
+
+def _products(experts: list[nn.Module], dtype: torch.dtype) -> ExpertProducts:
+    first = experts[0]
+    parts = ("gate_proj", "up_proj") if isinstance(first, GatedMLP) else ("gate_up_proj",)
+    clamped = (first.alpha, first.limit) if isinstance(first, GptOssExpert) else None
+    layers = [[cast(Layer, expert.get_submodule(part)) for part in parts] for expert in experts]
+    down = [[cast(Layer, expert.get_submodule("down_proj"))] for expert in experts]
+    return ExpertProducts(grouped(layers, dtype), grouped(down, dtype), clamped)
+
+
+class GptOssExpert(nn.Module):
+    """down((up + 1) * gate * sigmoid(1.702 gate)), whose gate and up are every other output of one layer, clamped."""
+
+    def __init__(self, gate_up_proj: nn.Linear, down_proj: nn.Linear, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.gate_up_proj: nn.Module = gate_up_proj
+        self.down_proj: nn.Module = down_proj
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [T, hidden] to the same shape."""
+        return self.down_proj(clamped_glu(self.gate_up_proj(x), self.alpha, self.limit))
+
+
+class Float32Router(nn.Module):
+    """A mixin for transformers' routers that computes scores in float32, whatever the dtype of the model."""
+
+    weight: nn.Parameter
+    top_k: int
+    #: Whether the weights of a token's experts, which are probabilities of a softmax, add up to 1; None for others.
+    normalised: bool | None
+
+    def forward(self, hidden: Tensor) -> Any:
+        """A choice of experts for hidden [..., H], as the class computes it: float32, also in an autocast."""
+        kind = hidden.device.type
+        with nullcontext() if hidden.is_meta else torch.autocast(kind, enabled=False):
+            return super().forward(hidden.float())
+
+
+def split_experts(model: nn.Module) -> None:
+    """Replace stacked experts of an empty model by `Experts`, whose weights are empty too, and routers' classes.
+
+    Stacks and routers of another kind stay, as stacks with other activations.
+    """
+    classes: dict[str, type[nn.Module]] = {}  # the routers of most models differ in nothing
+    for name, module in list(model.named_modules()):
+        if _has_parts_of_router(module):
+            traits = _traits(module)
+            if traits not in classes:
+                classes[traits] = _router_class(module)
+            module.__class__ = classes[traits]
+        elif isinstance(module, GptOssExperts):
+            model.set_submodule(name, _split_gpt_oss(module))
+        elif _is_plain_stack(module):
+            model.set_submodule(name, _split(module))
+
+
+def _has_parts_of_router(module: nn.Module) -> bool:
+    """Whether a module has a matrix [E, H] and otherwise vectors of E numbers, and chooses `top_k` experts."""
+    weight, chosen = getattr(module, "weight", None), getattr(module, "top_k", None)
+    if isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or not isinstance(chosen, int):
+        return False
+    others = [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor is not weight]
+    return weight.ndim == 2 and chosen <= len(weight) and all(tensor.numel() == len(weight) for tensor in others)
+
+
+def _traits(module: nn.Module) -> str:
+    """What decides how a router computes."""
+    values = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    return repr((type(module), [tensor.shape for tensor in chain(module.parameters(), module.buffers())], values))
+
+
+@torch.no_grad()
+def _router_class(module: nn.Module) -> type[nn.Module]:
+    """A router's class with the mixin; its own class for a module that isn't a router.
+
+    It computes random tokens with random weights, so no name of a class decides.
+    """
+    kind = type(module)
+    generator = torch.Generator().manual_seed(0)
+    router: Any = deepcopy(module).to_empty(device="cpu").float()
+    for tensor in chain(router.parameters(), router.buffers()):
+        tensor.normal_(generator=generator)
+    # Scores of some 2: probabilities differ, and those of the experts that aren't chosen count.
+    hidden = torch.empty(16, router.weight.shape[1], dtype=torch.float32, device="cpu").normal_(generator=generator)
+    hidden *= 2 / hidden.shape[1] ** 0.5
+    in_training, weights = (_weights_of_all(router.train(training), hidden) for training in (True, False))
+    if in_training is None or weights is None or not torch.equal(in_training, weights):
+        return kind
+    traits = {"normalised": _normalises(router, hidden, weights)}
+    return type(f"Float32{kind.__name__}", (Float32Router, kind), traits)
+
+
+def _weights_of_all(router: Any, hidden: Tensor) -> Tensor | None:
+    """The weights [T, E] of all experts, of which a router chooses some; None if it takes or gives something else."""
+    try:
+        given = router(hidden.clone())
+        [weights] = [one for one in given if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
+        [numbers] = [one for one in given if one.shape == weights.shape and not one.is_floating_point()]
+        return hidden.new_zeros(len(hidden), len(router.weight)).scatter(1, numbers, weights)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _normalises(router: Any, hidden: Tensor, given: Tensor) -> bool | None:
+    """Whether the weights that a router has given add up to 1; None if they aren't a softmax's probabilities."""
+    scores = reference.scores(hidden, router.weight, getattr(router, "bias", None))
+    for normalised in (True, False):
+        numbers, weights = reference.route(scores, router.top_k, normalised)
+        expected = torch.zeros_like(scores).scatter(1, numbers.long(), weights)
+        if torch.allclose(given, expected, rtol=0, atol=1e-5):
+            return normalised
+    return None
+
+
+def _is_plain_stack(module: nn.Module) -> bool:
+    """Whether a module stacks experts that compute down(silu(gate(x)) * up(x)), by transformers' description of it."""
+    described = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return (
+        {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
+        and all(getattr(module, key, None) is value for key, value in described.items())
+        and getattr(getattr(module, "_apply_gate", None), "__name__", None) == "_default_apply_gate"
+        and isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
+    )
+
+
+def _split(stack: nn.Module) -> Experts:
+    """Experts of a stack's shapes: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
+    down = stack.get_parameter("down_proj")
+    count, hidden, wide = down.shape
+    made: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
+    shapes = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
+    experts = ({name: nn.Linear(*shape, **made) for name, shape in shapes.items()} for _ in range(count))
+    return Experts(GatedMLP(nn.ModuleDict(expert)) for expert in experts)
+
+
+def _split_gpt_oss(stack: GptOssExperts) -> Experts:
+    """Experts of a stack's shapes: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]."""
+    count, wide, hidden = stack.down_proj.shape
+    made: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
+    return Experts(
+        GptOssExpert(nn.Linear(hidden, 2 * wide, **made), nn.Linear(wide, hidden, **made), stack.alpha, stack.limit)
+        for _ in range(count)
+    )

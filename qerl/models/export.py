@@ -1,0 +1,238 @@
+"""Checkpoints for other engines: unpacked weights, a base with a separate adapter, or a merge of both."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from qerl.checkpoints.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CONFIG,
+    INDEX,
+    MODELOPT_CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    check_adapter,
+    index_of,
+    read_config,
+    read_headers,
+    weight_files,
+    weights_format_of,
+)
+from qerl.checkpoints.layouts import names_in_files
+from qerl.checkpoints.tensors import converted, stream, write_tensors
+from qerl.formats.codecs import dequantize
+from qerl.host.provenance import put, writing
+from qerl.models.adapter_files import adapter_values, read_adapter, write_adapter
+from qerl.models.loading import (
+    has_packed_delta_nets,
+    load_tokenizer,
+    packed_layers,
+    packed_tensors,
+    read_layer,
+    read_packed,
+    tied_weights,
+)
+from qerl.models.quantize import DENSE, quantize_checkpoint, write_config, write_shards
+from qerl.settings.base import ConfigError
+from qerl.settings.models import MergedFormat
+
+# Checkpoints for other engines: unpacked weights, or a base with trained norms and a separate LoRA adapter.
+
+#: Names of what an adapter may have here: LoRA of linear layers and of stacks of experts, and weights and biases in
+#: place of the base's.
+_KNOWN = re.compile(r"(?!.*(?<!\.experts)\.(base_layer|modules_to_save)\.).*\.(lora_[AB]\.\w+|weight|bias)")
+#: The values of vLLM's `max_lora_rank`; an adapter needs the least that isn't below its rank.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def lora_room(rank: int) -> int:
+    """The `max_lora_rank` that vLLM needs for an adapter."""
+    room = next((size for size in _RANKS if size >= rank), None)
+    if room is None:
+        raise ConfigError(f"adapter.rank={rank} is above {_RANKS[-1]}, vLLM's highest rank; lower it")
+    return room
+
+
+def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write a packed checkpoint to the folder `target`, with all weights unpacked to `dtype`."""
+    weights_format = weights_format_of(source)
+    headers = read_headers(source)
+    layers = set(packed_layers(headers, weights_format))
+    kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
+    tensors = {name: converted(kept[name], tensor, dtype) for name, tensor in stream(kept)}
+    for layer, packed in read_packed(headers, weights_format):
+        tensors[f"{layer}.weight"] = dequantize(packed, dtype)
+    _copy_but_weights(source, target)
+    config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
+    (target / MODELOPT_CONFIG).unlink(missing_ok=True)
+    (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    named = names_in_files(headers)
+    write_tensors({named(name): tensor for name, tensor in tensors.items()}, target / WEIGHTS)
+
+
+def export(checkpoint: Path, trained: Path, out: Path) -> None:
+    """Split a trained policy into `out`/base and `out`/adapter, which engines without trained norms can load.
+
+    The base is `checkpoint`, dense or packed, with the trained norms in float32; the adapter has only LoRA. An engine
+    that computes norms in 16 bits rounds them when it loads them. `trained` is the folder of an adapter in PEFT's
+    layout. `out` is written completely or not at all.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; remove it or give another folder")
+    check_adapter(trained)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out.parent), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        partial = Path(scratch) / out.name
+        norms, lora = trained_tensors(trained)
+        _write_base(checkpoint, norms, partial / "base")
+        named = {"modules_to_save": None, "base_model_name_or_path": str(out.resolve() / "base"), "revision": None}
+        config = json.loads((trained / ADAPTER_CONFIG).read_text(encoding="utf-8")) | named
+        write_adapter(partial / "adapter", lora, config, checkpoint)
+        put(partial, out)
+
+
+def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trained norms, and the LoRA matrices, of an adapter in PEFT's layout, by the text model's names.
+
+    Raises `CheckpointError` for an adapter of PEFT's that has more, such as trained tokens or LoRA of an embedding.
+    """
+    adapter = read_adapter(trained)
+    if unknown := sorted(name for name in adapter if not _KNOWN.fullmatch(name)):
+        raise CheckpointError(
+            f"{trained / ADAPTER} holds {unknown[0]}, and only norms and LoRA of linear layers are exported; merge "
+            "this adapter by PEFT"
+        )
+    norms = {name: tensor for name, tensor in adapter.items() if ".lora_" not in name}
+    return norms, {name: tensor for name, tensor in adapter.items() if name not in norms}
+
+
+def check_changes(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
+    """Raise `CheckpointError` unless the base has each changed weight among its `weights`, and for itself alone."""
+    if shared := sorted(changed & tied_weights(checkpoint)):
+        raise CheckpointError(
+            f"the adapter changes {shared[0]}, and {checkpoint} has one weight for embedding and head; "
+            "merge this adapter by PEFT"
+        )
+    if unknown := sorted(changed - weights):
+        raise CheckpointError(f"the adapter changes {unknown[0]}, which {checkpoint} lacks; give it its own base")
+
+
+def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> None:
+    headers = read_headers(checkpoint)
+    check_changes(checkpoint, {*headers}, {*norms})
+    _copy_but_weights(checkpoint, target)
+    if index_of(checkpoint) is not None:
+        shutil.copyfile(checkpoint / INDEX, target / INDEX)
+    trained = {info.stored: norms[name] for name, info in headers.items() if name in norms}
+    for path in weight_files(checkpoint):
+        _rewrite(path, target / path.name, trained.get)
+
+
+def _copy_but_weights(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
+
+
+def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Copy a safetensors file, applying `change` to each tensor."""
+    with safe_open(source, framework="pt") as shard:
+        tensors = {name: change(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
+        write_tensors(tensors, target, metadata=shard.metadata())
+
+
+# Merges of a trained policy into one checkpoint: dense, or with its linear layers packed again.
+#
+# A merged weight is W + (alpha / r) B A, with W unpacked, in float32 and then rounded once. A trained norm replaces
+# that of the base. Noise (AQN) is no part of a stored policy, and so of no merge.
+
+
+def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) -> None:
+    """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
+
+    All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
+    nearest, as `quantize_checkpoint` does. Delta nets are packed if those of `checkpoint` are. Raises
+    `CheckpointError` if the adapter belongs to another base, or has more than plain LoRA.
+    """
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        dense = target if weights == "bf16" else Path(scratch) / "dense"
+        write_merged(checkpoint, trained, dense)
+        load_tokenizer(checkpoint).save_pretrained(dense)
+        if weights != "bf16":
+            quantize_checkpoint(dense, target, weights, pack_delta_nets=has_packed_delta_nets(checkpoint))
+
+
+def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dtype = DENSE) -> None:
+    """Write the merged weights as `dtype` into the new folder `target`, without the tokenizer.
+
+    Memory holds one file of `target`, and of the base one layer.
+    """
+    check_adapter(trained)
+    weights_format, headers = weights_format_of(checkpoint), read_headers(checkpoint)
+    if any(info.place is not None and info.rows is None for info in headers.values()):
+        raise CheckpointError(
+            f"{checkpoint} stacks experts in MXFP4, and no merged checkpoint of such experts is supported; export base "
+            "and adapter apart, without --merged"
+        )
+    packed = packed_tensors(headers, weights_format)
+    merged = _Adapter(trained)
+    check_changes(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, merged.changes)
+
+    def tensors_of(name: str) -> dict[str, Tensor]:
+        layer = name.rpartition(".weight")[0]
+        if layer not in packed:
+            [(_, weight)] = stream({name: headers[name]})
+            return {name: converted(headers[name], merged.into(name, weight), dtype)}
+        if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
+            return {}
+        weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)
+        return {f"{layer}.weight": merged.into(f"{layer}.weight", weight).to(dtype)}
+
+    write_shards(headers, target, tensors_of)
+    write_config(checkpoint, target)
+
+
+#: What PEFT's options must be for (alpha / r) B A to be all that an adapter adds.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
+}
+
+
+class _Adapter:
+    """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
+
+    def __init__(self, trained: Path) -> None:
+        config = adapter_values(trained)
+        for option, plain in _PLAIN.items():
+            if config.get(option) is not None and config[option] not in plain:
+                raise CheckpointError(
+                    f"{trained / ADAPTER_CONFIG} has {option}={config[option]!r}, and only plain LoRA is merged here; "
+                    "merge this adapter by PEFT"
+                )
+        self._scale = config["lora_alpha"] / config["r"]
+        self._norms, self._lora = trained_tensors(trained)
+        self.changes = {*self._norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in self._lora)}
+
+    def into(self, name: str, weight: Tensor) -> Tensor:
+        """A weight of the base as the policy has it."""
+        if name in self._norms or name not in self.changes:
+            return self._norms.get(name, weight)
+        lora_A, lora_B = (self._lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
+        return weight.float() + self._scale * (lora_B @ lora_A)

@@ -1,0 +1,641 @@
+"""Linear layers: packed 4-bit weights, their adapters, and products of layers with the same input for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qerl.formats import nf4
+from qerl.formats import tiles as tile_layout
+from qerl.formats import words as word_layout
+from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_specs
+from qerl.formats.tiles import Tiles
+from qerl.formats.words import Words
+from qerl.kernels.cuda.w4a16 import Mode, Operands, dense, multiply
+from qerl.kernels.portable import PortableOperands
+from qerl.kernels.state import Activation, gated
+from qerl.settings.base import ConfigError
+from qerl.settings.run import Kernels
+
+# A linear layer with packed 4-bit weights, which is the frozen base under a LoRA adapter.
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x W^T + b, which unpacks W again in the backward pass instead of saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: PackedLinear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.dense_weight(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ ctx.layer.dense_weight(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_bias, None
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with W [out_features, in_features] in a 4-bit format; x [..., in_features] sets the dtype of y.
+
+    The packed tensors are buffers with the names of `Packed.tensors`; they have no gradient, and `.to(dtype)` doesn't
+    change them. A new layer is uninitialised; `from_packed` makes one with values.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weights_format: str,
+        *,
+        bias: bool = False,
+        nested: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`nested` selects NF4 with double quantization; `dtype` is that of the bias.
+
+        Raises `FormatError` for a shape that the format doesn't support.
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weights_format = weights_format
+        specs = tensor_specs(weights_format, (out_features, in_features), nested)
+        self.packed_names = tuple(specs)
+        for name, (shape, packed_dtype) in specs.items():
+            self.register_buffer(name, torch.empty(shape, dtype=packed_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self._dense: Tensor | None = None
+        #: Whether `dense_weights` may keep the weight unpacked. Those of experts are too many.
+        self.keepable = True
+        #: The weights in the layout of the GPU's kernels, after `use_tiles` has replaced the buffers.
+        self.tiles: Tiles | Words | None = None
+        self._parts: tuple[int, ...] = ()
+
+    @classmethod
+    def from_packed(cls, packed: Packed, bias: Tensor | None = None) -> PackedLinear:
+        """A layer with the tensors of `packed`, without copying them, and `bias` [out_features]."""
+        out_features, in_features = packed.shape
+        nested = "weight_nested_absmax" in packed.tensors
+        layer = cls(in_features, out_features, packed.weights_format, nested=nested, device="meta")
+        for name in layer.packed_names:
+            setattr(layer, name, packed.tensors[name])
+        layer.bias = None if bias is None else nn.Parameter(bias)
+        return layer
+
+    def use_tiles(self, tiles: Tiles | Words, *parts: int) -> None:
+        """Use `parts` of `tiles`, which other layers may share, and drop the layer's packed tensors.
+
+        The layer's rows are those of its parts, in order.
+        """
+        for name in self.packed_names:
+            delattr(self, name)
+        self.tiles, self._parts, self.packed_names = tiles, parts, ("tiles_data",)
+        self.register_buffer("tiles_data", tiles.data, persistent=False)
+
+    @property
+    def packed(self) -> Packed:
+        """The packed weight, without a copy unless it is in tiles."""
+        if isinstance(self.tiles, Words):
+            return joined([word_layout.unpack(self.tiles, part) for part in self._parts])
+        if self.tiles is not None:
+            return joined([tile_layout.unpack(self.tiles, part) for part in self._parts])
+        tensors = {name: self.get_buffer(name) for name in self.packed_names}
+        return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
+
+    @property
+    def qweight(self) -> Tensor:
+        """The packed codes, under the name that PEFT uses to find the device of a quantized layer."""
+        return self.get_buffer(self.packed_names[0])
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out_features, in_features], unpacked now or kept by `dense_weights`."""
+        if self._dense is not None and self._dense.dtype == dtype:
+            return self._dense
+        if self.tiles is not None and dtype == torch.bfloat16 and self.tiles.data.is_cuda:
+            parts = [dense(self.tiles, part) for part in self._parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return dequantize(self.packed, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., in_features] to [..., out_features], in the dtype of x."""
+        return _PackedProduct.apply(x, self.bias, self)
+
+    def extra_repr(self) -> str:
+        """Shape and format, in the style of `nn.Linear`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"weights_format={self.weights_format}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        # `.to(dtype)` casts floating-point buffers, so the scales are moved as bytes, which it doesn't cast.
+        packed = {id(self.get_buffer(name)) for name in self.packed_names}
+        self._dense = None
+
+        def move(tensor: Tensor) -> Tensor:
+            return fn(tensor.view(torch.uint8)).view(tensor.dtype) if id(tensor) in packed else fn(tensor)
+
+        return super()._apply(move, recurse)
+
+
+def packed_format(model: nn.Module) -> str | None:
+    """The weight format of a model's packed layers; None of a dense model."""
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear))
+    return next((layer.weights_format for layer in layers), None)
+
+
+def unpacked_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """The bytes of memory that `dense_weights` needs."""
+    layers = _keepable(model)
+    return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+
+
+def _keepable(model: nn.Module) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear) and module.keepable]
+
+
+@contextmanager
+def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which every `PackedLinear` of `model`, but those of experts, keeps its weight unpacked in `dtype`.
+
+    Samplers and updates use it for many passes on the same weights, if there is memory (`unpacked_bytes`). Outputs for
+    inputs of `dtype` stay the same, bit for bit.
+    """
+    layers = _keepable(model)
+    before = [layer._dense for layer in layers]
+    try:
+        for layer in layers:
+            layer._dense = layer.dense_weight(dtype)
+        yield
+    finally:
+        for layer, dense in zip(layers, before, strict=True):
+            layer._dense = dense
+
+
+# The base layer and adapter of a PEFT layer, and the stacked adapters of layers that run as one product.
+
+#: The policy's adapter name in PEFT.
+POLICY_ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter that adds `up` [N, R] times `down` [R, K] times `scale` to a weight [N, K]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A base layer with the policy's adapter, if it has one."""
+
+    base: nn.Linear | PackedLinear
+    lora: Lora | None
+
+
+def unwrap(layer: nn.Module) -> Adapted:
+    """The base and adapter of a linear layer. Raises `ConfigError` for another layer, and for a LoRA variant."""
+    lora = None
+    if isinstance(layer, LoraLayer):
+        if POLICY_ADAPTER in layer.lora_variant or layer.lora_bias.get(POLICY_ADAPTER):
+            raise ConfigError("the native engine supports only plain LoRA; use engine=vllm, or native on a CPU")
+        if POLICY_ADAPTER in layer.lora_A:
+            down, up = (part.get_parameter(f"{POLICY_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
+            lora = Lora(down, up, float(layer.scaling[POLICY_ADAPTER]))
+        layer = layer.get_base_layer()
+    if not isinstance(layer, (nn.Linear, PackedLinear)):
+        raise ConfigError(f"the native engine doesn't support layers of {type(layer).__name__}; use engine=vllm")
+    return Adapted(layer, lora)
+
+
+def embedding_weight(embedding: Any) -> Tensor:
+    """The weight whose rows are the tokens' vectors. Raises `ConfigError` for an embedding with LoRA."""
+    if isinstance(embedding, LoraLayer):
+        raise ConfigError("the native engine doesn't support LoRA of the embedding; merge the adapter by PEFT")
+    weight: Tensor = embedding.weight
+    return weight
+
+
+class StackedAdapters:
+    """Adapters of layers with the same input: `down` [R, K], and block-diagonal `up` [N, R].
+
+    R is the sum of the ranks; `up` includes the adapters' scales. Both are in `dtype`, and their addresses never
+    change.
+    """
+
+    def __init__(self, layers: Sequence[Adapted], dtype: torch.dtype) -> None:
+        adapters = [(layer.lora, layer.base.out_features) for layer in layers]
+        self._loras = [lora for lora, _ in adapters if lora is not None]
+        self.rank = sum(len(lora.down) for lora in self._loras)
+        rows, columns = sum(width for _, width in adapters), layers[0].base.in_features
+        device = self._loras[0].down.device if self._loras else torch.device("cpu")
+        self.down = torch.zeros(self.rank, columns, dtype=dtype, device=device)
+        self.up = torch.zeros(rows, self.rank, dtype=dtype, device=device)
+        self._downs: list[Tensor] = []
+        self._ups: list[Tensor] = []
+        row = rank = 0
+        for lora, width in adapters:
+            if lora is not None:
+                self._downs.append(self.down[rank : rank + len(lora.down)])
+                self._ups.append(self.up[row : row + width, rank : rank + len(lora.down)])
+                rank += len(lora.down)
+            row += width
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the present adapters."""
+        if self._loras:
+            scaled = torch._foreach_mul([lora.up for lora in self._loras], [lora.scale for lora in self._loras])
+            torch._foreach_copy_(self._downs + self._ups, [lora.down for lora in self._loras] + list(scaled))
+
+
+# Layers with the same input as one product: in PyTorch for any layer and device, by bitsandbytes for NF4.
+
+
+class TorchLinear:
+    """A `FusedLinear` in plain PyTorch. Packed weights are unpacked in every call."""
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        adapted = [unwrap(layer) for layer in layers]
+        self._bases = [layer.base for layer in adapted]
+        self._dtype = dtype
+        self._adapters = StackedAdapters(adapted, dtype)
+        dense = [base for base in self._bases if isinstance(base, nn.Linear)]
+        self._weight = stacked(dense) if len(dense) == len(self._bases) else None  # else some layers are packed
+        self.out_features = sum(base.out_features for base in self._bases)
+        biases = [base.bias for base in self._bases]
+        self._bias = None
+        if any(bias is not None for bias in biases):
+            self._bias = torch.zeros(
+                self.out_features, dtype=dtype, device=next(b for b in biases if b is not None).device
+            )
+        self.sync()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """See `FusedLinear`."""
+        self._adapters.sync()
+        if self._bias is not None:
+            for part, base in zip(self._parts(self._bias), self._bases, strict=True):
+                if base.bias is not None:
+                    part.copy_(base.bias)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """See `FusedLinear`."""
+        if activation:
+            both = torch.empty(len(x), self.out_features, dtype=out.dtype, device=out.device)
+            self._product(x, both, residual=False)
+            gated(both, activation, out)
+        else:
+            self._product(x, out, residual)
+
+    def _product(self, x: Tensor, out: Tensor, residual: bool) -> None:
+        if self._weight is not None:
+            _multiply(x, self._weight, self._bias, out, residual)
+        else:
+            biases = [None] * len(self._bases) if self._bias is None else self._parts(self._bias)
+            for part, bias, base in zip(self._parts(out), biases, self._bases, strict=True):
+                self._multiply_base(x, base, bias, part, residual)
+        if self._adapters.rank:
+            out.addmm_(x @ self._adapters.down.T, self._adapters.up.T)
+
+    def _multiply_base(
+        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
+    ) -> None:
+        weight = base.dense_weight(self._dtype) if isinstance(base, PackedLinear) else base.weight
+        _multiply(x, weight, bias, out, residual)
+
+    def _parts(self, joint: Tensor) -> tuple[Tensor, ...]:
+        """The columns of each layer's output."""
+        return joint.split([base.out_features for base in self._bases], dim=-1)
+
+
+class BitsandbytesLinear(TorchLinear):
+    """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
+
+    @staticmethod
+    def serves(capability: tuple[int, int] | None, weights_format: str, dtype: torch.dtype) -> bool:
+        """Whether this class supports layers in a format on a GPU of this capability, with activations of `dtype`."""
+        return capability is not None and weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES
+
+    def _multiply_base(
+        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
+    ) -> None:
+        assert isinstance(base, PackedLinear)
+        product = nf4.multiply(x, base.packed.tensors, (base.out_features, base.in_features), bias)
+        if residual:
+            out += product
+        else:
+            out.copy_(product)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: bool) -> None:
+    if residual:
+        out.addmm_(x, weight.T)
+        if bias is not None:
+            out += bias
+    elif bias is not None:
+        torch.addmm(bias, x, weight.T, out=out)
+    else:
+        torch.mm(x, weight.T, out=out)
+
+
+@torch.no_grad()
+def stacked(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """The weights of `layers` as one tensor [N, K]; the layers' weights become views of it. None without layers."""
+    if not layers:
+        return None
+    weights = [layer.weight for layer in layers]
+    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
+    if not _adjacent(weights):
+        joint = torch.cat([weight.data for weight in weights])
+        for weight, part in zip(weights, joint.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+    return weights[0].data.as_strided((rows, columns), (columns, 1))
+
+
+def _adjacent(weights: Sequence[Tensor]) -> bool:
+    """Whether the weights are contiguous and adjacent in the same storage."""
+    return all(weight.is_contiguous() for weight in weights) and all(
+        after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        and after.data_ptr() == before.data_ptr() + before.numel() * before.element_size()
+        for before, after in pairwise(weights)
+    )
+
+
+# Linear layers with 4-bit weights and LoRA that run as one product on a Hopper GPU.
+
+
+def is_hopper(capability: tuple[int, int] | None) -> bool:
+    """Whether a GPU of this compute capability (None: the CPU) has the instructions of `W4Linear`."""
+    return capability is not None and capability[0] == 9
+
+
+def serves(weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Whether `W4Linear` supports layers of `shapes` [out, in] in a format, with activations of `dtype`."""
+    return dtype == torch.bfloat16 and tile_layout.fits(weights_format, shapes)
+
+
+class W4Linear:
+    """A `FusedLinear` of NVFP4 or MXFP4 layers with bfloat16 activations.
+
+    The layers' weights move into `Tiles`, of which each layer then reads its part, so there is only one copy.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
+        """With `interleaved`, the layers are gate and up, or one with both as its halves, called with an activation."""
+        adapted = [unwrap(layer) for layer in layers]
+        bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
+        self.tiles = _tiles_of(bases, interleaved)
+        self.out_features = self.tiles.rows
+        device = self.tiles.data.device
+        self._loras = [layer.lora for layer in adapted]
+        if len(self.tiles.parts) > len(layers):
+            self._loras = [half for lora in self._loras for half in _halves_of(lora)]
+        ranks = [len(lora.down) for lora in self._loras if lora is not None]
+        self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
+        shape = (len(self._loras), self.rank, self.tiles.columns)
+        self.operands = Operands(
+            tiles=self.tiles,
+            bias=_bias(bases, interleaved),
+            lora_a=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            lora_b=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
+            lora_scales=tuple(lora.scale if lora else 0.0 for lora in self._loras),
+        )
+        self.sync()
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """The copies of `sync` as (to, from); ranks are padded with zeros to a multiple of 16."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for lora, a, b in zip(self._loras, self.operands.lora_a, self.operands.lora_b, strict=True):
+            if lora is not None:
+                rank = len(lora.down)
+                pairs += [(a[:rank], lora.down), (b[:, :rank], lora.up)]
+        return pairs
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the present adapters, in bfloat16."""
+        for to, from_ in self.copies():
+            to.copy_(from_)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous bfloat16."""
+        m, columns = x.shape
+        width = self.tiles.rows // 2 if activation else self.tiles.rows
+        if bool(activation) != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
+        for tensor in (x, out):
+            if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+                raise ValueError("activations must be contiguous bfloat16")
+        if activation:
+            multiply(self.operands, x, out, Mode.GATED, activation)
+        else:
+            multiply(self.operands, x, out, Mode.RESIDUAL if residual else Mode.PLAIN)
+
+
+def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
+    """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
+    tiles = bases[0].tiles
+    if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
+        tiles = tile_layout.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
+        bases[0].use_tiles(tiles, 0, 1)
+    elif not isinstance(tiles, Tiles):
+        tiles = tile_layout.pack([base.packed for base in bases], interleaved)
+        for part, base in enumerate(bases):
+            base.use_tiles(tiles, part)
+    return tiles
+
+
+def _halves_of(lora: Lora | None) -> list[Lora | None]:
+    """The adapters of a fused layer's halves, which share the matrix A."""
+    return [None, None] if lora is None else [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]
+
+
+def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
+    """The biases in float32, in the order of the tiles' rows; None without biases."""
+    biases = [base.bias.data.float() for base in bases if base.bias is not None]
+    if not biases:
+        return None
+    if interleaved or len(biases) < len(bases):
+        raise ValueError("fused layers must all have a bias or none, and gate and up none")
+    return torch.cat(biases)
+
+
+# Linear layers with 4-bit weights and LoRA that run as one product on any supported GPU, by kernels in Triton.
+
+
+class PortableLinear:
+    """A `FusedLinear` of NVFP4 or MXFP4 layers.
+
+    The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
+    """
+
+    @staticmethod
+    def serves(
+        capability: tuple[int, int] | None, weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+    ) -> bool:
+        """Whether this class supports layers of `shapes` [out, in] in a format, with activations of `dtype`.
+
+        `capability` is the compute capability of their GPU, and None on a CPU.
+        """
+        return capability is not None and dtype == torch.bfloat16 and word_layout.fits(weights_format, shapes)
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        adapted = [unwrap(layer) for layer in layers]
+        self._bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
+        self._words = words_of(self._bases)
+        self.out_features = self._words.rows
+        self._dtype = dtype
+        self._adapters = StackedAdapters(adapted, dtype)
+        rows = [
+            torch.full((part,), factor) for part, factor in zip(self._words.parts, self._words.factors, strict=True)
+        ]
+        factors = torch.cat(rows).to(self._words.data.device)
+        biased = any(base.bias is not None for base in self._bases)
+        self.operands = PortableOperands(
+            words=self._words,
+            factors=factors,
+            bias=torch.zeros_like(factors) if biased else None,
+            down=self._adapters.down,
+            up=self._adapters.up,
+        )
+        self.sync()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """See `FusedLinear`."""
+        self._adapters.sync()
+        if (bias := self.operands.bias) is not None:
+            for part, base in zip(bias.split(self._words.parts), self._bases, strict=True):
+                if base.bias is not None:
+                    part.copy_(base.bias)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous."""
+        from qerl.kernels.triton.linear import multiply
+
+        width = self.out_features // 2 if activation else self.out_features
+        if x.shape[1] != self._words.columns or out.shape != (len(x), width):
+            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
+        for tensor in (x, out):
+            if tensor.dtype != self._dtype or not tensor.is_contiguous():
+                raise ValueError(f"activations must be contiguous {self._dtype}")
+        multiply(self.operands, x, out, residual, activation)
+
+
+def words_of(bases: Sequence[PackedLinear]) -> Words:
+    """The words that these layers already share, or new ones, which replace the layers' tensors."""
+    words = bases[0].tiles
+    if not isinstance(words, Words):
+        words = word_layout.pack([base.packed for base in bases])
+        for part, base in enumerate(bases):
+            base.use_tiles(words, part)
+    return words
+
+
+# Dense layers with few outputs and their adapters, as one launch on a GPU.
+
+#: The most rows of x for which one launch is worth it; with more, cuBLAS's five launches read x fewer times.
+_MOST_ROWS = 128
+
+
+class NarrowLinear(TorchLinear):
+    """A `FusedLinear` of dense layers; with few rows in 16 bits, product and adapters are one launch on a GPU."""
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        super().__init__(layers, dtype)
+        self._fused = self._weight is not None and self._bias is None and dtype.itemsize == 2
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """See `FusedLinear`."""
+        if residual or activation or not (self._fused and x.is_cuda and len(x) <= _MOST_ROWS):
+            super().__call__(x, out, residual, activation)
+            return
+        from qerl.kernels.triton.linear import narrow_product
+
+        assert self._weight is not None
+        rank = self._adapters.rank
+        narrow_product(x, self._weight, *((self._adapters.down, self._adapters.up) if rank else (x[:0], x[:0])), out)
+
+
+# Matrix products of a decode step: their protocol, and the choice of an implementation for given layers.
+
+
+class FusedLinear(Protocol):
+    """Layers with the same input, as one product. Their outputs are concatenated."""
+
+    #: N, the sum of the layers' outputs.
+    out_features: int
+
+    def sync(self) -> None:
+        """Copy the present adapters and biases."""
+        ...
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
+        """Write out [B, N] = W x + b + B (A x) for x [B, K], all contiguous in the model's dtype.
+
+        With `residual` the result is added to `out`. With `activation`, out [B, N / 2] is activation(first half) *
+        second half.
+        """
+        ...
+
+
+def product_class(
+    capability: tuple[int, int] | None,
+    weights_format: str,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    kernels: Kernels = "auto",
+) -> type[W4Linear] | type[PortableLinear] | type[TorchLinear]:
+    """The class of the product of layers of `shapes` [out, in] in a format, with activations of `dtype`.
+
+    `capability` is the compute capability of the layers' GPU, and None on a CPU.
+    """
+    for_hopper = kernels == "auto" and is_hopper(capability)
+    if for_hopper and serves(weights_format, shapes, dtype):
+        return W4Linear
+    if not for_hopper and PortableLinear.serves(capability, weights_format, shapes, dtype):
+        return PortableLinear
+    if BitsandbytesLinear.serves(capability, weights_format, dtype):
+        return BitsandbytesLinear
+    return TorchLinear
+
+
+def fuse(
+    layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False, kernels: Kernels = "auto"
+) -> FusedLinear:
+    """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
+
+    `dtype` is the activations' dtype. `gated` layers are gate and up, or one with both as its halves, called with
+    an activation. `kernels` is the setting.
+    """
+    bases = [unwrap(layer).base for layer in layers]
+    formats = {base.weights_format if isinstance(base, PackedLinear) else "bf16" for base in bases}
+    shapes = [(base.out_features, base.in_features) for base in bases]
+    # Layers in several formats have no common product.
+    kind = product_class(_capability(bases[0]), formats.pop() if len(formats) == 1 else "", shapes, dtype, kernels)
+    return W4Linear(layers, interleaved=gated) if issubclass(kind, W4Linear) else kind(layers, dtype)
+
+
+def _capability(base: nn.Linear | PackedLinear) -> tuple[int, int] | None:
+    device = (base.qweight if isinstance(base, PackedLinear) else base.weight).device
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -1,0 +1,384 @@
+"""Loading of dense and packed checkpoints as Hugging Face models, whose packed layers are `PackedLinear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as transformers_version
+
+from qerl.checkpoints.files import (
+    CONFIG,
+    CheckpointError,
+    check_files,
+    check_layers,
+    differences,
+    read_config,
+    read_headers,
+    weights_format_of,
+    whole_model,
+)
+from qerl.checkpoints.layouts import TensorInfo
+from qerl.checkpoints.tensors import converted, stream
+from qerl.formats import codecs, nf4
+from qerl.formats.group_size import FormatError
+from qerl.host.console import log
+from qerl.host.limits import SECONDS, template_ends
+from qerl.models.blocks import use_attend
+from qerl.models.experts import Experts, Float32Router
+from qerl.models.linear import PackedLinear
+from qerl.models.structure import MISFITS, Structure, StructureError, empty_model, structure_of
+from qerl.settings.base import ConfigError
+
+#: By format, the suffix of a tensor that only packed layers have.
+_MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The parameter or buffer that a tensor of the checkpoint fills."""
+
+    module: nn.Module
+    name: str
+
+
+def config_of(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint's text model. Raises `CheckpointError` if transformers doesn't know it."""
+    values = read_config(folder)
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / CONFIG} has model_type={values['model_type']!r}, which transformers {transformers_version} "
+            "doesn't know, and code of a checkpoint isn't run; install a version that knows it, or take another model"
+        )
+    try:
+        if whole_model(folder) is None:  # else this would be the configuration of the whole
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.for_model(**values)
+    except MISFITS as error:
+        raise CheckpointError(f"{folder / CONFIG} has model_type={values['model_type']!r}: {error}") from None
+    config.name_or_path = str(folder)
+    return config
+
+
+def checkpoint_structure(folder: Path) -> Structure:
+    """The structure of a checkpoint's model. Raises `CheckpointError` if this project doesn't handle it."""
+    try:
+        return structure_of(config_of(folder))
+    except StructureError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def check_attention_dropout(folder: Path) -> None:
+    """Raise `ConfigError` for a checkpoint with dropout in attention, which counts in updates alone."""
+    if dropout := checkpoint_structure(folder).attention_dropout:
+        raise ConfigError(
+            f"{folder / CONFIG} states dropout of {dropout} in attention, which updates don't support; set "
+            "attention_dropout to 0 there"
+        )
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", float32_norms: bool = False
+) -> PreTrainedModel:
+    """Load a checkpoint of a decoder: dense, NVFP4, MXFP4 or NF4, as published (docs/checkpoints.md).
+
+    Dense tensors become `dtype`, packed ones stay as stored; the model is in evaluation mode. Its blocks call
+    `qerl.models.blocks`, because transformers' default has no soft caps. With `float32_norms`, the
+    norms that can have noise keep float32 weights; the caller replaces them by modules that compute with such weights.
+    Routers of experts are float32 always.
+    Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
+    most one file. Raises `CheckpointError`, which names the file and the fix.
+    """
+    folder = Path(folder)
+    weights_format = weights_format_of(folder)
+    structure = checkpoint_structure(folder)
+    norms = structure.noisy_norms()
+    headers = read_headers(folder)
+    check_layers(folder, headers)
+    for difference in differences(folder, headers):
+        log.info("%s", difference)
+    model: PreTrainedModel = empty_model(config_of(folder), dtype)
+    if weights_format != "bf16":
+        _insert_packed(model, headers, weights_format, folder, dtype)
+    slots, tied_head = _slots(model), _tied_head(structure, model.config)
+    _check_names(slots, headers, tied_head, folder)
+    routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Float32Router))
+    for name, tensor in stream(headers, device):
+        slot = slots[name]
+        wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
+        _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
+    _check_scales(model, headers)
+    if tied_head is not None:
+        _tie_head(model, tied_head, headers)
+    _restore_computed_buffers(model, device)
+    if (folder / _GENERATION).exists():
+        model.generation_config = _generation_config(folder)
+    use_attend(model)
+    return model.eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    try:
+        config = GenerationConfig.from_pretrained(folder)
+    except (OSError, *MISFITS) as error:
+        raise CheckpointError(f"{folder / _GENERATION} can't be read ({error}); download it again") from None
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if unknown := [stop for stop in stops if stop is not None and type(stop) is not int]:
+        raise CheckpointError(
+            f"{folder / _GENERATION} has eos_token_id={unknown[0]!r}, which is no number of a token; correct it"
+        )
+    return config
+
+
+def check_tensors(folder: Path) -> None:
+    """Raise the `CheckpointError` with which a dense checkpoint would fail to load, before any work is done with it.
+
+    Names and shapes are compared with those of config.json. Values are read of a head alone that config.json ties.
+    """
+    headers = read_headers(folder)
+    check_layers(folder, headers)
+    model = empty_model(config_of(folder), torch.bfloat16)
+    slots, tied_head = _slots(model), _tied_head(checkpoint_structure(folder), model.config)
+    _check_names(slots, headers, tied_head, folder)
+    for name, info in headers.items():
+        target = getattr(slots[name].module, slots[name].name)
+        if info.shape != target.shape:
+            raise _mismatch(name, info, target)
+    if tied_head in headers:
+        embedding = next(n for n, slot in slots.items() if slot.module is model.get_input_embeddings())
+        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (tied_head, embedding)}))
+        _check_tied(head, embedded, headers[tied_head])
+
+
+def tied_weights(folder: Path) -> set[str]:
+    """The names of the embedding's and the head's weights, if config.json ties them; else none."""
+    model = empty_model(config_of(folder), torch.bfloat16)
+    if not model.config.tie_word_embeddings:
+        return set()
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {f"{name}.weight" for name, module in model.named_modules() if module in ends}
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises CheckpointError if it needs code from the checkpoint, or has a chat template without an end.
+    """
+    check_files(folder)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
+    templates = tokenizer.chat_template
+    tokens = tuple(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
+    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
+        if not template_ends(template, tokens):
+            raise CheckpointError(
+                f"{folder} has a chat template that isn't done with a short chat after {SECONDS} s, or needs too much "
+                "memory for it; use the template of another checkpoint"
+            )
+    return tokenizer
+
+
+def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, codecs.Packed]]:
+    """Yield (layer name, packed weight) of a packed checkpoint."""
+    for layer, infos in packed_tensors(headers, weights_format).items():
+        yield layer, read_layer(layer, infos, weights_format)
+
+
+def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each layer with packed weights, by the layer's name and their own; none of a dense checkpoint."""
+    layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
+    for name, info in headers.items():
+        layer, separator, _ = name.rpartition(".weight")
+        if separator and layer in layers:
+            layers[layer][name] = info
+    return layers
+
+
+def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) -> codecs.Packed:
+    """The packed weight of a layer out of the tensors that `packed_tensors` names."""
+    tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}
+    try:
+        return codecs.from_checkpoint(weights_format, tensors)
+    except FormatError as error:
+        raise CheckpointError(f"{next(iter(infos.values())).shard}: {layer}: {error}") from None
+
+
+def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
+    """The names of the layers with packed weights."""
+    marker = _MARKER.get(weights_format)
+    if marker is None:
+        return []
+    return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
+
+
+def has_packed_delta_nets(folder: Path) -> bool:
+    """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
+    nets = checkpoint_structure(folder).layers_of_delta_nets()
+    if not nets or not any(folder.glob("*.safetensors")):
+        return False
+    return not nets.isdisjoint(packed_layers(read_headers(folder), weights_format_of(folder)))
+
+
+def _insert_packed(
+    model: PreTrainedModel, headers: dict[str, TensorInfo], weights_format: str, folder: Path, dtype: torch.dtype
+) -> None:
+    """Replace the linear layers whose weights are packed in the checkpoint."""
+    modules = dict(model.named_modules())
+    of_experts = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
+    for layer in packed_layers(headers, weights_format):
+        dense = modules.get(layer)
+        if not isinstance(dense, nn.Linear):
+            raise CheckpointError(
+                f"{folder} has a packed weight for {layer}, which isn't a linear layer of the model; check config.json"
+            )
+        nested = f"{layer}.weight.nested_absmax" in headers
+        try:
+            packed = PackedLinear(
+                dense.in_features,
+                dense.out_features,
+                weights_format,
+                bias=dense.bias is not None,
+                nested=nested,
+                dtype=dtype,
+                device="meta",
+            )
+        except FormatError as error:
+            raise CheckpointError(f"{folder}: {layer}: {error}") from None
+        packed.keepable = not layer.startswith(of_experts)
+        model.set_submodule(layer, packed)
+
+
+def _slots(model: PreTrainedModel) -> dict[str, _Slot]:
+    """Every tensor that the checkpoint must contain, by its name there."""
+    slots = {}
+    for prefix, module in model.named_modules():
+        names = [*module._parameters, *module._buffers]
+        for name in names:
+            if getattr(module, name) is None or name in module._non_persistent_buffers_set:
+                continue
+            stored = name
+            if isinstance(module, PackedLinear) and name in module.packed_names:
+                stored = codecs.checkpoint_name(module.weights_format, name)
+            slots[f"{prefix}.{stored}"] = _Slot(module, name)
+        if isinstance(module, PackedLinear) and module.weights_format == "nf4":
+            slots.setdefault(f"{prefix}.{nf4.STATE_NAME}", _Slot(module, "weight_nested_offset"))
+    return slots
+
+
+def _tied_head(structure: Structure, config: PreTrainedConfig) -> str | None:
+    """The name of the head's weight if config.json ties it to the embedding's."""
+    return f"{structure.head}.weight" if config.tie_word_embeddings else None
+
+
+def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_head: str | None, folder: Path) -> None:
+    missing = [name for name in slots if name not in headers and name != tied_head]
+    superfluous = [name for name in headers if name not in slots]
+    if missing and superfluous:
+        raise CheckpointError(
+            f"{folder} lacks {missing[0]}, which its config.json calls for, and holds {superfluous[0]}, which it "
+            "doesn't; either config.json belongs to other weights, or files of this kind of model have names that "
+            "aren't supported"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors that its config.json calls for, such as {missing[0]}; "
+            "download the checkpoint again"
+        )
+    if superfluous:
+        raise CheckpointError(
+            f"{headers[superfluous[0]].shard} holds {len(superfluous)} tensors that its config.json doesn't call for, "
+            f"such as {superfluous[0]}; check that config.json belongs to these weights"
+        )
+
+
+def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
+    """Store a tensor of the file in its parameter or buffer."""
+    module = slot.module
+    if name.endswith(nf4.STATE_NAME):
+        _fill_nf4_state(module, tensor, info)
+        return
+    target = getattr(module, slot.name)
+    packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
+    if tensor.shape != target.shape or (packed and tensor.dtype != target.dtype) or not _is_float(tensor, packed):
+        raise _mismatch(name, info, target)
+    tensor = tensor if packed else converted(info, tensor, dtype)
+    setattr(module, slot.name, tensor if slot.name in module._buffers else nn.Parameter(tensor))
+
+
+def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{info.shard} holds {name} as {info.dtype} {list(info.shape)}, but config.json calls for "
+        f"{target.dtype} {list(target.shape)}; check that config.json belongs to these weights"
+    )
+
+
+def _is_float(tensor: Tensor, packed: bool) -> bool:
+    return packed or tensor.is_floating_point()
+
+
+def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None:
+    assert isinstance(module, PackedLinear)
+    try:
+        state = nf4.read_state(tensor)
+    except FormatError as error:
+        raise CheckpointError(f"{info.shard}: {error}") from None
+    if "nested_offset" in state:
+        module.weight_nested_offset = nf4.offset(state, tensor.device)
+
+
+def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
+    """Raise `CheckpointError` if scales of a packed layer make infinity or NaN of codes."""
+    for layer, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            try:
+                codecs.check_scales(module.packed)
+            except FormatError as error:
+                marker = _MARKER[module.weights_format]
+                raise CheckpointError(f"{headers[layer + marker].shard}: {layer}: {error}") from None
+
+
+def _tie_head(model: PreTrainedModel, tied_head: str, headers: dict[str, TensorInfo]) -> None:
+    """Share the embedding's tensor with the head; a checkpoint with both must have equal ones."""
+    if tied_head in headers:
+        embedding = model.get_input_embeddings().get_parameter("weight")
+        _check_tied(model.get_parameter(tied_head), embedding, headers[tied_head])
+    model.tie_weights()
+
+
+def _check_tied(head: Tensor, embedding: Tensor, info: TensorInfo) -> None:
+    if not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{info.shard} holds a head that differs from the embedding, though config.json ties them; "
+            "set tie_word_embeddings to false there"
+        )
+
+
+@torch.no_grad()
+def _restore_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Compute buffers again that the meta device lost and no checkpoint has, such as rotary frequencies."""
+    for module in model.modules():
+        lost = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in lost:
+            setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+        if lost:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
+            model._init_weights(module)
+    meta = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    if meta:
+        raise RuntimeError(f"no tensor was loaded for {meta[0]}: a defect of qerl")

@@ -1,0 +1,362 @@
+"""PEFT's LoRA with leaner forward and backward passes, and a dropout that doesn't depend on the packing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qerl.models.linear import PackedLinear
+
+# LoRA dropout whose mask depends only on the sequence, not on the packing or the process.
+
+#: The random key of a piece of a packed row: numbers that no other piece of the run has.
+Key = tuple[int, ...]
+
+
+class KeyedDropout(nn.Module):
+    """Dropout over packed rows. In training mode, call `set_keys` with the row's pieces first."""
+
+    def __init__(self, p: float, layer: int) -> None:
+        super().__init__()
+        self.p = p
+        self.layer = layer
+        self.keys: Sequence[Key] = ()
+        self.lengths: Sequence[int] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply dropout to x [1, L, features]; kept values are divided by 1 - p."""
+        if not self.training:
+            return x
+        if x.shape[:-1] != (1, sum(self.lengths)):
+            raise RuntimeError(f"dropout has keys of {sum(self.lengths)} tokens for an input {list(x.shape)}")
+        kept = torch.cat([self._kept(*piece, x) for piece in zip(self.keys, self.lengths, strict=True)])
+        return (x * kept) / (1 - self.p)
+
+    def _kept(self, key: Key, tokens: int, x: Tensor) -> Tensor:
+        """The kept values as bool [tokens, features], a function of the key alone."""
+        seed = np.random.SeedSequence([*key, self.layer]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator(x.device).manual_seed(int(seed))
+        return torch.rand(tokens, x.shape[-1], generator=generator, device=x.device) >= self.p
+
+
+def key_dropout(model: nn.Module, adapter: str) -> None:
+    """Replace an adapter's dropout, for which PEFT uses torch's global generator, by `KeyedDropout`."""
+    layers = (module for module in model.modules() if isinstance(module, LoraLayer))
+    for number, layer in enumerate(layers):
+        plain = layer.lora_dropout[adapter]
+        if isinstance(plain, nn.Dropout):
+            layer.lora_dropout[adapter] = KeyedDropout(plain.p, number)
+
+
+def dropouts(model: nn.Module) -> list[KeyedDropout]:
+    """The dropouts of a model's adapters; none if they drop nothing."""
+    return [module for module in model.modules() if isinstance(module, KeyedDropout)]
+
+
+def set_keys(modules: Iterable[KeyedDropout], keys: Sequence[Key], lengths: Sequence[int]) -> None:
+    """Set the keys and lengths of the next row's pieces. They stay until the next call, also in the backward pass."""
+    for module in modules:
+        module.keys, module.lengths = keys, lengths
+
+
+# PEFT's LoRA with leaner forward and backward passes, on dense layers and `PackedLinear`, in PEFT's file format.
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The base layer of an adapter, and the adapter's scaling."""
+
+    base: nn.Linear | PackedLinear
+    scaling: float
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] in `dtype`, unpacked if it is packed."""
+        return self.base.dense_weight(dtype) if isinstance(self.base, PackedLinear) else self.base.weight.to(dtype)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """What the products of layers with the same input read."""
+
+    layers: Sequence[_Frozen]
+    down: Tensor
+    """All A stacked, transposed [in, ranks]."""
+    ups: Sequence[Tensor]
+    """s B of each layer, transposed [rank, out]."""
+    biases: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
+        """Cast A and B of each layer, in order in `adapters`, and the biases to `dtype`."""
+        down, ups = _cast(layers, adapters, dtype)
+        biases = [None if layer.base.bias is None else layer.base.bias.to(dtype) for layer in layers]
+        return cls(layers, down.T, [up.T for up in ups], biases)
+
+    @property
+    def cast(self) -> tuple[Tensor, list[Tensor]]:
+        """All A stacked [ranks, in], and s B of each layer [out, rank]."""
+        return self.down.T, [up.T for up in self.ups]
+
+    def products(self, x: Tensor, dropped: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The products with A [M, ranks], and the layers' outputs [M, out]."""
+        shrunk = (x if dropped is None else dropped) @ self.down
+        parts = [shrunk] if len(self.ups) == 1 else shrunk.split([len(up) for up in self.ups], 1)
+        outs = []
+        for layer, up, bias, part in zip(self.layers, self.ups, self.biases, parts, strict=True):
+            out = part @ up if bias is None else torch.addmm(bias, part, up)
+            outs.append(out.addmm_(x, layer.weight(x.dtype).T))
+        return shrunk, tuple(outs)
+
+
+class SharedCasts:
+    """Adapters in the 16-bit dtype of passes, which all passes of an update read.
+
+    In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass, as
+    their casts would take memory.
+    """
+
+    #: The most elements of the adapters of layers with the same input. Those of an MLP of 7B have more.
+    MOST = 2**18
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
+        self._kept: dict[Any, tuple[_Operands, Sequence[Tensor]]] = {}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which no adapter changes. Outputs and gradients stay the same, bit for bit."""
+        self._cast_again()
+        try:
+            for layer in self._layers:
+                layer.casts = self
+            yield
+        finally:
+            for layer in self._layers:
+                layer.casts = None
+
+    @torch.no_grad()
+    def _cast_again(self) -> None:
+        to: list[Tensor] = []
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        scales: list[float] = []
+        targets: list[Tensor] = []
+        for operands, adapters in self._kept.values():
+            to += operands.down.T.split([len(up) for up in operands.ups])
+            targets += [up.T for up in operands.ups]
+            downs += adapters[::2]
+            ups += adapters[1::2]
+            scales += [layer.scaling for layer in operands.layers]
+        if ups:
+            torch._foreach_copy_(to + targets, downs + list(torch._foreach_mul(ups, scales)))
+
+    @torch.no_grad()
+    def of(
+        self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
+    ) -> _Operands | None:
+        """The operands of layers; None if they are large, or if passes read the adapters as they are."""
+        if dtype == adapters[0].dtype or sum(part.numel() for part in adapters) > self.MOST:
+            return None
+        if (key, dtype) not in self._kept:
+            self._kept[key, dtype] = _Operands.of(layers, adapters, dtype), adapters
+        return self._kept[key, dtype][0]
+
+
+class _LoraProducts(torch.autograd.Function):
+    """x W^T + b + s (d A^T) B^T for layers with the same x, where d is x or x after dropout; [M, in] to [M, out] each.
+
+    The adapter's product is written first, and the base's product is added in place. The terms of x's gradient are
+    added in the same way. So no tensor as large as the input or an output is written twice or kept in addition. A and
+    s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` lists A and B of
+    each layer in order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        layers: Sequence[_Frozen],
+        kept: _Operands | None,
+        *adapters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        operands = kept or _Operands.of(layers, adapters, x.dtype)
+        shrunk, outs = operands.products(x, dropped)
+        ctx.save_for_backward(x, dropped, shrunk, *adapters)
+        ctx.layers, ctx.kept = layers, kept
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, dropped, shrunk, *adapters = ctx.saved_tensors
+        down, ups = ctx.kept.cast if ctx.kept else _cast(ctx.layers, adapters, x.dtype)
+        grad_shrunk = torch.empty_like(shrunk)
+        of_adapters: list[Tensor | None] = []
+        parts = zip(ctx.layers, grads, ups, _parts(shrunk, ups), _parts(grad_shrunk, ups), strict=True)
+        for layer, grad, up, part, grad_part in parts:
+            torch.mm(grad, up, out=grad_part)
+            of_adapters += [None, (grad.T @ part).to(adapters[1].dtype).mul_(layer.scaling)]
+        of_down = grad_shrunk.T @ (x if dropped is None else dropped)
+        of_adapters[::2] = _parts(of_down.to(adapters[0].dtype), ups, 0)
+        through_down = grad_shrunk @ down if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
+        if dropped is None:
+            return _add_bases(ctx.layers, grads, through_down), None, None, None, *of_adapters
+        grad_x = _add_bases(ctx.layers, grads, torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
+        return grad_x, through_down, None, None, *of_adapters
+
+
+def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """All A stacked [ranks, in], and s B of each layer [out, rank]."""
+    ups = [(up * layer.scaling).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
+    if len(ups) == 1:  # no copy, which on a CPU would take about as long as a small layer
+        return adapters[0].to(dtype), ups
+    return torch.cat([down.to(dtype) for down in adapters[::2]]), ups
+
+
+def _parts(whole: Tensor, ups: Sequence[Tensor], dim: int = 1) -> Sequence[Tensor]:
+    """Each layer's part of a tensor with concatenated ranks."""
+    return [whole] if len(ups) == 1 else whole.split([up.shape[1] for up in ups], dim)
+
+
+def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tensor | None) -> Tensor | None:
+    if grad_x is not None:
+        for layer, grad in zip(layers, grads, strict=True):
+            grad_x.addmm_(grad, layer.weight(grad.dtype))
+    return grad_x
+
+
+class LeanLoraLinear(LoraLinear):
+    """LoRA whose forward and backward passes keep and write fewer tensors than PEFT's.
+
+    PEFT's layer casts the input to the adapter's float32, which autocast casts back; each layer keeps a copy, though q,
+    k and v could share one. It also computes B's output, scales it and adds it, in three tensors as large as the
+    layer's output. This class uses PEFT's code if autocast doesn't cast input and adapter to one dtype, if several
+    adapters are active, and if the base is trained.
+    """
+
+    #: Operands by dtype and number of layers, of which this is the first; None outside of `kept_operands`.
+    kept: dict[tuple[torch.dtype, int], _Operands] | None = None
+    #: The casts that passes of an update share; None outside of `SharedCasts.unchanged`.
+    casts: SharedCasts | None = None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
+        if self.kept and not (args or kwargs):
+            return _products(x, None, [self])[0]
+        if args or kwargs or not self.is_plain(x):
+            return super().forward(x, *args, **kwargs)
+        dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
+        return _products(x, dropped, [self])[0]
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is now applied to the adapter's input."""
+        return self.training and not isinstance(self.lora_dropout[self.active_adapters[0]], nn.Identity)
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether the output is the sum of a frozen base and one adapter, computed in one dtype."""
+        if self.disable_adapters or self.merged or self.lora_variant or len(self.active_adapters) != 1:
+            return False
+        trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
+        mixed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
+        name = self.active_adapters[0]
+        return name in self.lora_A and not self.lora_bias[name] and not trained and not mixed
+
+
+def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Outputs of layers with the same x [..., in], with fewer passes if all are plain LoRA without dropout."""
+    # Operands of the first layer alone say nothing about the others, which may have no adapter.
+    if any(count == len(layers) for _, count in getattr(layers[0], "kept", None) or ()):
+        return _products(x, None, layers)  # type: ignore[arg-type]
+    lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
+    return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
+
+
+def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
+    kept = layers[0].kept
+    if kept is not None and dropped is None and rows is not None:
+        if (dtype, len(layers)) not in kept:
+            kept[dtype, len(layers)] = _Operands.of(*_read(layers), dtype)
+        outs = kept[dtype, len(layers)].products(rows)[1]
+    else:
+        frozen, adapters = _read(layers)
+        casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
+        shared = casts.of(key, frozen, adapters, dtype) if casts else None
+        outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
+
+
+def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]]:
+    """The base of each layer, and A and B of each in order."""
+    frozen: list[_Frozen] = []
+    adapters: list[Tensor] = []
+    for layer in layers:
+        name, base = layer.active_adapters[0], layer.base_layer
+        assert isinstance(base, (nn.Linear, PackedLinear))
+        frozen.append(_Frozen(base, layer.scaling[name]))
+        adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
+    return frozen, adapters
+
+
+@contextmanager
+def kept_operands(model: nn.Module) -> Iterator[None]:
+    """A context without gradients or changes of adapters, in which plain LoRA layers prepare theirs once.
+
+    That takes an eighth of a small policy's decode step on a CPU. Outputs stay the same, bit for bit.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
+    try:
+        for layer in layers:
+            layer.kept = {}
+        yield
+    finally:
+        for layer in layers:
+            layer.kept = None
+
+
+class PackedLoraLinear(LeanLoraLinear):
+    """LoRA around a `PackedLinear`; A and B are float32, and the output has the dtype of the base's output."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """Only plain LoRA, because variants (DoRA, ...) read the dense weight."""
+        return {(): None}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        """Raise an error: packed weights can't be updated."""
+        raise ValueError(
+            f"can't merge an adapter into {self.get_base_layer().weights_format} weights without loss; keep it as an "
+            "adapter, or merge it into the dense model"
+        )
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        assert isinstance(module, PackedLinear)
+        return module.in_features, module.out_features
+
+
+def register_lora(config: LoraConfig) -> LoraConfig:
+    """Make `config` use this module's classes for `PackedLinear` and dense layers; returns it.
+
+    Raises ValueError for an initialisation that reads the dense weight.
+    """
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} reads the dense weight, which packed layers don't keep; "
+            "use True or 'gaussian'"
+        )
+    config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: LeanLoraLinear})
+    return config

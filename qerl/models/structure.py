@@ -1,0 +1,612 @@
+"""The structure of a decoder, read from its modules and from a trace of its forward pass without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field
+from inspect import signature
+from math import prod
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    __version__,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from qerl.models.delta_net import PACKABLE, PackedDeltaNet, pack_delta_nets
+from qerl.models.experts import Experts, Float32Router, split_experts
+from qerl.settings.base import UserError
+
+# The causal language model of a configuration without weights, on the meta device.
+
+#: What transformers raises for values of config.json that don't fit. It checks some of them, and computes with others.
+MISFITS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+class StructureError(UserError):
+    """A model whose structure this project doesn't handle. The message is one sentence for the user."""
+
+
+def rope_types(config: PreTrainedConfig) -> set[str]:
+    """The types of a model's rotary positions. Some models have one for each kind of attention."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {str(one["rope_type"]) for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type")}
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The causal LM on the meta device, without transformers' quantization and stacks of experts.
+
+    Its delta nets compute packed rows.
+    """
+    if unknown := rope_types(config) - {*ROPE_INIT_FUNCTIONS, "default"}:
+        raise StructureError(
+            f"transformers {__version__} has no rotary positions of rope_type={sorted(unknown)[0]!r}; correct "
+            "config.json, or install a version that has them"
+        )
+    config = deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise StructureError(f"transformers has no causal language model for model_type={config.model_type!r}")
+    try:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except MISFITS as error:
+        raise StructureError(
+            f"transformers makes no model of model_type={config.model_type!r} from the values of config.json "
+            f"({type(error).__name__}: {error}); correct them"
+        ) from error
+    split_experts(lm)
+    pack_delta_nets(lm)
+    return lm
+
+
+# Dropout of a model's own, which updates don't support: its modules, calls of functions, and attention's.
+
+
+class Dropouts(TorchFunctionMode):
+    """Notes the probability of each dropout that a forward pass computes, in training or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probabilities: set[float] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout:
+            self.probabilities.add(kwargs["p"])
+        return func(*args, **kwargs)
+
+
+def check_dropout(lm: nn.Module, kind: str) -> None:
+    """Raise `StructureError` for a module of dropout, for one that drops layers, as BioGPT's may, and for jitter.
+
+    Mixtral's jitter multiplies what a mixture reads by random numbers in training. `check_calls_of_dropout` finds
+    dropout by a function.
+    """
+    for name, module in lm.named_modules():
+        probability = module.p if isinstance(module, nn.Dropout) else getattr(module, "layerdrop", 0.0)
+        if probability > 0:
+            raise StructureError(
+                f"model_type={kind!r} has dropout of {probability} in {name}, which updates don't support; set its "
+                "probability to 0 in config.json"
+            )
+        if (jitter := getattr(module, "jitter_noise", 0.0)) > 0:
+            raise StructureError(
+                f"model_type={kind!r} has noise of {jitter} in {name}, which updates don't support; set "
+                "router_jitter_noise to 0 in config.json"
+            )
+
+
+def check_calls_of_dropout(probabilities: set[float], config: PreTrainedConfig) -> None:
+    """Raise `StructureError` if one of the probabilities that `Dropouts` has noted isn't 0."""
+    values = config.to_dict().items()
+    keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
+    if max(probabilities, default=0) > 0:
+        raise StructureError(
+            f"model_type={config.model_type!r} has dropout of {max(probabilities)} outside of attention, which updates "
+            f"don't support; set {' and '.join(keys)} to 0 in config.json"
+        )
+
+
+def attention_dropout(attention: nn.Module) -> float:
+    """The probability that a module of attention passes on. Persimmon has a module of that name, and GLM takes null."""
+    dropout = getattr(attention, "attention_dropout", 0.0)
+    return dropout if isinstance(dropout, float) else 0.0
+
+
+# What a forward pass of a decoder calls, on the meta device, where it has no weights.
+
+_TRACED = "qerl-structure"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer."""
+    return isinstance(module, nn.Linear)
+
+
+class _Elementwise(TorchDispatchMode):
+    """Notes products of tensors with numbers, and tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: What it reads, the number, or None of tanh, and its result.
+        self.noted: list[tuple[Tensor, float | None, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor) and isinstance(args[1], (int, float)):
+            self.noted.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
+        elif func is torch.ops.aten.tanh.default:
+            self.noted.append((args[0], None, out))
+        return out
+
+    def between(self, before: Tensor, after: Tensor) -> list[float | None] | None:
+        """What makes one tensor the other: nothing for the same one or a view; None if other operations do."""
+        steps = []
+        for tensor, number, result in self.noted:
+            if is_view(tensor, before) and not is_view(after, before):
+                steps.append(number)
+                before = result
+        return steps if is_view(after, before) else None
+
+
+@dataclass
+class Trace:
+    """What a forward pass calls: attention, linear layers with their inputs, and norms with their outputs."""
+
+    attention: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+    takes_packed_rows: bool = True
+    """Whether each call can be packed: it gets the argument, keys are as wide as values, scores have no soft cap."""
+    inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    def note(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Note a call of a module, as a forward hook."""
+        if inputs and isinstance(output, Tensor):
+            self.inputs[module], self.outputs[module] = inputs[0], output
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: bool = False,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    trace = _TRACE.get()
+    trace.attention[module] = settings
+    # Without the argument, packed attention wouldn't get it either. It has no soft cap.
+    trace.takes_packed_rows &= packing and key.shape[-1] == value.shape[-1] and settings.get("softcap") is None
+    return query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
+
+
+_TRACE: ContextVar[Trace] = ContextVar("trace")
+AttentionInterface.register(_TRACED, _attend)
+AttentionMaskInterface.register(_TRACED, sdpa_mask)
+
+
+@torch.inference_mode(False)  # a caller's inference mode refuses in-place operations of some models
+@torch.no_grad()
+def traced(lm: Any, kind: str) -> Trace:
+    """A forward pass over two tokens, with the arguments of `qerl.models.blocks.token_hidden`."""
+    if "position_ids" not in signature(lm.base_model.forward).parameters:
+        raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass takes no position_ids")
+    if not lm._can_set_attn_implementation():
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because its attention isn't transformers' interface"
+        )
+    lm.set_attn_implementation(_TRACED)
+    for module in lm.modules():
+        if isinstance(getattr(module, "rope_type", None), str):
+            module.rope_type = "default"  # others read values of position_ids, which a meta tensor doesn't have
+    misfit: Exception | None = None
+    for settings in ({"packing": True}, {}):
+        try:
+            return _pass(lm, settings)
+        except StructureError:
+            raise
+        except MISFITS as error:
+            misfit = misfit or error
+    raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass fails ({misfit})") from misfit
+
+
+def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
+    trace, last = Trace(takes_packed_rows=bool(settings)), []
+    hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
+    hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
+    with torch.device("meta"):
+        ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
+        made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+    token = _TRACE.set(trace)
+    try:
+        with Dropouts() as dropouts, _Elementwise() as noted:
+            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, **settings)
+    finally:
+        _TRACE.reset(token)
+        for hook in hooks:
+            hook.remove()
+    # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
+    trace.logit_scale, trace.logit_cap = _logits_of(lm, trace, last[0] if last else None, output.logits, noted)
+    check_calls_of_dropout(dropouts.probabilities, lm.config)
+    return trace
+
+
+def _logits_of(
+    lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, noted: _Elementwise
+) -> tuple[float, float | None]:
+    """Scale and cap of the logits, `Structure.logit_scale` and `logit_cap`.
+
+    A factor of the hidden states is one of the logits. Raises `StructureError` if they are computed in another way.
+    """
+    head = lm.get_output_embeddings()
+    read, products = trace.inputs.get(head), trace.outputs.get(head)
+    # Operations in place would change the version.
+    if read is not None and hidden is not None and is_linear(head) and products is not None and not products._version:
+        before, after = noted.between(hidden, read), noted.between(products, logits)
+        if (both := _scale_and_cap(before, after, head.bias is not None)) is not None:
+            return both
+    raise StructureError(
+        f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
+        "hidden states and the head's weight, with or without a factor and a soft cap"
+    )
+
+
+def _scale_and_cap(
+    before: list[float | None] | None, after: list[float | None] | None, bias: bool
+) -> tuple[float, float | None] | None:
+    """What the operations before and after the head amount to; None if that isn't a scale and perhaps a cap."""
+    # A bias doesn't get a factor of the hidden states.
+    if before is None or after is None or None in before or (before and bias):
+        return None
+    end = after.index(None) if None in after else len(after)
+    inner, outer = [*before, *after[:end]], after[end + 1 :]
+    if None in outer:
+        return None
+    scale, cap = (prod(cast(list[float], part), start=1.0) for part in (inner, outer))
+    return (scale, cap if None in after else None) if scale > 0 and cap > 0 else None
+
+
+def is_view(tensor: Tensor, of: Tensor | None) -> bool:
+    """Whether a tensor is another one, perhaps in another shape."""
+    return of is not None and (tensor is of or tensor._base is of)
+
+
+# The structure of a decoder: its linear layers, the norms that feed them, and its attention.
+#
+# A forward pass of the empty model, on the meta device, shows all of them. No name of a model or of a class decides.
+
+#: The kwargs of transformers' attention that don't change what it computes from a mask, or that packed attention reads.
+_KNOWN = {
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "s_aux",
+    "softcap",
+}
+#: The name of attention's parameter of scores that no token has.
+_SINKS = "sinks"
+#: Values of `model_type` with which stock PEFT is tested to adapt layers beside experts that have names as experts'.
+#: In other models it takes such a name for that of experts.
+_SHARED = ("qwen2_moe", "qwen3_5_moe_text")
+#: Modules whose parameters are neither linear layers' nor norms'.
+_WITH_PARAMETERS = (Float32Router, PackedDeltaNet)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the blocks of a decoder consist of. Names of their parts are those within a block."""
+
+    blocks: str
+    """Name of the list of blocks, such as "model.layers"."""
+    head: str
+    """Name of the output head, such as "lm_head"."""
+    linears: tuple[str, ...]
+    """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them.
+
+    Of a shared expert, or of MLPs in blocks without experts, these are layers alone whose adapters stock PEFT loads.
+    """
+    experts: tuple[str, ...]
+    """The linear layers of experts, such as "mlp.experts.0.up_proj". A block may have none."""
+    packed: tuple[tuple[str, ...], ...]
+    """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
+    packed_nets: tuple[tuple[str, ...], ...]
+    """The layers of each block's delta net that `pack_delta_nets` quantizes too: all but those of b and a."""
+    norms: dict[str, str]
+    """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
+
+    A delta net stands where other blocks have attention, and its norm has that role.
+    """
+    offset: float | None
+    """These norms are (offset + w) x / rms(x) with their weights w: 0 or 1. None if they aren't RMSNorms."""
+    windows: tuple[int | None, ...]
+    """The sliding window of each block's attention, in tokens; None also for a delta net."""
+    attention_dropout: float
+    """The probability of dropout in attention, which counts in training alone."""
+    takes_packed_rows: bool
+    """Whether attention takes packed rows. Updates of other models compute padded batches."""
+    logit_scale: float
+    """What the head's products are multiplied by, as Granite's and Cohere's are."""
+    logit_cap: float | None
+    """The logits are logit_cap tanh(logit_scale p) of the head's products p, as Gemma 2's; None: logit_scale p."""
+    block_weights: int
+    """Elements of the weights of all blocks' linear layers, but for routers and gates of one number."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Ends of the linear layers' names, such as "q_proj", or "shared_expert.up_proj" beside experts' "up_proj"."""
+        of_experts = {name.rpartition(".")[2] for name in self.experts}
+        parts = (name.split(".") for name in self.linears)
+        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in of_experts else part[-1:]) for part in parts))
+
+    def noisy_norms(self) -> dict[str, tuple[int, str]]:
+        """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""
+        if self.offset is None:
+            return {}
+        layers = range(len(self.windows))
+        return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
+
+    def packed_layers(self, pack_delta_nets: bool = False) -> set[str]:
+        """Full names of the linear layers that are quantized, with or without those of delta nets."""
+        return self._full_names(self.packed) | (self.layers_of_delta_nets() if pack_delta_nets else set())
+
+    def layers_of_delta_nets(self) -> set[str]:
+        """Full names of the layers that `pack_delta_nets` quantizes too; none of a model without delta nets."""
+        return self._full_names(self.packed_nets)
+
+    def _full_names(self, of_blocks: tuple[tuple[str, ...], ...]) -> set[str]:
+        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(of_blocks) for name in names}
+
+
+_found: dict[str, Structure] = {}
+
+
+def structure_of(config: PreTrainedConfig) -> Structure:
+    """The structure of a model. Raises `StructureError` if this project doesn't handle it."""
+    key = json.dumps({**config.to_dict(), "_name_or_path": "", "class": type(config).__name__}, default=str)
+    if key not in _found:
+        _found[key] = _find(empty_model(config, torch.float32).eval())
+    return _found[key]
+
+
+def _find(lm: Any) -> Structure:
+    kind = lm.config.model_type
+    blocks, layers = _blocks(lm, kind)
+    for index, block in enumerate(layers):
+        _check_parameters(block, f"{blocks}.{index}", kind)
+    check_dropout(lm, kind)
+    trace = traced(lm, kind)
+    windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
+    if not trace.attention:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because no block has attention, which transformers' cache needs to "
+            "count tokens"
+        )
+    _check_windows(lm.config, windows, kind)
+    if not trace.takes_packed_rows and any(map(_delta_net, layers)):
+        raise StructureError(f"model_type={kind!r} isn't supported, because its delta nets need packed rows")
+    linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
+    norms = [dict(_norms(block, trace)) for block in layers]
+    if any(one != norms[0] for one in norms):
+        raise StructureError(f"model_type={kind!r} has blocks that differ in their norms, which isn't supported")
+    offsets = {offset_of(block.get_submodule(name)) for block in layers for name in norms[0].values()}
+    every = dict.fromkeys(name for names in linears for name in names)
+    experts = dict.fromkeys(name for block in layers for name in _linears(block) if _is_within(block, name, Experts))
+    if experts and not _reads_each_expert(kind) and not any(map(_has_biased_experts, layers)):
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because transformers reads its experts as stacks alone"
+        )
+    of_experts = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
+    return Structure(
+        blocks=blocks,
+        head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
+        linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in of_experts),
+        experts=tuple(experts),
+        packed=tuple(tuple(_packed(block)) for block in layers),
+        packed_nets=tuple(tuple(_packed_of_net(block)) for block in layers),
+        norms=norms[0],
+        offset=offsets.pop() if len(offsets) == 1 else None,
+        windows=windows,
+        attention_dropout=max(attention_dropout(module) for module in trace.attention),
+        takes_packed_rows=trace.takes_packed_rows,
+        logit_scale=trace.logit_scale,
+        logit_cap=trace.logit_cap,
+        block_weights=sum(
+            cast(nn.Linear, block.get_submodule(name)).weight.numel()
+            for block, names in zip(layers, linears, strict=True)
+            for name in names
+        ),
+    )
+
+
+def _reads_each_expert(kind: str) -> bool:
+    """Whether transformers reads the experts of a kind of models one by one, as dense files here have them."""
+    renamings = get_checkpoint_conversion_mapping(kind) or ()
+    return any("experts.*." in name for one in renamings for name in one.source_patterns)
+
+
+def _has_biased_experts(block: nn.Module) -> bool:
+    """Whether experts of a block have biases, as those of gpt-oss, whose stacks are packed as published."""
+    layers = (layer for module in block.modules() if isinstance(module, Experts) for layer in module.modules())
+    return any(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers)
+
+
+def _linears(block: nn.Module) -> Iterator[str]:
+    return (name for name, module in block.named_modules() if is_linear(module))
+
+
+def _is_within(block: nn.Module, name: str, kind: type[nn.Module]) -> bool:
+    """Whether a module is one of a class, or within one."""
+    parts = name.split(".")
+    return any(isinstance(block.get_submodule(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+
+
+def _delta_net(block: nn.Module) -> str | None:
+    """Name of the block's delta net."""
+    return next((name for name, module in block.named_modules() if isinstance(module, PackedDeltaNet)), None)
+
+
+def _packed(block: nn.Module) -> Iterator[str]:
+    dense = {name for name in _linears(block) if _is_within(block, name, PackedDeltaNet) or _is_gate(block, name)}
+    return (name for name in _linears(block) if name not in dense)
+
+
+def _packed_of_net(block: nn.Module) -> Iterator[str]:
+    net = _delta_net(block)
+    return (name for name in _linears(block) if net is not None and name in {f"{net}.{part}" for part in PACKABLE})
+
+
+def _is_gate(block: nn.Module, name: str) -> bool:
+    """Whether a linear layer gives one number, as a shared expert's gate does. It is as small as a router.
+
+    A delta net may have one head.
+    """
+    layer = block.get_submodule(name)
+    return isinstance(layer, nn.Linear) and layer.out_features == 1 and not _is_within(block, name, PackedDeltaNet)
+
+
+def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
+    """Name and members of the list of transformer blocks."""
+    lists = [
+        (name, list(module))
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
+    ]
+    if len(lists) != 1:
+        raise StructureError(f"model_type={kind!r} has {len(lists)} lists of transformer blocks, and one is supported")
+    return lists[0]
+
+
+def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
+    """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm, and for a linear router."""
+    for path, module in block.named_modules():
+        for part, parameter in module.named_parameters(recurse=False):
+            leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
+            known = isinstance(module, nn.Linear) or any(_is_within(block, path, one) for one in _WITH_PARAMETERS)
+            if not known and not leaf and part != _SINKS:
+                whole = ".".join(filter(None, (name, path, part)))
+                raise StructureError(
+                    f"model_type={kind!r} isn't supported, because {whole} {list(parameter.shape)} is a "
+                    f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
+                )
+    classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
+    if classes == {Experts}:  # then the router would be packed and adapted as other linear layers are
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because {name} has no module that routes tokens to its "
+            "experts by a matrix of scores"
+        )
+
+
+def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
+    """The sliding window of a block's attention. Raises `StructureError` if packing can't express its attention."""
+    calls = [trace.attention[module] for module in block.modules() if module in trace.attention]
+    if len(calls) + (_delta_net(block) is not None) != 1:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
+            "attention interface"
+        )
+    settings = calls[0] if calls else {}
+    unknown = sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False))
+    causal = settings.get("is_causal") is not False and all(
+        getattr(module, "is_causal", True) for module in block.modules()
+    )
+    if unknown or not causal:
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because the attention of {name} "
+            + (f"has {unknown[0]}" if unknown else "isn't causal")
+        )
+    sinks = [p for path, p in block.named_parameters() if path.rpartition(".")[2] == _SINKS]
+    if sinks and settings.get("softcap"):
+        raise StructureError(f"model_type={kind!r} isn't supported, because {name} has sinks and a soft cap")
+    if any(p is not settings.get("s_aux") for p in sinks):
+        raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
+    idle = [path for path, module in block.named_modules() if is_linear(module) and module not in trace.inputs]
+    if idle:
+        raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")
+    window = settings.get("sliding_window")
+    return None if window is None else int(window)
+
+
+def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], kind: str) -> None:
+    types = getattr(config, "layer_types", None) or []
+    if any(type_ == "sliding_attention" and window is None for type_, window in zip(types, windows, strict=False)):
+        raise StructureError(
+            f"model_type={kind!r} isn't supported, because the attention of its sliding layers isn't told the window"
+        )
+    # transformers' cache drops tokens by the slice [-window + 1:], which keeps all of them for a window of 1.
+    if narrow := [window for window in windows if window is not None and window < 2]:
+        raise StructureError(
+            f"sliding_window={narrow[0]} isn't supported, because transformers' cache computes wrong log-probabilities "
+            "with it; a window has at least 2 tokens: correct config.json"
+        )
+
+
+def _norms(block: nn.Module, trace: Trace) -> Iterator[tuple[str, str]]:
+    """Role and name of the block's own norms whose outputs linear layers read."""
+    attention = _delta_net(block) or next(n for n, module in block.named_modules() if module in trace.attention)
+    taken = set()
+    for name, norm in block.named_children():
+        if is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
+            continue
+        out = trace.outputs.get(norm)
+        readers = [path for path in _linears(block) if is_view(trace.inputs[block.get_submodule(path)], out)]
+        roles = {"attention" if path.startswith(f"{attention}.") else "mlp" for path in readers}
+        if roles and min(roles) not in taken:
+            taken.add(min(roles))
+            yield min(roles), name
+
+
+def epsilon_of(norm: nn.Module) -> Any:
+    """What a norm adds to the mean square, as transformers' classes name it; None if there is no such number."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def offset_of(norm: nn.Module) -> float | None:
+    """The offset of an RMSNorm's weight, found by a computation on numbers; None for another norm."""
+    epsilon = epsilon_of(norm)
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or not isinstance(epsilon, float):
+        return None
+    probe: Any = deepcopy(norm).to_empty(device="cpu").float()
+    numbers = torch.arange(2 * probe.weight.numel(), dtype=torch.float32).reshape(2, -1)
+    weight, x = numbers[0].cos(), numbers.sin() * 0.01
+    probe.weight.data.copy_(weight)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    with torch.no_grad():
+        out = probe(x)
+    fits = (offset for offset in (0.0, 1.0) if torch.allclose(out, (offset + weight) * normed, rtol=1e-5, atol=1e-6))
+    return next(fits, None)

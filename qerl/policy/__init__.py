@@ -1,1 +1,0 @@
-"""Policies, which are a frozen base with its trained tensors; their loading and export."""

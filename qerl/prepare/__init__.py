@@ -1,1 +1,0 @@
-"""Preparation of a run: its base checkpoint, its data, and the checks of both."""

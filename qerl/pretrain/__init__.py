@@ -1,1 +1,0 @@
-"""Base policies that are trained from scratch."""

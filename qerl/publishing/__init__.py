@@ -1,1 +1,0 @@
-"""Publishing of trained policies: their cards, and the upload."""

@@ -1,1 +1,0 @@
-"""Quantization of dense checkpoints to 4 bits: rounding to nearest, AWQ, and the writer."""

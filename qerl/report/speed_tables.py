@@ -1,0 +1,343 @@
+"""Tables of the speed grid: decode speed, rollouts of mixed lengths, prompts, memory caps and the portable kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from qerl.report.format import (
+    NOT_MEASURED,
+    Row,
+    faster,
+    gpu_label,
+    ratio,
+    stated,
+    three_digits,
+    weights_label,
+    with_gpus,
+)
+from qerl.report.tables import caption_text, write_table
+from qerl.results.schema import OK
+from qerl.results.speed_readers import GIVEN_UP, LENGTHS, POLICY
+from qerl.results.speeds import SECONDS
+
+# Tables of the speed grid: pure functions of `qerl.results.speed_readers`' frames, with a column per number of
+# sequences.
+#
+# A failed point shows its status, a point that wasn't measured a dash. Only points of the same machine are compared.
+# `machine` has the machines of a row's points. `percent_of_floor` is the floor of `qerl.results.speed_readers` over the
+# measured time of a step.
+
+#: Columns that identify a ratio of two weight formats.
+_CROSSED = ["size", "engine", "rank", *LENGTHS]
+
+
+def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Median tokens/s of one size, with a row per (engine, weights, rank)."""
+    return _decode_table(_of_size(points, size), "tokens_per_second")
+
+
+def floor_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Percent of the floor for one size, with a row per (engine, weights, rank)."""
+    return _decode_table(_of_size(points, size), "percent_of_floor")
+
+
+def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    """Speed ratios of the native engine to vLLM at one size and the same rank, with 95 % intervals.
+
+    Each (weights, rank) has two rows: against the faster of vLLM's BF16 and NVFP4 for each number of sequences, and
+    against vLLM on the same weights. Where ours has packed delta nets, vLLM's with them is among the former. A row
+    without any base is left out.
+    """
+    chosen = _of_size(points, size)
+    cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
+    counts = _counts(chosen)
+    rows = []
+    for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in cells if engine == "native"):
+        ours = [cells.get(("native", weights, rank, count)) for count in counts]
+        rivals = dict.fromkeys(("bf16", "nvfp4", *([weights] if weights.startswith("nvfp4") else ())))
+        fastest = [faster([cells.get(("vllm", base, rank, count)) for base in rivals]) for count in counts]
+        same = [cells.get(("vllm", weights, rank, count)) for count in counts]
+        of = f"faster of {', '.join(map(weights_label, rivals))}"
+        for against, bases in ((of, fastest), (weights_label(weights), same)):
+            key = {"weights": weights, "rank": rank, "against vLLM": against}
+            rows.append(key | _ratio_columns(counts, ours, bases))
+    return _measured_rows(rows, counts)
+
+
+def crossover(points: pd.DataFrame) -> pd.DataFrame:
+    """Speed ratios of NVFP4 to BF16 with 95 % intervals, and the number of sequences at which they cross 1.
+
+    There is a row per (size, engine, rank, prompt, tokens), unless none of its ratios was measured.
+    """
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(_CROSSED, sort=False):
+        cells = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
+        above, below = ([cells.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
+        ratios = _ratio_columns(counts, above, below)
+        rows.append(dict(zip(_CROSSED, key, strict=True)) | {"crosses": _crosses(counts, ratios)} | ratios)
+    return _measured_rows(rows, counts)
+
+
+def adapters(points: pd.DataFrame) -> pd.DataFrame:
+    """Speed with an adapter over that without, with 95 % intervals, and a row per (size, engine, weights, rank).
+
+    All points have the same lengths. Rows without a measured ratio are left out.
+    """
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(["size", "engine", "weights"], sort=False):
+        cells = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
+        without = [cells.get((0, count)) for count in counts]
+        for rank in sorted({rank for rank, _ in cells} - {0}):
+            adapted = [cells.get((rank, count)) for count in counts]
+            named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
+            rows.append(named | _ratio_columns(counts, adapted, without))
+    return _measured_rows(rows, counts)
+
+
+def contexts(points: pd.DataFrame) -> pd.DataFrame:
+    """The points that were measured with several prompt lengths and otherwise equal settings."""
+    alike = [name for name in _CROSSED if name != "prompt"]
+    return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
+
+
+def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`.
+
+    The last columns are what this project's step did without for memory, and the settings by which it did.
+    """
+    parts = [name for name in map(str, steps) if name.endswith("/gb")]
+    parts.sort(key=lambda name: name == "rest/gb")
+    return steps[["size", "system", "work", "recompute", "cap", "machine", "status", *parts, *GIVEN_UP]]
+
+
+def step_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds of each GRPO step and of its parts."""
+    seconds = [f"{part}_seconds" for part in SECONDS]
+    keys = ["size", "system", "sampler", "rank", "work", "recompute", "cap", "machine"]
+    return steps[[*keys, "status", *seconds, "repeats"]]
+
+
+def count_columns(table: pd.DataFrame) -> list[str]:
+    """The columns that are numbers of sequences."""
+    return [str(column) for column in table if str(column).isdigit()]
+
+
+def _of_size(points: pd.DataFrame, size: str) -> pd.DataFrame:
+    return points[points["size"] == size]
+
+
+def _counts(points: pd.DataFrame) -> list[int]:
+    return sorted(set(points["sequences"]))
+
+
+def _decode_table(points: pd.DataFrame, column: str) -> pd.DataFrame:
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(POLICY, sort=False):
+        cells = {point["sequences"]: point for point in group.to_dict("records")}
+        values = {str(count): _decode_value(cells.get(count), column) for count in counts}
+        rows.append(dict(zip(POLICY, key, strict=True)) | {"machine": stated("machine", cells.values())} | values)
+    return pd.DataFrame(rows)
+
+
+def _decode_value(point: Row | None, column: str) -> float | str:
+    if point is None:
+        return NOT_MEASURED
+    if point["status"] != OK:
+        return str(point["status"])
+    return "no floor" if np.isnan(point[column]) else float(point[column])
+
+
+def _ratio_columns(counts: Iterable[int], above: Sequence[Row | None], below: Sequence[Row | None]) -> Row:
+    columns: Row = {"machine": stated("machine", [*above, *below])}
+    for count, *pair in zip(counts, above, below, strict=True):
+        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), ratio(*pair), strict=True)}
+    return columns
+
+
+def _crosses(counts: Iterable[int], ratios: Row) -> str:
+    """The numbers of sequences at which a ratio crosses 1, interpolated, or on which side it stays."""
+    measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
+    if not measured:
+        return NOT_MEASURED
+    crossings = []
+    for (left, before), (right, after) in pairwise(measured):
+        if (before > 1) != (after > 1):
+            crossings.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
+    (first, at_first), (last, _) = measured[0], measured[-1]
+    return ", ".join(dict.fromkeys(crossings)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
+
+
+def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
+    """The rows with at least one measured cell."""
+    return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])
+
+
+# Tables of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.
+
+_SPEED = (
+    "Rollouts of completions of mixed lengths, the same for all engines: tokens per second end to end, median "
+    "[quartiles] of the repeats. Admission, prefill and the tail of the last sequences count. The speed-up is over "
+    "the faster of vLLM's BF16 and NVFP4 with a 95 % interval (percentile bootstrap of the medians). Start-up: until "
+    "the engine takes requests; first rollout: with the kernels that it compiles and the graphs that it captures"
+)
+_PHASES = (
+    "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size of "
+    "batch, and the mean number of sequences in them; where drafts are verified, that of rows. Between steps: the "
+    "device copies results, or waits for the host. Before and after: before the first launch and after the last"
+)
+_DRAFTS = (
+    "Drafts of our engine's median rollout by source: drafted tokens that steps verified, and those of them that were "
+    "right. A verification is a step of one sequence; its tokens include the one that a plain step would give"
+)
+_SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "machine", "status", "tokens_per_second"]
+_TIMES = ["seconds", "ready_seconds", "first_seconds"]
+
+
+def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
+    """Write the tables mixes, mix-phases and mix-drafts; the last only where drafts were verified."""
+    records = mixes[["machine", "commit"]]
+    write_table(with_gpus(mix_table(mixes), mixes), out / "mixes", caption_text(_SPEED, records))
+    phases = phase_table(mixes)
+    if not phases.empty:
+        phases = with_gpus(phases, mixes)
+        shown = phases.map(_text).assign(
+            steps=phases["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
+        )
+        write_table(phases, out / "mix-phases", caption_text(_PHASES, records), shown)
+    drafts = draft_table(mixes)
+    if not drafts.empty:
+        drafts = with_gpus(drafts, mixes)
+        write_table(drafts, out / "mix-drafts", caption_text(_DRAFTS, records), drafts.map(_text))
+
+
+def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
+    """One row per engine and weight format; ours have the speed-up over vLLM's faster one, or a note why not."""
+    rows = mixes.to_dict("records")
+    return pd.DataFrame([_mix_row(row, rows) for row in rows])
+
+
+def mix_speedup(row: Row, rows: list[Row]) -> tuple[float | str, float, float]:
+    """Tokens/s over those of vLLM's faster weight format on the same workload."""
+    alike = [other for other in rows if other["engine"] == "vllm" and _same(row, other)]
+    bases = [next((other for other in alike if other["weights"] == weights), None) for weights in ("bf16", "nvfp4")]
+    return ratio(row, faster(bases))
+
+
+def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of the median rollout, with a row per rollout and phase, and the phase's share in %."""
+    measured = [row for row in mixes.to_dict("records") if row["phases"] is not None]
+    return pd.DataFrame([phase for row in measured for phase in _phases(row)])
+
+
+def draft_table(mixes: pd.DataFrame) -> pd.DataFrame:
+    """A row per rollout that verified drafts and per source of these."""
+    return pd.DataFrame(
+        [
+            {
+                **{name: row[name] for name in ("size", "weights", "rank", "sequences", "work", "machine")},
+                "rows a step": drafts.rows_per_step,
+                "tokens a verification": drafts.tokens_per_verification,
+                "source": source.source,
+                "verified": source.verified,
+                "right": source.accepted,
+                "share": 100 * source.accepted / source.verified,
+            }
+            for row in mixes.to_dict("records")
+            if (drafts := row["verified"]) is not None
+            for source in drafts.sources
+            if source.verified
+        ]
+    )
+
+
+def _mix_row(row: Row, rows: list[Row]) -> Row:
+    ends = [f"tokens_per_second_{end}" for end in ("p25", "p75")]
+    shown = {key: row[key] for key in (*_SHOWN, *ends, *_TIMES)}
+    value, low, high = mix_speedup(row, rows) if row["engine"] != "vllm" else ("", np.nan, np.nan)
+    reason = isinstance(value, str)
+    return {
+        **shown,
+        "speedup": np.nan if reason else value,
+        "speedup_low": low,
+        "speedup_high": high,
+        "note": value if reason else "",
+        "repeats": len(row["samples"]),
+    }
+
+
+def _same(row: Row, other: Row) -> bool:
+    return all(row[key] == other[key] for key in ("size", "rank", "sequences", "workload"))
+
+
+def _phases(row: Row) -> Iterator[Row]:
+    phases, whole = row["phases"], row["phase_seconds"]
+    key = {name: row[name] for name in ("size", "weights", "rank", "work", "machine")}
+    parts: list[Row] = [{"phase": "prefill and first tokens", "seconds": phases.prefill, "steps": phases.prefills}]
+    for decode in reversed(phases.decode):
+        figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}
+        parts.append({"phase": f"decode, batch of {decode.batch}", **figures})
+    for verify in reversed(phases.verify):
+        figures = {"seconds": verify.seconds, "steps": verify.steps, "sequences": verify.sequences}
+        parts.append({"phase": f"drafts verified, {verify.batch} rows", **figures})
+    parts.append({"phase": "between steps", "seconds": phases.between})
+    parts.append({"phase": "before and after", "seconds": whole - sum(part["seconds"] for part in parts)})
+    for part in parts:
+        per_step = 1e3 * part["seconds"] / part["steps"] if "steps" in part else np.nan
+        yield {**key, **part, "share": 100 * part["seconds"] / whole, "ms/step": per_step}
+    yield {**key, "phase": "host waits during these", "seconds": phases.host_wait}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return "" if np.isnan(value) else three_digits(value)
+    return str(value)
+
+
+# Tables of prompts: milliseconds of a call that draws a token after each prompt.
+
+_CALL = ["prompts", "tokens"]
+
+
+def write_prompts(prompts: pd.DataFrame, out: Path) -> None:
+    """Write the table prompts-<size> of each size."""
+    for size, group in prompts.groupby("size", sort=False):
+        title = (
+            f"Milliseconds of a call of our engine that draws a token after each prompt, {size}, by the number of "
+            f"prompts and the tokens of each. Medians of the repeats. {NOT_MEASURED}: not measured"
+        )
+        table = prompt_table(group)
+        shown = table.map(lambda value: three_digits(value) if isinstance(value, float) else str(value))
+        write_table(table, out / f"prompts-{size}", caption_text(title, group[["machine", "commit"]]), shown)
+
+
+def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
+    """Median milliseconds of the calls of one size, with a row per (prompts, tokens) and a column per (weights, rank).
+
+    A call that failed shows its status, one that wasn't measured a dash. Columns of several machines name their GPU.
+    """
+    policies: dict[str, dict[tuple[int, int], Row]] = {}
+    several = prompts["machine"].nunique() > 1
+    for point in prompts.sort_values(["weights", "rank"]).to_dict("records"):
+        policy = f"{weights_label(point['weights'])} r{point['rank']}"
+        policy += f", {gpu_label(point['machine'])}" if several else ""
+        policies.setdefault(policy, {})[point["prompts"], point["tokens"]] = point
+    calls = sorted({call for points in policies.values() for call in points})
+    return pd.DataFrame(
+        dict(zip(_CALL, call, strict=True))
+        | {name: _prefill_value(points.get(call)) for name, points in policies.items()}
+        for call in calls
+    )
+
+
+def _prefill_value(point: Row | None) -> float | str:
+    if point is None:
+        return NOT_MEASURED
+    return float(point["milliseconds"]) if point["status"] == OK else str(point["status"])

@@ -1,0 +1,557 @@
+"""Schemas of the files under results/: preparation, training, evaluation, gates and plan.
+
+Writers construct these models, and readers parse them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, TypeAdapter, model_validator
+
+from qerl.host.provenance import stamp
+from qerl.results.statistics import Interval
+from qerl.settings.data import AnswerForm, RecordFormat, Split
+from qerl.settings.models import MergedFormat, Recipe, WeightFormat
+from qerl.settings.run import RunSettings, SamplingSettings
+from qerl.settings.workflow import EvaluationSettings, Harness, StockTask
+
+# The shared parts of all stored results: strictness, stamp, numbers that keep their digits, and statuses.
+#
+# A model writes the keys that it was given and no others, so that a file has only its job's content. Reading refuses
+# keys that the model lacks.
+
+#: The status of a point that was measured; any other text is its error.
+OK = "ok"
+#: The status of a point for which memory ran out.
+NO_MEMORY = "out of memory"
+#: The beginning of the status of a run that diverged.
+DIVERGED = "diverged"
+
+
+def _number(value: float, info: SerializationInfo) -> float:
+    return value if info.mode_is_json() else float(value)
+
+
+#: An integer or a float: a file keeps what it is, tables see a float.
+Number = Annotated[int | float, PlainSerializer(_number, return_type=Any)]
+
+
+def whole(settings: BaseModel) -> dict[str, Any]:
+    """Every key of settings, those at their defaults too."""
+    return settings.model_dump(mode="json")
+
+
+class Stored(BaseModel):
+    """Base of all results."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="constants")
+
+    def content(self) -> dict[str, Any]:
+        """The content of the file."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+class Machine(Stored):
+    """The machine of a result. `label` is one line for captions."""
+
+    cpu: str = ""
+    cores: int = 0
+    memory_gib: Number | None = None
+    gpu: list[str] | None = None
+    label: str
+
+
+class Provenance(Stored):
+    """A result's stamp: code, machine, versions of libraries, seed and time (UTC); `dirty` is none where not known.
+
+    Code outside a git checkout has no `commit`, but a `version` and a hash of its `files`.
+    """
+
+    commit: str | None
+    dirty: bool | None
+    version: str = ""
+    files: str = ""
+    machine: Machine
+    versions: dict[str, str] = Field({})
+    seed: int | None = None
+    time: str = ""
+
+    @classmethod
+    def of_now(cls, seed: int | None = None) -> Self:
+        """The stamp of this code on this machine."""
+        return cls.model_validate(stamp(seed))
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The stamp as columns `machine` and `commit`."""
+        return {"machine": self.machine.label, "commit": self._code}
+
+    @property
+    def _code(self) -> str:
+        if self.commit is None:
+            return f"version {self.version} (files {self.files})"
+        return self.commit[:12] + (" (modified)" if self.dirty else "")
+
+
+class Quartiles(Stored):
+    """Median and quartiles of samples, in their unit."""
+
+    p25: float
+    median: float
+    p75: float
+
+
+class MeasuredPoint(Stored):
+    """The fields that all points share. A failed point has its error as `status` and no samples."""
+
+    samples: list[float] = Field([])
+    weight_bytes: Number | None = None
+    sampler: str | None = None
+    peak_memory_bytes: Number | None = None
+    status: str
+
+    @model_validator(mode="after")
+    def _ok_has_samples(self) -> Self:
+        if self.status == OK and not self.samples:
+            raise ValueError("a point with status ok needs samples")
+        return self
+
+
+# Schemas of preparation: a data set's dataset.json, a quantization's report.json, and a base's pretrain.json.
+
+
+class PreparedDataset(Stored):
+    """data/<dataset>/dataset.json: the problems' prompt and origin, and the rows and SHA-256 of each split.
+
+    Folders that were prepared before data sets had units, thinking and date lack them. `date` is the one that chat
+    templates state. It has no stamp, so that equal problems and dates give equal files.
+    """
+
+    format: RecordFormat
+    instruction: str
+    answer: AnswerForm
+    units: list[str] = Field([])
+    thinking: tuple[str, str] | None = None
+    date: datetime.date | None = None
+    rows: dict[Split, int]
+    sha256: dict[Split, str]
+    columns: dict[str, str]
+    filter: dict[str, Any]
+    origin: dict[str, Any]
+    repository_files: dict[str, str]
+
+
+class QuantizationReport(Stored):
+    """quantize/<checkpoint>/report.json; `relative_error` by layer type, `calibration` of AWQ, a random error."""
+
+    model: str
+    weights: WeightFormat
+    weights_format: WeightFormat | None = None
+    method: str
+    pack_delta_nets: bool = False
+    size_bytes: Number
+    bits_per_weight: Number
+    bits_per_weight_model: Number
+    relative_error: dict[str, float]
+    versions: dict[str, str] = Field({})
+    calibration: dict[str, Any] | None = None
+    random_error: dict[str, Any] | None = None
+    provenance: Provenance
+
+
+class PretrainCheck(Stored):
+    """A check of a base during its training."""
+
+    step: int
+    loss: float
+    accuracy: float
+
+
+class PretrainReport(Stored):
+    """models/<model>/pretrain.json; `accuracy` by data set."""
+
+    steps: int
+    parameters: int
+    checks: list[PretrainCheck]
+    accuracy: dict[str, float]
+    provenance: Provenance
+
+
+# Schemas of training's files: metrics.jsonl, one row per step, and run.json.
+
+
+def _named(name: str) -> Any:
+    return Field(alias=name)
+
+
+def _maybe(name: str) -> Any:
+    return Field(None, alias=name)
+
+
+class StepMetrics(Stored):
+    """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
+
+    `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
+    `grading/timeouts` counts completions whose comparison with the answer exceeded the grader's limits; a step without
+    such completions lacks it.
+    `silent/` is of completions without a gradient: their number, and the sample that stands for them in `entropy`,
+    `mismatch/` and `ess/`. `seconds/idle` is of several processes: for how long a rank waited in the rollout for the
+    others, as the mean of all ranks, and as the longest.
+    """
+
+    step: int
+    problems: int
+    reward: Number
+    reward_std: Number = _named("reward/std")
+    reward_correct: Number = _named("reward/correct")
+    reward_format: Number = _named("reward/format")
+    reward_overlong: Number = _named("reward/overlong")
+    reward_custom: Number | None = _maybe("reward/custom")
+    reward_equal_groups: Number = _named("reward/equal_groups")
+    completion_tokens: Number
+    completion_length: Number
+    truncated: Number
+    grading_timeouts: int | None = _maybe("grading/timeouts")
+    loss: Number
+    entropy: Number
+    entropy_sampler: Number | None = _maybe("entropy/sampler")
+    temperature: Number | None = None
+    mismatch_kl: Number = _named("mismatch/kl")
+    ess_tokens: Number | None = _maybe("ess/tokens")
+    ess_sequences: Number | None = _maybe("ess/sequences")
+    reference_kl: Number = _named("reference/kl")
+    silent_completions: int | None = _maybe("silent/completions")
+    silent_sampled: int | None = _maybe("silent/sampled")
+    silent_entropy: Number | None = _maybe("silent/entropy")
+    silent_mismatch_kl: Number | None = _maybe("silent/mismatch_kl")
+    clip_ratio_low: Number = _named("clip_ratio/low")
+    clip_ratio_high: Number = _named("clip_ratio/high")
+    value_mean: Number | None = _maybe("value/mean")
+    value_explained_variance: Number | None = _maybe("value/explained_variance")
+    value_loss: Number | None = _maybe("value/loss")
+    value_clipped: Number | None = _maybe("value/clipped")
+    mismatch_max_ratio: Number = _named("mismatch/max_ratio")
+    grad_norm: Number
+    learning_rate: Number
+    noise_sigma: Number = _named("noise/sigma")
+    noise_norm: Number = _named("noise/norm")
+    rollout_rate: Number = _named("tokens_per_second/rollout")
+    update_rate: Number = _named("tokens_per_second/update")
+    sync_seconds: Number = _named("seconds/sync")
+    rollout_seconds: Number = _named("seconds/rollout")
+    idle_seconds: Number | None = _maybe("seconds/idle")
+    idle_seconds_max: Number | None = _maybe("seconds/idle_max")
+    update_seconds: Number = _named("seconds/update")
+    step_seconds: Number = _named("seconds/step")
+    memory_bytes: Number
+
+
+class StoredCompletion(Stored):
+    """A completion of a stored rollout.
+
+    `tokens` are the texts of its tokens, which together are the text that was graded. A token that ends within a
+    character has an empty text. `logprobs` are the sampler's, and `entropies` those of the trained policy before the
+    step's first update; both are in nats, at the sampling temperature. `extracted` is the answer that the grader read.
+    `advantage` is None for ppo, where every token has its own.
+    """
+
+    tokens: list[str]
+    logprobs: list[float]
+    entropies: list[float]
+    parts: dict[str, float]
+    reward: float
+    advantage: float | None
+    extracted: str | None
+    finished: bool
+
+
+class RolloutRow(Stored):
+    """A line of train/<run>/rollouts/step-<step>.jsonl.gz: a problem with completions of its group."""
+
+    step: int
+    problem: str
+    prompt: str
+    gold: str
+    completions: list[StoredCompletion]
+
+
+class RunSummary(Stored):
+    """The cost of one training run.
+
+    `seconds` are those of all its steps, and the peak is that of any attempt: a run that was killed has had several.
+    """
+
+    steps: int
+    seconds: Number
+    peak_memory_bytes: Number | None
+    trainable_parameters: int
+    weight_bytes: Number
+    sampler: str = ""
+    rollout_tokens_per_second: Number
+    update_tokens_per_second: Number
+    step_seconds: Quartiles
+
+
+class RunResult(Stored):
+    """train/<run>/run.json. A failed run has its error as `status`, its message as `reason`, and no summary."""
+
+    run: str
+    experiment: str
+    arm: str
+    varied: dict[str, Any]
+    settings: Annotated[RunSettings, PlainSerializer(whole)]
+    status: str = OK
+    reason: str = ""
+    summary: RunSummary | None = None
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _ok_has_a_summary(self) -> Self:
+        if self.status == OK and self.summary is None:
+            raise ValueError("a run with status ok needs a summary")
+        return self
+
+
+# Schemas of an evaluation's files: samples.jsonl (completions), outcomes.jsonl (problems) and result.json.
+
+
+class SampleRow(Stored):
+    """A line of samples.jsonl, with the verdicts of the harness and of the grader of training.
+
+    `extracted` and `correct` are the harness's, and `flexible` is a stock task's second match. `agrees` says whether
+    the grader of training has the same verdict, and `read` is the answer that it read. `completion` is the text as
+    graders read it (`qerl.data.prompts`). `timeout` says whether either comparison exceeded its limit of CPU time.
+    """
+
+    dataset: str
+    harness: Harness
+    problem: str
+    repeat: int
+    prompt: str
+    completion: str
+    extracted: str | None
+    read: str | None = None
+    gold: str
+    correct: int
+    flexible: bool | None = None
+    agrees: bool
+    timeout: bool = False
+    tokens: int
+    finished: bool
+
+
+class OutcomeRow(Stored):
+    """A line of outcomes.jsonl: `right` of a problem's `drawn` completions are right, in `distinct` ways.
+
+    `distinct` is None unless the data set is in the format countdown.
+    """
+
+    dataset: str
+    problem: str
+    right: int
+    drawn: int
+    distinct: int | None = None
+
+
+class TaskScore(Stored):
+    """The score of one data set. `task` is the stock task, or none for the prompt of training.
+
+    `pass_at` has the unbiased pass@k by k. `distinct_solutions` is the mean number of distinct right formulas of a
+    problem (countdown). `timeouts` counts the completions whose comparison exceeded its limit of CPU time. `date` is
+    the one that chat templates state.
+    """
+
+    harness: Harness
+    harness_version: str = ""
+    problems: int
+    repeats: int
+    accuracy: float
+    accuracies: list[float] = Field([])
+    extracted: Number | None = None
+    flexible: Number | None = None
+    agreement: Number | None = None
+    completion_tokens: Number | None = None
+    truncated: Number | None = None
+    pass_at: dict[int, float] = Field({})
+    distinct_solutions: Number | None = None
+    task: StockTask | None = None
+    sampling: Annotated[SamplingSettings, PlainSerializer(whole)] | None = None
+    timeouts: int = 0
+    date: datetime.date | None = None
+
+
+class Scores(Stored):
+    """The content of every result.json. The result of a failed run has its `status` and no task."""
+
+    tasks: dict[str, TaskScore]
+    sampler: str = ""
+    noise_norm: Number = 0.0
+    status: str = OK
+    provenance: Provenance
+
+
+class EvaluationResult(Scores):
+    """evaluate/<eval>/result.json; `run` is None for an untrained base."""
+
+    eval: str
+    model: str
+    weights: WeightFormat
+    recipe: Recipe = "rtn"
+    pack_delta_nets: bool = False
+    run: str | None
+    arm: str | None
+    experiment: str | None
+    varied: dict[str, Any]
+
+
+class StoredPolicyResult(Scores):
+    """gates/stored/<policy>/result.json, of a committed policy."""
+
+    stored: str
+
+
+class OwnEvaluationResult(Scores):
+    """The result.json of `qerl eval`, with the user's policy and settings."""
+
+    eval: str
+    model: str
+    adapter: bool
+    settings: Annotated[EvaluationSettings, PlainSerializer(whole)]
+
+
+class MergeLoss(Stored):
+    """What a merge into one checkpoint costs, measured on `problems` of a split, each with `repeats` completions.
+
+    `kl` is KL(policy || merged) per token in nats, over the whole vocabulary and at temperature 1, on completions of
+    the policy. `same_token` is the share of these tokens at which both find the same token most likely.
+    `difference` is the merged model's accuracy less the policy's, on the same problems with the same draws. Intervals
+    are over problems.
+    """
+
+    split: Split
+    problems: int
+    repeats: int
+    tokens: int
+    kl: Interval
+    same_token: float
+    accuracy: Interval
+    accuracy_merged: Interval
+    difference: Interval
+    dtype: Literal["float32", "bfloat16"]
+    sampling: Annotated[SamplingSettings, PlainSerializer(whole)]
+
+
+class MergedExport(Stored):
+    """merged.json beside a merged checkpoint: the run, its base's format and the checkpoint's, and the loss."""
+
+    run: str
+    base_weights: WeightFormat
+    weights: MergedFormat
+    size_bytes: int
+    loss: MergeLoss
+    provenance: Provenance
+
+
+AnyEvaluation = EvaluationResult | StoredPolicyResult | OwnEvaluationResult
+_ANY: TypeAdapter[AnyEvaluation] = TypeAdapter(AnyEvaluation)
+
+
+def evaluation_of(policy: dict[str, Any], seed: int, **scores: Any) -> AnyEvaluation:
+    """The result of scoring the policy that `policy` describes, with a new stamp."""
+    return _ANY.validate_python({**policy, **scores, "provenance": Provenance.of_now(seed)})
+
+
+# Schemas of the regression gates' files: single measurements, all measurements together, and the verdict.
+
+#: The checks of gates (docs/gates.md): a number or a ratio's interval against a bound; or a number, accuracies,
+#: completions or a series of numbers against the baseline's.
+Check = Literal["at-most", "at-least", "ratio-at-most", "growth", "paired", "same", "golden"]
+Outcome = Literal["pass", "fail", "no baseline"]
+
+
+class NumericsResult(Stored):
+    """gates/numerics.json: errors of codecs and graders, by name."""
+
+    values: dict[str, float]
+    provenance: Provenance
+
+
+class SpeedPairs(Stored):
+    """Seconds per token of this code and of the baseline's, in pairs that were measured one after the other."""
+
+    now: list[float]
+    baseline: list[float]
+
+
+class SpeedResult(Stored):
+    """gates/speed.json, by workload; it has no samples without a baseline."""
+
+    baseline: str | None
+    samples: dict[str, SpeedPairs]
+    provenance: Provenance
+
+
+class GateMeasurements(Stored):
+    """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
+
+    key: str
+    """Key of the workload (`qerl.gates.compare.workload_key`)."""
+    values: dict[str, float]
+    series: dict[str, list[float]]
+    """One number per step."""
+    accuracies: dict[str, dict[str, float]]
+    """Share of right completions of each arm's trained policies, by the run's seed."""
+    completions: dict[str, dict[str, str]]
+    """For each completion of each stored policy, a hash of its text and whether it was right."""
+    ratios: dict[str, tuple[list[float], list[float]]]
+    """Seconds of the judged workload and of the one it is compared with, in pairs of consecutive measurements."""
+    compared_with: str | None
+    """The commit of the baseline's code in `ratios`; None without a baseline."""
+    provenance: Provenance
+
+
+class Baseline(Stored):
+    """config/gates/baselines/<machine>.json, with which later runs are compared.
+
+    Runs on machines of its class must agree bit for bit, others within bounds.
+    """
+
+    measured: GateMeasurements
+
+    @property
+    def commit(self) -> str:
+        """The commit of the measured code. `qerl gate accept` refuses measurements of code without a commit."""
+        assert self.measured.provenance.commit is not None
+        return self.measured.provenance.commit
+
+
+class Verdict(Stored):
+    """The verdict of a gate. Numbers are in the metric's unit. `limit` is the number that `now` was compared with.
+
+    Stored verdicts have a check `drop`, which became `paired`.
+    """
+
+    gate: str
+    metric: str
+    check: Check | Literal["drop"]
+    outcome: Outcome
+    now: float | None = None
+    low: float | None = None
+    high: float | None = None
+    baseline: float | None = None
+    limit: float | None = None
+    detail: str = ""
+    why: str
+
+
+class VerdictResult(Stored):
+    """gates/verdict.json: the worst outcome, and each gate's; a test states the `defect` that it planted."""
+
+    defect: str | None = None
+    outcome: Outcome
+    key: str
+    baseline: str | None
+    gates: list[Verdict]
+    provenance: Provenance

@@ -1,1 +1,0 @@
-"""Schemas of the files under results/, by kind of job. Writers construct these models, readers parse them."""

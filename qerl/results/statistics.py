@@ -1,0 +1,222 @@
+"""95 % intervals of accuracies and of their differences, and pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# 95 % intervals of accuracies and of their differences.
+
+Scores = npt.NDArray[np.floating[Any]]
+
+LEVEL = 0.95
+METHOD = (
+    "95 % intervals: Wilson's with the effective number of problems (repeats averaged per problem); paired differences "
+    "by the squared distances of such intervals of the gains and the losses; with two or more seeds, Student's t for "
+    "the variation between seeds"
+)
+
+_DRAWS = 10_000
+_CHUNK = 1_000
+_SEED = 20251013
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the ends of its 95 % interval, in the unit of the scores."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class _SetMean:
+    """The mean over the problems of one data set, and the distances from it to the ends of its interval."""
+
+    mean: float
+    below: float
+    above: float
+
+
+def accuracy_interval(scores: Scores) -> Interval:
+    """Accuracy of an arm and its interval, within [0, 1].
+
+    `scores` [seeds, problems] has each problem's share of right repeats, with one row per evaluation. With one seed and
+    one repeat the interval is Wilson's, with Student's t in place of the normal distribution unless all answers are
+    right or all wrong.
+    """
+    return average_interval([scores])
+
+
+def difference_interval(scores: Scores, base: Scores) -> Interval:
+    """Accuracy of an arm minus that of an untrained base, paired over problems, within [-1, 1].
+
+    scores: float [seeds, problems]; base: float [problems], the same problems in the same order. Where all problems
+    agree, the interval is as wide as that of no gain and no loss in so many problems.
+    """
+    if base.shape != scores.shape[1:]:
+        raise ValueError(f"scores of shape {scores.shape} can't be paired with a base of shape {base.shape}")
+    return average_interval([scores], [base])
+
+
+def mean_interval(values: Scores) -> Interval:
+    """Mean over problems of a measure that isn't an accuracy, and its interval. values: float [problems].
+
+    The interval is a percentile bootstrap over the problems.
+    """
+    generator = np.random.default_rng(_SEED)
+    draws = [
+        values[generator.integers(len(values), size=(_CHUNK, len(values)))].mean(axis=1)
+        for _ in range(_DRAWS // _CHUNK)
+    ]
+    low, high = np.quantile(np.concatenate(draws), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(values.mean()), float(low), float(high))
+
+
+def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:
+    """Mean of the accuracies on several data sets with equal weights, minus that of `bases` if given.
+
+    sets: float [seeds, problems], the same seeds in the same order; bases: float [problems], likewise paired.
+    """
+    for scores in sets:
+        _check(scores)
+    if bases is None:
+        return _interval([_accuracy(scores.mean(axis=0)) for scores in sets], sets, lowest=0.0)
+    gains = [scores - base for scores, base in zip(sets, bases, strict=True)]
+    return _interval([_difference(gain.mean(axis=0)) for gain in gains], gains, lowest=-1.0)
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Ratio of the medians of two lists of repeats. Its ends are NaN if either list has only one repeat.
+
+    The interval is a percentile bootstrap over the repeats of each. With few repeats it spans little more than their
+    range.
+    """
+    if min(len(above), len(below)) < 2:
+        return Interval(float(np.median(above) / np.median(below)), np.nan, np.nan)
+    return _bootstrap((above, below), _ratio_of_medians)
+
+
+def paired_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Median of the ratios of paired times. The times of a pair were measured in consecutive turns.
+
+    Other load slows both times of a pair and leaves their ratio, and one disturbed round leaves the median. The
+    interval is a percentile bootstrap over the pairs.
+    """
+    if len(above) != len(below) or len(above) == 0:
+        raise ValueError(f"times must come in pairs, not {len(above)} and {len(below)}")
+    ratios = np.asarray(above) / np.asarray(below)
+    if len(ratios) < 2:
+        return Interval(float(ratios[0]), float(ratios[0]), float(ratios[0]))
+    return _bootstrap((ratios,), np.median)
+
+
+def _ratio_of_medians(above: Scores, below: Scores, axis: int) -> Scores:
+    return np.median(above, axis=axis) / np.median(below, axis=axis)
+
+
+def _bootstrap(samples: tuple[npt.ArrayLike, ...], statistic: Callable[..., Scores]) -> Interval:
+    """A statistic of independent samples with its percentile interval."""
+    from scipy import stats
+
+    generator = np.random.default_rng(_SEED)
+    bootstrapped = stats.bootstrap(
+        samples, statistic, n_resamples=_DRAWS, confidence_level=LEVEL, method="percentile", rng=generator
+    )
+    low, high = bootstrapped.confidence_interval
+    return Interval(float(statistic(*map(np.asarray, samples), axis=-1)), float(low), float(high))
+
+
+def _interval(parts: Sequence[_SetMean], sets: Sequence[Scores], lowest: float) -> Interval:
+    """The mean of the parts, whose ends are combined with the variation between seeds, within [`lowest`, 1].
+
+    Distances to ends of independent errors add up in squares (Zou and Donner's MOVER). The error of the seeds is the
+    standard error of their means times the quantile of Student's t with seeds - 1 degrees of freedom. With one seed,
+    the interval leaves out the variation between seeds.
+    """
+    per_seed = np.mean([scores.mean(axis=1) for scores in sets], axis=0)
+    seeds, mean = len(per_seed), float(per_seed.mean())
+    of_seeds = _quantile(seeds - 1) * per_seed.std(ddof=1) / np.sqrt(seeds) if seeds > 1 else 0.0
+    below, above = (
+        np.hypot(np.linalg.norm([getattr(part, side) for part in parts]) / len(parts), of_seeds)
+        for side in ("below", "above")
+    )
+    return Interval(mean, max(float(mean - below), lowest), min(float(mean + above), 1.0))
+
+
+def _accuracy(shares: Scores) -> _SetMean:
+    """Wilson's interval with the effective number of problems. shares: float [problems], within [0, 1].
+
+    The effective number is n problems over the design effect: the variance of the shares over m (1 - m), which is that
+    of single answers with the same mean m. The design effect is hardly known where few problems are right, or few
+    wrong. So it is drawn to 1, at which each problem is always or never solved, with the weight of one problem. From 30
+    problems on, simulated coverage is 93 % or more at rates of 2 to 98 %, whatever the difficulties. At single rates
+    Wilson's own interval covers 92 %, such as 3.3 % of 30 problems with one answer each.
+    """
+    problems, mean = len(shares), float(shares.mean())
+    binary = mean * (1 - mean)
+    if min(mean, 1 - mean) <= 1e-12:  # which a mean of equal shares may miss by a rounding
+        effective, quantile = float(problems), _quantile(np.inf)
+    else:
+        effective = problems * (problems * binary + 1) / (problems * float(shares.var()) + 1)
+        quantile = _quantile(max(problems - 1, 1))
+    ratio = quantile**2 / effective
+    center = (mean + ratio / 2) / (1 + ratio)
+    half = np.sqrt(ratio * (binary + ratio / 4)) / (1 + ratio)
+    return _SetMean(mean, float(mean - center + half), float(center + half - mean))
+
+
+def _difference(gains: Scores) -> _SetMean:
+    """Mean gain less mean loss. gains: float [problems], within [-1, 1].
+
+    The distances to the ends of gain and loss are added in squares, with the correlation of the two, as a problem has a
+    gain or a loss.
+    """
+    gained, lost = np.clip(gains, 0, None), np.clip(-gains, 0, None)
+    gain, loss = _accuracy(gained), _accuracy(lost)
+    spread = float(gained.std() * lost.std())
+    correlation = -gain.mean * loss.mean / spread if spread else 0.0
+
+    def distance(one: float, other: float) -> float:
+        return float(np.sqrt(one**2 + other**2 - 2 * correlation * one * other))
+
+    return _SetMean(gain.mean - loss.mean, distance(gain.below, loss.above), distance(gain.above, loss.below))
+
+
+def _quantile(freedom: float) -> float:
+    """The upper end of the central 95 % of Student's t; of the normal distribution at infinite degrees of freedom."""
+    from scipy import special
+
+    return float(special.stdtrit(freedom, (1 + LEVEL) / 2))
+
+
+def _check(scores: Scores) -> None:
+    if scores.ndim != 2 or 0 in scores.shape:
+        raise ValueError(f"scores must be [seeds, problems] with at least one of each, not of shape {scores.shape}")
+    if not np.isfinite(scores).all():
+        raise ValueError("scores contain a value that is not finite: a problem lacks the answer of a seed")
+    if scores.min() < 0 or scores.max() > 1:
+        raise ValueError("scores must be shares of right answers, between 0 and 1")
+
+
+#: The values of k in results, if a problem has at least k completions.
+KS = (1, 8, 64)
+
+
+def pass_at_k(right: npt.ArrayLike, completions: int, k: int) -> npt.NDArray[np.float64]:
+    """The unbiased estimate for each problem, of whose `completions` `right` are right.
+
+    It is 1 - C(n - c, k) / C(n, k) for c right ones of n (arXiv 2107.03374, Eq. 1), as a product without factorials.
+    """
+    counts = np.asarray(right, dtype=np.int64)
+    if not 1 <= k <= completions or np.any((counts < 0) | (counts > completions)):
+        raise ValueError(f"pass@{k} needs at least {k} completions and as many right ones at most, not {completions}")
+    drawn = np.arange(k)
+    # The probability that all k drawn completions are wrong, as a product over draws without replacement.
+    wrong = np.clip(completions - counts[..., None] - drawn, 0, None) / (completions - drawn)
+    return np.asarray(1 - wrong.prod(axis=-1))

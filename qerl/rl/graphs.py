@@ -1,0 +1,272 @@
+"""Forward and backward passes of small policies as CUDA graphs, over packed rows of a few fixed sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl.kernels.packed_sequences import FixedPacking, KeyPlaces, Packing
+from qerl.kernels.state import capture
+from qerl.models.blocks import PackedAttention
+from qerl.models.experts import GatedMLP
+from qerl.models.linear import PackedLinear
+from qerl.models.lora import dropouts
+from qerl.models.policy import Policy
+from qerl.rl.memory import Recomputation, blocks, kept_bytes
+from qerl.rl.packing import MicroBatch, head_logprobs, token_states
+from qerl.settings.run import RunSettings
+
+# Packed rows of a few fixed sizes, in tensors that stay in place, as CUDA graphs need them.
+#
+# A row is filled up with padding tokens, in pieces of their own that no completion sees. Their outputs are read by
+# nothing, so their gradients are exact zeros, which change no sum.
+
+_CPU = torch.device("cpu")
+#: The least tokens of a row, and the least queries and keys of its longest pieces.
+_LEAST_TOKENS, _LEAST_PIECE = 256, 64
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
+def row_tokens_of(count: int) -> int:
+    """The least of the sizes 256, 384, 512, 768, 1024, ... above `count`: two an octave."""
+    least = max(count + 1, _LEAST_TOKENS)
+    size = _power_of_two(least)
+    return 3 * size // 4 if 3 * size // 4 >= least else size
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What the tensors of a row have room for. There are few sizes, so that graphs are few."""
+
+    tokens: int
+    states: int
+    pieces: int
+    keys: int
+    copies: int
+    longest: int
+    widest: int
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> RowSize:
+        """The least size for a micro-batch. There is a padding token at least, to which padding indices point."""
+        packing, count = batch.packing, batch.ids.numel()
+        tokens = row_tokens_of(count)
+        longest = _power_of_two(max(packing.longest, _LEAST_PIECE))
+        padding = tokens - count
+        return cls(
+            tokens=tokens,
+            states=max(_power_of_two(len(batch.targets_M)), tokens),
+            pieces=max(_power_of_two(len(packing.lengths) + -(-padding // longest)), tokens // 8),
+            keys=max(_power_of_two(sum(packing.widths) + padding), 4 * tokens),
+            copies=_power_of_two(1 + max(map(packing.prompts.count, set(packing.prompts) - {None}), default=0)),
+            longest=longest,
+            widest=_power_of_two(max(packing.widest, _LEAST_PIECE)),
+        )
+
+
+class FixedRow:
+    """The inputs of a forward pass over packed sequences, of one size; `fill` writes those of a micro-batch."""
+
+    def __init__(self, size: RowSize, device: torch.device) -> None:
+        whole = {"dtype": torch.long, "device": device}
+        ends = {"dtype": torch.int32, "device": device}
+        self.size = size
+        self.ids = torch.zeros(1, size.tokens, **whole)  # type: ignore[call-overload]
+        self.positions = torch.zeros(1, size.tokens, **whole)  # type: ignore[call-overload]
+        self.states_M = torch.zeros(size.states, **whole)  # type: ignore[call-overload]
+        self.packing = FixedPacking(
+            longest=size.longest,
+            widest=size.widest,
+            queries_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
+            keys_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
+            copies=KeyPlaces(
+                sources=torch.zeros(size.keys, **whole),  # type: ignore[call-overload]
+                of_piece=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
+                shared=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
+                places=torch.zeros(size.copies, size.tokens, **whole),  # type: ignore[call-overload]
+                missing=torch.ones(size.copies, size.tokens, dtype=torch.bool, device=device),
+            ),
+        )
+        self._filled: MicroBatch | None = None
+
+    def fill(self, batch: MicroBatch) -> None:
+        """Write the inputs of `batch`, whose size is this one; nothing if they are there already."""
+        if self._filled is batch:
+            return
+        count, last = batch.ids.numel(), self.size.tokens - 1
+        for row, values in ((self.ids, batch.ids), (self.positions, batch.positions)):
+            row[:, :count].copy_(values)
+            row[:, count:] = 0
+        # Rows that no completion reads are spread, since gradients of rows with the same index are added in turn.
+        chosen = len(batch.states_M)
+        spread = count + np.arange(self.size.states - chosen) % (self.size.tokens - count)
+        self.states_M[:chosen].copy_(batch.states_M)
+        self.states_M[chosen:].copy_(torch.from_numpy(spread))
+        self._fill_packing(batch.packing, self.size.tokens - count, last)
+        self._filled = batch
+
+    def _fill_packing(self, packing: Packing, padding: int, last: int) -> None:
+        pieces = [self.size.longest] * (padding // self.size.longest)
+        pieces += [rest] if (rest := padding % self.size.longest) else []
+        lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
+        made = Packing.of(lengths, prompts, _CPU)
+        copies = made.copies
+        assert self.packing.copies.missing is not None
+        for target, ends in (
+            (self.packing.queries_ends, made.queries_ends),
+            (self.packing.keys_ends, made.keys_ends),
+        ):
+            target.copy_(_filled_up(ends, len(target), int(ends[-1])))
+        self.packing.copies.sources.copy_(_filled_up(copies.sources, self.size.keys, 0))
+        self.packing.copies.of_piece.copy_(copies.of_piece)
+        self.packing.copies.shared.copy_(_filled_up(copies.shared, self.size.tokens, last))
+        placed, missing = copies.places, copies.missing
+        if missing is None:
+            missing = torch.zeros(placed.shape, dtype=torch.bool)
+        room = (0, self.size.tokens - placed.shape[1], 0, self.size.copies - placed.shape[0])
+        self.packing.copies.places.copy_(torch.nn.functional.pad(placed, room))
+        self.packing.copies.missing.copy_(torch.nn.functional.pad(missing, room, value=True))
+
+
+def _filled_up(values: Tensor, size: int, filler: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, size - len(values)), value=filler)
+
+
+# Forward and backward passes of small policies as CUDA graphs.
+#
+# A pass of a small policy launches some thousand kernels of a few microseconds each. The host takes 25 times as long to
+# launch them as the GPU to run them (docs/lab/updates.md). A graph launches them all at once.
+
+#: The most bytes of activations of a pass as a graph, whose memory is held between updates. Larger passes keep a GPU
+#: busy without a graph.
+MOST_BYTES = 2**31
+
+Work = Callable[[], None]
+#: Makes a function that repeats work on the same tensors, from work that has run before. It may run it once more.
+Capture = Callable[[Work], Work]
+
+
+class _Pass:
+    """The hidden states of rows of one size, and with `gradients` the gradients of the trained tensors."""
+
+    def __init__(self, policy: Policy, first: MicroBatch, gradients: bool, capture: Capture) -> None:
+        self._policy = policy
+        self._gradients = gradients
+        self.states: Tensor
+        self.row = FixedRow(RowSize.of(first), policy.device)
+        self.row.fill(first)  # attention sets no output of an empty row, and zero times such a number may be NaN
+        self._run()  # compiles kernels, and casts the adapters for all passes (`SharedCasts`)
+        self.of_states = torch.zeros_like(self.states)
+        if gradients:
+            self._run_back()
+        # Nodes of autograd belong to a stream. While one lives, later passes use it, and capture has another stream.
+        del self.states
+        self.run = capture(self._run)
+        self.run_back = capture(self._run_back) if gradients else None
+        self.states = self.states.detach()
+
+    def _run(self) -> None:
+        with torch.set_grad_enabled(self._gradients):
+            self.states = token_states(self._policy, self.row)
+
+    def _run_back(self) -> None:
+        self.states.backward(self.of_states)
+
+
+class _Replay(torch.autograd.Function):
+    """The first `count` states of a pass. The backward pass adds to the gradients of the trained tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, of_row: _Pass, count: int) -> Tensor:
+        ctx.of_row = of_row
+        of_row.run()
+        return of_row.states[:count].detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        of_row: _Pass = ctx.of_row
+        assert of_row.run_back is not None
+        of_row.of_states[: len(grad)].copy_(grad)
+        of_row.of_states[len(grad) :] = 0
+        of_row.run_back()
+        return None, None, None
+
+
+class PassGraphs:
+    """Passes of a policy over micro-batches, each size captured at its first use. Outputs are those of other passes.
+
+    A backward pass must follow its forward pass, with no other pass between them: all share their memory.
+    """
+
+    def __init__(
+        self, policy: Policy, recomputation: Recomputation | None = None, capture: Capture | None = None
+    ) -> None:
+        self._policy = policy
+        self._recomputation = recomputation
+        self._passes: dict[tuple[RowSize, bool], _Pass] = {}
+        self._trained = [parameter for _, parameter in policy.trainable()]
+        self._joint = torch.zeros((), device=policy.device, requires_grad=True)
+        self._capture = capture or partial(_captured, torch.cuda.graph_pool_handle())
+
+    def fitting_tokens(self) -> int:
+        """The most tokens of a row that can be a graph, by the memory that is free now."""
+        most = int(MOST_BYTES / self._token_bytes)
+        return most if self._recomputation is None else min(most, self._recomputation.fitting_tokens(False))
+
+    @cached_property
+    def _token_bytes(self) -> float:
+        """Bytes that a pass keeps per token: the activations of all blocks, and the logits."""
+        lm = self._policy.lm
+        return kept_bytes(self._policy) * len(blocks(lm)) + lm.config.vocab_size * lm.dtype.itemsize
+
+    @cached_property
+    def _gradients(self) -> list[Tensor]:
+        return [torch.zeros_like(parameter) for parameter in self._trained]
+
+    def use_gradients(self) -> None:
+        """Give the trained tensors gradients of zero, to which backward passes add."""
+        torch._foreach_zero_(self._gradients)
+        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def logprobs_and_entropy(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """See `qerl.rl.packing.logprobs_and_entropy`; with gradients only after `use_gradients`."""
+        key = RowSize.of(batch), torch.is_grad_enabled()
+        if key not in self._passes:
+            if self._recomputation is not None:
+                self._recomputation.choose(1)  # none: a graph recomputes nothing
+            self._passes[key] = _Pass(self._policy, batch, torch.is_grad_enabled(), self._capture)
+        of_row = self._passes[key]
+        of_row.row.fill(batch)
+        states: Tensor = _Replay.apply(self._joint, of_row, len(batch.targets_M))
+        values = head_logprobs(self._policy, states, batch, temperature, keep_logits=True)
+        return batch.unpacked(values[0]), batch.unpacked(values[1])
+
+
+def _captured(memory: Any, work: Work) -> Work:
+    return capture(work, memory)
+
+
+def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:
+    """The graphs of a policy whose passes read nothing but tensors in place; None for others, and for PPO."""
+    lm = policy.lm
+    if policy.device.type != "cuda" or policy.root is not None or policy.peft is None or settings.loss.name == "ppo":
+        return None
+    modules = list(lm.modules())
+    plain = all(len(blocks(lm)) == sum(isinstance(m, kind) for m in modules) for kind in (PackedAttention, GatedMLP))
+    # Other formats unpack their weights by several operations, some of which wait for the GPU.
+    fast = all(layer.tiles is not None for layer in modules if isinstance(layer, PackedLinear))
+    if not plain or not fast or dropouts(lm) or lm.dtype == torch.float32 or settings.gradient_checkpointing is True:
+        return None
+    return PassGraphs(policy, recomputation)

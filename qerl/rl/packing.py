@@ -1,0 +1,247 @@
+"""Sequence packing: completions as packed micro-batches, and log-probabilities of their tokens.
+
+Shapes: N completions, T tokens of the longest completion, M tokens of all completions, L tokens of the packed row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from qerl.kernels.packed_sequences import FixedPacking, Packing
+from qerl.models import logprobs
+from qerl.models.blocks import token_hidden
+from qerl.models.policy import Policy
+from qerl.models.structure import structure_of
+from qerl.rollout.sampler import Completion
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with its prompt and the inputs of its loss."""
+
+    prompt: list[int]
+    completion: Completion
+    reward: float
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and completion."""
+        return len(self.prompt) + len(self.completion.token_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences in one row without padding, where a prompt precedes all its completions once.
+
+    The row lacks the last token of each completion, which predicts nothing. It also lacks silent completions
+    (`qerl.rl.update`), whose place among the N is kept, so that a loss adds up the same numbers with and without them.
+    """
+
+    index: list[int]  # index of each completion in the batch
+    ids: torch.Tensor  # [1, L]
+    positions: torch.Tensor  # [1, L] position of each token in its sequence
+    packing: Packing
+    keys: list[tuple[int, int]]  # of each piece, unique in the batch and independent of the packing
+    states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token
+    targets_M: torch.Tensor  # completion tokens of the row
+    read_N: torch.Tensor  # [N] bool, whether the completion is in the row
+    mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
+    finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
+    sampler_logprobs_NT: torch.Tensor  # [N, T]
+    rewards_N: torch.Tensor  # [N]
+    advantages_N: torch.Tensor  # [N]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the row has no tokens, because all completions are silent."""
+        return not self.ids.numel()
+
+    def unpacked(self, values_M: torch.Tensor) -> torch.Tensor:
+        """Values of the row's completion tokens [M] as [N, T], zero elsewhere."""
+        empty = values_M.new_zeros(self.mask_NT.shape)
+        return empty.masked_scatter(self.mask_NT.bool() & self.read_N[:, None], values_M)
+
+
+def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
+    longest = max(map(len, rows), default=0)
+    padded = [[*row, *[0.0] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float32, device=device).reshape(len(rows), longest)
+
+
+def _digest(ids: list[int]) -> int:
+    """A hash of token ids, so that the key of a prompt doesn't depend on how a batch is split."""
+    return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
+
+
+class _Row:
+    """A packed row under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.states: list[int] = []
+        self.lengths: list[int] = []
+        self.prompts: list[int | None] = []
+        self.keys: list[tuple[int, int]] = []
+
+    def add_group(self, prompt: list[int], completions: dict[int, list[int]]) -> None:
+        """Add a prompt with `completions`, keyed by their index in the batch."""
+        place = self._add(prompt, 0, None, (0, _digest(prompt)))
+        last = len(self.ids) - 1
+        for index, completion in completions.items():
+            places = range(len(self.ids), len(self.ids) + len(completion) - 1)
+            self.states += [last, *places][: len(completion)]
+            if places:
+                self._add(completion[:-1], len(prompt), place, (1, index))
+
+    def _add(self, ids: list[int], position: int, prompt: int | None, key: tuple[int, int]) -> int:
+        self.keys.append(key)
+        self.ids += ids
+        self.positions += range(position, position + len(ids))
+        self.lengths.append(len(ids))
+        self.prompts.append(prompt)
+        return len(self.lengths) - 1
+
+
+def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[int]]:
+    """The samples `index` grouped by prompt; samples of a group must be adjacent."""
+    return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
+
+
+def micro_batch(
+    samples: Sequence[Sample], index: list[int], device: torch.device, silent: Collection[int] = ()
+) -> MicroBatch:
+    """Pack the samples `index` of a batch into one row, without those that are `silent`; none make an empty row."""
+    row = _Row()
+    read = [i for i in index if i not in silent]
+    for group in _groups(samples, read):
+        row.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
+    chosen = [samples[i] for i in index]
+    completions = [s.completion for s in chosen]
+    whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
+    return MicroBatch(
+        index=index,
+        ids=whole([row.ids]),
+        positions=whole([row.positions]),
+        packing=Packing.of(row.lengths, row.prompts, device),
+        keys=row.keys,
+        states_M=whole(row.states),
+        targets_M=whole([token for i in read for token in samples[i].completion.token_ids]),
+        read_N=torch.tensor([i not in silent for i in index], device=device),
+        mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
+        finished_N=real([float(c.finished) for c in completions]),
+        sampler_logprobs_NT=_padded([c.logprobs for c in completions], device),
+        rewards_N=real([s.reward for s in chosen]),
+        advantages_N=real([s.advantage for s in chosen]),
+    )
+
+
+def packed_tokens(samples: Sequence[Sample], group: Sequence[int]) -> int:
+    """Number of tokens in a row with one prompt and its completions."""
+    return len(samples[group[0]].prompt) + sum(max(len(samples[i].completion.token_ids) - 1, 0) for i in group)
+
+
+def row_tokens(samples: Sequence[Sample], index: Sequence[int]) -> int:
+    """Number of tokens in the row of the samples `index`."""
+    return sum(packed_tokens(samples, group) for group in _groups(samples, index))
+
+
+def split(
+    samples: Sequence[Sample], max_tokens: int, parts: int = 1, index: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Indices of the samples of each micro-batch, largest micro-batch first; `index` are those to split, or all.
+
+    A micro-batch has at most `max_tokens` tokens, and at most an even share of the batch for each of `parts` processes.
+    A longer completion is alone. A group that fits isn't split. If a group is split, each piece has the prompt.
+    """
+    groups = list(_groups(samples, range(len(samples)) if index is None else index))
+    share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
+    limit = min(max_tokens, share)
+    pieces = [piece for group in groups for piece in _cut(samples, group, limit)]
+    pieces.sort(key=lambda piece: -packed_tokens(samples, piece))
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for piece in pieces:  # first fit
+        size = packed_tokens(samples, piece)
+        place = next((i for i, left in enumerate(room) if size <= left), len(room))
+        if place == len(room):
+            batches.append([])
+            room.append(limit)
+        batches[place] += piece
+        room[place] -= size
+    order = sorted(range(len(batches)), key=lambda i: room[i])
+    return [sorted(batches[i]) for i in order]
+
+
+def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[list[int]]:
+    piece: list[int] = []
+    for i in group:
+        if piece and packed_tokens(samples, [*piece, i]) > limit:
+            yield piece
+            piece = []
+        piece.append(i)
+    yield piece
+
+
+class PackedRow(Protocol):
+    """What hidden states are computed from; see `MicroBatch`."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[1, L]."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[1, L]."""
+
+    @property
+    def packing(self) -> Packing | FixedPacking:
+        """The pieces of the row."""
+
+    @property
+    def states_M(self) -> torch.Tensor:
+        """Indices in the row."""
+
+
+def token_states(policy: Policy, row: PackedRow) -> torch.Tensor:
+    """The hidden states [M, H], in the base's dtype, that predict the completion tokens."""
+    with policy.autocast():
+        return token_hidden(policy.lm, row.ids, row.positions, row.packing)[0][row.states_M]
+
+
+def head_logprobs(
+    policy: Policy, states: torch.Tensor, batch: MicroBatch, temperature: float, keep_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropy [M], float32, of a batch's tokens by their hidden states [M, H]."""
+    head, structure = policy.lm.get_output_embeddings(), structure_of(policy.lm.config)
+    cap = None if structure.logit_cap is None else logprobs.SoftCap(structure.logit_cap, structure.logit_scale)
+    # Without a cap, a factor of the logits is one of the temperature.
+    divisor = temperature if cap else temperature / structure.logit_scale
+    return logprobs.logprobs_and_entropy(
+        states, head.weight, batch.targets_M, divisor, keep_logits, bias=head.bias, cap=cap
+    )
+
+
+def logprobs_and_entropy(
+    policy: Policy, batch: MicroBatch, temperature: float, keep_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the completion tokens, and the entropy of the distribution at each token.
+
+    Both are [N, T] float32 at the sampling temperature, zero on padding. The entropy, H = -sum pi log pi, has no
+    gradient. `keep_logits` is `keep` of `qerl.models.logprobs`.
+    """
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        return head_logprobs(policy, token_states(policy, batch), batch, temperature, keep_logits)
+
+    logprobs, entropies = policy.reading(compute)
+    return batch.unpacked(logprobs), batch.unpacked(entropies)

@@ -1,0 +1,273 @@
+"""Data parallelism: the processes of a run, started by torchrun's launcher and connected by accelerate.
+
+Every process has the whole policy. It samples and scores its share of a step's problems (`qerl.rl.rollouts`) and
+receives all completions. It computes its share of the micro-batches, and sums gradients with the others before the
+optimizer's step.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object, reduce
+from torch import nn
+from torch.distributed import DistError, TCPStore
+
+from qerl.host.interrupt import Announcement, Interrupted, handling
+from qerl.host.nodes import by_torchrun, check_torchrun, meeting
+from qerl.jobs import KilledError
+from qerl.settings.base import ConfigError
+
+T = TypeVar("T")
+
+#: Seconds for which a machine waits for the others at the start of a run: their bases may be quantized first.
+_MEETING_SECONDS = 3600
+#: Seconds for which a process waits for an answer of the store in which processes count together.
+_ANSWER_SECONDS = 120
+#: The exit status of a process whose run has lost a machine; a new start continues.
+_LOST = 75
+#: Seconds that such a process waits, so that the launcher notices first if a process of its own machine has failed.
+_SETTLE_SECONDS = 5
+#: The exit status of a process that begins a run while it imports the script that started it.
+_UNGUARDED = 76
+#: The exit status of a process that ended after a checkpoint because a signal announced the end.
+_INTERRUPTED = 77
+#: Seconds that the other processes of a run have to end after one has failed. They take the launcher's SIGTERM for an
+#: announcement, and may wait for the one that failed.
+_SHUTDOWN_SECONDS = 5
+#: The signals by which the launcher ends its processes at once.
+_LAUNCHER_SIGNALS = "SIGINT,SIGQUIT"
+#: For new processes, which import modules before they get this one's path: not first from the working directory.
+_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+#: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
+_COUNTERS = itertools.count()
+
+
+class Processes:
+    """This process and the others of its run. Without a launcher it is the only one.
+
+    `timeout`, which counts at the first call in a process, limits the time that an operation waits for the others.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        limit = {} if timeout is None else {"timeout": timeout}  # PyTorch has limits of its own for each backend
+        self._state = PartialState(cpu=not torch.cuda.is_available(), **limit)
+
+    @property
+    def count(self) -> int:
+        """The number of processes."""
+        return int(self._state.num_processes)
+
+    @property
+    def rank(self) -> int:
+        """The index of this process."""
+        return int(self._state.process_index)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def gather(self, parts: list[T]) -> list[T]:
+        """The parts of all processes in the order of their ranks."""
+        return list(gather_object(parts)) if self.count > 1 else parts
+
+    def counter(self) -> Callable[[int], int]:
+        """A count that all processes share: a function that adds to it and returns the sum, at first 0.
+
+        Every process must ask for it alike, but may call it when it likes: no process waits for another.
+        """
+        # torchrun restarts processes on the store that it had.
+        name = f"counter/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_COUNTERS)}"
+        store = _store(_ANSWER_SECONDS)
+        return lambda more: int(store.add(name, more))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sum of each value over the processes."""
+        if self.count == 1:
+            return list(values)
+        total: torch.Tensor = reduce(torch.tensor(values, dtype=torch.float64, device=self._state.device), "sum")
+        return total.tolist()
+
+    def max(self, value: float) -> float:
+        """The largest value of any process."""
+        return max(self.gather([value]))
+
+    def from_first(self, value: T | None) -> T | None:
+        """The value of the first process, in every process."""
+        if self.count == 1:
+            return value
+        values: list[T | None] = [value]
+        broadcast_object_list(values)
+        return values[0]
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        self._state.wait_for_everyone()
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the processes; a process without one adds zero."""
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(gradient, "sum") if self.count > 1 else gradient
+
+
+def check_processes(count: int, nodes: int = 1) -> None:
+    """Raise `ConfigError` with the reason unless a run can start its processes on this machine, one of `nodes`."""
+    # A run's processes import the script that began it, which would begin it again in each of them.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(_UNGUARDED)
+    if by_torchrun():
+        check_torchrun(count, nodes)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "a run starts its own processes; set `processes` in its settings, and call it without a launcher, or with "
+            "torchrun"
+        )
+    elif nodes > 1:
+        meeting(nodes)
+    gpus, here = torch.cuda.device_count(), count // nodes
+    if gpus and gpus < here:
+        raise ConfigError(f"processes={count} needs {here} GPUs here, and this machine has {gpus}; lower processes")
+
+
+def run_in_processes(
+    count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, node_timeout: float = 0
+) -> None:
+    """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
+
+    Under torchrun this process is one of them already. A single process is this one. Raises `KilledError` if a process
+    was killed, or if a machine was lost: an operation waits `node_timeout` seconds for the others.
+    """
+    check_processes(count, nodes)
+    if by_torchrun():
+        _limited(nodes, node_timeout, True, function, arguments)
+    elif count == 1:
+        function(*arguments)
+    else:
+        _launch(count, nodes, node_timeout, function, arguments)
+
+
+def _launch(
+    count: int, nodes: int, node_timeout: float, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    # Imported here, because most runs have one process.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
+    if nodes > 1:
+        at = meeting(nodes)
+        place = {"rdzv_backend": "static", "rdzv_endpoint": f"{at.address}:{at.port}", "run_id": "qerl"}
+        place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
+    end = Announcement()
+    launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
+    launch.shutdown_timeout, launch.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
+    try:
+        with handling(partial(_pass_on, end)), _environment(_ENVIRONMENT):
+            elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if end.number or failure.exitcode == _INTERRUPTED:  # if not, another machine of the run had the signal
+            raise Interrupted(end.number or signal.SIGTERM) from None
+        if failure.exitcode == -signal.SIGKILL:
+            raise KilledError(
+                f"process {rank} of {count} was killed, possibly because memory ran out; start the run again, with "
+                "fewer processes if so: it continues from its last checkpoint"
+            ) from error
+        if nodes > 1 and failure.exitcode in (_LOST, -signal.SIGABRT):  # the latter is how NCCL ends its process
+            raise KilledError(_lost(node_timeout)) from error
+        if failure.exitcode == _UNGUARDED:
+            raise ConfigError(
+                f"each of the {count} processes imports the script that starts them, and would start the run again; "
+                'write `if __name__ == "__main__":` before the calls in the script'
+            ) from None
+        raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
+
+
+def _pass_on(end: Announcement, number: int) -> None:
+    """Pass a signal on to the processes of the run, which end after their step; a second one ends them at once."""
+    children = multiprocessing.active_children()
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL if end.number else number)  # type: ignore[arg-type]
+    if end.number or not children:
+        raise Interrupted(number)
+    end.number = number
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
+    from qerl.host.console import configure_logging
+
+    gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.host.imports)
+    configure_logging()
+    # The launcher's processes would each take all cores.
+    torch.set_num_threads(max(torch.get_num_threads() // here, 1))
+    try:
+        _limited(nodes, node_timeout, False, function, arguments)
+    except Interrupted:  # of which multiprocessing would make a success
+        sys.exit(_INTERRUPTED)
+
+
+def _limited(
+    nodes: int, node_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """Call the function, and end this process with the status `_LOST` if another machine of the run is lost."""
+    if nodes == 1:
+        function(*arguments)
+        return
+    Processes(timeout=timedelta(seconds=node_timeout))
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        if not isinstance(error, DistError) and "gloo" not in str(error):  # gloo's errors have no class of their own
+            raise
+        time.sleep(_SETTLE_SECONDS)
+        if aloud:  # the launcher of a run by itself says it otherwise
+            print(f"qerl: {_lost(node_timeout)}", file=sys.stderr, flush=True)
+        os._exit(_LOST)  # without the others nothing can be closed
+
+
+def _lost(node_timeout: float) -> str:
+    return (
+        f"another machine of the run has ended or hasn't answered for {node_timeout:g} seconds; see why it or its "
+        "network failed, and start the run again on all machines: it continues from its last checkpoint"
+    )
+
+
+def _store(seconds: float) -> TCPStore:
+    """The store at which the processes have met, with a limit to the time of its answers."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))

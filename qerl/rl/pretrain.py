@@ -1,0 +1,282 @@
+"""A miniature Qwen2 policy with its tokenizer, trained from scratch on worked solutions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from qerl.data.grading import is_correct
+from qerl.data.prompts import prompt_text, prompts_ids, texts_ids
+from qerl.data.records import Problem
+from qerl.data.sources import read_meta, read_split
+from qerl.host.console import log
+from qerl.host.provenance import share
+from qerl.jobs import PretrainJob
+from qerl.models.policy import Policy
+from qerl.results.paths import PRETRAIN
+from qerl.results.schema import PretrainReport, Provenance
+from qerl.results.store import write
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.sampler import Sampler, SamplingParams
+from qerl.settings.data import RecordFormat
+from qerl.settings.models import PretrainSettings
+from qerl.settings.run import SamplingSettings
+
+# The policy imitates both styles of the generated solutions (step by step, and the answer at once). It thus solves
+# about half of the problems, which leaves reinforcement learning something to improve.
+
+MakeSampler = Callable[[PreTrainedModel, Qwen2Tokenizer], Sampler]
+
+_TURN_START, _TURN_END = "<|im_start|>", "<|im_end|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_BLOCK = 64
+_POOL = 32
+
+
+class PretrainError(ValueError):
+    """The miniature didn't become a policy that reinforcement learning can start from."""
+
+
+@dataclass(frozen=True)
+class _Set:
+    """A prepared data set: the parts that training and checking need."""
+
+    record_format: RecordFormat
+    instruction: str
+    train: list[Problem]
+    validation: list[Problem]
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Token ids of prompt and completion; the first `prompt` of them carry no loss."""
+
+    ids: list[int]
+    prompt: int
+
+
+def pretrain(
+    settings: PretrainSettings,
+    datasets: dict[str, Path],
+    target: Path,
+    progress: Callable[[str], None],
+    make_sampler: MakeSampler,
+) -> dict[str, Any]:
+    """Train the miniature on the train splits of prepared `datasets` and write a Hugging Face checkpoint to `target`.
+
+    Computes in float32, on a GPU if there is one, and saves bfloat16. Returns what pretrain.json holds: steps,
+    parameters, the loss and the accuracy at each check, and the saved policy's accuracy on each data set. Raises
+    `PretrainError` if that of the first data set lies outside `settings.accepted`.
+    """
+    sets = {name: _load(datasets[name]) for name in settings.datasets}
+    tokenizer = train_tokenizer(sets.values(), settings.vocab_size)
+    examples = [example for data in sets.values() for example in _examples(tokenizer, data)]
+    torch.manual_seed(settings.seed)
+    model = build_model(settings, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings, progress, make_sampler)
+    model.bfloat16().float()
+    final = {name: accuracy(make_sampler(model, tokenizer), tokenizer, data, settings) for name, data in sets.items()}
+    report = {
+        "steps": checks[-1]["step"],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "checks": checks,
+        "accuracy": final,
+    }
+    low, high = settings.accepted
+    if not low <= final[settings.datasets[0]] <= high:
+        raise PretrainError(
+            f"the miniature solves {final[settings.datasets[0]]:.0%} of {settings.datasets[0]}'s validation problems, "
+            f"outside `accepted` [{low:.0%}, {high:.0%}]; change `max_steps`, `target_accuracy` or the data's `terse`"
+        )
+    model.bfloat16().save_pretrained(target)
+    share(target)
+    tokenizer.save_pretrained(target)
+    return report
+
+
+def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> Qwen2Tokenizer:
+    """Train Qwen2's tokenizer (byte-level BPE, single digits) on the training texts, with a ChatML template.
+
+    It is Qwen2's own class, because Transformers loads that class for every Qwen2 checkpoint and splits texts in its
+    way.
+    """
+    base = Qwen2Tokenizer(eos_token=_TURN_END, extra_special_tokens=[_TURN_START])
+    texts = (text for data in sets for text in _texts(data))
+    roles = ["user\nassistant"] * 100
+    tokenizer = base.train_new_from_iterator(chain(roles, texts), vocab_size, show_progress=False)
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(settings: PretrainSettings, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    """Build the untrained Qwen2 in float32; its vocabulary is padded to a multiple of 64."""
+    config = Qwen2Config(
+        vocab_size=math.ceil(len(tokenizer) / _BLOCK) * _BLOCK,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=1024,
+        initializer_range=0.04,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def accuracy(sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: PretrainSettings) -> float:
+    """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
+    prompts = prompts_ids(tokenizer, (problem.question for problem in data.validation), data.instruction)
+    longest = max(len(tokenizer.encode(problem.solution or "")) for problem in data.validation)
+    sampling = SamplingSettings(temperature=0.6, top_p=0.95)
+    params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=settings.seed)
+    completions = sampler.generate(prompts, params)
+    texts = [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in completions]
+    graded = zip(texts, data.validation, strict=True)
+    return sum(is_correct(text, problem.answer, data.record_format) for text, problem in graded) / len(texts)
+
+
+def _train(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    examples: list[_Example],
+    check_set: _Set,
+    settings: PretrainSettings,
+    progress: Callable[[str], None],
+    make_sampler: MakeSampler,
+) -> list[dict[str, float]]:
+    """Train until the target accuracy or the last step; return step, mean loss and accuracy of each check."""
+    optimizers = _optimizers(model, settings.learning_rate)
+    rate = partial(_learning_rate, steps=settings.max_steps)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    checks: list[dict[str, float]] = []
+    losses: list[float] = []
+    batches = _batches(examples, settings.batch_size, random.Random(settings.seed))
+    for step, batch in enumerate(islice(batches, settings.max_steps), start=1):
+        loss = _loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        losses.append(loss.item())
+        if step % settings.check_every and step != settings.max_steps:
+            continue
+        solved = accuracy(make_sampler(model.eval(), tokenizer), tokenizer, check_set, settings)
+        model.train()
+        checks.append({"step": step, "loss": sum(losses) / len(losses), "accuracy": solved})
+        losses.clear()
+        progress(f"step {step}: loss {checks[-1]['loss']:.3f}, accuracy {solved:.3f}")
+        if solved >= settings.target_accuracy:
+            break
+    return checks
+
+
+def _optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the projections, which learns these problems in fewer steps than AdamW alone; AdamW for the rest.
+
+    Embeddings, norms and biases take twice the projections' rate.
+    """
+    named = list(model.named_parameters())
+    projections = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+    others = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    muon = torch.optim.Muon(projections, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=2 * learning_rate, betas=(0.9, 0.98), weight_decay=0.01)]
+
+
+def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
+    """Mean cross-entropy of the completions' tokens.
+
+    Padding is on the right, where causal attention hides it from every real token, so no mask is needed. Logits are
+    computed only at tokens with a loss.
+    """
+    width = max(len(example.ids) for example in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    targets = torch.full((len(batch), width), -100)
+    for row, example in enumerate(batch):
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        targets[row, example.prompt - 1 : len(example.ids) - 1] = torch.tensor(example.ids[example.prompt :])
+    ids, targets = ids.to(model.device), targets.to(model.device)
+    wanted = targets >= 0
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return nn.functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+
+
+def _batches(examples: list[_Example], size: int, rng: random.Random) -> Iterator[list[_Example]]:
+    """Yield shuffled batches for ever. Each has prompts of similar length, so little of it is padding.
+
+    Sorted by whole length, a batch would hold one style of solution, and the short style's tokens would weigh more.
+    """
+    while True:
+        order = rng.sample(examples, len(examples))
+        for start in range(0, len(order), size * _POOL):
+            pool = sorted(order[start : start + size * _POOL], key=lambda example: example.prompt)
+            starts = list(range(0, len(pool), size))
+            rng.shuffle(starts)
+            yield from (pool[first : first + size] for first in starts)
+
+
+def _learning_rate(step: int, steps: int) -> float:
+    """Factor of the learning rate: linear warm-up over the first twentieth, then linear decay to zero.
+
+    At a high rate the shares of the two styles swing from step to step; the decay brings them to those of the data.
+    """
+    warmup = max(1, steps // 20)
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+def _load(folder: Path) -> _Set:
+    meta = read_meta(folder)
+    data = _Set(meta.format, meta.instruction, read_split(folder, "train"), read_split(folder, "validation"))
+    for split, problems in (("train", data.train), ("validation", data.validation)):
+        if not problems:
+            raise PretrainError(f"{folder} has no {split} problems; pre-training needs both train and validation")
+    return data
+
+
+def _texts(data: _Set) -> Iterator[str]:
+    for problem in data.train:
+        yield prompt_text(problem.question, data.instruction)
+        yield problem.solution or ""
+
+
+def _examples(tokenizer: Qwen2Tokenizer, data: _Set) -> list[_Example]:
+    solutions = [_solution(problem) for problem in data.train]
+    prompts = prompts_ids(tokenizer, (problem.question for problem in data.train), data.instruction)
+    completions = texts_ids(tokenizer, solutions)
+    return [
+        _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def _solution(problem: Problem) -> str:
+    if problem.solution is None:
+        raise PretrainError(f"problem {problem.id} has no worked solution; pre-training imitates solutions")
+    return problem.solution
+
+
+def pretrain_base(job: PretrainJob) -> None:
+    """Train the miniature policy and write its checkpoint and `pretrain.json`."""
+    outcome = pretrain(
+        job.settings, job.data, job.out, log.info, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer))
+    )
+    write(job.out / PRETRAIN, PretrainReport(**outcome, provenance=Provenance.of_now(job.settings.seed)))

@@ -1,0 +1,684 @@
+"""A policy's blocks for prefill and decode steps: fused products on its own weights, in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from qerl.checkpoints.files import context_length
+from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
+from qerl.kernels.operations import Operations, mixture_operations, operations
+from qerl.kernels.state import (
+    Activation,
+    DecodeState,
+    DeltaHeads,
+    DeltaState,
+    DeltaStates,
+    GroupedLora,
+    Groups,
+    Heads,
+    KVCache,
+    Norm,
+    PromptRow,
+    SamplingState,
+    captured,
+    state_bytes,
+)
+from qerl.models.blocks import NoisyRMSNorm
+from qerl.models.delta_net import PackedDeltaNet
+from qerl.models.expert_adapters import AdaptedExperts
+from qerl.models.experts import (
+    ExpertFactors,
+    ExpertLora,
+    Experts,
+    Float32Router,
+    GroupedAdapters,
+    GroupedLinear,
+    TorchGroupedLinear,
+)
+from qerl.models.linear import (
+    POLICY_ADAPTER,
+    FusedLinear,
+    NarrowLinear,
+    PackedLinear,
+    W4Linear,
+    embedding_weight,
+    fuse,
+    packed_format,
+    unwrap,
+)
+from qerl.models.policy import Policy
+from qerl.models.structure import epsilon_of, offset_of, structure_of
+from qerl.rollout.sampler import activation_of, refused_by_engine
+from qerl.settings.base import ConfigError
+from qerl.settings.run import Kernels
+
+# Copies of small tensors between host and device that don't wait for the device's queued work.
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` (a list or array) as a tensor on the device, copied from pinned memory so that the host doesn't wait."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@dataclass(frozen=True)
+class Download:
+    """A copy of a tensor to the host, with its values at this point of the device's stream."""
+
+    _host: Tensor
+    _event: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Download:
+        """Start to copy `tensor`."""
+        if tensor.device.type != "cuda":
+            return cls(tensor.clone(), None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the copy is complete."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Tensor:
+        """Wait for the copy and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def norm_of(norm: Any) -> Norm:
+    """A norm with its noise; PEFT's trained copy if there is one."""
+    if isinstance(norm, ModulesToSaveWrapper):
+        norm = norm.modules_to_save[POLICY_ADAPTER]
+    offset = norm.offset if isinstance(norm, NoisyRMSNorm) else offset_of(norm)
+    return Norm(norm.weight, getattr(norm, "noise", None), epsilon_of(norm), offset or 0.0)
+
+
+# The MLP of a block in the engine: gate, up and down as two products, or a mixture of experts as grouped products.
+#
+# A shared expert of a mixture is an MLP of the former kind.
+
+#: A product, or adapters that are apart from theirs.
+Product = FusedLinear | GroupedLinear | GroupedAdapters
+
+
+class Mlp(Protocol):
+    """A block's MLP."""
+
+    @property
+    def linears(self) -> Sequence[Product]:
+        """Its products, with adapters that are apart."""
+        ...
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
+        """Write the outputs of x [B, H] to out [B, H], or with `residual` add them. Both are contiguous."""
+        ...
+
+
+class DenseMlp:
+    """down(activation(gate x) * up x)."""
+
+    def __init__(self, gate_up: FusedLinear, down: FusedLinear, activation: Activation) -> None:
+        self.linears: Sequence[Product] = (gate_up, down)
+        self._gate_up, self._down = gate_up, down
+        self._activation = activation
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
+        """See `Mlp`."""
+        inner = x.new_empty(len(x), self._gate_up.out_features // 2)
+        self._gate_up(x, inner, activation=self._activation)
+        self._down(inner, out, residual)
+
+
+class MixtureMlp:
+    """The weighted sum of the experts that a router in float32 chooses for each token.
+
+    Nothing waits for the choice: a launch has room for any, so that CUDA graphs can have it.
+    """
+
+    def __init__(
+        self, router: Float32Router, experts: Experts, dtype: torch.dtype, lora: ExpertLora | None = None
+    ) -> None:
+        assert router.normalised is not None  # the engine serves no family whose router has no softmax
+        self._router, self._normalised = router, router.normalised
+        self._products, self._count = experts.products(dtype), len(experts)
+        products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
+        self._of_gate_up = _copies(lora.gate_up, products[0], dtype)
+        self._of_down = _copies(lora.down, products[1], dtype)
+        copies = (one for one in (self._of_gate_up, self._of_down) if one is not None)
+        self.linears: Sequence[Product] = (*products, *copies)
+        device = router.weight.device
+        if device.type == "cuda" and any(isinstance(linear, TorchGroupedLinear) for linear in products):
+            raise ConfigError(
+                "the native engine has no grouped product for these experts: they must be NVFP4, MXFP4 or dense, in "
+                "one format, and dense ones need widths that are multiples of 64"
+            )
+        self._mixture, self._operations = mixture_operations(device), operations(device)
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
+        """See `Mlp`."""
+        router, products = self._router, self._products
+        scores = self._mixture.scores(x, router.weight, getattr(router, "bias", None))
+        numbers, weights = self._mixture.route(scores, router.top_k, self._normalised)
+        groups = self._mixture.group(numbers, self._count)
+        clamped, width = products.clamped, products.gate_up.out_features
+        inner = x.new_empty(groups.count, width if clamped else width // 2)
+        products.gate_up(x, groups, inner, clamped is None, _added(self._of_gate_up, x, groups))
+        if clamped:
+            inner = self._operations.clamped_glu(inner, *clamped)
+        y = x.new_empty(groups.count, out.shape[1])
+        products.down(inner, groups, y, lora=_added(self._of_down, inner, groups))
+        self._mixture.combine(y, weights, out, residual)
+
+
+class SharedMixtureMlp:
+    """A mixture beside a shared expert, which all tokens have, times the sigmoid of its gate."""
+
+    def __init__(self, mixture: MixtureMlp, shared: DenseMlp, gate: nn.Linear) -> None:
+        self.linears: Sequence[Product] = (*mixture.linears, *shared.linears)
+        self._mixture, self._shared, self._gate = mixture, shared, gate
+
+    def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
+        """See `Mlp`."""
+        shared = torch.empty_like(out)
+        self._shared(x, shared)
+        self._mixture(x, out, residual)
+        out.addcmul_(shared, self._gate(x).sigmoid())
+
+
+def _copies(factors: ExpertFactors | None, linear: GroupedLinear, dtype: torch.dtype) -> GroupedAdapters | None:
+    return None if factors is None else GroupedAdapters(factors, linear.dense, dtype)
+
+
+def _added(adapters: GroupedAdapters | None, x: Tensor, groups: Groups) -> GroupedLora | None:
+    return None if adapters is None else adapters(x, groups)
+
+
+def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:
+    """The MLP of a model's module, which shares its weights. Mixtures have silu, or gpt-oss's clamped gate."""
+    parts = list(mlp.children())
+    routers = [part for part in parts if isinstance(part, Float32Router)]
+    experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
+    if not (routers and experts):
+        return _dense_of(mlp, activation, dtype, kernels)
+    mixture = _mixture_of(routers[0], experts[0], dtype)
+    if not hasattr(mlp, "shared_expert"):
+        return mixture
+    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, dtype, kernels), mlp.shared_expert_gate)
+
+
+def _dense_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
+    gate_up = fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=True, kernels=kernels)
+    return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), activation)
+
+
+def _mixture_of(router: Float32Router, experts: Experts | AdaptedExperts, dtype: torch.dtype) -> MixtureMlp:
+    if isinstance(experts, AdaptedExperts):
+        return MixtureMlp(router, experts.base_layer, dtype, experts.lora)
+    return MixtureMlp(router, experts, dtype)
+
+
+def projections(module: Any, fused: str, *parts: str) -> list[Any]:
+    """The layer that a checkpoint has fused, as in Phi-3, or its parts."""
+    return [getattr(module, name) for name in ((fused,) if hasattr(module, fused) else parts)]
+
+
+# What mixes the tokens of a sequence in a block: attention, which reads pages of a cache, or a gated delta net.
+
+#: Cosines and sines of each kind of attention.
+Ropes = Mapping[str | None, tuple[Tensor, Tensor]]
+
+
+class Tokens(Protocol):
+    """The tokens of a pass: one of each slot, or those of prompts."""
+
+    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets."""
+        ...
+
+    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
+        """Outputs [n, H * V] of a delta net's inputs, gates z, b and a; `net` gets the new states."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The last token of the slots `rows`."""
+
+    operations: Operations
+    state: DecodeState
+    rows: Tensor
+    splits: int
+    drafted: bool
+
+    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """See `Tokens`."""
+        return self.operations.attend(qkv, cache, self.state, self.rows, rope, heads, self.splits, self.drafted)
+
+    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
+        """See `Tokens`."""
+        return self.operations.delta_step(*parts, heads, net, self.state, self.rows)
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of prompts in a row."""
+
+    operations: Operations
+    row: PromptRow
+
+    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """See `Tokens`."""
+        return self.operations.attend_prompts(qkv, cache, self.row, rope, heads)
+
+    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
+        """See `Tokens`."""
+        return self.operations.delta_prompts(*parts, heads, net, self.row)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a block. `out` is the projection of its results."""
+
+    heads: Heads
+    #: The kind of the attention, where rotary positions differ by it.
+    kind: str | None
+    qkv: FusedLinear
+    out: FusedLinear
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        """The products."""
+        return [self.qkv, self.out]
+
+    def __call__(self, x: Tensor, tokens: Tokens, cache: Any, ropes: Ropes) -> Tensor:
+        """What `out` reads [n, Hq * D], from normalised hidden states x [n, hidden] and the block's cache."""
+        qkv = x.new_empty(len(x), self.qkv.out_features)
+        self.qkv(x, qkv)
+        return tokens.attend(qkv, cache, self.heads, ropes[self.kind])
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta net of a block. `out` is the projection of its results."""
+
+    heads: DeltaHeads
+    #: The products that give the convolution's inputs, z, b and a, and the widths of each one's parts.
+    projections: Sequence[tuple[FusedLinear, Sequence[int]]]
+    out: FusedLinear
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        """The products."""
+        return [*(linear for linear, _ in self.projections), self.out]
+
+    def __call__(self, x: Tensor, tokens: Tokens, net: DeltaState, ropes: Ropes) -> Tensor:
+        """What `out` reads [n, H * V], from normalised hidden states x [n, hidden] and the net's states."""
+        del ropes
+        parts: list[Tensor] = []
+        # The narrow product is first: while it runs, the packed one after it copies its first weights.
+        for linear, widths in reversed(self.projections):
+            joint = x.new_empty(len(x), linear.out_features)
+            linear(x, joint)
+            parts = [*joint.split(list(widths), 1), *parts]
+        return tokens.recur(parts, self.heads, net)
+
+
+def attention_of(
+    attention: Any, config: Any, kind: str | None, window: int | None, dtype: torch.dtype, kernels: Kernels
+) -> Attention:
+    """The attention of a block, by transformers' module of it."""
+    heads = _heads(attention, config, window)
+    layers = projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
+    qkv = fuse(layers, dtype, kernels=kernels)
+    heads = replace(heads, gated=qkv.out_features > heads.width)
+    return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels))
+
+
+def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
+    """The delta net of a block, by transformers' module of it."""
+    heads = DeltaHeads(
+        key=net.num_k_heads,
+        value=net.num_v_heads,
+        key_dim=net.head_k_dim,
+        value_dim=net.head_v_dim,
+        convolution=net.conv1d.weight.squeeze(1),
+        log_rate=net.A_log,
+        rate_bias=net.dt_bias,
+        norm=net.norm.weight,
+        eps=net.norm.variance_epsilon,
+    )
+    wide, narrow = [net.in_proj_qkv, net.in_proj_z], [net.in_proj_b, net.in_proj_a]
+    widths = [heads.channels, heads.parts[2]], [heads.value] * 2
+    if any(isinstance(unwrap(layer).base, PackedLinear) for layer in wide + narrow):
+        # Layers in several formats have no common kernel, and b and a are too narrow to be packed.
+        products = [(fuse(wide, dtype, kernels=kernels), widths[0]), (NarrowLinear(narrow, dtype), widths[1])]
+    else:
+        products = [(fuse(wide + narrow, dtype, kernels=kernels), widths[0] + widths[1])]
+    return DeltaNet(heads, products, fuse([net.out_proj], dtype, kernels=kernels))
+
+
+def _heads(attention: Any, config: Any, window: int | None) -> Heads:
+    heads = Heads(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+        attention.scaling,
+        window=window,
+        sinks=getattr(attention, "sinks", None),
+    )
+    if not hasattr(attention, "q_norm"):
+        return heads
+    q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
+    return replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
+
+
+# A policy's blocks for prefill and decode steps: fused products on its own weights, with a paged KV cache.
+
+
+@dataclass(frozen=True)
+class _Block:
+    mixer: Attention | DeltaNet
+    input_norm: Norm
+    #: The norms of what attention and MLP add to the hidden states, as Gemma has them.
+    after_attention: Norm | None
+    mlp_norm: Norm
+    mlp: Mlp
+    after_mlp: Norm | None
+
+
+class Decoder:
+    """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`."""
+
+    def __init__(self, policy: Policy, kernels: Kernels = "auto") -> None:
+        config = policy.lm.config
+        if refusal := refused_by_engine(config, packed_format(policy.lm)):
+            raise ConfigError(f"{refusal}; the eager sampler serves it")
+        self.dtype = policy.lm.dtype
+        self.device = policy.device
+        self.operations = operations(policy.device)
+        self._model: Any = policy.lm.model
+        embedding: Any = policy.lm.get_input_embeddings()
+        self._embedding = embedding_weight(embedding)
+        scale: Tensor | None = getattr(embedding, "embed_scale", None)
+        self._embedding_scale = None if scale is None else scale.to(self.dtype)
+        activation: Any = activation_of(config)
+        self._blocks = [
+            _block(layer, number, config, mlp_of(layer.mlp, activation, self.dtype, kernels), self.dtype, kernels)
+            for number, layer in enumerate(self._model.layers)
+        ]
+        self._norm = norm_of(self._model.norm)
+        self._attentions = [block.mixer for block in self._blocks if isinstance(block.mixer, Attention)]
+        self._nets = [block.mixer for block in self._blocks if isinstance(block.mixer, DeltaNet)]
+        self._vocabulary = config.vocab_size
+        self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
+        #: The tokens of the longest sequence; None if positions of longer ones are as those of short ones.
+        self.longest = context_length(config.to_dict()) if _changes(config) else None
+        self._ropes = self._rope_tables(1)
+        self._adapted = policy.peft is not None
+        self._parameters = list(policy.lm.parameters())
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._sync: Callable[[], None] | None = None
+        self._copies: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        """Number of blocks with attention, each of which has a part of the KV cache."""
+        return len(self._attentions)
+
+    @property
+    def width(self) -> int:
+        """Number of features of a hidden state."""
+        return int(self._embedding.shape[1])
+
+    @property
+    def linears(self) -> list[Product]:
+        """All matrix products of a step, with adapters that are apart."""
+        return [linear for b in self._blocks for linear in (*b.mixer.linears, *b.mlp.linears)] + [self._head]
+
+    @property
+    def heads(self) -> Heads:
+        """Attention heads of a block; they are the same in all blocks."""
+        return self._attentions[0].heads
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the delta nets' states of a sequence, 0 without delta nets."""
+        return sum(state_bytes(net.heads, self.dtype) for net in self._nets)
+
+    def new_states(self, slots: int) -> DeltaStates | None:
+        """The delta nets' states for so many sequences, None without delta nets."""
+        if not self._nets:
+            return None
+        return DeltaStates.empty(self._nets[0].heads, len(self._nets), slots, self.dtype, self.device)
+
+    def new_cache(self, pages: int, dtype: torch.dtype) -> KVCache:
+        """A KV cache of zeros with so many pages, in the model's dtype or FP8."""
+        return KVCache.empty(len(self), pages, self.heads, dtype, self.device)
+
+    def compile_ahead(self, sequences: int) -> None:
+        """Compile the packed products of steps of up to so many sequences, several at a time."""
+        compile_ahead([linear.operands for linear in self.linears if isinstance(linear, W4Linear)], sequences)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the policy's present adapters and biases. Raises RuntimeError if the policy's tensors were moved."""
+        if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
+            raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new sampler")
+        if self._sync is None:
+            # Without adapters there may be nothing to capture.
+            in_graph = self.device.type == "cuda" and self._adapted
+            self._sync = captured(self._sync_all) if in_graph else self._sync_all
+        self._sync()
+
+    def _sync_all(self) -> None:
+        pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
+        alike = [(to, from_) for to, from_ in pairs if to.is_contiguous() and from_.dtype == torch.float32]
+        if len(alike) < len(pairs) or not pairs:
+            for linear in self.linears:
+                linear.sync()
+            return
+        if self._copies is None:
+            from qerl.kernels.triton.linear import Copies
+
+            self._copies = Copies(*zip(*pairs, strict=True))
+        self._copies()
+        for linear in self.linears:
+            if not isinstance(linear, W4Linear):
+                linear.sync()
+
+    def reach(self, tokens: int) -> None:
+        """Extend the rotary tables to sequences of `tokens`, at most `longest`. If they grow, graphs that were captured
+        before are invalid.
+        """
+        if tokens > len(self._ropes[self._attentions[0].kind][0]):
+            self._ropes = self._rope_tables(tokens)
+
+    def _rope_tables(self, tokens: int) -> dict[str | None, tuple[Tensor, Tensor]]:
+        """Cosines and sines [tokens, R / 2] of the R elements of a head that rotate, for each kind of attention.
+
+        They are those of the model's rotary module, rounded to the model's dtype as there.
+        """
+        # With more positions than `longest`, the module would change the angles of all.
+        positions = torch.arange(min(tokens, self.longest or tokens), device=self.device)[None]
+        tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        if hasattr(self._model.rotary_emb, "mrope_section"):
+            positions = positions.expand(3, 1, -1)  # in time, height and width, which are the same in a text
+        for kind in dict.fromkeys(attention.kind for attention in self._attentions):
+            rotary, of_kind = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
+            cos, sin = rotary(self._embedding[:1, None], positions, **of_kind)
+            half = len(getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq"))  # most models have both
+            tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        return tables
+
+    def step(
+        self,
+        rows: Tensor,
+        state: DecodeState,
+        cache: KVCache,
+        sampling: SamplingState,
+        splits: int,
+        truncated: bool,
+        replayed: bool,
+        drafted: bool = False,
+        states: DeltaStates | None = None,
+    ) -> None:
+        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change.
+
+        `drafted`: slots may share pages that they write to, each at a position of its own. `states` are those of
+        `new_states`.
+        """
+        tokens = StepTokens(self.operations, state, rows, splits, drafted)
+        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, tokens)
+        self.operations.draw(self.logits(x), rows, state, sampling, truncated, replayed)
+
+    def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
+        """Hidden states [prompts, H] after the last norm, at each prompt's last token.
+
+        `cache` then holds the keys and values of all tokens, and `states` those after the prompts.
+        """
+        tokens = PromptTokens(self.operations, row)
+        return self._through_blocks(self._embedded(row.ids), cache, states, tokens, row.last)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [B, V] of hidden states [B, H] after the last norm."""
+        logits = hidden.new_empty(len(hidden), self._vocabulary)
+        self._head(hidden, logits)
+        return logits
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = self._embedding[ids]
+        return x if self._embedding_scale is None else x * self._embedding_scale
+
+    def _through_blocks(
+        self,
+        x: Tensor,
+        cache: KVCache,
+        states: DeltaStates | None,
+        tokens: Tokens,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the last norm, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
+        pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
+        following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
+        normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
+        for block, then in zip(self._blocks, following, strict=True):
+            kept: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
+            mixed = block.mixer(normed, tokens, kept, self._ropes)
+            if wanted is not None and block is self._blocks[-1]:
+                # After the last attention nothing reads the other rows.
+                x, mixed = x[wanted], mixed[wanted]
+            normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
+            normed = self._add(x, block.mlp, normed, block.after_mlp, then)
+        return normed
+
+    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None, then: Norm) -> Tensor:
+        """Add a product or an MLP, with `norm` its normalised output, to the hidden states `to` [B, H] in place.
+
+        Returns the norm `then` of the sum.
+        """
+        if norm is None:
+            linear(x, to, residual=True)
+            return self.operations.rms_norm(to, then)
+        out = torch.empty_like(to)
+        linear(x, out)
+        return self.operations.add_normed(to, out, norm, then)
+
+
+def _changes(config: Any) -> bool:
+    """Whether rotary positions change for all tokens of a text that passes a length."""
+    return config.rope_parameters.get("rope_type") == "longrope"
+
+
+def _block(layer: Any, number: int, config: Any, mlp: Mlp, dtype: torch.dtype, kernels: Kernels) -> _Block:
+    # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
+    around = hasattr(layer, "pre_feedforward_layernorm")
+    return _Block(
+        mixer=_mixer(layer, number, config, dtype, kernels),
+        input_norm=norm_of(layer.input_layernorm),
+        after_attention=norm_of(layer.post_attention_layernorm) if around else None,
+        mlp_norm=norm_of(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
+        mlp=mlp,
+        after_mlp=norm_of(layer.post_feedforward_layernorm) if around else None,
+    )
+
+
+def _mixer(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> Attention | DeltaNet:
+    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
+        return delta_net_of(net, dtype, kernels)
+    kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
+    return attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
+
+
+# Decode steps of any batch size, as CUDA graphs on a GPU and eagerly elsewhere.
+
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+
+def bucket_of(rows: int) -> int:
+    """The least batch size of a graph that has room for `rows`; few sizes keep graphs few.
+
+    Beyond `_SMALL`, only sizes at which the decode product needs more row blocks have a graph. Products take most of
+    such a step, and sizes between take as long (docs/lab/rollouts.md).
+    """
+    return next((size for size in _SMALL if size >= rows), padded_rows(rows))
+
+
+class DecodeGraphs:
+    """Runs decode steps of slots; each (bucket, splits, truncated, replayed) is captured at its first use.
+
+    `whole`: every step has the batch size of all slots, so that no product depends on the number of active sequences.
+    `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        state: DecodeState,
+        cache: KVCache,
+        sampling: SamplingState,
+        whole: bool,
+        memory: Any,
+        states: DeltaStates | None = None,
+    ) -> None:
+        self._decoder, self._states = decoder, states
+        self._whole = whole
+        self._state, self._cache, self._sampling = state, cache, sampling
+        self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
+        self._captured: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
+        self._memory = memory
+
+    @torch.no_grad()
+    def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
+        """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
+        if not count:
+            return
+        bucket = bucket_of(self._state.count if self._whole else len(chosen))
+        step = self._step(bucket, splits, truncated, replayed)
+        padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
+        self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
+        for _ in range(count):
+            step()
+
+    def _step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
+        key = bucket, splits, truncated, replayed
+        if key not in self._captured:
+            rows = self._rows[:bucket]
+            step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
+            eager: Callable[[], None] = partial(step, *inputs, splits, truncated, replayed, states=self._states)
+            if self._memory is not None:
+                rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
+                eager = captured(eager, self._memory)
+            self._captured[key] = eager
+        return self._captured[key]

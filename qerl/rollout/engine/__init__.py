@@ -1,1 +1,0 @@
-"""The GPU engine: fused matrix products on the policy's own tensors, a paged KV cache, and CUDA graphs."""

@@ -1,1 +1,0 @@
-"""vLLM as a sampler, in this process or as a server, with synced adapter and norms."""

@@ -1,0 +1,599 @@
+"""A whole configuration: models, data sets, experiments, evaluations, studies, benches and gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
+from qerl.settings.data import DatasetSettings, RecordFormat, Split
+from qerl.settings.errors import nearest
+from qerl.settings.models import ModelSettings, PretrainSettings, WeightFormat
+from qerl.settings.run import EngineSettings, Kernels, RunSettings, SamplingSettings, TrackerName
+
+# Settings of evaluations: tasks, harnesses and their sampling.
+
+#: The harnesses; `qerl` is the grader of training.
+Harness = Literal["lm-eval", "lighteval", "qerl"]
+
+
+StockTask = Literal["gsm8k", "math_500", "aime24", "aime25", "amc23"]
+
+
+#: The record formats that each harness can score.
+SCORED: dict[Harness, tuple[RecordFormat, ...]] = {
+    "lm-eval": ("gsm8k",),
+    "lighteval": ("math", "aime"),
+    "qerl": get_args(RecordFormat),
+}
+
+
+#: The harness and the record format of each stock task. lighteval lacks amc23, which is built from its aime tasks.
+STOCK_TASKS: dict[StockTask, tuple[Harness, RecordFormat]] = {
+    "gsm8k": ("lm-eval", "gsm8k"),
+    "math_500": ("lighteval", "math"),
+    "aime24": ("lighteval", "aime"),
+    "aime25": ("lighteval", "aime"),
+    "amc23": ("lighteval", "math"),
+}
+
+
+class TaskSampling(Settings):
+    """Sampling settings of one task that differ from the evaluation's. None takes the evaluation's."""
+
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: PositiveInt | None = None
+
+
+class TaskSettings(Settings):
+    """One evaluation task: a split of a data set, scored by a harness."""
+
+    dataset: str
+    harness: Harness
+    """`lm-eval` scores gsm8k, `lighteval` math and aime, each by its own metric. `qerl` scores every format by the
+    grader of training, which is fast where a problem has many completions."""
+    split: Split = "test"
+    """Split whose problems are asked. Settings such as a learning rate are chosen on `validation`."""
+    name: str = ""
+    """Name of the task in results, by default that of the data set. Two tasks on one data set need different names."""
+    task: StockTask | None = None
+    """A stock task of the harness, with its own prompt, gold answer and metric. Without one, prompts are the data
+    set's, as in training, and only the metric is the harness's."""
+    chat: bool = True
+    """Give the prompt as a user's message in the chat template. False gives a stock task its prompt as plain text, as
+    `lm_eval` does without `--apply_chat_template`."""
+    fewshot: Annotated[int | None, Field(ge=0)] = None
+    """Number of solved examples before a stock task's question, from the training split. None takes the task's own
+    number: 5 for gsm8k, 0 for the others."""
+    repeats: PositiveInt | None = None
+    """Number of completions of each problem. None takes the evaluation's."""
+    sampling: TaskSampling = TaskSampling()
+
+    @model_validator(mode="after")
+    def _fits_the_stock_task(self) -> TaskSettings:
+        if self.task is None and (not self.chat or self.fewshot is not None):
+            raise ValueError("chat and fewshot are settings of a stock task; name one with `task`, or leave them out")
+        if self.task and self.harness != STOCK_TASKS[self.task][0]:
+            raise ValueError(f"task={self.task} isn't one of {self.harness}; use harness: {STOCK_TASKS[self.task][0]}")
+        if self.task and self.split != "test":
+            raise ValueError(f"task={self.task} asks the test split; leave split or task out")
+        if self.task and self.harness == "lighteval" and self.fewshot:
+            raise ValueError(f"task={self.task} has no few-shot examples; leave fewshot out")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The task's name in results."""
+        return self.name or self.dataset
+
+
+class EvaluationSettings(EngineSettings):
+    """How policies are evaluated, always without noise. The default sampling is that of the paper's section 4.1."""
+
+    engine_key: ClassVar[str] = "evaluation.engine"
+
+    tasks: list[TaskSettings]
+    sampling: SamplingSettings = SamplingSettings(temperature=0.6, top_p=0.95)
+    repeats: PositiveInt = 4
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    seed: Seed = 0
+
+    def sampling_of(self, task: TaskSettings) -> SamplingSettings:
+        """The sampling settings of `task`."""
+        return self.sampling.model_copy(update=task.sampling.model_dump(exclude_none=True))
+
+    def repeats_of(self, task: TaskSettings) -> int:
+        """Number of completions of each problem of `task`."""
+        return task.repeats or self.repeats
+
+    @model_validator(mode="after")
+    def _labels_differ(self) -> EvaluationSettings:
+        labels = [task.label for task in self.tasks]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"two tasks are called {twice[0]!r} in results; give one of them a `name`")
+        return self
+
+    @model_validator(mode="after")
+    def _repeats_differ(self) -> EvaluationSettings:
+        sampled = [(f" of task {task.label}", self.sampling_of(task), self.repeats_of(task)) for task in self.tasks]
+        for whose, sampling, repeats in sampled or [("", self.sampling, self.repeats)]:
+            if sampling.temperature == 0 and repeats > 1:
+                raise ValueError(
+                    f"repeats={repeats} at sampling.temperature=0{whose} draws the same completions again; "
+                    "use repeats=1"
+                )
+        return self
+
+
+def harness_of(record_format: RecordFormat) -> Harness:
+    """The harness that has a task for a record format; the project's own grader if no other has."""
+    return next(harness for harness, formats in SCORED.items() if record_format in formats)
+
+
+def check_scored(task: TaskSettings, record_format: RecordFormat, where: str) -> None:
+    """Raise `ConfigError` unless the task accepts records of that format."""
+    if task.task and STOCK_TASKS[task.task][1] != record_format:
+        raise ConfigError(
+            f"{where}: task={task.task} needs records of format {STOCK_TASKS[task.task][1]}, and those of "
+            f"{task.dataset!r} are {record_format}; name another data set or another task"
+        )
+    if record_format not in SCORED[task.harness]:
+        raise ConfigError(
+            f"{where}: {task.harness} has no task for {task.dataset!r}, whose format is {record_format}; "
+            f"use harness: {harness_of(record_format)}"
+        )
+
+
+# Settings of a study: paired arms, a pilot, and the page of their comparisons.
+
+
+class StudiedExperiment(Settings):
+    """An experiment whose arms are compared."""
+
+    experiment: str
+    size: Name
+    """Name of the size of its bases, by which the page shows the trend."""
+    pilot: str | None = None
+    """Experiment whose runs choose the learning rates and tell the spread of pairs. None: there is no pilot."""
+
+
+class StudySettings(Settings):
+    """The comparison of paired arms by docs/exploration-protocol.md, with its data, tables, figures and page.
+
+    The workflow writes them to the folder `study` of the results.
+    """
+
+    decides: bool
+    """Whether the numbers decide anything. False marks the page as a run of the pipeline alone."""
+    experiments: NonEmpty[StudiedExperiment]
+    """The experiments that answer the question, with their sizes and pilots."""
+    committed: Path | None = None
+    """Folder of the committed data. Each folder in it has the data of some runs, from the target `study_finished`. The
+    target `study_published` makes the page in docs/results from all of them."""
+    real: FilePath | None = None
+    """Configuration of real models, whose arms and costs the page lists."""
+
+
+# Settings of benches: rollouts, steps, the speed grid and the regression gates.
+
+
+class RolloutBench(EngineSettings):
+    """Rollout throughput by weight format and LoRA rank (paper Tables 5 to 9), in one process."""
+
+    kind: Literal["rollout"]
+    model: str
+    weights: list[WeightFormat] = ["bf16", "nf4", "mxfp4", "nvfp4"]
+    ranks: list[Annotated[int, Field(ge=0)]] = [16, 32, 64]
+    sequences: PositiveInt = 32
+    prompt_tokens: PositiveInt = 256
+    completion_tokens: PositiveInt = 2048
+    repeats: PositiveInt = 3
+    interleave: bool = True
+    """Keep all points in memory and time them round by round, so that other load on the machine affects all alike.
+    False times one point after another, each alone in memory, which large models and exact memory peaks need.
+    """
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    seed: Seed = 0
+
+
+class StepBench(Settings):
+    """Seconds and peak memory of one GRPO step (paper Tables 3 and 5 to 8).
+
+    Each arm of an experiment is timed at each point of its grid, with one seed."""
+
+    kind: Literal["step"]
+    experiment: str
+    repeats: PositiveInt = 3
+    interleave: bool = True
+    """As in RolloutBench."""
+
+
+BenchSettings = Annotated[RolloutBench | StepBench, Field(discriminator="kind")]
+
+
+class GateSettings(Settings):
+    """Regression gates (docs/gates.md). With them the workflow makes a verdict instead of tables."""
+
+    file: FilePath
+    """Table of the gates, one per row."""
+    baselines: FilePath
+    """Folder of the baselines, one file per machine class. `qerl gate accept` writes them."""
+    vectors: FilePath
+    """Folder of the reference vectors for codecs, kernels and graders."""
+    experiment: str
+    """Experiment whose runs are compared with the baseline's, seed by seed."""
+    stored: FilePath
+    """Folder with one folder per trained policy. These policies are evaluated without training."""
+    bench: str
+    """A bench of kind `rollout` with bf16 and one other weight format."""
+    rounds: PositiveInt = 10
+    """Number of rounds in which this code and the baseline's are timed, for rollouts and for updates."""
+
+
+class DecodeGrid(Settings):
+    """Decode speed of an engine on random weights of known shapes.
+
+    Each engine, size and format is a job, which measures all ranks and lengths. vLLM has a job for each rank."""
+
+    engine: Literal["native", "vllm", "transformers"]
+    sizes: NonEmpty[Name]
+    """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.shapes`), or published shapes of
+    other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
+    weights: NonEmpty[WeightFormat]
+    pack_delta_nets: bool = RunSettings.model_fields["pack_delta_nets"].default
+    """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]]
+    """Ranks of the adapter. 0 means no adapter."""
+    kernels: NonEmpty[Kernels] = ["auto"]
+    """Kernels of this project's engine (`native.kernels` of a run), one job each."""
+    sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
+    """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
+    number."""
+    prompt: NonEmpty[PositiveInt] = [128]
+    """Lengths of the prompts in tokens."""
+    tokens: PositiveInt = 256
+    """Number of tokens decoded after the prompt."""
+
+
+class MixGrid(Settings):
+    """Rollouts of completions of mixed lengths on random weights, end to end, of this project's engine or of vLLM.
+
+    Lengths of completions are lognormal, those of prompts uniform. Both are functions of the seed."""
+
+    engine: Literal["native", "vllm"]
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
+    prompts: PositiveInt = 64
+    """Number of prompts."""
+    group_size: PositiveInt = 8
+    """Number of completions per prompt."""
+    prompt: tuple[PositiveInt, PositiveInt] = (128, 384)
+    """The least and the most tokens of a prompt."""
+    median: PositiveInt = 300
+    """The median length of a completion in tokens."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """The standard deviation of the logarithm of a length."""
+    tokens: PositiveInt = 2048
+    """The most tokens of a completion."""
+    sequences: PositiveInt = 512
+    """The most completions decoded together."""
+    trace: FilePath | None = None
+    """A file of prompts and completions that `qerl.bench.trace` wrote. This project's engine replays their
+    tokens, and vLLM draws others of the same lengths. None draws prompts and lengths by the keys above."""
+    drafts: bool = False
+    """Whether this project's engine verifies drafts (`native.drafts`). Only a trace has text that drafts can find."""
+    seed: Seed = 0
+    repeats: PositiveInt = 3
+
+
+class StepGrid(Settings):
+    """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
+
+    system: Literal["qerl", "trl"]
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    pack_delta_nets: bool = RunSettings.model_fields["pack_delta_nets"].default
+    """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
+    ranks: NonEmpty[PositiveInt] = [16]
+    kernels: NonEmpty[Kernels] = ["auto"]
+    """Kernels of this project's engine (`native.kernels` of a run), one job each."""
+    recompute: NonEmpty[bool | Literal["auto"]] = [True]
+    """Values of gradient checkpointing. Only this project has `auto`, which decides by measured memory."""
+    memory_gb: list[Annotated[float, Field(gt=0)]] = []
+    """Caps on the GPU's memory in GB, one job each, for this project only. Without a cap, a job may use all memory."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """`native.kv_cache_gib` of a run, for this project only."""
+    sleep: bool = False
+    """`native.sleep` of a run, for this project only."""
+    prompts: NonEmpty[PositiveInt] = [16]
+    """Numbers of prompts per step."""
+    group_size: NonEmpty[PositiveInt] = [8]
+    """Numbers of completions per prompt."""
+    prompt: PositiveInt = 128
+    """Length of each prompt in tokens."""
+    tokens: PositiveInt = 1024
+    """Length of each completion in tokens, or of the longest with a `median`."""
+    median: PositiveInt | None = None
+    """Median length of completions of mixed lengths in tokens. Lengths are lognormal and equal for all systems."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """The standard deviation of the logarithm of a length, for steps with a `median`."""
+    equal_groups: NonEmpty[Annotated[float, Field(ge=0, lt=1)]] = [0.0]
+    """Shares of a step's groups whose completions earn the same, so that they have no gradient. These groups are spread
+    evenly over the step."""
+    correction: NonEmpty[bool] = [True]
+    """Whether TRL weights tokens by the ratio of its probabilities to vLLM's. That is its default and takes one more
+    forward pass. This project's steps here have no such weights."""
+    micro_batch: PositiveInt = 16
+    """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
+    recomputed. A step with fewer completions has one pass."""
+    repeats: PositiveInt = 3
+
+
+class PromptGrid(Settings):
+    """Prefill time of this project's engine on random weights: each call draws one token after each prompt.
+
+    Each size, format and rank is a job of its own."""
+
+    sizes: NonEmpty[Name]
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
+    """Ranks of the adapter. 0 means no adapter."""
+    points: NonEmpty[tuple[PositiveInt, PositiveInt]] = [
+        *((1, tokens) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024)),
+        *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
+    ]
+    """Pairs of the number of prompts in a call and the tokens of each."""
+    repeats: PositiveInt = 7
+
+
+class ShapesSettings(Settings):
+    """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
+
+    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures all jobs,
+    and `qerl grid --missing` lists the commands of those with points that no file has."""
+
+    samples: list[Path] = []
+    """Folders of the committed points, none on a GPU that has none. Of files with the same name, that of the first
+    folder counts."""
+    decode: list[DecodeGrid] = []
+    mixes: list[MixGrid] = []
+    steps: list[StepGrid] = []
+    prompts: list[PromptGrid] = []
+
+
+# A whole configuration: models, data sets, experiments, evaluation and benches.
+#
+# This package doesn't import torch, because every call of Snakemake parses the configuration. Unknown keys and
+# impossible combinations are errors that name the key and the fix.
+
+
+class Experiment(Settings):
+    """Base settings, named arms that override them, and a grid over any keys (dotted: `adapter.rank`)."""
+
+    base: dict[str, Any]
+    arms: dict[Name, dict[str, Any]] = {"run": {}}
+    """Settings of each arm over the base. An arm of null is left out, so that a protocol can remove one."""
+    grid: dict[str, list[Any]] = {"seed": [0, 1, 2]}
+    """Values of each key. Every combination is a run of every arm."""
+    train: bool = True
+    """False leaves training out: the runs are only timed, by benches of kind `step`."""
+    tasks: list[str] | None = None
+    """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all. With an empty
+    list, only the training curves are reported."""
+    on_failure: Literal["stop", "row"] = "stop"
+    """What happens to a run that is out of memory, over `time_limit` or diverges, or whose followed run did. With
+    `stop` its job fails. With `row` the failure is its result, which tables show as a row, and the workflow continues.
+    To try again on another machine, delete the run's folder `train/<run>` in the results."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Hours that the steps of a run may take in all attempts together, checked before each step. A start with a higher
+    limit continues where the lower one stopped."""
+    omitted: dict[str, str] = {}
+    """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
+
+    @field_validator("base")
+    @classmethod
+    def _keys_are_nested(cls, base: dict[str, Any]) -> dict[str, Any]:
+        return nested(base)
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _null_is_left_out(cls, arms: Any) -> Any:
+        return {name: arm for name, arm in arms.items() if arm is not None} if isinstance(arms, Mapping) else arms
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_are_left(cls, arms: dict[Name, dict[str, Any]]) -> dict[Name, dict[str, Any]]:
+        if not arms:
+            raise ValueError("no arm is left, and so no run; give at least one, or leave `arms` out for a single run")
+        return {name: nested(arm) for name, arm in arms.items()}
+
+    @field_validator("grid")
+    @classmethod
+    def _grid_has_points(cls, grid: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in grid.items():
+            if not values:
+                raise ValueError(f"grid.{key} is empty, which leaves no run; give at least one value")
+        return grid
+
+
+#: The blocks of steps from whose means a run's drift is estimated, and so the least steps of a run.
+DRIFT_BLOCKS = 20
+
+Protocol = Literal["paper", "upstream-scripts"]
+
+
+class Config(Settings):
+    """A whole configuration file."""
+
+    name: str
+    """Name of the folder of results, results/NAME. It has letters, digits, - and _."""
+    protocol: Protocol = "paper"
+    """The source to follow where paper and scripts disagree. `paper` uses the file unchanged. Another protocol
+    overrides keys by its entry of `protocols` and has its own folder of results.
+    """
+    protocols: dict[Protocol, dict[str, Any]] = {}
+    """The keys in which each other protocol differs, placed as in the whole file."""
+    lock: FilePath | None = None
+    """File of the commits and hashes of everything from the hub. `qerl lock CONFIG` writes it."""
+    models: dict[Name, ModelSettings]
+    datasets: dict[Name, DatasetSettings]
+    experiments: dict[Name, Experiment]
+    evaluation: EvaluationSettings
+    benches: dict[Name, BenchSettings] = {}
+    gates: GateSettings | None = None
+    shapes: ShapesSettings | None = None
+    """Benches of speed and memory. With this key, models, data sets, experiments and evaluation may be left
+    out."""
+    drift: bool = False
+    """Also report the drift of each run: whether the KL divergence of sampler and trainer grows over its steps. Runs
+    then need at least 20 steps."""
+    study: StudySettings | None = None
+    """The comparison of paired arms, with a page of its own."""
+    track: list[TrackerName] = []
+    """Trackers of all runs whose experiment doesn't name its own."""
+    fit_to_model: bool = False
+    """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
+    by whether there is a GPU. They replace the defaults below (`qerl/workflow/plan.py`)."""
+    model: FilePath | None = None
+    """Checkpoint folder for every run. It is given on the command line."""
+    problems: FilePath | None = None
+    """File of problems for every run. It is given on the command line."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shapes_need_nothing_else(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not values.get("shapes"):
+            return values
+        return {"models": {}, "datasets": {}, "experiments": {}, "evaluation": {"tasks": []}, **values}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_protocol(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("protocol", "paper") == "paper":
+            return values
+        protocol, parts = values["protocol"], values.get("protocols") or {}
+        if not isinstance(protocol, str) or not isinstance(parts, Mapping) or "name" not in values:
+            return values  # not a mapping, for which the fields raise the error
+        if not isinstance(parts.get(protocol), Mapping):
+            raise ValueError(f"protocol={protocol} is not in `protocols` ({', '.join(map(str, parts)) or 'empty'})")
+        rest = _with_nested_keys({key: value for key, value in values.items() if key != "protocols"})
+        return {**merged(rest, _with_nested_keys(parts[protocol])), "name": f"{values['name']}-{protocol}"}
+
+    @field_validator("protocols")
+    @classmethod
+    def _keys_are_nested(cls, protocols: dict[Protocol, dict[str, Any]]) -> dict[Protocol, dict[str, Any]]:
+        return {name: _with_nested_keys(values) for name, values in protocols.items()}
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder(cls, name: str) -> str:
+        if not name.replace("-", "").replace("_", "").isalnum() or len(name.encode()) > 255:
+            raise ValueError(
+                f"{name!r} names a folder of results: use letters, digits, - and _ only, at most 255 bytes"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Config:
+        for number, task in enumerate(self.evaluation.tasks):
+            require(task.dataset, self.datasets, f"evaluation.tasks[{number}].dataset", "datasets")
+            check_scored(task, self.datasets[task.dataset].format, f"evaluation.tasks[{number}]")
+        asked = {task.dataset: None for task in self.evaluation.tasks}
+        for name, experiment in self.experiments.items():
+            for dataset in experiment.tasks or ():
+                require(dataset, asked, f"experiments.{name}.tasks", "evaluation.tasks")
+        for name, model in self.models.items():
+            if isinstance(model, PretrainSettings):
+                for dataset in model.datasets:
+                    require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+                    if self.datasets[dataset].answer == "tags":
+                        raise ValueError(
+                            f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
+                            "without tags; give it a data set with answer: native"
+                        )
+        for name, bench in self.benches.items():
+            if isinstance(bench, RolloutBench):
+                require(bench.model, self.models, f"benches.{name}.model", "models")
+            else:
+                require(bench.experiment, self.experiments, f"benches.{name}.experiment", "experiments")
+        if self.gates:
+            require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
+            require(self.gates.bench, self.benches, "gates.bench", "benches")
+        compared = {studied.experiment for studied in self.study.experiments} if self.study else set()
+        for number, studied in enumerate(self.study.experiments if self.study else ()):
+            place = f"study.experiments[{number}]"
+            require(studied.experiment, self.experiments, f"{place}.experiment", "experiments")
+            if studied.pilot is not None:
+                require(studied.pilot, self.experiments, f"{place}.pilot", "experiments")
+            for name in filter(None, (studied.experiment, studied.pilot)):
+                if self.experiments[name].tasks == []:
+                    raise ConfigError(
+                        f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data "
+                        "set"
+                    )
+            if studied.pilot in compared:
+                raise ConfigError(
+                    f"{place}.pilot={studied.pilot} is itself compared, so its runs can't choose the learning rates; "
+                    "name an experiment that isn't in study.experiments, or leave pilot out"
+                )
+        return self
+
+
+def merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `override` over it. Nested mappings are merged in the same way."""
+    result = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+#: The deepest allowed nesting of settings; deeper values contain themselves through an alias.
+_DEEPEST = 20
+
+
+def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Merge {"adapter.rank": 8, "adapter": {"alpha": 16}} to {"adapter": {"rank": 8, "alpha": 16}}, recursively."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"keys of a run are nested over {_DEEPEST} deep; see whether an alias (*) contains itself")
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r} is not a key of a run; write it as text")
+        branch = nested(value, depth + 1) if isinstance(value, Mapping) else value
+        for part in reversed(key.split(".")):
+            branch = {part: branch}
+        tree = merged(tree, branch)
+    return tree
+
+
+def _with_nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with dotted keys of runs nested: merging compares keys, and the later of two spellings would win."""
+    experiments = values.get("experiments")
+    if not isinstance(experiments, Mapping):
+        return dict(values)
+    return {**values, "experiments": {name: _of_runs(experiment) for name, experiment in experiments.items()}}
+
+
+def _of_runs(experiment: Any) -> Any:
+    if not isinstance(experiment, Mapping):
+        return experiment
+    result = dict(experiment)
+    if isinstance(base := result.get("base"), Mapping):
+        result["base"] = nested(base)
+    if isinstance(arms := result.get("arms"), Mapping):
+        result["arms"] = {arm: nested(keys) if isinstance(keys, Mapping) else keys for arm, keys in arms.items()}
+    return result
+
+
+def require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:
+    """Raise `ConfigError` unless the value `name` of `key` is a key of `section`."""
+    if name not in known:
+        among = ", ".join(known) or "empty"
+        raise ConfigError(f"{key} names {name!r}, which is not in `{section}` ({among}){nearest(name, known)}")

@@ -1,0 +1,1 @@
+"""The exploration study: data, comparisons, tables, figures and page (docs/exploration-protocol.md)."""

@@ -1,0 +1,134 @@
+"""A study's data from the stored results of its runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl.jobs import GatherJob
+from qerl.results.paths import METRICS as METRICS_FILE
+from qerl.results.paths import OUTCOMES as OUTCOMES_FILE
+from qerl.results.paths import RESULT, RUN, weights_name
+from qerl.results.schema import OK, EvaluationResult, OutcomeRow, Provenance, RunResult, StepMetrics
+from qerl.results.store import ResultError, read, read_rows
+from qerl.results.study_data import BASE, METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
+
+Row = dict[str, Any]
+
+
+def gather_study(job: GatherJob) -> None:
+    """Write the study's runs, steps and outcomes to `job.out`."""
+    write_study(job.out, gathered(job))
+
+
+def gathered(job: GatherJob) -> Study:
+    """The data of a study's runs and of their untrained bases.
+
+    A run without an evaluation isn't finished. Raises ResultError for it, unless `job.only_finished` leaves it out.
+    """
+    paths = [Path(line) for line in job.results.read_text(encoding="utf-8").splitlines()]
+    if job.only_finished:
+        paths = [path for path in paths if path.is_file()]
+    evaluations = dict(_evaluations([path for path in paths if path.name == RESULT]))
+    runs: list[Row] = []
+    steps: list[Row] = []
+    outcomes: list[Row] = []
+    for file, run in _runs(job, paths):
+        scored = evaluations.get(run.run)
+        if scored is None and job.only_finished:
+            continue
+        if scored is None:
+            raise ResultError(f"{file} has no evaluation among the results; give its experiment a task")
+        runs.append(_run(job, run, scored[1]))
+        steps += _steps(file, run)
+        outcomes += _outcomes(job, run.run, *scored)
+    for name, (file, base) in evaluations.items():
+        if base.run is None and base.model in job.sizes:
+            runs.append(_base(job, base))
+            outcomes += _outcomes(job, name, file, base)
+    header = StudyHeader(study=job.study, decides=job.decides, provenance=Provenance.of_now())
+    frames = ((runs, RUNS), (steps, STEPS), (outcomes, OUTCOMES))
+    return Study(header, *(pd.DataFrame(rows, columns=schema.names) for rows, schema in frames))
+
+
+def _runs(job: GatherJob, paths: Sequence[Path]) -> Iterator[tuple[Path, RunResult]]:
+    for file in paths:
+        if file.name == RUN and (run := read(RunResult, file)).experiment in job.experiments:
+            yield file, run
+
+
+def _evaluations(files: Sequence[Path]) -> Iterator[tuple[str, tuple[Path, EvaluationResult]]]:
+    """Each evaluation by its run, or by its own name if it is of an untrained base."""
+    for file in files:
+        result = read(EvaluationResult, file)
+        yield result.run or result.eval, (file, result)
+
+
+def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
+    settings, of = run.settings, job.experiments[run.experiment]
+    return {
+        "run": run.run,
+        "role": of.role,
+        "experiment": run.experiment,
+        "size": of.size,
+        "arm": run.arm,
+        "model": settings.model,
+        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
+        "seed": settings.seed,
+        "rate": settings.optimizer.learning_rate,
+        "status": run.status,
+        "reason": run.reason,
+        "seconds": float(run.summary.seconds) if run.summary else None,
+        "settings": settings.model_dump_json(),
+        **_stamp(run.provenance),
+        **_evaluated(scored.provenance),
+    }
+
+
+def _base(job: GatherJob, scored: EvaluationResult) -> Row:
+    return {
+        "run": scored.eval,
+        "role": BASE,
+        "experiment": "",
+        "size": job.sizes[scored.model],
+        "arm": "",
+        "model": scored.model,
+        "weights": weights_name(scored.weights, scored.recipe, scored.pack_delta_nets),
+        "status": scored.status,
+        **_evaluated(scored.provenance),
+    }
+
+
+def _stamp(stamp: Provenance) -> Row:
+    versions = json.dumps(stamp.versions, sort_keys=True)
+    return {**stamp.columns, "time": stamp.time, "versions": versions}
+
+
+def _evaluated(stamp: Provenance) -> Row:
+    columns = {**stamp.columns, "time": stamp.time}
+    return {f"evaluated_{key}": value for key, value in columns.items()}
+
+
+def _steps(file: Path, run: RunResult) -> list[Row]:
+    """The metrics of a run's steps; a failed run's rows end where it failed."""
+    rows = (row.content() for row in read_rows(StepMetrics, file.parent / METRICS_FILE))
+    return [{"run": run.run, "step": row["step"], **{name: row.get(name) for name in METRICS}} for row in rows]
+
+
+def _outcomes(job: GatherJob, run: str, file: Path, scored: EvaluationResult) -> list[Row]:
+    """The right completions of each problem of an evaluation; none for a failed run."""
+    if scored.status != OK:
+        return []
+    rows = sorted(read_rows(OutcomeRow, file.parent / OUTCOMES_FILE), key=lambda row: (row.dataset, row.problem))
+    return [
+        {
+            "run": run,
+            **dict(zip(("task", "split"), job.tasks[row.dataset], strict=True)),
+            **row.model_dump(exclude={"dataset"}),
+        }
+        for row in rows
+    ]

@@ -1,0 +1,1 @@
+"""The workflow: plans of a configuration, their jobs, files and cost, and the preparation of runs."""

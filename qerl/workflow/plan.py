@@ -1,0 +1,418 @@
+"""From a configuration to its plan, also for a user's own model, several machines, and a call of Snakemake."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qerl.checkpoints.files import context_length, read_config, read_headers
+from qerl.data.hub import with_locked_revisions
+from qerl.host.lease import devices
+from qerl.host.provenance import check_clock
+from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
+from qerl.settings.data import DatasetSettings
+from qerl.settings.models import LocalModel
+from qerl.settings.run import RunSettings
+from qerl.settings.workflow import Config, RolloutBench, TaskSettings, harness_of, merged
+from qerl.workflow.checks import check_drift, check_followed, check_inputs, check_run
+from qerl.workflow.runs import Checkpoint, Plan, PlannedEvaluation, PlannedRun, expand, plain
+
+# The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
+
+
+def shortened(config: Config) -> Config:
+    """Apply the command line's `model=` and `problems=`: every run uses that checkpoint and those problems.
+
+    Results go to a separate folder, whose name ends in a hash of the two paths, since other paths may have equal names.
+    """
+    from qerl.data.sources import check_problem_file
+
+    changes: dict[str, Any] = {}
+    model = _plain_name(config.model, "model", ())
+    problems = _plain_name(config.problems, "problems", config.datasets)
+    if config.model is not None:
+        changes["models"] = {model: LocalModel(source="local", path=config.model)}
+        changes["benches"] = {
+            key: bench.model_copy(update={"model": model}) if isinstance(bench, RolloutBench) else bench
+            for key, bench in config.benches.items()
+        }
+    if config.problems is not None:
+        record_format = check_problem_file(config.problems)
+        origin = {"source": "local", "path": config.problems}
+        same = next((known for known in config.datasets.values() if known.format == record_format), None)
+        values = {"format": record_format, "origin": origin, **(same.asked if same else {})}
+        dataset = parse(DatasetSettings, values, "problems")
+        changes["datasets"] = {**config.datasets, problems: dataset}
+        task = TaskSettings(dataset=problems, harness=harness_of(record_format))
+        changes["evaluation"] = config.evaluation.model_copy(update={"tasks": [task]})
+    base_change = {key: value for key, value in (("model", model), ("dataset", problems)) if value}
+    changes["experiments"] = {
+        key: experiment.model_copy(update={"base": {**experiment.base, **base_change}})
+        for key, experiment in config.experiments.items()
+    }
+    identity = _path_hash(config.model, config.problems)
+    changes["name"] = "-".join([config.name, *base_change.values(), identity]).replace(".", "_")
+    return config.model_copy(update=changes)
+
+
+def _plain_name(path: Path | None, otherwise: str, taken: Collection[str]) -> str:
+    """A file's or folder's name as text for paths and commands; empty without a path.
+
+    `otherwise` replaces a name without a plain character; a name in `taken` gets the path's hash.
+    """
+    if path is None:
+        return ""
+    name = path.resolve().stem if path.is_file() else path.resolve().name
+    short = plain(name)[:60].strip("-.+") or otherwise
+    return f"{short}-{_path_hash(path)}" if short in taken else short
+
+
+def _path_hash(*paths: Path | None) -> str:
+    """Eight hexadecimal digits that identify paths, relative to the working directory, which also has the results."""
+    lie = [os.path.relpath(path.resolve()) if path else "" for path in paths]
+    return hashlib.sha256("\0".join(lie).encode()).hexdigest()[:8]
+
+
+# The choice of settings for a user's model, by its checkpoint.
+#
+# The choices are rules of thumb for a first run that fits into memory and learns. Keys in the configuration override
+# them.
+
+#: (least number of parameters, learning rate of LoRA): the paper's for large models, higher ones for smaller models.
+_LEARNING_RATES = ((1e9, 1e-5), (1e8, 3e-5), (0, 1e-4))
+#: The most tokens of a completion, if the context has room for them and for a prompt of the same length.
+_MAX_TOKENS = 1024
+_MAX_TOKENS_CPU = 256
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The properties of a model and machine on which the choices depend."""
+
+    parameters: int
+    context: int | None
+    gpu: bool
+
+
+def traits(folder: Path) -> Traits:
+    """The traits of a checkpoint on this machine, from its headers. Raises CheckpointError for another folder."""
+    context = context_length(read_config(folder))
+    parameters = sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
+    return Traits(parameters, context, bool(devices()))
+
+
+def chosen(of: Traits) -> dict[str, Any]:
+    """The chosen settings: `run` for a run, `evaluation` for the evaluation."""
+    limit = _MAX_TOKENS if of.gpu else _MAX_TOKENS_CPU
+    max_tokens = limit if of.context is None else min(limit, of.context // 2)
+    dtype = "bfloat16" if of.gpu else "float32"
+    rate = next(rate for least, rate in _LEARNING_RATES if of.parameters >= least)
+    prompts, group_size, steps, tokens = (16, 8, 200, 16384) if of.gpu else (4, 4, 30, 2048)
+    return {
+        "run": {
+            "dtype": dtype,
+            "steps": steps,
+            "optimizer": {"learning_rate": rate},
+            "rollout": {"prompts": prompts, "group_size": group_size, "sampling": {"max_tokens": max_tokens}},
+            "micro_batch_tokens": tokens,
+            "gradient_checkpointing": "auto",
+        },
+        "evaluation": {"dtype": dtype, "sampling": {"max_tokens": max_tokens}, "repeats": 4 if of.gpu else 1},
+    }
+
+
+def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values. With `fit_to_model`, missing ones are chosen by each experiment's model."""
+    experiments = values.get("experiments")
+    if values.get("fit_to_model") is not True or not isinstance(experiments, Mapping):
+        return dict(values)
+    if values.keys() - Config.model_fields.keys():  # validation names the key, such as a misspelt `model`
+        return dict(values)
+    result, shortest = dict(values), None
+    fitting: dict[str, Any] = {}
+    for name, experiment in experiments.items():
+        folder = _folder(values, experiment)
+        if not isinstance(folder, (str, Path)):  # validation names the key of a number
+            return dict(values)
+        of = traits(can_name_a_file(Path(folder)))
+        fitting[name] = merged({"base": chosen(of)["run"]}, experiment)
+        shortest = of if shortest is None or (of.context or math.inf) < (shortest.context or math.inf) else shortest
+    evaluation = chosen(shortest)["evaluation"] if shortest else {}
+    return {**result, "experiments": fitting, "evaluation": merged(evaluation, values.get("evaluation") or {})}
+
+
+def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
+    base = experiment.get("base") if isinstance(experiment, Mapping) else None
+    models = values.get("models")
+    name = base.get("model") if isinstance(base, Mapping) else None
+    model = models.get(name) if isinstance(models, Mapping) else None
+    path = values.get("model") or (model.get("path") if isinstance(model, Mapping) else None)
+    if not path:
+        raise ConfigError(
+            "fit_to_model chooses settings by a local checkpoint: give one as `model=FOLDER` (make: MODEL=FOLDER), or "
+            "as the `model` of each experiment, with source: local"
+        )
+    return path
+
+
+def described(of: Traits, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for the user: the checkpoint's traits, and the values of the chosen keys in `settings`."""
+    where = "with a GPU" if of.gpu else "without a GPU"
+    length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
+    yield f"{of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:"
+    for key in _keys(chosen(of)["run"]):
+        value: Any = settings
+        for part in key.split("."):
+            value = value[part]
+        yield f"  {key}: {value}"
+
+
+def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+# From a configuration to its plan.
+
+#: The longest id in characters; with suffixes it becomes a file name, which has at most 255 bytes.
+_LONGEST_ID = 200
+
+
+def plan(config: Config) -> Plan:
+    """Expand a configuration to its plan. Raises `ConfigError`, which names the part that doesn't fit."""
+    config = shortened(config) if config.model or config.problems else config
+    runs: dict[str, PlannedRun] = {}
+    for name, experiment in config.experiments.items():
+        for run in expand(name, experiment, {"track": config.track}):
+            if run.id in runs:
+                raise ConfigError(
+                    f"two runs are named {run.id}; rename an arm or a grid key, or make arms of grid values that "
+                    "differ only in special characters"
+                )
+            if len(run.id) > _LONGEST_ID:
+                raise ConfigError(
+                    f"experiments.{name}.grid: the run's name {run.id[:40]}... has over {_LONGEST_ID} "
+                    "characters; make arms of the grid's long values"
+                )
+            check_run(run, config)
+            runs[run.id] = run
+    if not (config.shapes or config.benches or any(config.experiments[run.experiment].train for run in runs.values())):
+        raise ConfigError("nothing to do: `experiments` has no run to train, and there are no `benches` or `shapes`")
+    checkpoints = _named_apart(_checkpoints(config, runs))
+    trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
+    timed = {id: run for id, run in runs.items() if id not in trained}
+    evaluations: dict[str, PlannedEvaluation] = {}
+    for evaluation in _evaluations(config, trained):
+        if evaluation.id in evaluations:
+            raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
+        evaluations[evaluation.id] = evaluation
+    made = Plan(config, trained, timed, checkpoints, evaluations)
+    check_followed(made)
+    check_drift(made)
+    return made
+
+
+def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:
+    """Evaluations of the runs' bases and of bf16, on the tasks of all their runs, and then of the runs."""
+    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
+    of_run = {id: _tasks(config, run) for id, run in trained.items()}
+    of_base: dict[Checkpoint, set[str]] = {}
+    for id, run in trained.items():
+        for base in (Checkpoint(run.settings.model, "bf16"), run.checkpoint):
+            of_base.setdefault(base, set()).update(of_run[id])
+    for base, asked in of_base.items():
+        if asked:
+            yield PlannedEvaluation(f"base-{base.id}", base, None, tuple(task for task in every if task in asked))
+    for id, run in trained.items():
+        if of_run[id]:
+            yield PlannedEvaluation(id, run.checkpoint, run, of_run[id])
+
+
+def _tasks(config: Config, run: PlannedRun) -> tuple[str, ...]:
+    named = config.experiments[run.experiment].tasks
+    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
+    return tuple(every) if named is None or config.problems else tuple(named)
+
+
+def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Checkpoint]:
+    """Every base in bf16 (the reference of each table) and in each weight format that a run or bench uses."""
+    for run in runs.values():
+        yield Checkpoint(run.settings.model, "bf16")
+        yield run.checkpoint
+    for bench in config.benches.values():
+        if isinstance(bench, RolloutBench):
+            yield from (Checkpoint(bench.model, weights) for weights in ("bf16", *bench.weights))
+
+
+def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
+    """The distinct checkpoints by id. Raises ConfigError if two have the same id."""
+    named: dict[str, Checkpoint] = {}
+    for checkpoint in checkpoints:
+        if named.setdefault(checkpoint.id, checkpoint) != checkpoint:
+            raise ConfigError(f"two checkpoints are named {checkpoint.id}; rename a model or a data set")
+    return named
+
+
+def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (), typed: Collection[str] = ()) -> Plan:
+    """The plan of Snakemake's arguments: a whole configuration, or single keys that override the one in `default`.
+
+    A whole configuration comes from `files`, if there are any, except for the keys `typed` on the command line. Errors
+    name both.
+    """
+    values, where = given, ", ".join(map(_as_typed, files)) or "configuration"
+    if not files and "name" not in given:
+        values, where, typed = {**read_yaml(default), **given}, _as_typed(default), given
+    if typed:
+        where += f" with {', '.join(map(str, typed))} of the command line"
+    check_kind(values, where, of_run=False)
+    if "name" not in values:
+        raise ConfigError(f"{where} has no `name`; give it a `name`: its results go to results/NAME")
+    if values.get("protocol", "paper") != "paper":
+        where += f" with protocol {values['protocol']}"
+    try:
+        plan_ = plan(with_locked_revisions(parse(Config, fitted(values), "")))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    check_inputs(plan_)
+    return plan_
+
+
+def _as_typed(file: Path) -> str:
+    """A file's path, relative to the working directory if it is below it."""
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+
+
+def fitting(plan_: Plan) -> list[str]:
+    """Lines for the user about the settings that were chosen by the models."""
+    if not plan_.config.fit_to_model:
+        return []
+    first = {run.settings.model: run for run in reversed(plan_.runs.values())}
+    lines = []
+    for name, run in first.items():
+        model = plan_.config.models[name]
+        assert isinstance(model, LocalModel)
+        about, *keys = described(traits(model.path), run.settings.model_dump())
+        lines += [f"{model.path}: {about}", *keys]
+    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
+
+
+# The plan of a call of Snakemake.
+
+Asked = TypeVar("Asked", bound=Callable[..., Any])
+
+
+def with_signature(function: Asked) -> Asked:
+    """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
+    function.__signature__ = signature(function)  # type: ignore[attr-defined]
+    return function
+
+
+def one_of(names: Iterable[str]) -> str:
+    """A regular expression for exactly these names; one that matches nothing if there are none."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+def models_of(plan: Plan, kind: type) -> str:
+    """A regular expression for the models of a plan that come from one kind of source."""
+    return one_of(name for name, model in plan.config.models.items() if isinstance(model, kind))
+
+
+def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -> Plan:
+    """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
+
+    `given` has both, merged; `root` is the clone. The default is config/config.yaml of the working directory, as in
+    .test, if there is one. Else it is the miniature's, and for `--config model=FOLDER` that of real models. Raises
+    ValueError, which names the key or the file.
+    """
+    default = Path("config/config.yaml")
+    if not default.is_file():
+        default = root / "config" / ("own.yaml" if given.get("model") else "mini.yaml")
+    for file in files:
+        read_yaml(file)  # Snakemake takes the last one of two equal keys
+    plan = plan_from(given, default, files)
+    _check_paths(plan)
+    check_clock([Path(plan.folder)])
+    return plan
+
+
+def _check_paths(plan: Plan) -> None:
+    """Refuse paths of the user in which Snakemake would take a part in braces for a wildcard."""
+    config = plan.config
+    models = {f"models.{name}.path": m.path for name, m in config.models.items() if isinstance(m, LocalModel)}
+    data = {f"datasets.{name}.origin": one.own_file for name, one in config.datasets.items()}
+    followed = {
+        f"experiments.{run.experiment}.thermostat.metrics": run.settings.thermostat.metrics
+        for run in plan.runs.values()
+        if run.settings.thermostat
+    }
+    given = {"model": config.model, "problems": config.problems}
+    gates = config.gates
+    of_gates = (
+        {f"gates.{key}": getattr(gates, key) for key in ("file", "baselines", "vectors", "stored")} if gates else {}
+    )
+    for key, path in {**given, **models, **data, **followed, **of_gates}.items():
+        if path is not None and "{" in str(path):
+            raise ConfigError(
+                f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "
+                "whose name has none"
+            )
+
+
+# Trainings on several machines as jobs of SLURM, by the resources of Snakemake's plugin for it.
+
+#: Values of a job's resources. The plugin's name for a launcher that the rule itself calls is `mpi`, for GPUs of each
+#: machine `gres`. `tasks_per_gpu: 0` keeps the plugin from asking for as many tasks on each GPU.
+_RESOURCES: Mapping[str, Callable[[RunSettings], int | str]] = {
+    "nodes": lambda settings: settings.nodes,
+    "tasks": lambda settings: settings.nodes,
+    "mpi": lambda settings: "srun",
+    "gres": lambda settings: f"gpu:{settings.gpus_of_node}",
+    "tasks_per_gpu": lambda settings: 0,
+}
+
+
+def resources_of_machines(plan: Plan) -> dict[str, Callable[[Any], int | str | None]]:
+    """The resources that only a run on several machines has, by Snakemake's wildcards; none without such a run.
+
+    A resource is None for a run on one machine, which Snakemake leaves out.
+    """
+    if all(run.settings.nodes == 1 for run in plan.runs.values()):
+        return {}
+
+    def resource(value: Callable[[RunSettings], int | str]) -> Callable[[Any], int | str | None]:
+        def of_run(wildcards: Any) -> int | str | None:
+            settings = plan.runs[wildcards.run].settings
+            return value(settings) if settings.nodes > 1 else None
+
+        return with_signature(of_run)
+
+    return {name: resource(value) for name, value in _RESOURCES.items()}
+
+
+def launcher(settings: RunSettings) -> str:
+    """The start of a training's command, which starts it on all of its machines; empty on one.
+
+    SLURM's variables tell the processes where they meet (`qerl.host.nodes.meeting`).
+    """
+    nodes, each = settings.nodes, settings.processes_of_node
+    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={each}" if nodes > 1 else ""
+
+
+def check_machines(plan: Plan) -> None:
+    """Raise `ConfigError` if a run needs several machines, for a Snakemake that starts its jobs on this one."""
+    for run in plan.runs.values():
+        if run.settings.nodes > 1:
+            raise ConfigError(
+                f"experiment {run.experiment}, arm {run.arm}: nodes={run.settings.nodes} needs a cluster; use a "
+                "profile such as profiles/slurm, or set nodes=1"
+            )

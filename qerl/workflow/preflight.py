@@ -1,0 +1,126 @@
+"""Checks of a model before any long work: with the settings of a run, and with its problems.
+
+Of problems these are chat template, lengths and test splits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qerl.checkpoints.files import CONFIG, check_room, read_config, usable_length, weights_format_of
+from qerl.data.prompts import Thinking, check_lengths, check_template, longer_than
+from qerl.evals.evaluate import open_task
+from qerl.host.console import log
+from qerl.jobs import CheckJob
+from qerl.models.expert_adapters import projections_of
+from qerl.models.loading import check_attention_dropout, checkpoint_structure, config_of, load_tokenizer
+from qerl.models.policy import check_expert_adapters, lora_config
+from qerl.models.quantize import check_equalised, linear_layers
+from qerl.rl.noise import check_noise
+from qerl.rl.rollouts import Task
+from qerl.rollout.sampler import check_served
+from qerl.settings.run import RolloutSettings, RunSettings
+from qerl.settings.workflow import EvaluationSettings
+
+
+def check_settings(model: Path, settings: RunSettings) -> None:
+    """Raise the error with which a run would fail on the base `model` later, as far as its config.json tells.
+
+    Of the settings, `FITTED` is read.
+    """
+    structure, config = checkpoint_structure(model), config_of(model)
+    check_attention_dropout(model)
+    if settings.method == "lora":
+        check_expert_adapters(settings.adapter, config.model_type)
+        lora_config(settings.adapter, structure)
+        projections_of(settings.adapter, structure)
+    check_noise(settings.noise, {role for _, role in structure.noisy_norms().values()})
+    if weights_format_of(model) != settings.weights or settings.perturbed:
+        config.name_or_path = ""  # of images and text, the base that is written has the text model alone
+    check_served(config, settings.rollout)
+    if settings.recipe == "awq":
+        check_equalised(model)
+    linear_layers(model, settings.pack_delta_nets)  # raises an error if there are no delta nets to pack
+
+
+def check_problems(job: CheckJob) -> None:
+    """Check a model with the settings and problems of runs and with an evaluation.
+
+    An empty file is written if all checks pass.
+    """
+    for run in job.runs:
+        check_settings(job.model, run)
+    check_runs(job.model, ((job.data[run.dataset], run.rollout) for run in job.runs))
+    check_evaluation(job.model, job.evaluation, job.data)
+    job.out.touch()
+
+
+def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> None:
+    """Raise an error if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
+    architecture, tokenizer = read_config(model), load_tokenizer(model)
+    check_template(tokenizer, architecture["vocab_size"])
+    _tell_unused_end(model, tokenizer)
+    lines: set[str] = set()
+    for data, rollout in runs:
+        context = usable_length(architecture, rollout)
+        check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
+        task = Task.of(data)
+        if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
+            log.info("%s", line)
+            lines.add(line)
+        _tell_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
+
+
+def _tell_problems(given: int, kept: int, rollout: RolloutSettings) -> None:
+    """Say how many problems are too long, and warn if there are fewer than a step draws."""
+    if kept < given:
+        log.info(
+            "rollout.max_prompt_tokens=%d leaves %d of %d training problems", rollout.max_prompt_tokens, kept, given
+        )
+    if kept < rollout.prompts:
+        log.warning(
+            "%d training problems are fewer than rollout.prompts=%d, so each step draws some of them several times; "
+            "lower rollout.prompts, or give more problems",
+            kept,
+            rollout.prompts,
+        )
+
+
+def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if the tokenizer's end of text doesn't end completions, as after fine-tuning a base on a chat template."""
+    file = next(path for path in (model / "generation_config.json", model / CONFIG) if path.is_file())
+    stated: dict[str, Any] = read_config(model) if file.name == CONFIG else json.loads(file.read_text(encoding="utf-8"))
+    ends: Any = stated.get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [ends]
+    if ends is not None and tokenizer.eos_token_id not in (None, *ids):
+        log.warning(
+            "%s ends completions at %s alone, and the tokenizer's end %s (%d) doesn't end them; if the chat template "
+            "ends turns with it, add it to eos_token_id there",
+            file,
+            ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ids),
+            tokenizer.eos_token,
+            tokenizer.eos_token_id,
+        )
+
+
+def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mapping[str, Path]) -> None:
+    """Raise an error if the engine doesn't serve the model, or a task has no problems or prompts that are too long.
+
+    The harness makes the prompts of stock tasks, so these are checked when completions are drawn.
+    """
+    config = config_of(model)
+    config.name_or_path = ""  # of images and text, only some weights have the text model alone
+    check_served(config, settings)
+    context, tokenizer = usable_length(read_config(model), settings), load_tokenizer(model)
+    for task in settings.tasks:
+        asked, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
+        check_room(context, limit, f"max_tokens of the evaluation on {task.label}")
+        if context is not None and asked.stock is None:
+            longer = longer_than(context - limit, tokenizer, asked.problems, asked.instruction, asked.date)
+            remedy = f"or take these problems out of the test split of {task.dataset}"
+            check_lengths(longer.values(), len(asked.problems), context, limit, remedy)

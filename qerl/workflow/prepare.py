@@ -1,0 +1,251 @@
+"""Preparation of a run: its base checkpoint and its data, which are made once, with the record of their inputs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoints.files import CONFIG, weights_format_of
+from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachable, read_lock, verify
+from qerl.data.inputs import MadeOf, data_files, hashes_of, made_of, model_files, read_record, write_record
+from qerl.host.console import log
+from qerl.host.imports import OPTIONAL, imports
+from qerl.host.provenance import put, writing
+from qerl.jobs import FetchJob, QuantizeJob
+from qerl.results.paths import CHECKPOINT, DATA, REPORT
+from qerl.results.schema import Provenance, QuantizationReport
+from qerl.results.store import write
+from qerl.settings.base import ConfigError
+from qerl.settings.models import LockedRepo, RandomErrorSettings
+from qerl.settings.run import RunFile
+
+if TYPE_CHECKING:
+    from qerl.models.quantize import Calibration
+
+
+# Base checkpoints: downloading, quantizing and linking them.
+
+
+def fetch_base(job: FetchJob) -> None:
+    """Download a model of the hub at a pinned revision."""
+    fetch_model(job.repo, job.revision, job.out, read_lock(job.lock_file).get(job.repo))
+
+
+def quantize_base(job: QuantizeJob) -> None:
+    """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
+    texts = None
+    if job.calibration:
+        from qerl.models.quantize import Calibration
+
+        texts = Calibration(job.calibration.settings, job.calibration.data)
+    else:
+        with imports(OPTIONAL):  # rounding to nearest needs no optional package
+            from qerl.models.quantize import SCHEMES
+
+            if job.weights in SCHEMES or (job.error and job.error.of in SCHEMES):
+                import llmcompressor  # noqa: F401
+    places = job.source, job.out / CHECKPOINT, job.out / REPORT
+    make_checkpoint(job.model, job.weights, *places, texts, job.error, job.pack_delta_nets)
+
+
+def fetch_model(
+    repo: str,
+    revision: str,
+    target: Path | None = None,
+    locked: LockedRepo | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """Download a model from the hub to `target`, or to the hub's cache, and return its folder.
+
+    Its configuration comes first. `check` gets the folder with that alone; by default the structure is checked. If the
+    hub can't be reached, the error names the command to run elsewhere. A file that differs from `locked` is an error.
+    """
+    from qerl.models.loading import checkpoint_structure
+
+    unreachable = hub_unreachable()
+    described = _download(repo, revision, target, CONFIG_FILES, unreachable)
+    if not described.is_dir():  # the client makes no folder if no file has one of the names
+        raise ConfigError(f"{repo} has no {CONFIG} at revision {revision}; name a model in the hub's layout")
+    (check or checkpoint_structure)(described)
+    folder = _download(repo, revision, target, MODEL_FILES, unreachable)
+    if locked is not None:
+        verify(locked, folder)
+    return folder
+
+
+def _download(repo: str, revision: str, target: Path | None, files: list[str], unreachable: str | None) -> Path:
+    """Download the files of these patterns, or take those of the cache if the hub is `unreachable`."""
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                local_dir=target,
+                allow_patterns=files,
+                ignore_patterns=OTHER_FILES,
+                local_files_only=unreachable is not None,
+            )
+        )
+    except (httpx.HTTPError, OSError) as error:
+        left = " ".join(f"'{pattern}'" for pattern in OTHER_FILES)
+        command = f"hf download {repo} --revision {revision} --local-dir FOLDER --exclude {left}"
+        raise ConfigError(
+            f"can't download {repo} ({unreachable or type(error).__name__}): on a machine with network run "
+            f"`{command}`, then give that folder (in a workflow's configuration: a model with source: local)"
+        ) from error
+
+
+def make_checkpoint(
+    model: str,
+    weights: str,
+    source: Path,
+    checkpoint: Path,
+    report: Path,
+    calibration: Calibration | None = None,
+    error: RandomErrorSettings | None = None,
+    pack_delta_nets: bool = False,
+) -> None:
+    """Make a checkpoint in one weight format, and a JSON report about it; for bf16 the source is linked.
+
+    With a `calibration` AWQ quantizes it. With an `error`, bf16 is the source plus that random error.
+    `pack_delta_nets` packs delta nets too.
+    """
+    from qerl.models.quantize import quantize_checkpoint
+
+    about = quantize_checkpoint(source, checkpoint, weights, calibration, error, pack_delta_nets)
+    if weights == "bf16" and error is None:
+        link_checkpoint(source, checkpoint)
+    content = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}
+    write(report, QuantizationReport.model_validate(content))
+
+
+def link_checkpoint(source: Path, target: Path) -> None:
+    """Make a folder of symbolic links to the source's files, which takes no space for a second copy.
+
+    Links to a relative `source` are relative, so that a copy of the whole tree has its own. Hidden files aren't linked:
+    Snakemake keeps a folder's time in one.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not (target / file.name).exists():
+            to = file.resolve() if source.is_absolute() else os.path.relpath(file, target)
+            os.symlink(to, target / file.name)
+
+
+# Data and checkpoint of a run's folder, which are made once, and the record of their inputs.
+
+#: The record of the inputs of a run, by the keys of its settings: dataset, model, reward.
+INPUTS = "inputs.json"
+
+
+def check_inputs(settings: RunFile) -> None:
+    """Refuse a finished run whose inputs have changed. Inputs that no longer exist or are on the hub aren't
+    compared.
+    """
+    data_file, source = settings.dataset.own_file, Path(settings.model)
+    now = {
+        "dataset": _of_data(settings) if data_file is None or data_file.exists() else None,
+        "model": _of_checkpoint(settings, source) if source.is_dir() else None,
+        "reward": _of_reward(settings),
+    }
+    record = read_record(settings.out / INPUTS)
+    pairs = {key: (record[key], made) for key, made in now.items() if made and key in record}
+    for key, (before, after) in pairs.items():
+        if changes := before.changes(after):
+            raise ConfigError(
+                f"{settings.out} is finished, and its {key} has changed since ({', '.join(changes)}); "
+                "give another folder as `out`, or delete this one to train anew"
+            )
+    if any(before.code != after.code for before, after in pairs.values()):
+        log.warning("%s was trained by another version of the code; delete it to train anew", settings.out)
+
+
+def make_data(settings: RunFile) -> None:
+    """Prepare the problems."""
+    from qerl.data.records import DataError
+    from qerl.data.sources import prepare, read_meta
+
+    _make(settings, "dataset", DATA, _of_data(settings), lambda folder: prepare(settings.dataset, folder))
+    rows = read_meta(settings.out / DATA).rows
+    if not rows["train"]:
+        others = sum(rows.values())
+        why = f"all {others} are held out" if others else "all were dropped, as their answers contradict each other"
+        raise DataError(f"dataset has no training problems, since {why}; give it more problems, or a split train")
+
+
+def make_base(settings: RunFile, source: Path) -> None:
+    """Make the run's base checkpoint, which is a link if `source` already has its weight format."""
+    made = _of_checkpoint(settings, source)
+    _make(settings, "model", CHECKPOINT, made, lambda folder: _base(settings, source, folder))
+
+
+def tell_reward(settings: RunFile) -> None:
+    """Record the version of the reward with which the run is trained from now on."""
+    file = settings.out / INPUTS
+    write_record(file, {**read_record(file), "reward": _of_reward(settings)})
+
+
+def whole(target: Path, make: Callable[[Path], object]) -> None:
+    """Let `make` write the folder `target` unless it exists, completely or not at all."""
+    if target.exists():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with writing(target.parent):
+        make(partial / target.name)
+        put(partial / target.name, target)
+    partial.rmdir()
+
+
+def _of_data(settings: RunFile) -> MadeOf:
+    source_file = settings.dataset.own_file
+    files = hashes_of(data_files(source_file), source_file) if source_file else {}
+    return made_of("qerl.data.sources", files, [getattr(settings.dataset.origin, "function", None)])
+
+
+def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
+    """The inputs of a checkpoint: the base, and the prepared problems that AWQ reads."""
+    files = hashes_of(model_files(source), source)
+    if settings.settings.calibrated:
+        files |= hashes_of(data_files(settings.out / DATA), settings.out)
+    return made_of("qerl.models.quantize", files, [])
+
+
+def _of_reward(settings: RunFile) -> MadeOf:
+    return made_of("qerl.rl.train", {}, [settings.reward.function])
+
+
+def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:
+    """Let `make` write a folder of the run, unless it exists and was made from the same inputs."""
+    target, file = settings.out / name, settings.out / INPUTS
+    record = read_record(file)
+    if target.exists() and record.get(key) == made:
+        return
+    if target.exists():
+        changes = record[key].changes(made) if key in record else []
+        log.info("%s is made anew: %s changed", target, ", ".join(changes) or "the code")
+        # First remove the record, so that after a kill it never describes a folder that isn't there.
+        write_record(file, {other: of for other, of in record.items() if other != key})
+        shutil.rmtree(target)
+    whole(target, make)
+    write_record(file, {**record, key: made})
+
+
+def _base(settings: RunFile, source: Path, target: Path) -> None:
+    from qerl.models.quantize import Calibration
+
+    error = settings.settings.perturbed
+    if weights_format_of(source) == settings.weights and error is None:
+        link_checkpoint(source.absolute(), target)  # `whole` moves the folder, and with it relative links
+        return
+    made = settings.settings.calibrated
+    texts = Calibration(made, settings.out / DATA) if made else None
+    nets = settings.pack_delta_nets
+    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts, error, nets)

@@ -1,0 +1,250 @@
+"""The parts of a plan: checkpoints, runs and evaluations, and an experiment's runs by arm and grid."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qerl.results.paths import weights_name
+from qerl.results.printed import figures_fed, tables_fed
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe
+from qerl.settings.run import RunSettings
+from qerl.settings.workflow import Config, Experiment, RolloutBench, StepBench, merged, nested
+
+# The parts of a plan: checkpoints, runs and evaluations, and the tables and figures from them.
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A base in one weight format, rounded to nearest, or by AWQ if it has a calibration.
+
+    With an `error` it is dense and has that random error. With `pack_delta_nets` its delta nets are packed too.
+    """
+
+    model: str
+    weights: str
+    calibration: CalibrationSettings | None = None
+    error: RandomErrorSettings | None = None
+    pack_delta_nets: bool = False
+
+    @property
+    def id(self) -> str:
+        """The name of the checkpoint's folder."""
+        made = self.calibration
+        weights = weights_name(self.weights, "rtn", self.pack_delta_nets)
+        awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
+        random = f"-random-{self.error.of}-seed{self.error.seed}" if self.error else ""
+        return f"{self.model}-{weights}{awq}{random}"
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe by which its weights are quantized."""
+        if self.error:
+            return "random"
+        return "awq" if self.calibration else "rtn"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training run, which is a row of the run table."""
+
+    id: str
+    experiment: str
+    arm: str
+    varied: dict[str, Any]
+    settings: RunSettings
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The base of the run."""
+        settings = self.settings
+        return Checkpoint(
+            settings.model, settings.weights, settings.calibrated, settings.perturbed, settings.pack_delta_nets
+        )
+
+
+@dataclass(frozen=True)
+class PlannedEvaluation:
+    """An evaluation of a base in one weight format or of a run's policy; `tasks` has the names of data sets."""
+
+    id: str
+    checkpoint: Checkpoint
+    run: PlannedRun | None
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All jobs' inputs of one configuration: checkpoints, runs and evaluations."""
+
+    config: Config
+    runs: dict[str, PlannedRun]
+    #: Runs of experiments with `train: false`.
+    timed: dict[str, PlannedRun]
+    checkpoints: dict[str, Checkpoint]
+    evaluations: dict[str, PlannedEvaluation]
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the tables for which this configuration has results."""
+        return [
+            "accuracy",
+            "quantization",
+            *_for_benches(self.config, {"step": "memory_speed", "rollout": "throughput"}),
+            *["drift"] * self.config.drift,
+            *tables_fed(self._covered),
+        ]
+
+    @property
+    def figures(self) -> list[str]:
+        """The names of the figures for which this configuration has results."""
+        noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
+        curves = [
+            "accuracy",
+            "reward",
+            "entropy",
+            "completion_length",
+            *["noise"] * noisy,
+            *["drift"] * self.config.drift,
+        ]
+        return [*curves, *_for_benches(self.config, {"rollout": "throughput"}), *figures_fed(self._covered)]
+
+    @property
+    def _covered(self) -> set[tuple[str, str]]:
+        """(kind, model) of the results that are compared with the paper's (`qerl.results.printed`)."""
+        models = {checkpoint.model for checkpoint in self.checkpoints.values()}
+        evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
+        trained = {
+            (kind, run.settings.model) for run in self.runs.values() for kind in ("run", f"data={run.settings.dataset}")
+        }
+        measured = {
+            (bench.kind, model) for name, bench in self.config.benches.items() for model in self._bench_models(name)
+        }
+        return evaluated | trained | measured
+
+    def _bench_models(self, bench: str) -> set[str]:
+        settings = self.config.benches[bench]
+        if isinstance(settings, RolloutBench):
+            return {settings.model}
+        return {run.settings.model for run in self.step_bench_runs(bench)}
+
+    @property
+    def folder(self) -> str:
+        """The folder of all results of this configuration."""
+        return f"results/{self.config.name}"
+
+    def followed(self, run: PlannedRun) -> PlannedRun | None:
+        """The run that a run's thermostat follows: another arm at the same point of the grid."""
+        arm = run.settings.thermostat.arm if run.settings.thermostat else None
+        return self._by_point.get((run.experiment, arm, json.dumps(run.varied))) if arm else None
+
+    @cached_property
+    def _by_point(self) -> dict[tuple[str, str, str], PlannedRun]:
+        """Each run by its experiment, arm and point of the grid."""
+        return {(run.experiment, run.arm, json.dumps(run.varied)): run for run in self.runs.values()}
+
+    def evaluations_of(self, experiment: str) -> list[PlannedEvaluation]:
+        """The evaluations of an experiment's trained policies."""
+        return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
+
+    def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
+        """The bases that a rollout bench reads."""
+        settings = self.config.benches[bench]
+        assert isinstance(settings, RolloutBench)
+        return [Checkpoint(settings.model, weights) for weights in settings.weights]
+
+    def step_bench_runs(self, bench: str) -> list[PlannedRun]:
+        """The runs that a step bench times: the first seed of each arm and point of its experiment's grid."""
+        settings = self.config.benches[bench]
+        assert isinstance(settings, StepBench)
+        first: dict[str, PlannedRun] = {}
+        for run in (*self.runs.values(), *self.timed.values()):
+            if run.experiment == settings.experiment:
+                point = {key: value for key, value in run.varied.items() if key != "seed"}
+                first.setdefault(json.dumps([run.arm, point]), run)
+        return list(first.values())
+
+
+def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
+    kinds = {bench.kind for bench in config.benches.values()}
+    return [name for kind, name in names.items() if kind in kinds]
+
+
+# The runs of an experiment: one for each arm and point of its grid.
+
+
+def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> Iterator[PlannedRun]:
+    """One run for each arm and point of the grid. `defaults` are keys of the runs that the experiment may override."""
+    labels = _short(list(experiment.grid))
+    base = merged(defaults, experiment.base)
+    same: dict[str, dict[str, RunSettings]] = {}
+    for arm, changes in experiment.arms.items():
+        of_arm = merged(base, changes)
+        written = functools.partial(written_as, name, experiment, arm)
+        points: list[dict[str, Any]] = []
+        for values in itertools.product(*experiment.grid.values()):
+            given = dict(zip(experiment.grid, values, strict=True))
+            settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
+            varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
+            if varied in points:
+                twice = ", ".join(f"{key}={value}" for key, value in varied.items())
+                raise ConfigError(f"experiments.{name}.grid has {twice} twice; keep one of the equal values")
+            points.append(varied)
+            others = same.setdefault(repr(varied), {})
+            # Arms that are only timed may be equal, which shows how far times repeat.
+            if experiment.train and settings in others.values():
+                twin = next(other for other, of_other in others.items() if of_other == settings)
+                raise ConfigError(
+                    f"experiments.{name}.arms.{arm} has the same settings as the arm {twin}, so their runs would be "
+                    "the same; change one, or leave it out"
+                )
+            others[arm] = settings
+            suffix = "".join(f"-{labels[key]}{plain(value)}" for key, value in varied.items())
+            yield PlannedRun(f"{name}-{arm}{suffix}", name, arm, varied, settings)
+
+
+def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
+    """The key in the configuration from which a dotted key of a run's settings comes."""
+    above = f"experiments.{name}"
+    if any(f"{key}.".startswith(f"{varied}.") for varied in experiment.grid):
+        return f"{above}.grid.{key}"
+    if experiment.arms[arm] and (not key or _holds(experiment.arms[arm], key)):
+        return f"{above}.arms.{arm}.{key}".removesuffix(".")
+    return f"{above}.base.{key}".removesuffix(".")
+
+
+def _holds(tree: Any, key: str) -> bool:
+    """Whether a value exists at a dotted key, whose list indices (`[0]`) are ignored."""
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _as_taken(value: Any, key: str, settings: Any) -> Any:
+    """A value of a grid. Synonyms of "off", and numbers that YAML reads as text (1e-5), become the settings' value."""
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    if isinstance(value, Mapping):
+        return {inner: _as_taken(of_inner, inner, settings) for inner, of_inner in value.items()}
+    as_text = isinstance(value, str) and isinstance(settings, (int, float))
+    return settings if settings in ("off", None) or as_text else value
+
+
+def _short(keys: list[str]) -> dict[str, str]:
+    """The last part of each dotted key if it is unique, else the whole key."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    return {key: part if list(last.values()).count(part) == 1 else key for key, part in last.items()}
+
+
+def plain(value: Any) -> str:
+    """A value as text for paths and commands."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(value))

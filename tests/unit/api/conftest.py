@@ -1,0 +1,72 @@
+"""A tiny model and problems, and a finished run of a packed one, with an evaluation of it and of its base."""
+
+import json
+
+import pytest
+
+import qerl
+from qerl.settings.workflow import TaskSettings
+from tests.tiny import tiny_qwen2, write_template
+
+ROWS = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
+#: A run of seconds.
+SETTINGS = {
+    "weights": "bf16",
+    "dtype": "float32",
+    "steps": 2,
+    "checkpoint_every": 1,
+    "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+    "adapter": {"rank": 4},
+    "optimizer": {"learning_rate": 1e-2},
+    "reward": {"format": 1.0},
+}
+GRADED = TaskSettings(dataset="problems", harness="qerl")
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_qwen2(tmp_path_factory.mktemp("models") / "dense")
+    write_template(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    file = tmp_path_factory.mktemp("problems") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+@pytest.fixture
+def values(model, problems, tmp_path):
+    return {**SETTINGS, "model": str(model), "dataset": str(problems), "out": str(tmp_path / "run")}
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("by_hand")
+    write_template(tiny_qwen2(folder / "tiny-model"))
+    (folder / "tiny-model/README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    values = {
+        "model": str(folder / "tiny-model"),
+        "dataset": str(folder / "sums.jsonl"),
+        "weights": "nvfp4",
+        "dtype": "float32",
+        "steps": 3,
+        "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
+        "adapter": {"rank": 4},
+        "optimizer": {"learning_rate": 1e-2},
+        "noise": {"schedule": "constant"},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_COMMIT", "test")
+        run = qerl.train(values, folder / "run")
+        for name, policy in {"base": qerl.load(run.checkpoint, "float32"), "trained": run.policy}.items():
+            qerl.evaluate(policy, run.data, run.folder / name, task=GRADED, repeats=2, max_tokens=4)
+    return run

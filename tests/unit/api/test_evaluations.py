@@ -1,0 +1,174 @@
+"""Samples and evaluations by hand through the Python API."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import qerl
+from qerl.data.sources import parse_run, prepare
+from qerl.settings.base import ConfigError, UserError
+from qerl.settings.workflow import TaskSettings
+from tests.unit.api.conftest import ROWS
+
+
+def test_samples_follow_the_seed_and_the_instruction(model):
+    policy = qerl.load(model, dtype="float32")
+    first, again = (qerl.sample(policy, ["a", "b"], count=3, seed=1, max_tokens=5) for _ in range(2))
+    assert first == again
+    assert [len(row) for row in first] == [3, 3]
+    assert all(drawn.tokens <= 5 for row in first for drawn in row)
+    assert first != qerl.sample(policy, ["a", "b"], count=3, seed=2, max_tokens=5)
+    [[drawn]] = qerl.sample(policy, ["a"], instruction="Be brief.", max_tokens=5)
+    assert "".join(drawn.prompt.split()) == "aBebrief.:"
+    with pytest.raises(ConfigError, match="unknown key `max_token`"):
+        qerl.sample(policy, ["a"], max_token=5)
+    with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not -1"):
+        qerl.sample(policy, ["a"], seed=-1)
+    for use in (lambda: qerl.sample(5, ["Two?"]), lambda: qerl.evaluate(5, [], "out")):
+        with pytest.raises(ValueError, match=r"a policy is a folder of .*, what qerl.load returns.*, not 5"):
+            use()
+    with pytest.raises(ValueError, match="list of strings"):
+        qerl.sample(policy, "a")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_model_is_sampled_and_scored_by_its_folder(model, problems, tmp_path, kind):
+    path, loaded = kind(model), qerl.load(model)
+    assert qerl.sample(path, ["a"], seed=1, max_tokens=5) == qerl.sample(loaded, ["a"], seed=1, max_tokens=5)
+    scored = [
+        qerl.evaluate(of, kind(problems), kind(tmp_path / name), repeats=1, max_tokens=4)
+        for name, of in {"path": path, "loaded": loaded}.items()
+    ]
+    assert scored[0].samples["completion"].tolist() == scored[1].samples["completion"].tolist()
+
+
+def test_a_run_is_asked_as_it_was_trained(values, problems, tmp_path):
+    dataset = {"format": "gsm8k", "instruction": "Go.", "origin": {"source": "local", "path": str(problems)}}
+    run = qerl.train({**values, "dataset": dataset})
+    [[drawn]] = qerl.sample(run.folder, ["a"], max_tokens=4)
+    [[bare]] = qerl.sample(str(run.folder), ["a"], instruction="", max_tokens=4)
+    assert ["".join(one.prompt.split()) for one in (drawn, bare)] == ["aGo.:", "a:"]
+    outcome = qerl.evaluate(str(run.folder), problems, tmp_path / "e", repeats=1, max_tokens=4)
+    assert all("".join(prompt.split()).endswith("Go.:") for prompt in outcome.samples["prompt"])
+
+
+def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
+    policy = qerl.load(model, dtype="float32")
+    outcome = qerl.evaluate(policy, problems, tmp_path / "e", repeats=2, max_tokens=4)
+    assert (outcome.metrics["problems"], outcome.metrics["repeats"]) == (40, 2)
+    assert outcome.metrics["harness"] == "lm-eval"
+    assert len(outcome.samples) == 80
+    assert outcome.accuracy.mean == pytest.approx(outcome.metrics["accuracy"])
+    assert outcome.accuracy.low <= outcome.accuracy.mean <= outcome.accuracy.high
+    with pytest.raises(ConfigError, match="holds an evaluation already"):
+        qerl.evaluate(policy, problems, tmp_path / "e")
+    given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
+    assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
+
+
+def test_math_records_go_to_lighteval(model, tmp_path):
+    origin = {"source": "generated", "train": 4, "validation": 2, "test": 3}
+    outcome = qerl.evaluate(
+        qerl.load(model, dtype="float32"), {"format": "math", "origin": origin}, tmp_path / "e", repeats=1, max_tokens=4
+    )
+    assert (outcome.metrics["harness"], outcome.metrics["problems"]) == ("lighteval", 3)
+
+
+def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path):
+    policy = qerl.load(model, dtype="float32")
+    origin = {"source": "generated", "train": 6, "validation": 2, "test": 3}
+    data = {"format": "gsm8k", "origin": origin, "instruction": "Be brief."}
+    stock = qerl.evaluate(policy, data, tmp_path / "stock", task="gsm8k", repeats=1, max_tokens=4)
+    assert (stock.metrics["task"], stock.metrics["problems"]) == ("gsm8k", 3)
+    settings = TaskSettings(dataset="any", harness="lm-eval", task="gsm8k", fewshot=1, repeats=2)
+    one = qerl.evaluate(policy, data, tmp_path / "one", task=settings, max_tokens=4)
+    assert (one.metrics["repeats"], one.metrics["flexible"] is not None) == (2, True)
+    prompts = ["".join(outcome.samples["prompt"][0].split()) for outcome in (stock, one)]
+    assert [prompt.count("Question:") for prompt in prompts] == [6, 2]
+    assert not any("Bebrief." in prompt for prompt in prompts)
+    with pytest.raises(ConfigError, match="leave out instruction, answer and units"):
+        qerl.evaluate(policy, data, tmp_path / "e", task="gsm8k", instruction="Be brief.")
+    with pytest.raises(ConfigError, match="no stock task 'gms8k'; use one of gsm8k, math_500"):
+        qerl.evaluate(policy, data, tmp_path / "e", task="gms8k")
+    with pytest.raises(ValueError, match=r"sums.jsonl is all asked; set fewshot to 0"):
+        qerl.evaluate(policy, problems, tmp_path / "e", task="gsm8k")
+
+
+def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path):
+    settings = parse_run({"model": "m", "dataset": str(problems), "out": "o"}, "test").dataset
+    prepare(settings, tmp_path / "data")
+    outcome = qerl.evaluate(qerl.load(model, dtype="float32"), tmp_path / "data", tmp_path / "e", max_tokens=4)
+    rows = [json.loads(line) for line in (tmp_path / "data/test.jsonl").open()]
+    assert 0 < len(rows) < 40
+    assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "error", "sentence"),
+    [
+        ([[{"role": "user", "content": "Two?"}]], 1, ConfigError, "text of one user's message, not .*'role': 'user'"),
+        (["Two?", None], 1, ConfigError, "must be a string.* not None"),
+        (["Two?"], 0, ConfigError, "`count` must be a whole number above 0, not 0"),
+        (["Two?"], "4", ConfigError, "`count` must be a whole number above 0, not '4'"),
+        (["Two?"], 2.5, ConfigError, "`count` must be a whole number above 0, not 2.5"),
+        (["Two?"], True, ConfigError, "`count` must be a whole number above 0, not True"),
+        (["Tw\ud800?"], 1, ConfigError, "a prompt has half of a surrogate pair at character 2, which is no character"),
+        (None, 1, ConfigError, "prompts must be a list of strings, not None"),
+    ],
+)
+def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
+    with pytest.raises(error, match=sentence):
+        qerl.sample(None, prompts, count=count)
+
+
+def test_a_dtype_that_is_not_supported_is_a_sentence(model):
+    with pytest.raises(ConfigError, match="dtype='float16' isn't supported; use float32 or bfloat16"):
+        qerl.load(model, dtype="float16")
+
+
+def test_prompts_may_come_from_a_generator(model):
+    policy = qerl.load(model, dtype="float32")
+    drawn = qerl.sample(policy, (prompt for prompt in ("a", "b")), count=2, max_tokens=3)
+    assert drawn == qerl.sample(policy, ["a", "b"], count=2, max_tokens=3)
+    assert len(drawn) == 2
+
+
+@pytest.mark.parametrize("seed", ["1", None, 1.0, True])
+def test_a_seed_is_a_whole_number(model, seed):
+    with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not "):
+        qerl.sample(None, ["a"], seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda policy, out: qerl.load(None), "a model or a run must be a path, not None"),
+        (lambda policy, out: qerl.load(7), "a model or a run must be a path, not 7"),
+        (lambda policy, out: qerl.load(""), "a model or a run: this is empty"),
+        (lambda policy, out: qerl.load("x\ud800"), "a model or a run: this can't be a file's name"),
+        (lambda policy, out: qerl.Run(None), "the folder of a run must be a path, not None"),
+        (lambda policy, out: qerl.quantize(None, out), "model must be a path, not None"),
+        (lambda policy, out: qerl.quantize("m", None), "out must be a path, not None"),
+        (lambda policy, out: qerl.quantize("m", out, ["nvfp4"]), r"weights=\['nvfp4'\] is no 4-bit format"),
+        (lambda policy, out: qerl.export(None, out), "run must be a path, not None"),
+        (lambda policy, out: qerl.evaluate(policy, ROWS, None), "out must be a path, not None"),
+        (lambda policy, out: qerl.evaluate(policy, None, out), "`problems` must be records, or a file or folder of"),
+        (
+            lambda policy, out: qerl.evaluate(policy, ROWS, out, units=5),
+            "units must be a list of words and signs, not 5",
+        ),
+        (
+            lambda policy, out: qerl.evaluate(policy, ROWS, out, instruction="\ud800"),
+            "instruction has half of a surrogate",
+        ),
+        (
+            lambda policy, out: qerl.evaluate(policy, [{**ROWS[0], "more": "\ud800"}], out),
+            "a record has half of a surrogate pair",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_a_sentence(model, tmp_path, use, sentence):
+    policy = qerl.load(model, dtype="float32")
+    with pytest.raises(UserError, match=sentence):
+        use(policy, tmp_path / "out")

@@ -1,0 +1,206 @@
+"""TRL's GRPO step on a tiny shape, by its own generation and by vLLM within its process."""
+
+import json
+import os
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl.jobs import TrlStep, TrlStepJob, Work
+from qerl.settings.base import ConfigError
+from tests import forks
+
+trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
+from qerl.bench import trl as grpo_step_trl  # noqa: E402
+
+WORK = {
+    "prompts": 2,
+    "group": 2,
+    "prompt_tokens": 80,
+    "completion_tokens": 3,
+    "median": None,
+    "sigma": None,
+    "rank": 4,
+    "equal_groups": 0.5,
+    "repeats": 1,
+}
+#: (inputs + outputs) of q, k, v, o, gate, up and down, times the rank, in both blocks.
+ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
+
+
+#: Completions of 2, 2, 4 and 2 tokens.
+MIXED = {"completion_tokens": 4, "median": 2, "sigma": 1.0}
+
+
+def job(out, weights="bf16", lengths=None, **settings):
+    """A job on the tiny shape."""
+    values = {
+        "sampler": "vllm",
+        "micro_batch": 2,
+        "recompute": True,
+        "correction": True,
+        "liger": False,
+        "sleep": False,
+    }
+    own = TrlStep(**{**values, "vllm_memory": None, "optimizer": "adamw_torch_fused", **settings})
+    return TrlStepJob(work=Work(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
+
+
+def assert_timed(result):
+    [step] = result["steps"]
+    assert step["sync"] >= 0
+    assert step["rollout"] > 0
+    assert step["update"] > 0
+    # TRL's own clock runs within this one, and sampling within its own.
+    assert step["sync"] + step["rollout"] < step["trl_step_time"] < step["step"]
+    assert step["grad_norm"] > 0
+    assert result["memory"]["parts"]["rest"] >= 0
+
+
+def weight_bytes(bytes_of_a_projection):
+    """Those of the shape `tiny`: in both blocks seven projections; in bfloat16 biases, norms and the tied embedding."""
+    projections = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    return projections * bytes_of_a_projection + 2 * (2 * (64 + 32 + 32) + 5 * 64 + 151936 * 64)
+
+
+def optimizer_bytes(adapter):
+    """Two moments of each value, and the number of the step of each of the 28 matrices."""
+    return 2 * adapter + 28 * 4
+
+
+def test_completions_of_some_questions_earn_the_same():
+    said = [[{"content": text}] for text in ("a", "b", "c", "d")]
+    first, second, *others = grpo_step_trl._rewards(said, equal=[False, False, True, True])
+    assert first != second
+    assert others == [0.0, 0.0]
+
+
+def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    out = tmp_path / "out.json"
+    grpo_step_trl.measure_step(job(out, "nf4", sampler="transformers"))
+    result = json.loads(out.read_text())
+    assert_timed(result)
+    assert result["steps"][0]["sync"] == 0
+    parts = result["memory"]["parts"]
+    assert parts["adapter"] == 2 * ADAPTER
+    assert parts["weights"] == weight_bytes(1 / 2)
+    assert parts["optimizer"] == optimizer_bytes(parts["adapter"])
+    assert result["memory"]["kv_cache_bytes"] == 0
+
+
+def measure_with_vllm(job):
+    """vLLM packs weights for a CPU's products, and TRL, which hands weights over one by one, finds none to fill.
+
+    Without oneDNN, and on a CPU with AMX without its tiles, they stay as they are on a GPU.
+    """
+    import vllm._custom_ops
+
+    vllm._custom_ops._supports_onednn = False
+    torch.cpu._is_amx_tile_supported = lambda: False
+    with torch.compiler.set_stance("force_eager"):
+        grpo_step_trl.measure_step(job)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed: requirements-vllm-cpu.txt")
+def test_a_step_with_vllm_in_the_process(tmp_path):
+    out = tmp_path / "out.json"
+    torch.set_num_threads(1)  # a fork has no other threads
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0", "QERL_COMMIT": "test"}
+    run = forks.call(lambda: measure_with_vllm(job(out, lengths=MIXED)), Path.cwd(), {**os.environ, **settings})
+    assert run.returncode == 0, run.stderr
+    result = json.loads(out.read_text())
+    assert result["work"]["median"] == 2
+    assert_timed(result)
+    assert result["steps"][0]["sync"] > 0
+    assert result["sampler"].startswith("vLLM")
+    parts = result["memory"]["parts"]
+    assert parts["adapter"] == 4 * ADAPTER
+    assert parts["weights"] == weight_bytes(2)
+    assert parts["optimizer"] == optimizer_bytes(parts["adapter"])
+    assert result["memory"]["kv_cache_bytes"] == 2**30
+    # BF16 copies of the same weights, the trainer's and vLLM's.
+    assert parts["sampler_weights"] == parts["weights"]
+
+
+def test_vllm_draws_the_lengths_of_the_work():
+    """TRL's own call of vLLM, with what it would generate from as the result."""
+
+    class Params(dict):
+        __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+        def clone(self):
+            return Params(self)
+
+    trainer = SimpleNamespace(work=job("out").work, _generate_alike=lambda *asked, **others: (asked, others))
+    trainer.work = job("out", lengths=MIXED).work
+    asked, others = grpo_step_trl.TimedTrainer._generate_lengths(
+        trainer, ["p", "p", "q", "q"], Params(max_tokens=4, temperature=0.7), use_tqdm=False
+    )
+    prompts, params = asked
+    assert (prompts, others) == (["p", "p", "q", "q"], {"use_tqdm": False})
+    assert [(one["min_tokens"], one["max_tokens"]) for one in params] == [(2, 2), (2, 2), (4, 4), (2, 2)]
+    assert {one["temperature"] for one in params} == {0.7}
+
+
+def test_transformers_generate_has_one_length(tmp_path):
+    with pytest.raises(ConfigError, match="gives all completions one length; use sampler vllm"):
+        grpo_step_trl.measure_step(job(tmp_path / "out.json", sampler="transformers", lengths=MIXED))
+
+
+def test_vllm_gets_memory_for_all_completions_at_once():
+    lengths = {"prompt_tokens": 128, "completion_tokens": 1024}
+    work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, equal_groups=0.0, repeats=1, **lengths)
+    # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
+    needed = 14.77e9 * 2 + 128 * 1152 * 48 * 2 * 8 * 128 * 2 + 5e9
+    assert grpo_step_trl.vllm_share(work, 140 * 10**9) == pytest.approx(needed / 140e9, rel=1e-3)
+    assert grpo_step_trl.vllm_share(work, 10**9) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("No available memory for the cache blocks. Try increasing", "out of memory"),
+        ("Free memory on device (1/2 GiB) on startup is less than desired GPU memory utilization", "out of memory"),
+        ("unknown quantization", None),
+    ],
+)
+def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monkeypatch, message, status):
+    def fail(*_):
+        raise ValueError(message)
+
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    monkeypatch.setattr(grpo_step_trl, "_run", fail)
+    out = tmp_path / "out.json"
+    with nullcontext() if status else pytest.raises(ValueError, match=message):
+        grpo_step_trl.measure_step(job(out))
+    assert out.exists() == bool(status)
+    assert not status or json.loads(out.read_text())["status"] == status
+
+
+def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatch):
+    """TRL alone would give both jobs port 29500."""
+
+    def stops(*_):
+        ports.append(os.environ["MASTER_PORT"])
+        raise InterruptedError
+
+    ports = []
+    monkeypatch.setattr(grpo_step_trl, "_trainer", stops)
+    for _ in range(2):
+        monkeypatch.setenv("MASTER_PORT", "1")  # so that it is put back
+        monkeypatch.delenv("MASTER_PORT")
+        with pytest.raises(InterruptedError):
+            grpo_step_trl.measure_step(job(tmp_path / "out.json"))
+    assert len({*ports, "29500"}) == 3
+
+
+def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
+        grpo_step_trl.measure_step(job(tmp_path / "out.json"))

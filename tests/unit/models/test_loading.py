@@ -1,0 +1,303 @@
+"""load_model on dense checkpoints, and the errors of tensors that can't be loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_headers, weights_format_of
+from qerl.formats.codecs import dequantize
+from qerl.models.loading import checkpoint_structure, load_model, read_packed
+from qerl.models.quantize import quantize_checkpoint
+from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
+
+TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_qwen2(tmp_path / "qwen2")
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("build", [tiny_qwen2, tiny_qwen3, tiny_llama])
+def test_logits_equal_those_of_transformers(build, dtype, shard_size, tmp_path):
+    folder = build(tmp_path / "dense", dtype=torch.float32, shard_size=shard_size)
+    assert len({info.shard for info in read_headers(folder).values()}) == 1 or shard_size == "40KB"
+    check_checkpoint(folder)
+    assert weights_format_of(folder) == "bf16"
+    model = load_model(folder, dtype, "cpu")
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    assert not model.training
+    tensors, reference = model.state_dict(), expected.state_dict()
+    assert tensors.keys() == reference.keys()
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in tensors.items())
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_layer_types_of_mistral_are_those_of_transformers(tmp_path):
+    """transformers takes such a file for Ministral, since its class of Mistral has one kind of attention."""
+    types = ["sliding_attention", "full_attention"]
+    folder = tiny_family(tmp_path, "mistral", sliding_window=4)
+    edit_config(folder, layer_types=types)
+    assert checkpoint_structure(folder).windows == (4, None)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(load_model(folder, torch.float32, "cpu")(TOKENS).logits, expected(TOKENS).logits)
+
+
+def test_blocks_are_counted_whose_names_have_digits(tmp_path):
+    """Those of data2vec_text.encoder.layer, whose head then is the reason."""
+    values = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny_family(tmp_path, "qwen2", model_type="data2vec-text", max_position_embeddings=128, **values)
+    check_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="its logits aren't the product"):
+        checkpoint_structure(tmp_path)
+
+
+def test_heads_of_other_names(tmp_path):
+    """GPT-NeoX's files, as published, call it embed_out and hold masks. BioGPT's class calls it output_projection."""
+    neox, biogpt = tmp_path / "neox", tmp_path / "biogpt"
+    values = {"bos_token_id": 0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "max_position_embeddings": 128}
+    tiny_family(neox, "qwen2", model_type="gpt_neox", tie_word_embeddings=False, **values)
+    masks = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    rewrite(neox, lambda t: t.update({f"gpt_neox.layers.0.attention.{name}": mask for name, mask in masks.items()}))
+    assert "embed_out.weight" in load_file(neox / "model.safetensors")
+    tiny_family(biogpt, "qwen2", model_type="biogpt", **values)
+    assert "output_projection.weight" not in load_file(biogpt / "model.safetensors")
+    untied = tiny_family(tmp_path / "untied", "qwen2", model_type="biogpt", tie_word_embeddings=False, **values)
+    for folder in (neox, biogpt, untied):
+        expected, found = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            load_model(folder, torch.float32),
+        )
+        quantize_checkpoint(folder, folder / "packed", "mxfp4")
+        packed = AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
+            assert torch.equal(load_model(folder / "packed", torch.bfloat16)(TOKENS).logits, packed(TOKENS).logits)
+    rewrite(biogpt, lambda t: t.update({"output_projection.weight": torch.zeros(102, 64)}))
+    with pytest.raises(CheckpointError, match="head that differs from the embedding"):
+        load_model(biogpt, torch.float32)
+
+
+def test_tied_embeddings_are_one_tensor(folder):
+    model = load_model(folder, torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_weights_of_the_stored_dtype_are_the_pages_of_the_file(folder):
+    """Processes that load the same base share these pages."""
+    weights = [w for w in load_model(folder, torch.bfloat16).parameters() if w.ndim > 1]
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    ranges = [[int(end, 16) for end in fields[0].split("-")] for fields in mapped]
+    assert weights
+    for weight in weights:
+        assert any(start <= weight.data_ptr() and weight.data_ptr() + weight.nbytes <= end for start, end in ranges)
+
+
+def test_a_stored_head_must_equal_the_embedding_it_is_tied_to(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    model = load_model(folder, torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load_model(folder, torch.bfloat16)
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_missing_tensor(folder):
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.bfloat16)
+
+
+def test_superfluous_tensor(folder):
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.9.bias": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors holds 1 tensors.*model\.layers\.9\.bias"):
+        load_model(folder, torch.bfloat16)
+
+
+def test_tensors_of_other_names(folder):
+    rewrite(folder, lambda tensors: tensors.update({"model.last.weight": tensors.pop("model.norm.weight")}))
+    with pytest.raises(
+        CheckpointError, match=r"lacks model\.norm\.weight.* and holds model\.last\.weight.* other weights"
+    ):
+        load_model(folder, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(63), torch.zeros(64, dtype=torch.int32)])
+def test_wrong_shape_or_type(folder, tensor):
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight as .*calls for"):
+        load_model(folder, torch.bfloat16)
+
+
+LATE = {
+    "superfluous": (lambda tensors: tensors.update({"extra": torch.zeros(3)}), "holds 1 tensors.*such as extra"),
+    "norm": (lambda tensors: tensors.pop("model.norm.weight"), r"lacks 1 tensors.*model\.norm\.weight"),
+    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), r"\[63\], but config.json calls"),
+    "head": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "head that differs"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), LATE.values(), ids=LATE)
+def test_what_could_not_be_loaded_is_not_quantized(folder, tmp_path, change, sentence):
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=sentence):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rotary_frequencies_of_older_files_are_left_as_by_transformers(folder, tmp_path):
+    plain = load_model(folder, torch.bfloat16).state_dict()
+    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    dense = load_model(folder, torch.bfloat16).state_dict()
+    assert dense.keys() == plain.keys()
+    assert all(torch.equal(dense[name], plain[name]) for name in plain)
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    load_model(tmp_path / "out", torch.bfloat16)
+
+
+#: One of each kind of a checkpoint's tensors.
+NOT_FINITE = {
+    "model.norm.weight": float("nan"),
+    "model.layers.0.input_layernorm.weight": float("inf"),
+    "model.embed_tokens.weight": float("-inf"),
+    "model.layers.1.self_attn.q_proj.bias": float("nan"),
+    "model.layers.1.mlp.up_proj.weight": float("inf"),
+}
+
+
+@pytest.mark.parametrize(("name", "number"), NOT_FINITE.items())
+def test_nan_and_infinity_are_refused_with_tensor_and_file(folder, tmp_path, name, number):
+    """By quantization to every format, and by whoever loads the checkpoint."""
+    rewrite(folder, lambda tensors: tensors[name].flatten()[-1:].fill_(number))
+    sentence = rf"model\.safetensors holds NaN or infinity in {name}; download"
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(folder, torch.bfloat16)
+    for weights in ("bf16", "nvfp4", "mxfp4", "nf4"):
+        with pytest.raises(CheckpointError, match=sentence):
+            quantize_checkpoint(folder, tmp_path / "out", weights)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_path):
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    rewrite(tmp_path / "out", lambda tensors: tensors[name].view(torch.uint8)[0].fill_(0x7F))
+    with pytest.raises(CheckpointError, match=f"holds NaN or infinity in {name}"):
+        load_model(tmp_path / "out", torch.bfloat16)
+
+
+_Q = "model.layers.0.self_attn.q_proj."
+
+
+def _nf4_offset(tensors, number):
+    name = _Q + "weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {"nested_offset": number}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+#: Formats, and what makes a scale multiply by infinity or NaN though the file's own numbers are finite.
+OVERFLOWS = {
+    "divided by 0": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(0.0)),
+    "divided by a subnormal number": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(1e-40)),
+    "6 * 448 / 1e-36 is infinite": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(1e-36)),
+    "divided by a negative number": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(-1.0)),
+    "no number in OCP's specification": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(255)),
+    "6 * 2^127 is infinite": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(254)),
+    "4 * 2^126 is infinite": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(253)),
+    "absmax * absmax": ("nf4", lambda t: t[_Q + "weight.nested_absmax"].fill_(3e38).add_(_nested(t, 1e10))),
+    "an offset that is no number": ("nf4", lambda t: _nf4_offset(t, float("nan"))),
+    "an offset beyond float32": ("nf4", lambda t: _nf4_offset(t, 10**400)),
+    "an offset that is added to 3e38": (
+        "nf4",
+        lambda t: (_nf4_offset(t, 3e38), t[_Q + "weight.nested_absmax"].fill_(3e38)),
+    ),
+}
+
+
+def _nested(tensors, factor):
+    tensors[_Q + "weight.nested_quant_map"].mul_(factor)
+    return 0.0
+
+
+@pytest.mark.parametrize(("weights", "change"), OVERFLOWS.values(), ids=OVERFLOWS)
+def test_scales_that_multiply_by_infinity_or_nan_are_refused(folder, tmp_path, weights, change):
+    """By whoever loads the checkpoint, and by whoever unpacks it."""
+    quantize_checkpoint(folder, tmp_path / "out", weights)
+    rewrite(tmp_path / "out", change)
+    for read in (lambda: load_model(tmp_path / "out", torch.float32), lambda: unpacked(tmp_path / "out", weights)):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*(infinite or NaN|no finite number)"):
+            read()
+
+
+def unpacked(folder, weights):
+    return {layer: dequantize(packed, torch.float32) for layer, packed in read_packed(read_headers(folder), weights)}
+
+
+@pytest.mark.parametrize("exponent", [0, 252])
+def test_scales_at_the_ends_of_what_is_finite_load(folder, tmp_path, exponent):
+    quantize_checkpoint(folder, tmp_path / "out", "mxfp4")
+    rewrite(tmp_path / "out", lambda tensors: tensors[_Q + "weight_scale"].fill_(exponent))
+    load_model(tmp_path / "out", torch.bfloat16)
+    assert all(weight.isfinite().all() for weight in unpacked(tmp_path / "out", "mxfp4").values())
+
+
+@pytest.mark.parametrize("scale", [253, 254, 255])
+def test_scales_of_stacked_experts_are_checked(tmp_path, scale):
+    folder = tiny_gpt_oss(tmp_path / "oss")
+    rewrite(folder, lambda t: next(t[n] for n in sorted(t) if n.endswith("down_proj_scales"))[-1, -1, -1:].fill_(scale))
+    with pytest.raises(CheckpointError, match=r"experts\.\d+\.down_proj: weight_scale makes weights infinite or NaN"):
+        load_model(folder, torch.bfloat16)
+
+
+def test_numbers_beyond_the_dtype_that_computes_are_refused(folder, tmp_path):
+    """float64 numbers beyond float32, and float32 numbers that bfloat16 rounds to infinity."""
+    name = "model.embed_tokens.weight"
+    for number, dtypes in ((1e39, (torch.float32, torch.bfloat16)), (3.4e38, (torch.bfloat16,))):
+
+        def change(tensors, number=number):
+            tensors[name] = tensors[name].double()
+            tensors[name][0, 0] = number
+
+        rewrite(folder, change)
+        for dtype in dtypes:
+            with pytest.raises(CheckpointError, match=f"NaN or infinity in {name} as {str(dtype)[6:]}; download"):
+                load_model(folder, dtype)
+    with pytest.raises(CheckpointError, match=f"NaN or infinity in {name} as bfloat16; download"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", r"generation_config\.json can't be read \(.*\); download it again"),
+        ("[]", r"generation_config\.json can't be read \(.*\); download it again"),
+        ('{"eos_token_id": "x"}', r"generation_config\.json has eos_token_id='x', which is no number of a token"),
+        ('{"eos_token_id": [1, null, 2.5]}', "has eos_token_id=2.5"),
+    ],
+)
+def test_a_broken_generation_config_is_named(tmp_path, content, sentence):
+    folder = tiny_qwen2(tmp_path)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(folder, torch.float32)

@@ -1,0 +1,186 @@
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qerl.data.prompts import prompt_ids, prompt_text
+from qerl.data.records import DataError
+from qerl.data.sources import prepare, read_split
+from qerl.rl import pretrain as miniature
+from qerl.rl.pretrain import PretrainError, pretrain
+from qerl.rollout.sampler import Completion
+from qerl.settings.data import DatasetSettings, Generated
+from qerl.settings.models import PretrainSettings
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1}
+
+
+class Greedy:
+    """An independent sampler: transformers' own generation, one prompt at a time."""
+
+    def __init__(self, model, tokenizer):
+        self.model, self.tokenizer = model, tokenizer
+
+    def generate(self, prompts, params):
+        assert (params.temperature, params.top_p, params.count) == (0.6, 0.95, 1)
+        ends = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
+        completions = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=params.max_tokens, **ends
+            )
+            completions.append([Completion(out[0, len(prompt) :].tolist(), [], True)])
+        return completions
+
+
+class Silent(Greedy):
+    """Ends every completion at once: for tests in which completions don't count."""
+
+    def generate(self, prompts, params):
+        return [[Completion([self.tokenizer.eos_token_id], [], True)] for _ in prompts]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    for record_format in ("gsm8k", "math"):
+        origin = Generated(train=400, validation=6, test=6)
+        prepare(DatasetSettings(format=record_format, origin=origin, instruction="Go."), root / record_format)
+    return {record_format: root / record_format for record_format in ("gsm8k", "math")}
+
+
+def settings(**values):
+    values = {"max_steps": 6, "check_every": 3, "accepted": (0, 1), "target_accuracy": 1, **SIZES, **values}
+    return PretrainSettings(source="pretrain", datasets=["gsm8k", "math"], **values)
+
+
+def train(folders, target, sampler=Greedy, **values):
+    messages = []
+    return pretrain(settings(**values), folders, target, messages.append, sampler), messages
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    target = tmp_path_factory.mktemp("model")
+    report, messages = train(folders, target)
+    return target, report, messages
+
+
+@pytest.fixture(scope="module")
+def sets(folders):
+    return [miniature._load(folder) for folder in folders.values()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sets):
+    return miniature.train_tokenizer(sets, 768)
+
+
+def test_the_checkpoint_is_a_bfloat16_qwen2_that_transformers_loads(trained):
+    target, report, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert (model.config.model_type, model.dtype) == ("qwen2", torch.bfloat16)
+    assert model.config.vocab_size % 64 == 0
+    assert sum(p.numel() for p in model.parameters()) == report["parameters"]
+
+
+def test_the_report_has_every_check_and_the_accuracy_of_each_set(trained):
+    _, report, messages = trained
+    assert [check["step"] for check in report["checks"]] == [3, 6]
+    assert report["checks"][1]["loss"] < report["checks"][0]["loss"]
+    assert report["steps"] == 6
+    assert set(report["accuracy"]) == {"gsm8k", "math"}
+    assert len(messages) == 2
+
+
+def test_transformers_loads_the_tokenizer_that_was_trained(trained, folders, tokenizer):
+    loaded = AutoTokenizer.from_pretrained(trained[0])
+    for problem in read_split(folders["gsm8k"], "test"):
+        assert prompt_ids(loaded, problem.question, "Go.") == prompt_ids(tokenizer, problem.question, "Go.")
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert loaded.eos_token_id == AutoModelForCausalLM.from_pretrained(trained[0]).config.eos_token_id
+
+
+@pytest.mark.parametrize("text", ["Mia has 1234 apples.", "Größe: 27 × ∛8\n\t#### x", "\\boxed{\\frac{1}{2}}", "🦙"])
+def test_any_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    pieces = [tokenizer.decode([token]) for token in ids]
+    assert [p for p in pieces if any(c in "0123456789" for c in p)] == [c for c in text if c in "0123456789"]
+
+
+def test_the_prompt_is_the_chat_up_to_the_answer(tokenizer):
+    text = tokenizer.decode(prompt_ids(tokenizer, "Two?", "Go."))
+    assert text == "<|im_start|>user\nTwo?\nGo.<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_text("Two?", "") == "Two?"
+
+
+def test_a_tokenizer_without_chat_template_is_an_error(sets):
+    bare = miniature.train_tokenizer(sets, 300)
+    bare.chat_template = None
+    with pytest.raises(DataError, match="has no chat template"):
+        prompt_ids(bare, "Two?", "")
+
+
+def test_the_loss_is_that_of_the_completions_alone(sets, tokenizer):
+    torch.manual_seed(0)
+    model = miniature.build_model(settings(), tokenizer)
+    batch = miniature._examples(tokenizer, sets[0])[:5]
+    assert len({len(example.ids) for example in batch}) > 1
+    total = count = 0
+    for example in batch:
+        ids = torch.tensor([example.ids])
+        logprobs = model(ids).logits.log_softmax(-1)[0]
+        for position in range(example.prompt, len(example.ids)):
+            total -= logprobs[position - 1, example.ids[position]].item()
+            count += 1
+    assert miniature._loss(model, batch).item() == pytest.approx(total / count, rel=1e-5)
+
+
+def test_an_example_is_prompt_solution_and_end_of_turn(sets, tokenizer):
+    problem = sets[1].train[0]
+    example = miniature._examples(tokenizer, sets[1])[0]
+    assert example.ids[: example.prompt] == prompt_ids(tokenizer, problem.question, "Go.")
+    assert tokenizer.decode(example.ids[example.prompt :]) == problem.solution + "<|im_end|>"
+
+
+def test_an_epoch_of_batches_holds_each_example_once():
+    examples = [miniature._Example([n], prompt=n % 7) for n in range(100)]
+    batches = miniature._batches(examples, 8, random.Random(0))
+    epoch = []
+    while len(epoch) < 100:
+        epoch += next(batches)
+    assert sorted(example.ids[0] for example in epoch) == list(range(100))
+
+
+def test_the_seed_decides_the_weights(folders, trained, tmp_path):
+    train(folders, tmp_path / "again", Silent)
+    train(folders, tmp_path / "other", Silent, seed=1)
+    again, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("again", "other"))
+    reference = AutoModelForCausalLM.from_pretrained(trained[0]).model.layers[0].mlp.up_proj.weight
+    assert torch.equal(again.model.layers[0].mlp.up_proj.weight, reference)
+    assert not torch.equal(other.model.layers[0].mlp.up_proj.weight, reference)
+
+
+def test_training_stops_at_the_target(folders, tmp_path):
+    report, _ = train(folders, tmp_path / "m", Silent, target_accuracy=0)
+    assert report["steps"] == 3
+
+
+def test_a_policy_outside_the_accepted_band_is_an_error_and_no_checkpoint(folders, tmp_path):
+    with pytest.raises(PretrainError, match=r"outside `accepted` \[90%, 100%\]"):
+        train(folders, tmp_path / "m", Silent, accepted=(0.9, 1.0))
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_set_without_training_problems_is_an_error(folders, tmp_path):
+    empty = tmp_path / "empty"
+    prepare(DatasetSettings(format="math", origin=Generated(train=2, validation=2, test=2)), empty)
+    (empty / "train.jsonl").write_text("")
+    told = json.loads((empty / "dataset.json").read_text())
+    (empty / "dataset.json").write_text(json.dumps({**told, "rows": {**told["rows"], "train": 0}}))
+    with pytest.raises(PretrainError, match="has no train problems"):
+        train({**folders, "math": empty}, tmp_path / "m")

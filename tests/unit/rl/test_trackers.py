@@ -1,0 +1,169 @@
+"""Trackers' records, read by each library's own reader, or by its file format where it has none."""
+
+import json
+import logging
+import re
+import sqlite3
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import wandb
+from accelerate.tracking import WandBTracker
+
+from qerl.host.imports import check_trackers
+from qerl.results.schema import StepMetrics
+from qerl.settings.base import ConfigError
+from qerl.trackers import NAMES, TRL, Record, Trackers, tracked
+
+ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
+#: A metric of which each tracker has a name of TRL's, and one in another unit.
+REWARD, MEMORY = "train/reward", "train/perf/max_memory_allocated_gb"
+
+
+def row(step: int) -> dict[str, float]:
+    return {**dict.fromkeys(NAMES, 0.25), "step": step, "reward": step / 8, "memory_bytes": step * 2.0**30}
+
+
+def rows(last: int) -> list[dict[str, float]]:
+    return [row(step) for step in range(1, last + 1)]
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """A record in a folder of its own; trackio reads the place of its database when it is imported."""
+    for variable in ("WANDB_MODE", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for module in ("trackio.sqlite_storage", "trackio.utils"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    settings = {"seed": 0, "a": {"b": 1}}
+    return Record("sums", "sums-run-seed0", tmp_path / "state", tmp_path / "tracked", settings)
+
+
+# --- readers: the values of a metric, as (step, value)
+
+
+def tensorboard_values(record: Record, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = record.folder / "tensorboard" / f"{record.run}-{record.id}"
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars(name)
+    return [(event.step, event.value) for event in events]
+
+
+def wandb_records(file: Path):
+    """The records of a file of W&B: a header, then LevelDB's log of protobuf messages in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record as Message
+
+    data, place, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Message.FromString(whole)
+            whole = b""
+
+
+def wandb_values(record: Record, name: str) -> list[tuple[int, float]]:
+    wandb.teardown()  # ends its service, which may still be writing a finished run
+    parts = sorted((record.folder / "wandb").glob(f"offline-run-*-{record.id}*/run-{record.id}.wandb"))
+    values = []
+    for message in (message for part in parts for message in wandb_records(part)):
+        logged = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in message.history.item}
+        values += [(logged["_step"], logged[name])] if name in logged else []
+    return values
+
+
+def trackio_values(record: Record, name: str) -> list[tuple[int, float]]:
+    (database,), unique = record.folder.parent.glob("trackio/*.db"), f"{record.run}-{record.id}"
+    with sqlite3.connect(database) as connection:
+        stored = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", [unique])
+        return [(step, json.loads(metrics)[name]) for step, metrics in stored]
+
+
+def mlflow_values(record: Record, name: str) -> list[tuple[int, float]]:
+    with sqlite3.connect(record.folder / "mlflow.db") as connection:
+        stored = connection.execute("SELECT step, value FROM metrics WHERE key = ? ORDER BY step, timestamp", [name])
+        return stored.fetchall()
+
+
+READERS = dict(zip(ALL, (tensorboard_values, wandb_values, trackio_values, mlflow_values), strict=True))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_killed_run_goes_on_in_its_record_with_each_step_once(record, name):
+    """Killed after steps 3 and 5, it continues from checkpoints of steps 4 and 3.
+
+    Steps 4 and 5 are done a second time.
+    """
+    for steps in (range(4), range(4, 6), range(3, 8)):
+        with Trackers([name], record) as opened:
+            for last in steps:
+                opened.log(rows(last))
+    assert READERS[name](record, REWARD) == [(step, step / 8) for step in range(1, 8)]
+    assert READERS[name](record, MEMORY) == [(step, float(step)) for step in range(1, 8)]
+
+
+def test_a_run_has_one_record_and_a_new_run_another(tmp_path):
+    first, again, other = (Record("sums", "run", tmp_path / name, tmp_path, {}) for name in ("a", "a", "b"))
+    assert first.id == again.id != other.id
+
+
+@pytest.mark.parametrize("at", ["start", "log", "finish"])
+def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(record, monkeypatch, caplog, at):
+    def fail(*_, **__):
+        raise sqlite3.OperationalError("disk full")
+
+    monkeypatch.setattr(WandBTracker, at, fail)
+    with caplog.at_level(logging.WARNING), Trackers(["wandb", "tensorboard"], record) as both:
+        both.log(rows(1))
+        both.log(rows(2))
+    warnings = [entry.message for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert warnings == [
+        "the tracker wandb failed and gets no more steps of this run, which goes on without it "
+        "(OperationalError: disk full)"
+    ]
+    assert tensorboard_values(record, REWARD) == [(1, 1 / 8), (2, 2 / 8)]
+
+
+def test_an_interruption_passes(record, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WandBTracker, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Trackers(["wandb"], record)
+
+
+def test_every_metric_has_a_name_of_its_own():
+    metrics = {field.alias or name for name, field in StepMetrics.model_fields.items()}
+    assert set(NAMES) <= metrics
+    assert len(tracked(dict.fromkeys(metrics, 0.0))) == len(metrics - {"step"})
+
+
+def test_names_of_trl_are_those_that_its_trainer_logs():
+    (package,) = find_spec("trl").submodule_search_locations  # whose import takes seconds
+    source = Path(package, "trainer/grpo_trainer.py").read_text()
+    logged = set(re.findall(r'_metrics\[(?:mode|"train")\]\["([^"]+)"\]', source))
+    of_trainer = {"loss", "grad_norm", "learning_rate"}  # which transformers' Trainer logs
+    of_rewards = {name for name in TRL.values() if name.startswith("rewards/")}  # rewards/NAME_OF_FUNCTION/mean
+    assert set(TRL.values()) - of_trainer - of_rewards <= logged
+
+
+def test_a_step_is_not_a_metric_and_memory_is_in_gigabytes():
+    assert tracked({"step": 3, "memory_bytes": 3 * 2**30, "reward": 1.0}) == {MEMORY: 3.0, REWARD: 1.0}
+
+
+def test_a_missing_library_is_named_before_the_run(tmp_path, monkeypatch):
+    check_trackers(ALL, "track")
+    (tmp_path / "comet_ml").mkdir()  # records beside the user's files are no library
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"track: comet_ml isn't installed; .* pip install 'qerl\[comet_ml\]'"):
+        check_trackers(["comet_ml"], "track")

@@ -1,0 +1,123 @@
+"""A rule's version covers all code that its job runs."""
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import grimp
+import pytest
+
+from qerl.host import provenance
+from qerl.host.provenance import PACKAGE, code_of, decides
+from qerl.workflow import dispatch
+
+#: The module of each rule's job.
+FUNCTIONS = [*dispatch.FUNCTIONS.values(), *dispatch.ENGINE_FUNCTIONS.values()]
+ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
+#: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
+PLANNING = (
+    *("checks", "costs", "dispatch", "grid", "outputs", "paper_costs", "plan", "runs", "stages", "study_jobs", "watch"),
+)
+#: What people call, and what plans and starts jobs: no result is made by it.
+FOR_PEOPLE = (
+    *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
+    *(f"qerl.workflow.{name}" for name in PLANNING),
+    "qerl.bench.trace",
+    "qerl.report.summary",
+)
+#: Loaded by a name or a path in a text, which no graph of imports has.
+BY_NAME = {"qerl.gates.speed": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph("qerl", cache_dir=None)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    root = tmp_path_factory.mktemp("code")
+    shutil.copytree(PACKAGE, root / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_every_job_has_a_function():
+    by_engine = {dispatch.DecodeJob, dispatch.RolloutMixJob}
+    assert set(dispatch.FUNCTIONS) | by_engine == set(dispatch.AnyJob.__args__)
+    assert {kind for kind, _ in dispatch.ENGINE_FUNCTIONS} == {job.model_fields["kind"].default for job in by_engine}
+    for module in ENTRIES:
+        assert find_spec(module), module
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_version_of_a_rule_has_every_module_that_it_reaches(graph, entry):
+    """By the graph of imports of another library, function-level imports included."""
+    reached = {entry} | graph.find_upstream_modules(entry)
+    counted = set(code_of([entry], PACKAGE.parent, decides))
+    assert {name for name in reached if decides(name)} - {"qerl"} <= counted
+    assert not any(name.startswith(("qerl.cli", *(f"qerl.workflow.{one}" for one in PLANNING))) for name in counted)
+
+
+@pytest.mark.parametrize(("entry", "module"), BY_NAME.items())
+def test_the_version_of_a_rule_covers_modules_loaded_by_name(entry, module):
+    assert module in code_of([entry], PACKAGE.parent, decides)
+
+
+@pytest.fixture
+def version(copy, monkeypatch):
+    """The version of a module's code in the copy."""
+    monkeypatch.setattr(provenance, "PACKAGE", copy / "qerl")
+    return provenance.code_version.__wrapped__
+
+
+def test_a_changed_constant_changes_the_code_of_each_module_that_a_rule_reaches(copy):
+    for name in {name for entry in ENTRIES for name in code_of([entry], copy, decides)}:
+        file = provenance.module_file(name, copy)
+        text, before = file.read_text(), code_of([name], copy, name.__eq__)
+        file.write_text(f"{text}\n_CHANGED = 1\n")
+        assert code_of([name], copy, name.__eq__) != before, name
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_changed_code_changes_the_version_of_a_rule(copy, version, entry):
+    """One of its modules by the length of its name, so that rules differ in which."""
+    code = sorted(code_of([entry], copy, decides))
+    file, before = provenance.module_file(code[len(entry) % len(code)], copy), version(entry)
+    text = file.read_text()
+    file.write_text(f"{text}\n_CHANGED = 1\n")
+    changed = version(entry)
+    file.write_text(text)
+    assert changed != before == version(entry)
+
+
+def test_group_sizes_count_for_quantization_and_training(copy, version):
+    file = copy / "qerl/formats/group_size.py"
+    text, entries = file.read_text(), ("qerl.workflow.prepare", "qerl.rl.train", "qerl.evals.evaluate")
+    before = [version(entry) for entry in entries]
+    file.write_text(text.replace('"nvfp4": 16', '"nvfp4": 32'))
+    after = [version(entry) for entry in entries]
+    file.write_text(text)
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+def test_only_what_people_call_is_in_no_rules_version(graph):
+    counted = {name for entry in ENTRIES for name in code_of([entry], PACKAGE.parent, decides)}
+    left = {name for name in graph.modules if decides(name)} - counted
+    assert {name for name in left if not f"{name}.".startswith(tuple(f"{own}." for own in FOR_PEOPLE))} == set()
+
+
+def beside(*suffixes: str) -> list[Path]:
+    """The files of the package with one of these suffixes."""
+    return sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*") if file.suffix in suffixes)
+
+
+@pytest.mark.parametrize("kernel", beside(".cu"), ids=str)
+def test_a_changed_kernel_changes_the_version_of_rules_that_run_it(copy, version, kernel):
+    before = version("qerl.rl.train"), version("qerl.models.quantize")
+    file = copy / "qerl" / kernel
+    text = file.read_text()
+    file.write_text(f"{text}// changed\n")
+    changed = version("qerl.rl.train"), version("qerl.models.quantize")
+    file.write_text(text)
+    assert changed != before

@@ -1,0 +1,439 @@
+"""The sheet of runs: grids over nested keys, names, protocols, tasks by experiment, settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.run import RunSettings
+from qerl.settings.workflow import Config
+from qerl.workflow.costs import sheet
+from qerl.workflow.plan import plan
+from qerl.workflow.stages import Jobs
+
+ROOT = Path(__file__).parents[3]
+
+
+def values(file: str = "mini", **changes):
+    return {**yaml.safe_load((ROOT / f"config/{file}.yaml").read_text()), **changes}
+
+
+def planned(given):
+    return plan(parse(Config, given, "test"))
+
+
+def with_experiment(**experiment):
+    base = {"model": "miniature", "dataset": "arithmetic", **experiment.pop("base", {})}
+    return values(experiments={"e": {"base": base, **experiment}}, benches={})
+
+
+# --- a run that follows another one
+
+
+def thermostat(**arms):
+    given = with_experiment(
+        base={"steps": 9}, arms={"warm": {}, **arms}, grid={"seed": [0, 1], "optimizer.learning_rate": [1e-4, 1e-3]}
+    )
+    return planned(given)
+
+
+def test_a_thermostat_follows_the_run_at_the_same_point_of_the_grid():
+    made = thermostat(cool={"thermostat.arm": "warm"})
+    jobs = Jobs(made)
+    for run in made.runs.values():
+        followed = jobs.train(run.id).followed
+        if run.arm == "warm":
+            assert followed is None
+        else:
+            assert followed == Path(f"results/mini/train/{run.id.replace('cool', 'warm')}/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arm", "sentence"),
+    [
+        ({"thermostat.arm": "hot"}, "experiments.e.arms.cool.thermostat.arm=hot is not an arm of this experiment"),
+        ({"thermostat.arm": "cool"}, "itself follows another arm"),
+        ({"thermostat.arm": "warm", "steps": 10}, "takes 9 steps, fewer than the 10 of cool"),
+    ],
+)
+def test_a_thermostat_that_cant_follow_is_one_sentence(arm, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        thermostat(cool=arm)
+
+
+# --- grids
+
+
+def test_a_grid_reaches_nested_keys_beside_dotted_and_whole_ones():
+    given = with_experiment(
+        base={"adapter.rank": 4, "adapter": {"alpha": 8}, "rollout.sampling.max_tokens": 9},
+        arms={"a": {"adapter": {"dropout": 0.5}, "rollout": {"prompts": 3}}},
+        grid={"adapter.targets": [["q_proj"], ["q_proj", "v_proj"]], "rollout.sampling.temperature": [0.5, 1.0]},
+    )
+    runs = list(planned(given).runs.values())
+    assert [(r.settings.adapter.targets, r.settings.rollout.sampling.temperature) for r in runs] == [
+        (["q_proj"], 0.5),
+        (["q_proj"], 1.0),
+        (["q_proj", "v_proj"], 0.5),
+        (["q_proj", "v_proj"], 1.0),
+    ]
+    for run in runs:
+        adapter, rollout = run.settings.adapter, run.settings.rollout
+        assert (adapter.rank, adapter.alpha, adapter.dropout) == (4, 8, 0.5)
+        assert (rollout.prompts, rollout.sampling.max_tokens) == (3, 9)
+
+
+def test_every_run_has_a_unique_folder_name():
+    grid = {
+        "adapter.rank": [4, 8],
+        "loss.ppo.rank": [4, 8],
+        "reward.preset": [None, "upstream-gsm8k"],
+        "noise": [{"schedule": "linear"}, {"schedule": "cosine", "sigma_end": 1e-4}],
+    }
+    runs = planned(with_experiment(grid=grid)).runs
+    assert len(runs) == 16
+    assert len({run.settings.model_dump_json() for run in runs.values()}) == 16
+    for name in runs:
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._+-"), name
+        assert ("adapter.rank4" in name) != ("adapter.rank8" in name)
+
+
+def test_a_thousand_runs_have_a_thousand_names():
+    grid = {"adapter.rank": list(range(1, 11)), "optimizer.learning_rate": [1e-6 * n for n in range(1, 11)]}
+    runs = planned(with_experiment(grid={**grid, "seed": list(range(10))})).runs
+    assert len(runs) == 1000
+    settings = runs["e-run-rank3-learning_rate2e-06-seed7"].settings
+    assert (settings.adapter.rank, settings.optimizer.learning_rate, settings.seed) == (3, 2e-6, 7)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sentence"),
+    [
+        ({"adapter.rank": []}, "grid.adapter.rank is empty"),
+        ({"adapter.rnk": [4]}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
+        ({"adapter.targets": [["q_proj"], "q_proj"]}, "`experiments.e.grid.adapter.targets` must be a list"),
+        (
+            {"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]},
+            "twice; keep one of the equal",
+        ),
+        ({"thermostat.metrics": ["a b", "a-b"]}, "make arms of grid values that differ only in special characters"),
+    ],
+)
+def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):
+    with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
+        planned(with_experiment(grid=grid))
+    assert sentence in str(error.value)
+
+
+def test_two_checkpoints_of_one_name_are_refused():
+    """m calibrated on the data set `x-nvfp4-awq-y`, and m-nvfp4-awq-x on y."""
+    given = values(benches={})
+    given["models"] |= dict.fromkeys(("m", "m-nvfp4-awq-x"), given["models"]["miniature"])
+    given["datasets"] |= dict.fromkeys(("y", "x-nvfp4-awq-y"), given["datasets"]["arithmetic"])
+    arms = {
+        "a": {"model": "m", "calibration.dataset": "x-nvfp4-awq-y"},
+        "b": {"model": "m-nvfp4-awq-x", "calibration.dataset": "y"},
+    }
+    base = {"dataset": "arithmetic", "weights": "nvfp4", "recipe": "awq"}
+    given["experiments"] = {"e": {"base": base, "arms": arms}}
+    with pytest.raises(ConfigError, match="two checkpoints are named m-nvfp4-awq-x-nvfp4-awq-y-256x2048-seed0"):
+        planned(given)
+
+
+# --- the command line's model and problems
+
+
+def short(**paths):
+    return planned(values(benches={}, **paths))
+
+
+def test_other_models_and_problems_have_other_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = json.dumps({"question": "What is 1 plus 1?", "answer": "1+1=2\n#### 2"})
+    given = []
+    for folder in ("m", "m2"):
+        (tmp_path / folder / "qwen2").mkdir(parents=True)
+        given.append({"model": f"{folder}/qwen2"})
+    for name in ("数据", "问题", "sums", "m2/sums", "arithmetic"):
+        Path(f"{name}.jsonl").write_text(record)
+        given.append({"problems": f"{name}.jsonl"})
+    folders = [short(**keys).folder for keys in given]
+    assert len(set(folders)) == len(folders)
+    assert all(folder.startswith("results/mini-") for folder in folders)
+    assert "-qwen2-" in folders[0]
+    assert "-sums-" in folders[4]
+    assert [short(**keys).folder for keys in given] == folders
+    # The same file, however it is written.
+    assert short(problems="m/../sums.jsonl").folder == short(problems=tmp_path / "sums.jsonl").folder == folders[4]
+    assert short(model="m/qwen2", problems="sums.jsonl").folder not in folders
+
+
+def test_problems_with_the_name_of_a_configured_data_set_do_not_replace_it(tmp_path):
+    (tmp_path / "arithmetic.jsonl").write_text(json.dumps({"question": "1 plus 1?", "answer": "1+1=2\n#### 2"}))
+    before, after = planned(values(benches={})), short(problems=tmp_path / "arithmetic.jsonl")
+    assert after.config.datasets["arithmetic"] == before.config.datasets["arithmetic"]  # what the base is trained on
+    [own] = {run.settings.dataset for run in after.runs.values()}
+    assert after.config.datasets[own].own_file == tmp_path / "arithmetic.jsonl"
+
+
+# --- tasks, timing
+
+
+def test_policies_are_scored_on_their_experiments_tasks():
+    given = values(benches={})
+    main = given["experiments"]["main"]
+    few = {**main, "arms": {"nvfp4-lora": {"weights": "nvfp4"}}, "grid": {"seed": [0]}}
+    given["experiments"] = {
+        "one": {**few, "tasks": ["numbers"]},
+        "two": {**few, "tasks": ["arithmetic"], "arms": {"mxfp4-lora": {"weights": "mxfp4"}}},
+        "none": {**few, "tasks": [], "arms": {"nf4-lora": {"weights": "nf4"}}},
+    }
+    assert {e.id: e.tasks for e in planned(given).evaluations.values()} == {
+        "base-miniature-bf16": ("arithmetic", "numbers"),
+        "base-miniature-nvfp4": ("numbers",),
+        "base-miniature-mxfp4": ("arithmetic",),
+        "one-nvfp4-lora-seed0": ("numbers",),
+        "two-mxfp4-lora-seed0": ("arithmetic",),
+    }
+    given["evaluation"]["tasks"].append(given["evaluation"]["tasks"][0] | {"name": "again"})
+    assert planned(given).evaluations["base-miniature-bf16"].tasks == ("arithmetic", "numbers")
+    given["experiments"]["one"]["tasks"] = ["nubmers"]
+    with pytest.raises(ConfigError, match="names 'nubmers'"):
+        planned(given)
+
+
+def test_a_timed_experiment_is_measured_and_not_trained():
+    given = values(benches={"b": {"kind": "step", "experiment": "main"}})
+    given["experiments"]["main"] |= {
+        "train": False,
+        "arms": {"a": {"weights": "nvfp4"}, "b": {}},
+        "grid": {"rollout.group_size": [2, 4], "seed": [5, 6]},
+    }
+    plan_ = planned(given)
+    assert (plan_.runs, plan_.evaluations) == ({}, {})
+    points = [(r.arm, r.settings.rollout.group_size, r.settings.seed) for r in plan_.step_bench_runs("b")]
+    assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
+
+
+@pytest.mark.parametrize("arms", [{"a": {}, "b": {}}, {"a": {"steps": 7}, "b": {"seed": 0, "steps": 7}}])
+def test_trained_arms_of_equal_settings_are_refused(arms):
+    given = with_experiment(arms=arms, grid={"seed": [0, 1]})
+    with pytest.raises(ConfigError, match=r"arms\.b has the same settings as the arm a"):
+        planned(given)
+
+
+# --- recipes
+
+
+def checkpoints_of(**keys):
+    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", "recipe": "awq", **keys}}
+    return planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms, grid={"seed": [0, 1]}))
+
+
+def test_a_calibrated_checkpoint_has_its_own_folder():
+    plan_ = checkpoints_of()
+    awq = "miniature-nvfp4-awq-arithmetic-256x2048-seed0"
+    assert set(plan_.checkpoints) == {"miniature-bf16", "miniature-nvfp4", awq}
+    assert {r.id: r.checkpoint.id for r in plan_.runs.values()} == {
+        **{f"e-a-seed{seed}": "miniature-nvfp4" for seed in (0, 1)},
+        **{f"e-b-seed{seed}": awq for seed in (0, 1)},
+    }
+    assert f"base-{awq}" in plan_.evaluations
+    assert set(sheet(plan_, "h200").weights) == {"nvfp4", "nvfp4-awq"}
+
+
+def test_each_run_has_a_random_error_of_its_own_unless_a_seed_is_given():
+    arms = {"a": {"weights": "bf16", "recipe": "random"}, "b": {"weights": "bf16", "recipe": "random"}}
+    arms["b"]["random_error"] = {"of": "nf4", "seed": 7}
+    made = planned(with_experiment(arms=arms, grid={"seed": [0, 1]}))
+    assert {run.id: run.checkpoint.id for run in made.runs.values()} == {
+        **{f"e-a-seed{seed}": f"miniature-bf16-random-nvfp4-seed{seed}" for seed in (0, 1)},
+        **{f"e-b-seed{seed}": "miniature-bf16-random-nf4-seed7" for seed in (0, 1)},
+    }
+    job = Jobs(made).quantize("miniature-bf16-random-nf4-seed7")
+    assert (job.weights, job.error.of, job.error.seed) == ("bf16", "nf4", 7)
+    assert set(sheet(made, "h200").weights) == {"bf16-random"}
+
+
+def test_a_checkpoint_with_packed_delta_nets_has_its_own_folder():
+    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", "pack_delta_nets": True}}
+    made = planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
+    assert set(made.checkpoints) == {"miniature-bf16", "miniature-nvfp4", "miniature-nvfp4-delta-nets"}
+    jobs = Jobs(made)
+    packed = {name: jobs.quantize(name).pack_delta_nets for name in made.checkpoints}
+    assert packed == {name: name.endswith("delta-nets") for name in packed}
+    assert jobs.evaluate("base-miniature-nvfp4-delta-nets").policy.pack_delta_nets
+    assert set(sheet(made, "h200").weights) == {"nvfp4", "nvfp4-delta-nets"}
+
+
+@pytest.mark.parametrize("keys", [{"weights": "bf16"}, {"weights": "nvfp4", "recipe": "awq"}])
+def test_delta_nets_are_packed_by_rounding_to_nearest_alone(keys):
+    arms = {"a": {**keys, "pack_delta_nets": True}}
+    with pytest.raises(ConfigError, match=r"pack_delta_nets=true .*; use pack_delta_nets=false"):
+        planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dataset", "numbers"), ("samples", 8), ("length", 100), ("seed", 3)],
+)
+def test_every_setting_of_the_calibration_tells_checkpoints_apart(key, value):
+    names = set(checkpoints_of(calibration={key: value}).checkpoints)
+    assert names - set(checkpoints_of().checkpoints) == {f"miniature-nvfp4-awq-{_calibrated(**{key: value})}"}
+
+
+def _calibrated(dataset="arithmetic", samples=256, length=2048, seed=0):
+    return f"{dataset}-{samples}x{length}-seed{seed}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"calibration": {"dataset": "nowhere"}}, "calibration.dataset names 'nowhere', which is not in `datasets`"),
+        ({"weights": "nf4"}, "not for weights=nf4; use recipe=rtn"),
+        ({"weights": "bf16"}, "not for weights=bf16; use recipe=rtn"),
+        ({"recipe": "random"}, "recipe=random adds its error to weights=bf16, not to weights=nvfp4"),
+    ],
+)
+def test_a_recipe_that_cant_be_followed_is_one_sentence(keys, sentence):
+    with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
+        checkpoints_of(**keys)
+    assert sentence in str(error.value)
+
+
+def test_the_papers_grid_compares_awq_with_rounding_to_nearest_under_both_protocols():
+    for protocol in ("paper", "upstream-scripts"):
+        runs = planned(values("paper", protocol=protocol)).runs
+        awq = {name: run.settings for name, run in runs.items() if run.settings.recipe == "awq"}
+        assert len(awq) == 6
+        for name, settings in awq.items():
+            other = runs[name.replace("-awq", "")].settings
+            assert settings == other.model_copy(update={"recipe": "awq"})
+
+
+# --- protocols
+
+
+def test_a_protocol_overrides_keys_and_has_a_separate_folder():
+    parts = {
+        "upstream-scripts": {
+            "experiments": {
+                "main": {"base": {"adapter": {"rank": 4}, "loss.name": "bnpo"}, "arms": {"nf4-lora": None}}
+            },
+            "evaluation": {"repeats": 1},
+        }
+    }
+    paper = planned(values(protocols=parts))
+    scripts = planned(values(protocols=parts, protocol="upstream-scripts"))
+    assert (paper.folder, scripts.folder) == ("results/mini", "results/mini-upstream-scripts")
+    assert paper.runs.keys() - scripts.runs.keys() == {f"main-nf4-lora-seed{seed}" for seed in range(3)}
+    for name, run in scripts.runs.items():
+        expected = run.settings.model_dump()
+        assert (expected["adapter"]["rank"], expected["loss"]["name"]) == (4, "bnpo")
+        expected["adapter"]["rank"], expected["loss"]["name"] = 16, "grpo"
+        assert expected == paper.runs[name].settings.model_dump()
+    assert (scripts.config.evaluation.repeats, paper.config.evaluation.repeats) == (1, 2)
+    with pytest.raises(ConfigError, match="protocol=upstream-scripts is not in `protocols`"):
+        planned(values(protocol="upstream-scripts"))
+
+
+# --- the paper's grid
+
+
+@pytest.mark.parametrize("protocol", ["paper", "upstream-scripts"])
+def test_no_two_runs_of_the_papers_grid_are_the_same(protocol):
+    plan_ = planned(values("paper", protocol=protocol))
+    settings = [run.settings.model_dump_json() for run in plan_.runs.values()]
+    assert len(set(settings)) == len(settings)
+
+
+def cells(protocol="paper") -> set[tuple]:
+    plan_ = planned(values("paper", protocol=protocol))
+    return {
+        (r.settings.model, r.settings.dataset, r.settings.weights, r.settings.method, r.settings.noise.schedule)
+        for r in plan_.runs.values()
+    }
+
+
+def test_every_trained_row_of_tables_1_and_2_is_run_or_left_out_with_a_reason():
+    printed = yaml.safe_load((ROOT / "tests/config/paper_rows.yaml").read_text())
+    omitted = {
+        (e.base["model"], arm)
+        for e in parse(Config, values("paper"), "paper").experiments.values()
+        for arm in e.omitted
+    }
+    rows = [
+        (model, dataset, *row) for dataset, models in printed.items() for model, rows in models.items() for row in rows
+    ]
+    assert len(rows) == 2 * 6 + 3 * 4
+    for model, dataset, weights, method, schedule in rows:
+        missing = (model, dataset, weights, method, schedule) not in cells()
+        assert missing == ((model, f"{weights}-{method}") in omitted), (model, weights, method)
+
+
+def test_three_seeds_of_everything_trained():
+    runs = planned(values("paper")).runs.values()
+    seeds: dict[str, set[int]] = {}
+    for run in runs:
+        rest = {**run.settings.model_dump(mode="json"), "seed": None}
+        seeds.setdefault(json.dumps(rest), set()).add(run.settings.seed)
+    assert set(map(len, seeds.values())) == {3}
+
+
+# --- settings and names of jobs
+
+
+def test_settings_of_the_papers_table_4():
+    run = planned(values("paper")).runs["gsm8k-7b-nvfp4-lora-aqn-seed0"].settings
+    assert run == RunSettings(
+        **{
+            "model": "qwen2.5-7b",
+            "dataset": "gsm8k",
+            "weights": "nvfp4",
+            "steps": 600,
+            "adapter": {"rank": 32, "alpha": 32},
+            "noise": {"schedule": "exponential", "sigma_start": 1e-2, "sigma_end": 5e-4, "stages": 10},
+            "rollout": {"prompts": 16, "group_size": 8, "sampling": {"temperature": 1.0, "max_tokens": 4096}},
+            "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28, "updates_per_rollout": 4},
+            "optimizer": {"name": "adamw8bit", "learning_rate": 1e-5},
+            "checkpoint_every": 50,
+        }
+    )
+
+
+def test_trackers_of_a_configuration_are_those_of_every_run_that_names_none():
+    arms = {"all": {}, "own": {"track": ["mlflow"]}, "none": {"track": []}}
+    made = planned({**with_experiment(arms=arms, grid={"seed": [0]}), "track": ["tensorboard", "wandb"]})
+    assert {run.arm: run.settings.track for run in made.runs.values()} == {
+        "all": ["tensorboard", "wandb"],
+        "own": ["mlflow"],
+        "none": [],
+    }
+    assert Jobs(made).train("e-all-seed0").tracked == Path("results/mini/tracked")
+
+
+def test_names_that_are_not_planned_are_one_sentence():
+    """Rules take any name, because a constraint of ten thousand names would be slow."""
+    jobs = Jobs(planned(values()))
+    for rule, what in (("train", "run"), ("evaluate", "evaluation")):
+        with pytest.raises(ConfigError, match=f"^mini has no {what} 'nope'; `qerl plan` lists its runs$"):
+            jobs.of(rule, "nope")
+
+
+def test_a_run_and_an_evaluation_read_the_splits_that_they_use():
+    given = values()
+    given["evaluation"]["tasks"][1]["split"] = "validation"
+    jobs = Jobs(planned(given))
+    run = "main-nvfp4-lora-seed0"
+    folder = "results/mini/data"
+    read = jobs.inputs("train", run)
+    assert read["data"] == [f"{folder}/arithmetic/{file}" for file in ("dataset.json", "train.jsonl")]
+    assert read["checkpoint"] == ["results/mini/quantize/miniature-nvfp4/checkpoint"]
+    assert (read["other"], read["checked"]) == ([], [])
+    read = jobs.inputs("evaluate", run)
+    assert read["other"] == [f"results/mini/train/{run}/policy"]
+    asked = {f"{folder}/{name}/{split}.jsonl" for name, split in (("arithmetic", "test"), ("numbers", "validation"))}
+    assert asked <= set(read["data"])
+    assert not [file for file in read["data"] if "train" in file]
