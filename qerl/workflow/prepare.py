@@ -97,7 +97,10 @@ def make_checkpoint(base: Base, source: Path, checkpoint: Path, report: Path, da
     """
     from qerl.models.quantize import Calibration, quantize_checkpoint
 
-    texts = Calibration(base.calibration, data) if base.calibration and data else None
+    texts = None
+    if base.calibration:
+        assert data is not None
+        texts = Calibration(base.calibration, data)
     about = quantize_checkpoint(source, checkpoint, base.weights, texts, base.error, base.packed_nets)
     if base.rounded == "bf16":
         link_checkpoint(source, checkpoint)
