@@ -84,8 +84,8 @@ from qerl.settings.base import (
     read_yaml,
 )
 from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData, LocalData, Split
-from qerl.settings.models import MergedFormat
-from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, RunSettings, SamplingSettings
+from qerl.settings.models import Base, MergedFormat
+from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
 from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, whole
 
@@ -116,12 +116,7 @@ MAIN_BRANCH = "main"
 HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
-PACK_DELTA_NETS: bool = RunSettings.model_fields["pack_delta_nets"].default
-
-
-def quantize(
-    model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_delta_nets: bool = PACK_DELTA_NETS
-) -> Path:
+def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_delta_nets: bool = False) -> Path:
     """Write the dense `model` into the new folder `out` in 4 bits, with report.json on size and error.
 
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
@@ -137,13 +132,8 @@ def quantize(
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     source = base_folder(str(given_model))
-    nets = pack_delta_nets
-    whole(
-        target,
-        lambda folder: make_checkpoint(
-            str(given_model), weights, source, folder, folder / REPORT, pack_delta_nets=nets
-        ),
-    )
+    base = Base(str(given_model), weights, packed_nets=pack_delta_nets)
+    whole(target, lambda folder: make_checkpoint(base, source, folder, folder / REPORT))
     return target
 
 
@@ -428,17 +418,11 @@ def _forget_parts(run: Run, settings: RunFile) -> None:
     before = Run(run.folder).settings
     if not run.checkpoint.exists() or before.dataset != settings.dataset:
         shutil.rmtree(run.data, ignore_errors=True)
-    if _of_base(before) != _of_base(settings):
+    if before.settings.base != settings.settings.base:
         if run.checkpoint.is_symlink():
             run.checkpoint.unlink()
         else:
             shutil.rmtree(run.checkpoint, ignore_errors=True)
-
-
-def _of_base(settings: RunFile) -> tuple[Any, ...]:
-    """The settings of which a base is made."""
-    of_run = settings.settings
-    return settings.model, settings.weights, settings.pack_delta_nets, of_run.calibrated, of_run.perturbed
 
 
 def _write_run_file(settings: RunFile) -> None:

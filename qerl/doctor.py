@@ -108,19 +108,19 @@ class Diagnosis:
     notes: Sequence[str]
 
 
-def asked_model(model: str, weights: str | None, pack_delta_nets: bool = False) -> AskedModel:
+def asked_model(model: str, weights: str | None, packed_nets: bool = False) -> AskedModel:
     """The shape and weights of a size such as 7B or mistral-7b, of a folder or of a model of the hub.
 
     `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Delta nets count as packed
-    where `pack_delta_nets` asks for that, or where the folder has them packed. Raises `CheckpointError` for
+    where `packed_nets` asks for that, or where the folder has them packed. Raises `CheckpointError` for
     a model whose structure isn't handled.
     """
     default = weights or RunSettings.model_fields["weights"].default
     if model in SIZES:
         used = weights or ("mxfp4" if has_packed_experts_alone(model) else default)
         asked = _of_size(model, used)
-        _check_nets(model, asked.shape, used, pack_delta_nets)
-        return replace(asked, shape=asked.shape.with_packed_nets(pack_delta_nets))
+        _check_nets(model, asked.shape, used, packed_nets)
+        return replace(asked, shape=asked.shape.with_packed_nets(packed_nets))
     local = Path(model).is_dir()
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
@@ -128,9 +128,9 @@ def asked_model(model: str, weights: str | None, pack_delta_nets: bool = False) 
     shape = ModelShape.of(read_config(folder))
     headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     used = weights or (default if stored == "bf16" else stored)
-    _check_nets(model, shape, used, pack_delta_nets)
+    _check_nets(model, shape, used, packed_nets)
     return AskedModel(
-        shape.with_packed_nets(pack_delta_nets or has_packed_delta_nets(folder)),
+        shape.with_packed_nets(packed_nets or has_packed_delta_nets(folder)),
         used,
         None if local else model,
         config_of(folder),
@@ -138,8 +138,8 @@ def asked_model(model: str, weights: str | None, pack_delta_nets: bool = False) 
     )
 
 
-def _check_nets(model: str, shape: ModelShape, weights: str, pack_delta_nets: bool) -> None:
-    if pack_delta_nets and (shape.nets is None or weights == "bf16"):
+def _check_nets(model: str, shape: ModelShape, weights: str, packed_nets: bool) -> None:
+    if packed_nets and (shape.nets is None or weights == "bf16"):
         reason = f"{model} has none" if shape.nets is None else "weights of bf16 are not packed"
         raise CheckpointError(f"--pack-delta-nets packs delta nets, and {reason}; leave the option out")
 

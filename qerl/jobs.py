@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from qerl.host.imports import OPTIONAL
 from qerl.host.nodes import own_lock
 from qerl.settings.data import DatasetSettings
-from qerl.settings.models import CalibrationSettings, PretrainSettings, RandomErrorSettings
+from qerl.settings.models import Base, OnRandomWeights, PretrainSettings, WeightFormat
 from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, Kernels, RunSettings
 from qerl.settings.workflow import EvaluationSettings, GateSettings, RolloutBench, StepBench
 
@@ -78,29 +78,6 @@ class Job(Part):
 
 # Jobs that make data sets and bases, and that check them before any long work.
 
-#: The settings of a run that must fit the model's structure.
-FITTED: Any = {
-    "weights": True,
-    "recipe": True,
-    "pack_delta_nets": True,
-    "method": True,
-    "adapter": {"targets", "train_norms", "dropout"},
-    "noise": {"schedule", "norms"},
-    "rollout": {"engine"},
-}
-#: With those by which the lengths of its problems are checked, all that the check of a run reads.
-CHECKED: Any = {
-    **FITTED,
-    "model": True,
-    "dataset": True,
-    "rollout": {
-        "engine": True,
-        "max_prompt_tokens": True,
-        "sampling": {"max_tokens"},
-        "vllm": {"max_model_len", "url", "adapters"},
-    },
-}
-
 
 class DataJob(Job):
     """Prepare a data set: generated, from a local file or from the hub."""
@@ -147,25 +124,14 @@ class FetchJob(Job):
     lock_file: Path | None
 
 
-class CalibratedOn(Part):
-    """The texts on which AWQ measures activations."""
-
-    settings: CalibrationSettings
-    data: Path
-
-
 class QuantizeJob(Job):
     """Make a base in one weight format, with a report on size and error."""
 
     kind: Literal["quantize"] = "quantize"
-    model: str
-    weights: str
+    base: Base
     source: Path
-    calibration: CalibratedOn | None
-    """None: rounded to nearest."""
-    error: RandomErrorSettings | None
-    """None: the weights have no random error."""
-    pack_delta_nets: bool
+    data: Path | None
+    """The data set on whose texts AWQ measures activations; None for other recipes."""
 
     @property
     def gpus(self) -> int:
@@ -239,20 +205,27 @@ class PlannedPolicy(Part):
     """The description of a planned policy in its result: a base, or a run's policy."""
 
     eval: str
-    model: str
-    weights: str
-    recipe: str
-    pack_delta_nets: bool
+    base: Base
     run: str | None
     arm: str | None
     experiment: str | None
     varied: dict[str, Any]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The fields that describe it in its result."""
+        return self.model_dump(mode="json", exclude={"base"}) | self.base.stored
 
 
 class StoredPolicy(Part):
     """The description of a committed adapter in its result. The gates evaluate it without training."""
 
     stored: str
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The field that describes it in its result."""
+        return self.model_dump()
 
 
 class EvaluateJob(Job):
@@ -366,13 +339,10 @@ class PointJob(Job):
         return Lock(self.out.parent, f".{self.out.name}.lock")
 
 
-class Decoding(Part):
+class Decoding(OnRandomWeights, Part):
     """The work at each number of sequences. `prompt` and `tokens` (decoded) are per sequence."""
 
     engine: Literal["native", "vllm", "transformers"]
-    size: str
-    weights: str
-    pack_delta_nets: bool = False
     rank: int
     kernels: Kernels
     """Those of this project's engine; `auto` for the other engines."""
@@ -413,7 +383,7 @@ class Mix(Part):
 
     engine: Literal["native", "vllm"]
     size: str
-    weights: str
+    weights: WeightFormat
     rank: int
     prompts: int
     group: int
@@ -446,7 +416,7 @@ class Prompting(Part):
     """The policy of a prefill bench; rank 0 has no adapter."""
 
     size: str
-    weights: str
+    weights: WeightFormat
     rank: int
 
 
@@ -459,12 +429,9 @@ class PromptsJob(PointJob):
     repeats: int
 
 
-class Work(Part):
+class Work(OnRandomWeights, Part):
     """The work of a GRPO step, which is the same for each system."""
 
-    size: str
-    weights: str
-    pack_delta_nets: bool = False
     prompts: int
     group: int
     prompt_tokens: int

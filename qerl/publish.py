@@ -277,7 +277,7 @@ def _base_first(facts: RunFacts) -> str:
         how = f"with the recipe `{settings.recipe}` and the settings below in a `{RUN_FILE}` of `qerl train`"
         return f"The adapter belongs to the quantized base. Make it first, as the folder `base`, {how}."
     source = f"{base.name}@{base.revision}" if base.revision else base.name
-    nets = " --pack-delta-nets" if settings.pack_delta_nets else ""
+    nets = " --pack-delta-nets" if settings.base.packed_nets else ""
     command = f"qerl quantize {shlex.quote(source)} --weights {settings.weights}{nets} --out base"
     return f"The adapter belongs to the quantized base. Make it first:\n\n```sh\n{command}\n```"
 

@@ -20,6 +20,7 @@ from qerl.results.speeds import DecodePoint, PromptPoint, PromptsResult
 from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.models import Base
 from qerl.settings.run import Kernels, NativeSettings
 
 # Decode speed of the native engine on random weights of known shapes, in tokens/s by number of sequences.
@@ -61,8 +62,7 @@ def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[floa
 
 def measure_points(job: DecodeJob) -> None:
     """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
-    first = job.parts[0].work
-    base = cache(lambda: random_policy(first.size, first.weights, 0, choose_device(), first.pack_delta_nets))
+    base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
     for part in job.parts:
         work, points = part.work, DecodePoints(job.out / part.file, part.work)
         with ExitStack() as adapted:
@@ -100,7 +100,7 @@ def measure_prompts(job: PromptsJob) -> None:
 def _ready_sampler(job: PromptsJob) -> EngineSampler:
     """The sampler after a call as large as the largest point, which allocates its cache."""
     work = job.work
-    sampler = EngineSampler(random_policy(work.size, work.weights, work.rank, choose_device()), _SETTINGS)
+    sampler = EngineSampler(random_policy(Base(work.size, work.weights), work.rank, choose_device()), _SETTINGS)
     most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
     first, _ = prompt_id_range(sampler.policy.lm.config.vocab_size)
     sampler.generate([[first] * longest] * most, SamplingParams(max_tokens=1))

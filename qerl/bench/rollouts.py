@@ -32,6 +32,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.scheduler import DecodeTime, RolloutPhases
 from qerl.rollout.speculation import DraftCounts, EarlierCompletions
+from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings
 from qerl.settings.workflow import RolloutBench
 
@@ -39,7 +40,7 @@ from qerl.settings.workflow import RolloutBench
 
 
 def _start(work: Mix, workload: Workload) -> MixEngine:
-    policy = random_policy(work.size, work.weights, work.rank, choose_device())
+    policy = random_policy(Base(work.size, work.weights), work.rank, choose_device())
     settings = EngineSettings(native=NativeSettings(drafts=work.drafts))
     sampler = make_sampler(policy, settings, work.sequences)
     free = SamplingParams(

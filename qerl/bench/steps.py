@@ -120,10 +120,8 @@ def _repeated(completion: Completion, tokens: int) -> Completion:
 def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
     """The settings of a run whose steps do the work."""
     run = {
-        "model": work.size,
+        **work.base.stored,
         "dataset": "random",
-        "weights": work.weights,
-        "pack_delta_nets": work.pack_delta_nets,
         "adapter": {"rank": work.rank, "alpha": work.rank, "train_norms": False},
         "rollout": {
             "prompts": work.prompts,
@@ -222,7 +220,7 @@ def measure_steps(job: GrpoStepJob) -> None:
     first, work = job.parts[0], job.parts[0].work
     if first.settings.memory_gb is not None:
         cap_memory(first.settings.memory_gb)
-    base = cache(lambda: random_policy(work.size, work.weights, 0, choose_device(), work.pack_delta_nets))
+    base = cache(lambda: random_policy(work.base, 0, choose_device()))
     for part in job.parts:
         out = job.out / part.file
         if _measured(out, part):
@@ -245,7 +243,7 @@ def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = part.work, part.settings
     settings = _stored(asked)
-    nets = ", packed delta nets" if work.pack_delta_nets else ""
+    nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
     try:
         shared = base()
@@ -305,12 +303,9 @@ def bench_step(job: StepJob) -> None:
 def _label(run: TimedRun) -> dict[str, Any]:
     settings = run.settings
     return {
-        "model": settings.model,
+        **settings.base.stored,
         "arm": run.arm,
         "varied": run.varied,
-        "weights": settings.weights,
-        "recipe": settings.recipe,
-        "pack_delta_nets": settings.pack_delta_nets,
         "method": settings.method,
         "rank": settings.adapter.rank if settings.method == "lora" else 0,
         "prompts": settings.rollout.prompts,

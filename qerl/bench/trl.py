@@ -124,7 +124,7 @@ def _rewards(completions: list[list[dict[str, str]]], equal: list[bool], **_: An
 def vllm_share(work: Work, device_bytes: int) -> float:
     """The share of the GPU's memory that vLLM needs to decode all completions at once, without queueing."""
     length = work.prompt_tokens + work.completion_tokens
-    parts = byte_parts(work.size, work.weights, 0, work.completions, length)
+    parts = byte_parts(work.base, 0, work.completions, length)
     # The embedding is stored too, and is as large as the head.
     return min((sum(parts.values()) + parts["head"] + _VLLM_BUFFERS) / device_bytes, 1.0)
 

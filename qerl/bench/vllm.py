@@ -23,6 +23,7 @@ from qerl.models.policy import choose_device
 from qerl.models.random import QUANTIZATION, TEXTS, model_config, published_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
 from qerl.results.speeds import DecodePoint
+from qerl.settings.models import Base
 
 # Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 #
@@ -49,9 +50,7 @@ _NO_ROOM = (
 )
 
 
-def start_engine(
-    folder: Path, size: str, weights: str, rank: int, pack_delta_nets: bool = False, **options: Any
-) -> tuple[Any, Any]:
+def start_engine(folder: Path, base: Base, rank: int, **options: Any) -> tuple[Any, Any]:
     """Start vLLM with its `options`; returns the engine and the adapter's LoRARequest or None. Files go to `folder`.
 
     vLLM is told which layers have an adapter, because it would also run experts and embeddings as layers with one.
@@ -60,10 +59,10 @@ def start_engine(
     from vllm.lora.request import LoRARequest
 
     model, adapter = folder / "model", folder / "adapter"
-    loading = write_model(model, size, weights, pack_delta_nets)
+    loading = write_model(model, base)
     if rank:
         adapter.mkdir()
-        targets = _write_adapter(adapter, size, rank)
+        targets = _write_adapter(adapter, base.model, rank)
         loading |= {"enable_lora": True, "max_lora_rank": max(8, rank), "max_loras": 1, "lora_target_modules": targets}
     with no_room_is_out_of_memory():
         engine = LLM(model=str(model), skip_tokenizer_init=True, dtype="bfloat16", **loading, **options)
@@ -77,20 +76,20 @@ def description(weights: str) -> str:
     return f"vLLM {vllm.__version__}" + (", bitsandbytes" if weights == "nf4" else "")
 
 
-def write_model(folder: Path, size: str, weights: str, pack_delta_nets: bool = False) -> dict[str, Any]:
+def write_model(folder: Path, base: Base) -> dict[str, Any]:
     """Write the checkpoint that vLLM loads to `folder`. Returns vLLM's options for it."""
-    if weights == "nf4":
-        write_checkpoint(folder, size, "bf16", TEXTS)
+    if base.weights == "nf4":
+        write_checkpoint(folder, base.model, "bf16", TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    content = _published(size, weights, pack_delta_nets) if size in PUBLISHED else model_config(size, weights)
+    content = _published(base) if base.model in PUBLISHED else model_config(base.model, base.weights)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return {"load_format": "dummy"} | (_TEXT_ALONE if "text_config" in content else {})
 
 
-def _published(size: str, weights: str, pack_delta_nets: bool) -> dict[str, Any]:
+def _published(base: Base) -> dict[str, Any]:
     """The content of config.json of a published shape."""
-    config = published_config(size)
+    config = published_config(base.model)
     content = config.to_dict() | {"torch_dtype": "bfloat16"}
     if config.model_type in _WITH_IMAGES:
         kind, architecture = _WITH_IMAGES[config.model_type]
@@ -98,10 +97,10 @@ def _published(size: str, weights: str, pack_delta_nets: bool) -> dict[str, Any]
     else:
         architecture = type(empty_model(config, torch.bfloat16)).__name__
     content["architectures"] = [architecture]
-    if weights == "nvfp4":
-        nets = _NARROW_OF_NETS if pack_delta_nets else _DENSE_NETS
+    if base.weights == "nvfp4":
+        nets = _NARROW_OF_NETS if base.packed_nets else _DENSE_NETS
         content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE, nets]}
-    elif weights == "mxfp4":
+    elif base.weights == "mxfp4":
         content["quantization_config"] = {"quant_method": "mxfp4"}
     return content
 
@@ -170,10 +169,8 @@ def _start_decode(folder: Path, parts: Sequence[DecodePart]) -> tuple[Any, Any]:
     sequences = {count for part in parts for count in part.sequences}
     return start_engine(
         folder,
-        work.size,
-        work.weights,
+        work.base,
         work.rank,
-        work.pack_delta_nets,
         max_model_len=max(_LENGTH, *(part.work.prompt + part.work.tokens + 1 for part in parts)),
         gpu_memory_utilization=0.85,
         max_num_seqs=max(sequences),
@@ -250,7 +247,7 @@ def _start_mix(folder: Path, work: Mix, workload: Workload) -> MixEngine:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import SamplingParams
 
-    engine, adapter = start_engine(folder, work.size, work.weights, work.rank, **_options(work))
+    engine, adapter = start_engine(folder, Base(work.size, work.weights), work.rank, **_options(work))
     # One request per completion; requests with the same prompt are adjacent, as RL trainers send them.
     params = [
         SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)

@@ -418,10 +418,10 @@ def prompt_id_range(tokens: int) -> tuple[int, int]:
     return min(1000, tokens // 2), min(100000, tokens)
 
 
-def shape_of(size: str, pack_delta_nets: bool = False) -> ModelShape:
+def shape_of(size: str) -> ModelShape:
     """The shape of a size of Qwen2.5 or of a published model."""
     if size in PUBLISHED:
-        return ModelShape.of(PUBLISHED[size]).with_packed_nets(pack_delta_nets)
+        return ModelShape.of(PUBLISHED[size])
     hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = ARCHITECTURES[size]
     narrow = hidden // heads * kv_heads
     return ModelShape(hidden, layers, hidden, narrow, heads, intermediate, vocabulary, tied, biased=True)

@@ -27,7 +27,7 @@ from qerl.results.schema import QuantizationReport
 from qerl.results.store import read
 from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.run import RunSettings, SamplingSettings
+from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ app.command()(sharing.publish)
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
 _REPEATS: int = EvaluationSettings.model_fields["repeats"].default
-_PACK_DELTA_NETS: bool = RunSettings.model_fields["pack_delta_nets"].default
 
 Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
 ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
@@ -84,13 +83,13 @@ def quantize(
     model: Model,
     out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
     weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
-    pack_delta_nets: Annotated[
+    packed_nets: Annotated[
         bool, typer.Option("--pack-delta-nets", help="Pack the delta nets of a hybrid too, which otherwise stay bf16.")
-    ] = _PACK_DELTA_NETS,
+    ] = False,
 ) -> None:
     """Quantize a dense checkpoint to 4 bits."""
     with quiet():
-        made = api.quantize(model, out, weights, pack_delta_nets)
+        made = api.quantize(model, out, weights, packed_nets)
     report = read(QuantizationReport, made / REPORT)
     content = report.content()
     sizes = {key: content[key] for key in ("weights", "size_bytes", "bits_per_weight", "bits_per_weight_model")}

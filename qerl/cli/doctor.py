@@ -41,9 +41,9 @@ def doctor(
     weights: Annotated[
         WeightFormat | None, typer.Option(help="Default: the checkpoint's if it is packed, else a run's.")
     ] = None,
-    pack_delta_nets: Annotated[
+    packed_nets: Annotated[
         bool, typer.Option("--pack-delta-nets", help="As in a run; a folder with packed delta nets needs no option.")
-    ] = RunSettings.model_fields["pack_delta_nets"].default,
+    ] = False,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = _RANK,
     experts: Annotated[
         bool, typer.Option("--experts", help="Adapters on the experts of a mixture, too (`adapter.targets`).")
@@ -74,7 +74,7 @@ def doctor(
         from qerl import doctor as state
         from qerl.memory_model import StepSettings
 
-        asked = state.asked_model(model, weights, pack_delta_nets) if model else None
+        asked = state.asked_model(model, weights, packed_nets) if model else None
         settings = StepSettings(
             weights=asked.weights if asked else "",
             rank=rank,

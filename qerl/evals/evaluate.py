@@ -261,7 +261,7 @@ def evaluate_policy(job: EvaluateJob) -> None:
 
     The result of a failed run has its status and no task.
     """
-    about = job.policy.model_dump(mode="json")
+    about = job.policy.described
     if job.trained and (status := failed(job.trained)):
         job.out.mkdir(parents=True, exist_ok=True)
         for name in (SAMPLES, OUTCOMES):

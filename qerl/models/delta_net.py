@@ -375,7 +375,7 @@ _PACKED: dict[type, type[PackedDeltaNet]] = {
 }
 
 
-def pack_delta_nets(model: nn.Module) -> None:
+def use_packed_delta_nets(model: nn.Module) -> None:
     """Change every gated delta net of a known class to its subclass for packed rows; weights and names stay."""
     for module in model.modules():
         if type(module) in _PACKED:

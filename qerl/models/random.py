@@ -24,6 +24,7 @@ from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, add_adapter, use_own_modules
 from qerl.models.structure import empty_model, structure_of
+from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
 
 # Random weights for models that have none.
@@ -360,7 +361,7 @@ def published_config(size: str) -> PreTrainedConfig:
 
 
 def published_model(
-    config: PreTrainedConfig, weights: str, device: torch.device, pack_delta_nets: bool = False
+    config: PreTrainedConfig, weights: str, device: torch.device, packed_nets: bool = False
 ) -> PreTrainedModel:
     """A model of the configuration, in bfloat16 or with the layers packed that `quantize` packs.
 
@@ -369,7 +370,7 @@ def published_model(
     """
     lm: Any = empty_model(config, torch.bfloat16)
     structure = structure_of(config)
-    packed = [name for name in structure.packed_layers(pack_delta_nets) if weights != "bf16"]
+    packed = [name for name in structure.packed_layers(packed_nets) if weights != "bf16"]
     if structure.experts and config.model_type in EXPERTS_ALONE:
         packed = [name for name in packed if ".experts." in name]
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
@@ -415,25 +416,18 @@ def _pack(lm: nn.Module, names: Sequence[str], weights: str, device: torch.devic
 # Policies with random weights, which are never written to disk.
 
 
-def random_policy(
-    size: str,
-    weights: str,
-    rank: int,
-    device: torch.device,
-    pack_delta_nets: bool = False,
-    seed: int = 0,
-    train_norms: bool = True,
-) -> Policy:
-    """A policy of a size with normal weights, bfloat16 or packed, and an adapter of `rank` whose B isn't zero."""
+def random_policy(base: Base, rank: int, device: torch.device, seed: int = 0, train_norms: bool = True) -> Policy:
+    """A policy on a base whose model is a size, with normal weights, and an adapter of `rank` whose B isn't zero."""
     torch.manual_seed(seed)
+    size, weights = base.model, base.weights
     if size in PUBLISHED:
-        lm = published_model(published_config(size), weights, device, pack_delta_nets)
+        lm = published_model(published_config(size), weights, device, base.packed_nets)
     else:
         lm = _qwen(size, weights, device)
     use_own_modules(lm)
     lm.requires_grad_(False)
-    base = Policy(lm.eval(), Qwen2Tokenizer())
-    return _adapted(base, rank, train_norms) if rank else base
+    policy = Policy(lm.eval(), Qwen2Tokenizer())
+    return _adapted(policy, rank, train_norms) if rank else policy
 
 
 def _adapted(base: Policy, rank: int, train_norms: bool) -> Policy:

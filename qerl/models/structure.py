@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from qerl.models.delta_net import PACKABLE, PackedDeltaNet, pack_delta_nets
+from qerl.models.delta_net import PACKABLE, PackedDeltaNet, use_packed_delta_nets
 from qerl.models.experts import Experts, Float32Router, split_experts
 from qerl.settings.base import UserError
 
@@ -82,7 +82,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
             f"({type(error).__name__}: {error}); correct them"
         ) from error
     split_experts(lm)
-    pack_delta_nets(lm)
+    use_packed_delta_nets(lm)
     return lm
 
 
@@ -344,7 +344,7 @@ class Structure:
     packed: tuple[tuple[str, ...], ...]
     """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
     packed_nets: tuple[tuple[str, ...], ...]
-    """The layers of each block's delta net that `pack_delta_nets` quantizes too: all but those of b and a."""
+    """The layers of each block's delta net that can be packed too: all but those of b and a."""
     norms: dict[str, str]
     """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
 
@@ -379,12 +379,12 @@ class Structure:
         layers = range(len(self.windows))
         return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
 
-    def packed_layers(self, pack_delta_nets: bool = False) -> set[str]:
+    def packed_layers(self, nets: bool = False) -> set[str]:
         """Full names of the linear layers that are quantized, with or without those of delta nets."""
-        return self._full_names(self.packed) | (self.layers_of_delta_nets() if pack_delta_nets else set())
+        return self._full_names(self.packed) | (self.layers_of_delta_nets() if nets else set())
 
     def layers_of_delta_nets(self) -> set[str]:
-        """Full names of the layers that `pack_delta_nets` quantizes too; none of a model without delta nets."""
+        """Full names of the layers that can be packed too; none of a model without delta nets."""
         return self._full_names(self.packed_nets)
 
     def _full_names(self, of_blocks: tuple[tuple[str, ...], ...]) -> set[str]:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from qerl.report.format import DIFFERENT_MACHINES, NOT_RUN, three_digits, training_label, weights_label
 from qerl.report.tables import scores_by_arm, step_base
-from qerl.results.paths import KEY, training_name, variant, weights_name
+from qerl.results.paths import KEY, training_name, variant
 from qerl.results.printed import MODELS, TABLES, Asked, Cell
 from qerl.results.schema import OK, RunResult
 from qerl.results.statistics import (
@@ -76,7 +76,7 @@ def identity(settings: RunSettings) -> dict[str, Any]:
     consistent = "-consistent" if noise.schedule != "off" and noise.mode == "consistent" else ""
     return {
         "model": settings.model,
-        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
+        "weights": settings.base.weights_name,
         "method": settings.method,
         "noise": noise.schedule + consistent,
         "rank": settings.adapter.rank if settings.method == "lora" else None,

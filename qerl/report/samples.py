@@ -27,7 +27,6 @@ from qerl.results.paths import (
     WORK,
     training_name,
     variant,
-    weights_name,
     without_folders,
 )
 from qerl.results.readers import schema_of
@@ -150,15 +149,12 @@ def _before(result: Scores, results: dict[str, Scores]) -> str | None:
 
 
 def _is_base(base: EvaluationResult, trained: EvaluationResult) -> bool:
-    named, other = ((one.model, weights_name(one.weights, one.recipe, one.pack_delta_nets)) for one in (base, trained))
-    return base.run is None and named == other
+    return base.run is None and base.base == trained.base
 
 
 def _about(result: Scores) -> str:
     if isinstance(result, EvaluationResult):
-        named = (
-            f"{without_folders(result.model)}, {weights_name(result.weights, result.recipe, result.pack_delta_nets)}"
-        )
+        named = f"{without_folders(result.model)}, {result.base.weights_name}"
         return f"{named}, {result.arm}" if result.run else f"{named}, untrained"
     if isinstance(result, OwnEvaluationResult):
         return f"{without_folders(result.model)}, {'trained' if result.adapter else 'untrained'}"
@@ -170,7 +166,7 @@ def _about_run(run: RunResult) -> str:
     training = training_name(settings.method, settings.noise.schedule)
     parts = [
         without_folders(settings.model),
-        weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
+        settings.base.weights_name,
         training,
         variant(run.varied),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from qerl.settings.models import Recipe, WeightFormat
+from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
 
 # Names of the files and folders of results; `qerl.workflow.outputs` has the paths of a configuration's results.
@@ -88,18 +88,10 @@ def rollouts_file(step: int) -> str:
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]
 
 
-def weights_name(weights: str, recipe: Recipe = "rtn", pack_delta_nets: bool = False) -> str:
-    """A weight format with its recipe, unless that is rounding to nearest: nvfp4 or nvfp4-awq.
-
-    With packed delta nets it is nvfp4-delta-nets.
-    """
-    return weights + ("" if recipe == "rtn" else f"-{recipe}") + ("-delta-nets" if pack_delta_nets else "")
-
-
 def weights_names() -> list[str]:
     """All names of weights, in the order of tables."""
     options = [*((recipe, False) for recipe in get_args(Recipe)), ("rtn", True)]
-    return [weights_name(weights, *option) for weights in get_args(WeightFormat) for option in options]
+    return [Base("", weights, *option).weights_name for weights in get_args(WeightFormat) for option in options]
 
 
 def without_folders(value: Any) -> Any:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from qerl.results import paths
 from qerl.results import paths as names
-from qerl.results.paths import KEY, training_name, variant, weights_name
+from qerl.results.paths import KEY, training_name, variant
 from qerl.results.schema import (
     OK,
     EvaluationResult,
@@ -47,7 +47,6 @@ from qerl.results.speeds import (
 )
 from qerl.results.store import ResultError, read, read_rows
 from qerl.results.study_data import check_study_file
-from qerl.settings.models import Recipe
 
 # The schema of each result file, by its name, its folder, and the kind that it states.
 
@@ -124,7 +123,6 @@ _METRICS = ("step", "reward", "entropy", "completion_length", "truncated", "nois
 _SAMPLE = ("dataset", "problem", "repeat", "correct", "tokens", "finished", "flexible")
 _TASK = {"harness", "task", "problems", "repeats", "accuracy"}
 #: The recipe of a checkpoint by the method in its report; all other methods are rounding to nearest.
-_RECIPES: dict[str, Recipe] = {"awq": "awq", "random": "random"}
 _REPORT = {"model", "weights", "method", "size_bytes", "bits_per_weight", "bits_per_weight_model"}
 
 
@@ -171,7 +169,7 @@ def load_evaluations(paths: Sequence[Path], runs: pd.DataFrame) -> pd.DataFrame:
             "experiment": result.experiment or "",
             "arm": result.arm or "",
             "variant": variant(result.varied),
-            "weights": weights_name(result.weights, result.recipe, result.pack_delta_nets),
+            "weights": result.base.weights_name,
             "training": training[result.run] if result.run else "none",
             "seed": result.varied.get("seed"),
             **result.provenance.columns,
@@ -207,7 +205,7 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
         report = read(QuantizationReport, path)
         errors = {f"{layer}/relative_error": value for layer, value in report.relative_error.items()}
         row = report.model_dump(include=_REPORT)
-        row["weights"] = weights_name(report.weights, _RECIPES.get(report.method, "rtn"), report.pack_delta_nets)
+        row["weights"] = report.base.weights_name
         rows.append(row | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
 
@@ -224,10 +222,7 @@ def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.
 
 def _point_columns(point: RolloutPoint | StepPoint) -> dict[str, Any]:
     columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
-    return columns | {
-        "weights": weights_name(point.weights, point.recipe, point.pack_delta_nets),
-        "sequences": point.sequences,
-    }
+    return columns | {"weights": point.weights_name, "sequences": point.sequences}
 
 
 def _run_row(run: RunResult) -> dict[str, Any]:
@@ -237,7 +232,7 @@ def _run_row(run: RunResult) -> dict[str, Any]:
         "experiment": run.experiment,
         "arm": run.arm,
         "variant": variant(run.varied),
-        "weights": weights_name(run.settings.weights, run.settings.recipe, run.settings.pack_delta_nets),
+        "weights": run.settings.base.weights_name,
         "training": training_name(run.settings.method, run.settings.noise.schedule),
         "seed": run.settings.seed,
         "status": run.status,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, Serializatio
 from qerl.host.provenance import stamp
 from qerl.results.statistics import Interval
 from qerl.settings.data import AnswerForm, RecordFormat, Split
-from qerl.settings.models import MergedFormat, Recipe, WeightFormat
+from qerl.settings.models import Base, MergedFormat, Recipe, WeightFormat
 from qerl.settings.run import RunSettings, SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, Harness, StockTask
 
@@ -159,6 +159,12 @@ class QuantizationReport(Stored):
     calibration: dict[str, Any] | None = None
     random_error: dict[str, Any] | None = None
     provenance: Provenance
+
+    @property
+    def base(self) -> Base:
+        """The base; a `method` that is no recipe rounds to nearest."""
+        recipe: Recipe = self.method if self.method in ("awq", "random") else "rtn"  # type: ignore[assignment]
+        return Base(self.model, self.weights, recipe, self.pack_delta_nets)
 
 
 class PretrainCheck(Stored):
@@ -404,6 +410,11 @@ class EvaluationResult(Scores):
     arm: str | None
     experiment: str | None
     varied: dict[str, Any]
+
+    @property
+    def base(self) -> Base:
+        """The base of the policy."""
+        return Base(self.model, self.weights, self.recipe, self.pack_delta_nets)
 
 
 class StoredPolicyResult(Scores):

@@ -27,7 +27,7 @@ from qerl.results.speeds import (
     StepWork,
 )
 from qerl.results.store import ResultError, read
-from qerl.settings.models import WeightFormat
+from qerl.settings.models import Base, WeightFormat
 
 # The floor of a decode step: its least time, by the bytes that it must move and the FLOPs that it must compute.
 #
@@ -43,16 +43,14 @@ def mean_context(prompt: int, tokens: int) -> float:
     return prompt + tokens / 2
 
 
-def byte_parts(
-    size: str, weights: str, rank: int, sequences: int, context: float, pack_delta_nets: bool = False
-) -> dict[str, float]:
+def byte_parts(base: Base, rank: int, sequences: int, context: float) -> dict[str, float]:
     """Bytes of one decode step by kind. `context` is the number of cached tokens per sequence before the step.
 
     Packed weights count as `qerl.models` stores them, with scales and tables (NF4 with double quantization); all
     else is bfloat16, but for routers and recurrent states in float32. Of the embedding one row per sequence is read, of
     the head everything, even if both are tied.
     """
-    shape = shape_of(size, pack_delta_nets)
+    shape, weights = shape_of(base.model).with_packed_nets(base.packed_nets), base.weights
     norms = (2 * shape.layers + 1) * shape.hidden
     biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * shape.biased
     return {
@@ -66,11 +64,9 @@ def byte_parts(
     }
 
 
-def step_bytes(
-    size: str, weights: str, rank: int, sequences: int, context: float, pack_delta_nets: bool = False
-) -> float:
+def step_bytes(base: Base, rank: int, sequences: int, context: float) -> float:
     """The bytes of one decode step, which are the sum of `byte_parts`."""
-    return sum(byte_parts(size, weights, rank, sequences, context, pack_delta_nets).values())
+    return sum(byte_parts(base, rank, sequences, context).values())
 
 
 def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
@@ -213,7 +209,7 @@ def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
 
 
 def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
-    identity: dict[str, Any] = {"engine": job.serving, "size": job.size, "weights": job.weights_name}
+    identity: dict[str, Any] = {"engine": job.serving, "size": job.size, "weights": job.base.weights_name}
     identity |= job.model_dump(include={"rank", "prompt", "tokens"})
     for point in job.points:
         samples = point.samples or [np.nan]
@@ -240,7 +236,7 @@ def _floor_seconds(job: DecodeResult, sequences: int) -> float:
     if job.ceilings is None:
         return np.nan
     context = mean_context(job.prompt, job.tokens)
-    moved = step_bytes(job.size, job.weights, job.rank, sequences, context, job.pack_delta_nets)
+    moved = step_bytes(job.base, job.rank, sequences, context)
     return step_floor(moved, step_flops(job.size, job.rank, sequences, context), job.ceilings)
 
 
@@ -251,7 +247,7 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
         "system": job.system,
         "sampler": job.sampler,
         "size": work.size,
-        "weights": work.weights_name,
+        "weights": work.base.weights_name,
         "rank": work.rank,
         "prompts": work.prompts,
         "group_size": work.group,

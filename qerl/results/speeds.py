@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, ConfigDict, Field
 
 from qerl.checkpoints.shapes import SIZES
-from qerl.results.paths import weights_name, with_kernels
+from qerl.results.paths import with_kernels
 from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
-from qerl.settings.models import Recipe, WeightFormat
+from qerl.settings.models import Base, OnRandomWeights, Recipe, WeightFormat
 from qerl.settings.run import Kernels
 
 # Schemas of a configuration's benches: rollout throughput and seconds of a GRPO step.
@@ -22,6 +22,11 @@ class BenchPoint(MeasuredPoint):
     recipe: Recipe = "rtn"
     pack_delta_nets: bool = False
     rank: int
+
+    @property
+    def weights_name(self) -> str:
+        """The name of the base's weights; not every point has the base's model."""
+        return Base("", self.weights, self.recipe, self.pack_delta_nets).weights_name
 
 
 class RolloutPoint(BenchPoint):
@@ -139,15 +144,13 @@ class DecodePoint(MeasuredPoint):
     prompt_samples: list[float] = Field([])
 
 
-class DecodeResult(Stored):
+class DecodeResult(OnRandomWeights, Stored):
     """points/decode-*.json, with one file per (engine, kernels, size, weights, rank); a CPU has no ceilings."""
 
     bench: Literal["decode"]
     engine: Engine
     size: Size
-    weights: WeightFormat
     rank: int
-    pack_delta_nets: bool = False
     kernels: Kernels = "auto"
     prompt: int
     tokens: int
@@ -156,11 +159,6 @@ class DecodeResult(Stored):
     gpu: GpuStates | None = None
     points: list[DecodePoint]
     provenance: Provenance
-
-    @property
-    def weights_name(self) -> str:
-        """The weight format, by `weights_name`."""
-        return weights_name(self.weights, pack_delta_nets=self.pack_delta_nets)
 
     @property
     def serving(self) -> str:
@@ -330,12 +328,10 @@ class RolloutMixResult(Stored):
 # --- GRPO steps ------------------------------------------------------------------------------------------------------
 
 
-class StepWork(Stored):
+class StepWork(OnRandomWeights, Stored):
     """The work of each system in a step."""
 
     size: Size
-    weights: WeightFormat
-    pack_delta_nets: bool = False
     prompts: int
     group: int
     prompt_tokens: int
@@ -345,11 +341,6 @@ class StepWork(Stored):
     rank: int
     equal_groups: Number = 0.0
     repeats: int
-
-    @property
-    def weights_name(self) -> str:
-        """The weight format, by `weights_name`."""
-        return weights_name(self.weights, pack_delta_nets=self.pack_delta_nets)
 
 
 class EngineStepSettings(Stored):

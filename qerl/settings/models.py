@@ -1,10 +1,11 @@
-"""Settings of models: where a base comes from, and its 4-bit weights."""
+"""Settings of models: where a base comes from, its 4-bit weights, and the value that names it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
 
 from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
 
@@ -103,3 +104,62 @@ class RandomErrorSettings(Settings):
     """The format whose rounding is imitated."""
     seed: Seed | None = None
     """Seed of the draw. None takes the run's, so that paired runs have different errors."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Base:
+    """The base of a policy: a model, and how its weights are stored. Every part of the package passes it on whole.
+
+    `calibration` (of `recipe` awq, with its data set) and `error` (of random, with its seed) are None of a base that is
+    read from a result, which stores `stored` alone.
+    """
+
+    model: str
+    """Its name in the configuration; of a run by hand a folder or `org/name`, and of random weights a size like 7B."""
+    weights: WeightFormat
+    recipe: Recipe = "rtn"
+    packed_nets: bool = False
+    """Whether a hybrid's delta nets are in 4 bits too."""
+    calibration: CalibrationSettings | None = None
+    error: RandomErrorSettings | None = None
+
+    @property
+    def weights_name(self) -> str:
+        """The weight format, with a recipe other than rounding to nearest or packed delta nets: nvfp4-awq."""
+        return self._packed + ("" if self.recipe == "rtn" else f"-{self.recipe}")
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, which no other base of a configuration has."""
+        made, error = self.calibration, self.error
+        awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
+        random = f"-random-{error.of}-seed{error.seed}" if error else ""
+        return f"{self.model}-{self._packed}{awq}{random}"
+
+    @property
+    def _packed(self) -> str:
+        return self.weights + ("-delta-nets" if self.packed_nets else "")
+
+    @property
+    def rounded(self) -> WeightFormat:
+        """The format to which its weights are rounded, or whose rounding its random error imitates."""
+        return self.error.of if self.error else self.weights
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The fields by which results store it."""
+        named = {"model": self.model, "weights": self.weights, "recipe": self.recipe}
+        return named | {"pack_delta_nets": self.packed_nets}
+
+
+class OnRandomWeights(BaseModel):
+    """The fields by which the speed grid's jobs and files name the base of a size, whose weights are random."""
+
+    size: str
+    weights: WeightFormat
+    pack_delta_nets: bool = False
+
+    @property
+    def base(self) -> Base:
+        """The base, with the size as its model."""
+        return Base(self.size, self.weights, packed_nets=self.pack_delta_nets)

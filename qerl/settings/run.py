@@ -20,7 +20,7 @@ from qerl.settings.base import (
     not_empty,
 )
 from qerl.settings.data import DatasetSettings, HubData, LocalData
-from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe, WeightFormat
+from qerl.settings.models import Base, CalibrationSettings, RandomErrorSettings, Recipe, WeightFormat
 
 # Settings of samplers: the engine and its sampling parameters.
 
@@ -436,6 +436,30 @@ UNDECIDING: Any = {
 }
 
 
+#: Keys of `RunSettings` that must fit the model's structure.
+FITTED: Any = {
+    "weights": True,
+    "recipe": True,
+    "pack_delta_nets": True,
+    "method": True,
+    "adapter": {"targets", "train_norms", "dropout"},
+    "noise": {"schedule", "norms"},
+    "rollout": {"engine"},
+}
+#: With those by which the lengths of its problems are checked, all that the check of a run reads.
+CHECKED: Any = {
+    **FITTED,
+    "model": True,
+    "dataset": True,
+    "rollout": {
+        "engine": True,
+        "max_prompt_tokens": True,
+        "sampling": {"max_tokens"},
+        "vllm": {"max_model_len", "url", "adapters"},
+    },
+}
+
+
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -581,19 +605,15 @@ class RunSettings(Settings):
         return self
 
     @property
-    def calibrated(self) -> CalibrationSettings | None:
-        """The calibration of the run's checkpoint, with its data set's name, or none."""
-        if self.recipe != "awq":
-            return None
-        return self.calibration.model_copy(update={"dataset": self.calibration.dataset or self.dataset})
-
-    @property
-    def perturbed(self) -> RandomErrorSettings | None:
-        """The random error of the run's checkpoint, with its seed, or none."""
-        if self.recipe != "random":
-            return None
-        seed = self.seed if self.random_error.seed is None else self.random_error.seed
-        return self.random_error.model_copy(update={"seed": seed})
+    def base(self) -> Base:
+        """The run's base, with the data set of its calibration or the seed of its random error."""
+        calibration, error = None, None
+        if self.recipe == "awq":
+            calibration = self.calibration.model_copy(update={"dataset": self.calibration.dataset or self.dataset})
+        if self.recipe == "random":
+            seed = self.seed if self.random_error.seed is None else self.random_error.seed
+            error = self.random_error.model_copy(update={"seed": seed})
+        return Base(self.model, self.weights, self.recipe, self.pack_delta_nets, calibration, error)
 
 
 class RunFile(RunSettings):

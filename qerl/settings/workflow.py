@@ -12,7 +12,7 @@ from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveIn
 from qerl.settings.data import DatasetSettings, RecordFormat, Split
 from qerl.settings.errors import nearest
 from qerl.settings.models import ModelSettings, PretrainSettings, WeightFormat
-from qerl.settings.run import EngineSettings, Kernels, RunSettings, SamplingSettings, TrackerName
+from qerl.settings.run import EngineSettings, Kernels, SamplingSettings, TrackerName
 
 # Settings of evaluations: tasks, harnesses and their sampling.
 
@@ -245,7 +245,7 @@ class DecodeGrid(Settings):
     """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.shapes`), or published shapes of
     other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
     weights: NonEmpty[WeightFormat]
-    pack_delta_nets: bool = RunSettings.model_fields["pack_delta_nets"].default
+    pack_delta_nets: bool = False
     """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
     """Ranks of the adapter. 0 means no adapter."""
@@ -298,7 +298,7 @@ class StepGrid(Settings):
     system: Literal["qerl", "trl"]
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
-    pack_delta_nets: bool = RunSettings.model_fields["pack_delta_nets"].default
+    pack_delta_nets: bool = False
     """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
     ranks: NonEmpty[PositiveInt] = [16]
     kernels: NonEmpty[Kernels] = ["auto"]

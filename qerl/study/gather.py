@@ -12,7 +12,7 @@ import pandas as pd
 from qerl.jobs import GatherJob
 from qerl.results.paths import METRICS as METRICS_FILE
 from qerl.results.paths import OUTCOMES as OUTCOMES_FILE
-from qerl.results.paths import RESULT, RUN, weights_name
+from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, EvaluationResult, OutcomeRow, Provenance, RunResult, StepMetrics
 from qerl.results.store import ResultError, read, read_rows
 from qerl.results.study_data import BASE, METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
@@ -77,7 +77,7 @@ def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
         "size": of.size,
         "arm": run.arm,
         "model": settings.model,
-        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
+        "weights": settings.base.weights_name,
         "seed": settings.seed,
         "rate": settings.optimizer.learning_rate,
         "status": run.status,
@@ -97,7 +97,7 @@ def _base(job: GatherJob, scored: EvaluationResult) -> Row:
         "size": job.sizes[scored.model],
         "arm": "",
         "model": scored.model,
-        "weights": weights_name(scored.weights, scored.recipe, scored.pack_delta_nets),
+        "weights": scored.base.weights_name,
         "status": scored.status,
         **_evaluated(scored.provenance),
     }

@@ -16,11 +16,10 @@ from qerl.checkpoints.files import check_base, check_room, read_config, usable_l
 from qerl.data.hub import check_folder
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.imports import check, check_engine, check_trackers
-from qerl.jobs import CHECKED, FITTED
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData
 from qerl.settings.models import LocalModel, PretrainSettings
-from qerl.settings.run import RunSettings
+from qerl.settings.run import CHECKED, FITTED, RunSettings
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, EvaluationSettings, RolloutBench, TaskSettings, require
 from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, written_as
 
@@ -64,7 +63,7 @@ def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
 def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
     """The check that precedes an evaluation."""
     asked = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
-    return _check(plan, evaluation.checkpoint.model, [], asked)
+    return _check(plan, evaluation.base.model, [], asked)
 
 
 def _check(plan: Plan, model: str, runs: list[RunSettings], tasks: list[TaskSettings]) -> ModelCheck:
@@ -90,11 +89,11 @@ def check_run(run: PlannedRun, config: Config) -> None:
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
     require(settings.model, config.models, written("model"), "models")
     require(settings.dataset, config.datasets, written("dataset"), "datasets")
-    if (made := settings.calibrated) and made.dataset:
-        require(made.dataset, config.datasets, written("calibration.dataset"), "datasets")
-    rounded = settings.perturbed.of if settings.perturbed else settings.weights
-    if rounded in GROUP_SIZE:
-        _check_groups(config.models[settings.model], rounded, written("weights"))
+    base = settings.base
+    if base.calibration and base.calibration.dataset:
+        require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
+    if base.rounded in GROUP_SIZE:
+        _check_groups(config.models[settings.model], base.rounded, written("weights"))
 
 
 def check_followed(plan_: Plan) -> None:
@@ -181,7 +180,7 @@ def _check_lengths(plan_: Plan) -> None:
             context = usable_length(read_config(folder), rollout)
             check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
     settings = plan_.config.evaluation
-    for name in dict.fromkeys(evaluation.checkpoint.model for evaluation in plan_.evaluations.values()):
+    for name in dict.fromkeys(evaluation.base.model for evaluation in plan_.evaluations.values()):
         for task in settings.tasks if name in folders else ():
             context = usable_length(read_config(folders[name]), settings)
             check_room(context, settings.sampling_of(task).max_tokens, f"evaluation on {task.label}: max_tokens")

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 
 from qerl.host.imports import OPTIONAL, imports
-from qerl.results.paths import RESULT, RUN, weights_name
+from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
@@ -311,8 +311,8 @@ def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[Plann
         if task.dataset in evaluation.tasks:
             drawn = _problems(plan, task) * settings.repeats_of(task) * settings.sampling_of(task).max_tokens
             yield PlannedWork(
-                model=evaluation.checkpoint.model,
-                weights=evaluation.checkpoint.weights,
+                model=evaluation.base.model,
+                weights=evaluation.base.weights,
                 method=run.settings.method if run else "none",
                 rank=run.settings.adapter.rank if run else 0,
                 sequences=settings.vllm.max_sequences,
@@ -334,7 +334,7 @@ def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
     return {
         "run": run.id,
         "model": settings.model,
-        "weights": weights_name(settings.weights, settings.recipe, settings.pack_delta_nets),
+        "weights": settings.base.weights_name,
         "training": settings.method + noise,
         "rank": settings.adapter.rank if settings.method == "lora" else 0,
         "dataset": settings.dataset,
@@ -375,7 +375,8 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
     def size(model: str, weights: str) -> float | str:
         return float(sizes.get((model, weights), float("nan"))) if (model, weights) in sizes else UNMEASURED
 
-    rows = [{"checkpoint": c.id, "gigabytes": size(c.model, c.weights)} for c in plan.checkpoints.values()]
+    bases = plan.checkpoints.items()
+    rows = [{"checkpoint": name, "gigabytes": size(base.model, base.weights)} for name, base in bases]
     full = [run for run in plan.runs.values() if run.settings.method == "full"]
     return rows + [{"checkpoint": run.id, "gigabytes": size(run.settings.model, "bf16")} for run in full]
 

@@ -24,10 +24,11 @@ from qerl.jobs import (
     TrlStepJob,
     Work,
 )
-from qerl.results.paths import decode_name, step_name, weights_name, with_kernels
+from qerl.results.paths import decode_name, step_name, with_kernels
 from qerl.results.speeds import DecodeResult, GrpoStepResult, PromptsResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
+from qerl.settings.models import Base
 from qerl.settings.run import Kernels, RunSettings
 from qerl.settings.workflow import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
 
@@ -149,21 +150,20 @@ def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, D
     """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started for."""
     parts: dict[str, dict[str, DecodePart]] = {}
     for grid in grids:
-        policies = product(grid.kernels, grid.sizes, grid.weights, grid.ranks, grid.prompt)
-        for kernels, size, weights, rank, prompt in policies:
-            _check(grid.engine, size, weights, kernels)
-            _check_nets(grid, size, weights)
-            engine, named = with_kernels(grid.engine, kernels), _weights(grid, weights)
-            policy = f"decode-{engine}-{size}-{named}"
-            id = decode_name(engine, size, named, rank, prompt, grid.tokens)
+        bases = _bases(grid, grid.pack_delta_nets)
+        for kernels, base, rank, prompt in product(grid.kernels, bases, grid.ranks, grid.prompt):
+            _check(grid.engine, base, kernels)
+            engine = with_kernels(grid.engine, kernels)
+            policy = f"decode-{engine}-{base.name}"
+            id = decode_name(engine, base.model, base.weights_name, rank, prompt, grid.tokens)
             shared = parts.setdefault(f"{policy}-r{rank}" if grid.engine == "vllm" else policy, {})
             if id in shared:
                 raise _twice(id)
             work = Decoding(
                 engine=grid.engine,
-                size=size,
-                weights=weights,
-                pack_delta_nets=grid.pack_delta_nets,
+                size=base.model,
+                weights=base.weights,
+                pack_delta_nets=base.packed_nets,
                 rank=rank,
                 kernels=kernels,
                 prompt=prompt,
@@ -181,12 +181,12 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
         )
     if grid.drafts and (grid.engine != "native" or grid.trace is None):
         raise ConfigError("shapes: drafts need engine native and a trace, whose text they repeat; remove drafts")
-    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
-        _check(grid.engine, size, weights)
+    for base, rank in product(_bases(grid), grid.ranks):
+        _check(grid.engine, base)
         asked = Mix(
             engine=grid.engine,
-            size=size,
-            weights=weights,
+            size=base.model,
+            weights=base.weights,
             rank=rank,
             prompts=grid.prompts,
             group=grid.group_size,
@@ -201,16 +201,16 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
             repeats=grid.repeats,
         )
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
-        id = f"mix-{grid.engine}-{size}-{weights}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
+        id = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
         id += "-drafts" if grid.drafts else ""
         yield id, RolloutMixJob(work=asked, out=_out(folder, id))
 
 
 def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]:
-    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
-        _check("native", size, weights)
-        id = f"prompts-{size}-{weights}-r{rank}"
-        asked = Prompting(size=size, weights=weights, rank=rank)
+    for base, rank in product(_bases(grid), grid.ranks):
+        _check("native", base)
+        id = f"prompts-{base.name}-r{rank}"
+        asked = Prompting(size=base.model, weights=base.weights, rank=rank)
         yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(folder, id))
 
 
@@ -222,10 +222,9 @@ def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoS
             if isinstance(one, TrlStepJob):
                 yield id, one
                 continue
-            work, asked = one.work, one.settings
-            system, weights = with_kernels("qerl", asked.kernels), _weights(work, work.weights)
-            policy = f"step-{system}-{work.size}-{weights}-r{work.rank}"
-            parts = shared.setdefault(policy if asked.memory_gb is None else id, {})
+            system = with_kernels("qerl", one.settings.kernels)
+            policy = f"step-{system}-{one.work.base.name}-r{one.work.rank}"
+            parts = shared.setdefault(policy if one.settings.memory_gb is None else id, {})
             if id in parts:
                 raise _twice(id)
             parts[id] = one
@@ -241,19 +240,18 @@ def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | Tr
     if "auto" in grid.recompute and grid.system == "trl":
         raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
     caps: list[float | None] = [*grid.memory_gb] or [None]
-    policies = product(grid.sizes, grid.weights, grid.ranks)
+    policies = product(_bases(grid, grid.pack_delta_nets), grid.ranks)
     batches = product(grid.prompts, grid.group_size, grid.equal_groups)
-    for (size, weights, rank), (prompts, group, equal), kernels, recompute, correction, cap in product(
+    for (base, rank), (prompts, group, equal), kernels, recompute, correction, cap in product(
         policies, batches, grid.kernels, grid.recompute, grid.correction, caps
     ):
-        _check(grid.system, size, weights, kernels)
-        _check_nets(grid, size, weights)
+        _check(grid.system, base, kernels)
         if abs(prompts * equal - round(prompts * equal)) > 1e-6:
             raise ConfigError(f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either")
         asked = Work(
-            size=size,
-            weights=weights,
-            pack_delta_nets=grid.pack_delta_nets,
+            size=base.model,
+            weights=base.weights,
+            pack_delta_nets=base.packed_nets,
             prompts=prompts,
             group=group,
             prompt_tokens=grid.prompt,
@@ -279,12 +277,12 @@ def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) 
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
     equal = f"equal{work.equal_groups:g}-" if work.equal_groups else ""
     limit = f"-{cap:g}gb" if cap else ""
-    return step_name(system, work.size, _weights(work, work.weights), work.rank, lengths, f"{equal}{name}{limit}")
+    return step_name(system, work.size, work.base.weights_name, work.rank, lengths, f"{equal}{name}{limit}")
 
 
-def _weights(of: DecodeGrid | StepGrid | Work, weights: str) -> str:
-    """The name of weights in ids."""
-    return weights_name(weights, pack_delta_nets=of.pack_delta_nets)
+def _bases(grid: DecodeGrid | MixGrid | PromptGrid | StepGrid, packed_nets: bool = False) -> list[Base]:
+    """The base of each size and format."""
+    return [Base(size, weights, packed_nets=packed_nets) for size, weights in product(grid.sizes, grid.weights)]
 
 
 def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
@@ -313,7 +311,8 @@ def _trl(grid: StepGrid, work: Work, recompute: bool, correction: bool) -> TrlSt
     )
 
 
-def _check(system: str, size: str, weights: str, kernels: Kernels = "auto") -> None:
+def _check(system: str, base: Base, kernels: Kernels = "auto") -> None:
+    size, weights = base.model, base.weights
     if size not in SIZES:
         raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(SIZES)}")
     if size in PUBLISHED and (system in _QWEN_ALONE or (system, weights) == ("vllm", "nf4")):
@@ -323,8 +322,6 @@ def _check(system: str, size: str, weights: str, kernels: Kernels = "auto") -> N
     if kernels != "auto" and system not in ("native", "qerl"):
         raise ConfigError(f"shapes: {system} has no {kernels} kernels; remove kernels from that entry")
 
-
-def _check_nets(grid: DecodeGrid | StepGrid, size: str, weights: str) -> None:
-    if grid.pack_delta_nets and (weights == "bf16" or shape_of(size).nets is None):
+    if base.packed_nets and (weights == "bf16" or shape_of(size).nets is None):
         what = "are not packed in bf16" if weights == "bf16" else f"are not in {size}"
         raise ConfigError(f"shapes: pack_delta_nets asks for delta nets that {what}; remove pack_delta_nets there")

@@ -43,9 +43,9 @@ from qerl.results.paths import (
     VERDICT_TABLE,
 )
 from qerl.settings.data import Split
-from qerl.settings.models import LocalModel
+from qerl.settings.models import Base, LocalModel
 from qerl.settings.workflow import RolloutBench
-from qerl.workflow.runs import Checkpoint, Plan
+from qerl.workflow.runs import Plan
 
 #: The scopes of a study's data: all planned runs, or those that are finished.
 PLANNED, FINISHED = "planned", "finished"
@@ -92,9 +92,9 @@ class Files:
         """The folder of a model that a job trains or downloads."""
         return self.results / MODELS / model
 
-    def checkpoint(self, checkpoint: Checkpoint) -> Path:
+    def checkpoint(self, base: Base) -> Path:
         """The folder of a base in one weight format."""
-        return self.quantized(checkpoint.id) / CHECKPOINT
+        return self.quantized(base.name) / CHECKPOINT
 
     def quantized(self, checkpoint: str) -> Path:
         """The folder of a base in one weight format and its report."""
@@ -136,9 +136,9 @@ class Files:
         """The files that a bench reads."""
         plan = self._plan
         if isinstance(plan.config.benches[bench], RolloutBench):
-            return sorted(str(self.checkpoint(one)) for one in plan.bench_checkpoints(bench))
+            return sorted(str(self.checkpoint(one)) for one in plan.bench_bases(bench))
         runs = plan.step_bench_runs(bench)
-        bases = sorted({str(self.checkpoint(run.checkpoint)) for run in runs})
+        bases = sorted({str(self.checkpoint(run.settings.base)) for run in runs})
         return bases + self.data_files(sorted({run.settings.dataset for run in runs}))
 
     @property
@@ -317,7 +317,7 @@ class Files:
     @property
     def gate_checkpoint(self) -> Path:
         """The base with which sampling and updates are timed."""
-        return self.checkpoint(self._plan.runs[self.gate_runs[0]].checkpoint)
+        return self.checkpoint(self._plan.runs[self.gate_runs[0]].settings.base)
 
     @property
     def stored_policies(self) -> list[str]:

@@ -18,11 +18,11 @@ from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.models import LocalModel
+from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, RolloutBench, TaskSettings, harness_of, merged
 from qerl.workflow.checks import check_drift, check_followed, check_inputs, check_run
-from qerl.workflow.runs import Checkpoint, Plan, PlannedEvaluation, PlannedRun, expand, plain
+from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, expand, plain
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
 
@@ -226,16 +226,16 @@ def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[
     """Evaluations of the runs' bases and of bf16, on the tasks of all their runs, and then of the runs."""
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
     of_run = {id: _tasks(config, run) for id, run in trained.items()}
-    of_base: dict[Checkpoint, set[str]] = {}
+    of_base: dict[Base, set[str]] = {}
     for id, run in trained.items():
-        for base in (Checkpoint(run.settings.model, "bf16"), run.checkpoint):
+        for base in (Base(run.settings.model, "bf16"), run.settings.base):
             of_base.setdefault(base, set()).update(of_run[id])
     for base, asked in of_base.items():
         if asked:
-            yield PlannedEvaluation(f"base-{base.id}", base, None, tuple(task for task in every if task in asked))
+            yield PlannedEvaluation(f"base-{base.name}", base, None, tuple(task for task in every if task in asked))
     for id, run in trained.items():
         if of_run[id]:
-            yield PlannedEvaluation(id, run.checkpoint, run, of_run[id])
+            yield PlannedEvaluation(id, run.settings.base, run, of_run[id])
 
 
 def _tasks(config: Config, run: PlannedRun) -> tuple[str, ...]:
@@ -244,22 +244,22 @@ def _tasks(config: Config, run: PlannedRun) -> tuple[str, ...]:
     return tuple(every) if named is None or config.problems else tuple(named)
 
 
-def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Checkpoint]:
+def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Base]:
     """Every base in bf16 (the reference of each table) and in each weight format that a run or bench uses."""
     for run in runs.values():
-        yield Checkpoint(run.settings.model, "bf16")
-        yield run.checkpoint
+        yield Base(run.settings.model, "bf16")
+        yield run.settings.base
     for bench in config.benches.values():
         if isinstance(bench, RolloutBench):
-            yield from (Checkpoint(bench.model, weights) for weights in ("bf16", *bench.weights))
+            yield from (Base(bench.model, weights) for weights in ("bf16", *bench.weights))
 
 
-def _named_apart(checkpoints: Iterable[Checkpoint]) -> dict[str, Checkpoint]:
-    """The distinct checkpoints by id. Raises ConfigError if two have the same id."""
-    named: dict[str, Checkpoint] = {}
-    for checkpoint in checkpoints:
-        if named.setdefault(checkpoint.id, checkpoint) != checkpoint:
-            raise ConfigError(f"two checkpoints are named {checkpoint.id}; rename a model or a data set")
+def _named_apart(bases: Iterable[Base]) -> dict[str, Base]:
+    """The distinct bases by name. Raises ConfigError if two have the same name."""
+    named: dict[str, Base] = {}
+    for base in bases:
+        if named.setdefault(base.name, base) != base:
+            raise ConfigError(f"two checkpoints are named {base.name}; rename a model or a data set")
     return named
 
 

@@ -40,12 +40,12 @@ def check_settings(model: Path, settings: RunSettings) -> None:
         lora_config(settings.adapter, structure)
         projections_of(settings.adapter, structure)
     check_noise(settings.noise, {role for _, role in structure.noisy_norms().values()})
-    if weights_format_of(model) != settings.weights or settings.perturbed:
+    if weights_format_of(model) != settings.weights or settings.base.error:
         config.name_or_path = ""  # of images and text, the base that is written has the text model alone
     check_served(config, settings.rollout)
     if settings.recipe == "awq":
         check_equalised(model)
-    linear_layers(model, settings.pack_delta_nets)  # raises an error if there are no delta nets to pack
+    linear_layers(model, settings.base.packed_nets)  # raises an error if there are no delta nets to pack
 
 
 def check_problems(job: CheckJob) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qerl.checkpoints.files import CONFIG, weights_format_of
 from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachable, read_lock, verify
@@ -19,12 +18,8 @@ from qerl.results.paths import CHECKPOINT, DATA, REPORT
 from qerl.results.schema import Provenance, QuantizationReport
 from qerl.results.store import write
 from qerl.settings.base import ConfigError
-from qerl.settings.models import LockedRepo, RandomErrorSettings
+from qerl.settings.models import Base, LockedRepo
 from qerl.settings.run import RunFile
-
-if TYPE_CHECKING:
-    from qerl.models.quantize import Calibration
-
 
 # Base checkpoints: downloading, quantizing and linking them.
 
@@ -36,19 +31,13 @@ def fetch_base(job: FetchJob) -> None:
 
 def quantize_base(job: QuantizeJob) -> None:
     """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
-    texts = None
-    if job.calibration:
-        from qerl.models.quantize import Calibration
-
-        texts = Calibration(job.calibration.settings, job.calibration.data)
-    else:
+    if job.data is None:
         with imports(OPTIONAL):  # rounding to nearest needs no optional package
             from qerl.models.quantize import SCHEMES
 
-            if job.weights in SCHEMES or (job.error and job.error.of in SCHEMES):
+            if job.base.rounded in SCHEMES:
                 import llmcompressor  # noqa: F401
-    places = job.source, job.out / CHECKPOINT, job.out / REPORT
-    make_checkpoint(job.model, job.weights, *places, texts, job.error, job.pack_delta_nets)
+    make_checkpoint(job.base, job.source, job.out / CHECKPOINT, job.out / REPORT, job.data)
 
 
 def fetch_model(
@@ -101,27 +90,21 @@ def _download(repo: str, revision: str, target: Path | None, files: list[str], u
         ) from error
 
 
-def make_checkpoint(
-    model: str,
-    weights: str,
-    source: Path,
-    checkpoint: Path,
-    report: Path,
-    calibration: Calibration | None = None,
-    error: RandomErrorSettings | None = None,
-    pack_delta_nets: bool = False,
-) -> None:
-    """Make a checkpoint in one weight format, and a JSON report about it; for bf16 the source is linked.
+def make_checkpoint(base: Base, source: Path, checkpoint: Path, report: Path, data: Path | None = None) -> None:
+    """Make the checkpoint of a base of the dense `source`, and a JSON report about it; for bf16 the source is linked.
 
-    With a `calibration` AWQ quantizes it. With an `error`, bf16 is the source plus that random error.
-    `pack_delta_nets` packs delta nets too.
+    `data` is the prepared data set on which AWQ calibrates.
     """
-    from qerl.models.quantize import quantize_checkpoint
+    from qerl.models.quantize import Calibration, quantize_checkpoint
 
-    about = quantize_checkpoint(source, checkpoint, weights, calibration, error, pack_delta_nets)
-    if weights == "bf16" and error is None:
+    texts = None
+    if base.calibration:
+        assert data is not None
+        texts = Calibration(base.calibration, data)
+    about = quantize_checkpoint(source, checkpoint, base.weights, texts, base.error, base.packed_nets)
+    if base.rounded == "bf16":
         link_checkpoint(source, checkpoint)
-    content = {"model": model, "weights": weights, **about, "provenance": Provenance.of_now()}
+    content = {"model": base.model, "weights": base.weights, **about, "provenance": Provenance.of_now()}
     write(report, QuantizationReport.model_validate(content))
 
 
@@ -213,7 +196,7 @@ def _of_data(settings: RunFile) -> MadeOf:
 def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
     """The inputs of a checkpoint: the base, and the prepared problems that AWQ reads."""
     files = hashes_of(model_files(source), source)
-    if settings.settings.calibrated:
+    if settings.settings.base.calibration:
         files |= hashes_of(data_files(settings.out / DATA), settings.out)
     return made_of("qerl.models.quantize", files, [])
 
@@ -239,13 +222,8 @@ def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[
 
 
 def _base(settings: RunFile, source: Path, target: Path) -> None:
-    from qerl.models.quantize import Calibration
-
-    error = settings.settings.perturbed
-    if weights_format_of(source) == settings.weights and error is None:
+    base = settings.settings.base
+    if weights_format_of(source) == base.weights and base.error is None:
         link_checkpoint(source.absolute(), target)  # `whole` moves the folder, and with it relative links
         return
-    made = settings.settings.calibrated
-    texts = Calibration(made, settings.out / DATA) if made else None
-    nets = settings.pack_delta_nets
-    make_checkpoint(settings.model, settings.weights, source, target, target / REPORT, texts, error, nets)
+    make_checkpoint(base, source, target, target / REPORT, settings.out / DATA)

@@ -11,44 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from qerl.results.paths import weights_name
 from qerl.results.printed import figures_fed, tables_fed
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.models import CalibrationSettings, RandomErrorSettings, Recipe
+from qerl.settings.models import Base
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, StepBench, merged, nested
 
 # The parts of a plan: checkpoints, runs and evaluations, and the tables and figures from them.
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A base in one weight format, rounded to nearest, or by AWQ if it has a calibration.
-
-    With an `error` it is dense and has that random error. With `pack_delta_nets` its delta nets are packed too.
-    """
-
-    model: str
-    weights: str
-    calibration: CalibrationSettings | None = None
-    error: RandomErrorSettings | None = None
-    pack_delta_nets: bool = False
-
-    @property
-    def id(self) -> str:
-        """The name of the checkpoint's folder."""
-        made = self.calibration
-        weights = weights_name(self.weights, "rtn", self.pack_delta_nets)
-        awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
-        random = f"-random-{self.error.of}-seed{self.error.seed}" if self.error else ""
-        return f"{self.model}-{weights}{awq}{random}"
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe by which its weights are quantized."""
-        if self.error:
-            return "random"
-        return "awq" if self.calibration else "rtn"
 
 
 @dataclass(frozen=True)
@@ -61,21 +30,13 @@ class PlannedRun:
     varied: dict[str, Any]
     settings: RunSettings
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The base of the run."""
-        settings = self.settings
-        return Checkpoint(
-            settings.model, settings.weights, settings.calibrated, settings.perturbed, settings.pack_delta_nets
-        )
-
 
 @dataclass(frozen=True)
 class PlannedEvaluation:
     """An evaluation of a base in one weight format or of a run's policy; `tasks` has the names of data sets."""
 
     id: str
-    checkpoint: Checkpoint
+    base: Base
     run: PlannedRun | None
     tasks: tuple[str, ...]
 
@@ -88,7 +49,8 @@ class Plan:
     runs: dict[str, PlannedRun]
     #: Runs of experiments with `train: false`.
     timed: dict[str, PlannedRun]
-    checkpoints: dict[str, Checkpoint]
+    #: The bases by their names.
+    checkpoints: dict[str, Base]
     evaluations: dict[str, PlannedEvaluation]
 
     @property
@@ -119,7 +81,7 @@ class Plan:
     @property
     def _covered(self) -> set[tuple[str, str]]:
         """(kind, model) of the results that are compared with the paper's (`qerl.results.printed`)."""
-        models = {checkpoint.model for checkpoint in self.checkpoints.values()}
+        models = {base.model for base in self.checkpoints.values()}
         evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
         trained = {
             (kind, run.settings.model) for run in self.runs.values() for kind in ("run", f"data={run.settings.dataset}")
@@ -154,11 +116,11 @@ class Plan:
         """The evaluations of an experiment's trained policies."""
         return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
 
-    def bench_checkpoints(self, bench: str) -> list[Checkpoint]:
+    def bench_bases(self, bench: str) -> list[Base]:
         """The bases that a rollout bench reads."""
         settings = self.config.benches[bench]
         assert isinstance(settings, RolloutBench)
-        return [Checkpoint(settings.model, weights) for weights in settings.weights]
+        return [Base(settings.model, weights) for weights in settings.weights]
 
     def step_bench_runs(self, bench: str) -> list[PlannedRun]:
         """The runs that a step bench times: the first seed of each arm and point of its experiment's grid."""

@@ -14,7 +14,6 @@ from qerl.data.sources import SPLITS
 from qerl.host.imports import source_version
 from qerl.host.provenance import code_version
 from qerl.jobs import (
-    CalibratedOn,
     CheckJob,
     DataJob,
     EvaluateJob,
@@ -150,13 +149,10 @@ class Jobs:
         base = self._plan.checkpoints[checkpoint]
         made = base.calibration
         return QuantizeJob(
-            model=base.model,
-            weights=base.weights,
+            base=base,
             source=self.files.dense(base.model),
-            calibration=CalibratedOn(settings=made, data=self.files.data(str(made.dataset))) if made else None,
-            error=base.error,
-            pack_delta_nets=base.pack_delta_nets,
-            out=self.files.quantized(base.id),
+            data=self.files.data(str(made.dataset)) if made else None,
+            out=self.files.quantized(base.name),
         )
 
     # --- runs and evaluations
@@ -174,7 +170,7 @@ class Jobs:
             on_failure=experiment.on_failure,
             time_limit=experiment.time_limit,
             base=None,
-            checkpoint=self.files.checkpoint(run.checkpoint),
+            checkpoint=self.files.checkpoint(run.settings.base),
             data=self.files.data(run.settings.dataset),
             work=self.files.work / id,
             tracked=self.files.tracked,
@@ -189,7 +185,7 @@ class Jobs:
         return EvaluateJob(
             policy=_planned(evaluation),
             settings=self._config.evaluation.model_copy(update={"tasks": tasks}),
-            checkpoint=self.files.checkpoint(evaluation.checkpoint),
+            checkpoint=self.files.checkpoint(evaluation.base),
             trained=self.files.policy(evaluation.run.id) if evaluation.run else None,
             data=self.files.data_folders(sorted(evaluation.tasks)),
             out=self.files.evaluation(id),
@@ -219,15 +215,16 @@ class Jobs:
         """Run a bench of rollouts or steps."""
         settings, out = self._config.benches[bench], self.files.bench(bench)
         if isinstance(settings, RolloutBench):
-            bases = {base.weights: self.files.checkpoint(base) for base in self._plan.bench_checkpoints(bench)}
-            return RolloutJob(bench=bench, settings=settings, checkpoints=bases, out=out)
+            bases = self._plan.bench_bases(bench)
+            folders: dict[str, Path] = {base.weights: self.files.checkpoint(base) for base in bases}
+            return RolloutJob(bench=bench, settings=settings, checkpoints=folders, out=out)
         runs = [
             TimedRun(
                 id=run.id,
                 arm=run.arm,
                 varied={key: value for key, value in run.varied.items() if key != "seed"},
                 settings=run.settings,
-                checkpoint=self.files.checkpoint(run.checkpoint),
+                checkpoint=self.files.checkpoint(run.settings.base),
                 data=self.files.data(run.settings.dataset),
             )
             for run in self._plan.step_bench_runs(bench)
@@ -406,13 +403,10 @@ def user_functions(job: Job) -> set[str]:
 
 
 def _planned(evaluation: PlannedEvaluation) -> PlannedPolicy:
-    base, run = evaluation.checkpoint, evaluation.run
+    run = evaluation.run
     return PlannedPolicy(
         eval=evaluation.id,
-        model=base.model,
-        weights=base.weights,
-        recipe=base.recipe,
-        pack_delta_nets=base.pack_delta_nets,
+        base=evaluation.base,
         run=run.id if run else None,
         arm=run.arm if run else None,
         experiment=run.experiment if run else None,
@@ -467,8 +461,8 @@ class Origins:
         for name, model in plan.config.models.items():
             if not isinstance(model, LocalModel):
                 single[files.made_model(name)] = ("fetch" if isinstance(model, HubModel) else "pretrain", name)
-        for id, checkpoint in plan.checkpoints.items():
-            single |= dict.fromkeys((files.checkpoint(checkpoint), files.quantized(id) / REPORT), ("quantize", id))
+        for name, base in plan.checkpoints.items():
+            single |= dict.fromkeys((files.checkpoint(base), files.quantized(name) / REPORT), ("quantize", name))
         for id in plan.runs:
             single |= {files.run(id) / name: ("train", id) for name in (POLICY, METRICS, RUN)}
         single |= {files.evaluation(id) / RESULT: ("evaluate", id) for id in plan.evaluations}

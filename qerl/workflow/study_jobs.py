@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qerl.jobs import GatheredExperiment, GatherJob, PageJob, RealArm
-from qerl.results.paths import weights_name
 from qerl.settings.base import read_yaml
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import StudySettings
@@ -88,7 +87,7 @@ def _traits(settings: RunSettings) -> tuple[object, ...]:
     noise = settings.noise
     noisy = (noise.mode, noise.per, tuple(noise.norms), noise.placebo) if noise.schedule != "off" else None
     follows = settings.thermostat is not None
-    weights = weights_name(settings.weights, settings.recipe, settings.pack_delta_nets)
+    weights = settings.base.weights_name
     return settings.method, weights, noisy, settings.loss.correction, follows
 
 

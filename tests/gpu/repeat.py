@@ -63,6 +63,7 @@ def train(case: str, folder: Path, share: float) -> None:
     from qerl.rl.trainer import Trainer
     from qerl.rollout.factory import make_sampler
     from qerl.settings.base import parse
+    from qerl.settings.models import Base
     from qerl.settings.run import RunSettings
 
     cap_share(share)
@@ -71,7 +72,7 @@ def train(case: str, folder: Path, share: float) -> None:
     if not (folder / "tokenizer").exists():
         (folder / "tokenizer").mkdir()
         write_tokenizer(folder / "tokenizer", TEXTS, vocabulary(size))
-    policy = random_policy(size, weights, settings.adapter.rank, choose_device())
+    policy = random_policy(Base(size, weights), settings.adapter.rank, choose_device())
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
     policy = prepared(replace(policy, tokenizer=tokenizer), settings)
     drawn = questions(policy.tokenizer, 64, 120)

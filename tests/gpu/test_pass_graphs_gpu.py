@@ -14,6 +14,7 @@ from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.parallel import Processes
 from qerl.rl.update import Updater
 from qerl.rollout.engine import EngineSampler
+from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings, NoiseSettings, RunSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.unit.rl.test_pass_graphs import batch
@@ -24,7 +25,7 @@ DEVICE = torch.device("cuda")
 
 
 def updater(weights, graphs) -> Updater:
-    policy = random_policy("small", weights, 16, DEVICE)
+    policy = random_policy(Base("small", weights), 16, DEVICE)
     if weights != "bf16":
         EngineSampler(policy, NativeSettings(), 1)  # moves the weights
     about = {"model": "m", "dataset": "d", "steps": 20, "dtype": "bfloat16", "adapter": {"rank": 16}}

@@ -11,6 +11,7 @@ from qerl.models.random import random_policy
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.gpu.exact import kernels_order, with_sinks
@@ -101,7 +102,7 @@ CASES = [*((name, 16) for name in with_portable("bf16", "nvfp4", "mxfp4")), ("nv
 def policy(request):
     name, rank = request.param
     with kernels_of(name) as weights:
-        made = random_policy("small", weights, rank, CUDA)
+        made = random_policy(Base("small", weights), rank, CUDA)
         for name, parameter in made.lm.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.02)

@@ -14,6 +14,7 @@ from qerl.rl.memory import USABLE, Recomputation, kept_bytes
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion
+from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
 
@@ -140,7 +141,7 @@ def test_an_update_reads_the_same_weights_after_the_engine_has_moved_them(name):
     """Bit for bit; the engine's kernels read another order than the checkpoint's."""
     drawn, read = samples(), []
     with kernels_of(name) as weights_format:
-        policy = random_policy("small", weights_format, 16, DEVICE)
+        policy = random_policy(Base("small", weights_format), 16, DEVICE)
         for moved in (False, True):
             if moved:
                 EngineSampler(policy, NativeSettings(), 1)

@@ -33,6 +33,7 @@ from qerl.kernels.triton import linear
 from qerl.models.random import random_policy
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
 from tests.gpu.time_products import DEVICE, SHAPES, TOLERANCE, Shape, exact, microseconds
 
@@ -155,7 +156,7 @@ def decode(
     kernels: str = "portable",
 ) -> None:
     """Tokens/s of 7B NVFP4 with LoRA r16, prompts of 128 tokens, as `qerl.bench` takes them."""
-    policy = random_policy("7B", "nvfp4", RANK, DEVICE)
+    policy = random_policy(Base("7B", "nvfp4"), RANK, DEVICE)
     settings = NativeSettings.model_validate({"kv_cache_gib": 2.0**20, "kernels": kernels})
     for count in map(int, sequences.split(",")):
         sampler = EngineSampler(policy, settings, count)

@@ -48,8 +48,8 @@ def test_what_readme_states_is_committed(name):
 
 def test_a_hybrid_with_packed_delta_nets_has_a_step_that_fits():
     jobs = [job for job in jobs_of(committed_grid("families")).values() if job.kind == "grpo_step"]
-    [part] = [part for job in jobs for part in job.parts if part.work.pack_delta_nets]
-    assert memory_of(part, shape_of(part.work.size, pack_delta_nets=True)).verdict == "fits"
+    [part] = [part for job in jobs for part in job.parts if part.work.base.packed_nets]
+    assert memory_of(part, shape_of(part.work.size).with_packed_nets()).verdict == "fits"
 
 
 def memory_of(part, shape):

@@ -15,13 +15,14 @@ from qerl.bench import vllm
 from qerl.checkpoints.shapes import PUBLISHED
 from qerl.models.experts import Float32Router
 from qerl.models.structure import empty_model, structure_of
+from qerl.settings.models import Base
 from tests.families import FAMILIES
 
 
 def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
     loading = {}
     for weights in ("bf16", "nvfp4", "nf4"):
-        loading[weights] = vllm.write_model(tmp_path / weights, "tiny", weights)
+        loading[weights] = vllm.write_model(tmp_path / weights, Base("tiny", weights))
     assert loading["bf16"] == loading["nvfp4"] == {"load_format": "dummy"}
     assert loading["nf4"] == {"load_format": "bitsandbytes", "quantization": "bitsandbytes"}
     config = AutoConfig.from_pretrained(tmp_path / "nf4")
@@ -47,7 +48,7 @@ def test_vllms_adapter_of_a_published_shape_is_one_of_pefts(tmp_path, monkeypatc
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
 def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, weights):
     monkeypatch.setitem(PUBLISHED, "small", FAMILIES["qwen3_moe"].config().to_dict())
-    assert vllm.write_model(tmp_path / "model", "small", weights) == {"load_format": "dummy"}
+    assert vllm.write_model(tmp_path / "model", Base("small", weights)) == {"load_format": "dummy"}
     stored = json.loads((tmp_path / "model" / "config.json").read_text())
     assert stored["architectures"] == ["Qwen3MoeForCausalLM"]
     assert AutoConfig.from_pretrained(tmp_path / "model").num_experts == 4
@@ -62,7 +63,7 @@ def test_vllm_is_told_which_layers_have_an_adapter(tmp_path, monkeypatch):
     for name, content in {"vllm": {"LLM": engine}, "vllm.lora.request": {"LoRARequest": request}}.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.setitem(PUBLISHED, "small", FAMILIES["qwen3_moe"].config().to_dict())
-    _, adapter = vllm.start_engine(tmp_path, "small", "bf16", 4, max_num_seqs=2)
+    _, adapter = vllm.start_engine(tmp_path, Base("small", "bf16"), 4, max_num_seqs=2)
     assert given[0]["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert (given[0]["max_lora_rank"], given[0]["max_num_seqs"]) == (8, 2)
     assert json.loads((Path(adapter[2]) / "adapter_config.json").read_text())["r"] == 4
@@ -70,7 +71,7 @@ def test_vllm_is_told_which_layers_have_an_adapter(tmp_path, monkeypatch):
 
 def test_vllm_gets_packed_experts_as_published(tmp_path, monkeypatch):
     monkeypatch.setitem(PUBLISHED, "gpt-oss-20b", FAMILIES["gpt_oss"].config().to_dict())
-    assert vllm.write_model(tmp_path / "model", "gpt-oss-20b", "mxfp4") == {"load_format": "dummy"}
+    assert vllm.write_model(tmp_path / "model", Base("gpt-oss-20b", "mxfp4")) == {"load_format": "dummy"}
     stored = json.loads((tmp_path / "model" / "config.json").read_text())
     assert stored["architectures"] == ["GptOssForCausalLM"]
     assert stored["quantization_config"] == {"quant_method": "mxfp4"}
@@ -82,7 +83,7 @@ def test_vllm_is_told_which_layers_of_a_hybrid_stay_dense(tmp_path, monkeypatch,
     """All but those that this project's files pack, by the names of the model; vLLM runs b and a as one."""
     config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
-    vllm.write_model(tmp_path / "model", "small", "nvfp4", packed)
+    vllm.write_model(tmp_path / "model", Base("small", "nvfp4", packed_nets=packed))
     ignored = json.loads((tmp_path / "model/config.json").read_text())["quantization_config"]["ignore"]
 
     def is_dense(name):
@@ -99,7 +100,7 @@ def test_vllm_is_told_which_layers_of_a_hybrid_stay_dense(tmp_path, monkeypatch,
 def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, monkeypatch, family, kind):
     config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
-    options = vllm.write_model(tmp_path / "model", "small", "nvfp4")
+    options = vllm.write_model(tmp_path / "model", Base("small", "nvfp4"))
     assert options["language_model_only"]
     whole = AutoConfig.from_pretrained(tmp_path / "model")
     assert whole.architectures == [f"{kind}ForConditionalGeneration"]

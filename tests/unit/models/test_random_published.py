@@ -9,6 +9,7 @@ from qerl.models import random
 from qerl.models.linear import PackedLinear
 from qerl.models.random import published_config, random_policy
 from qerl.models.structure import structure_of
+from qerl.settings.models import Base
 from tests.families import FAMILIES
 
 #: 10^9 parameters of the text models, by their model cards.
@@ -54,9 +55,9 @@ def test_a_policy_of_a_published_shape(monkeypatch, family, weights):
     monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
     if family != "gemma3":  # a dense copy of the whole may be larger than the GPU
         monkeypatch.setattr(random, "AutoModelForCausalLM", None)
-    asked = "mxfp4" if family == "gpt_oss" else "nvfp4"
+    asked = "bf16" if weights == "bf16" else "mxfp4" if family == "gpt_oss" else "nvfp4"
     nets = weights == "nets packed"
-    policy = random_policy("published", "bf16" if weights == "bf16" else asked, 4, torch.device("cpu"), nets)
+    policy = random_policy(Base("published", asked, packed_nets=nets), 4, torch.device("cpu"))
     packed = {name for name, layer in policy.lm.named_modules() if isinstance(layer, PackedLinear)}
     expected = set() if weights == "bf16" else structure_of(config).packed_layers(nets)
     if family == "gpt_oss":
@@ -71,7 +72,7 @@ def test_a_policy_of_a_published_shape(monkeypatch, family, weights):
 def test_experts_in_nf4_have_weights_of_their_own(monkeypatch):
     """NF4 isn't stored by rows, so its experts aren't quantized together."""
     monkeypatch.setitem(PUBLISHED, "published", FAMILIES["qwen3_moe"].config().to_dict())
-    policy = random_policy("published", "nf4", 0, torch.device("cpu"))
+    policy = random_policy(Base("published", "nf4"), 0, torch.device("cpu"))
     experts = [layer for name, layer in policy.lm.named_modules() if name.endswith("gate_proj") and ".experts." in name]
     first, second = (layer.dense_weight(torch.float32) for layer in experts[:2])
     assert first.shape == (experts[0].out_features, experts[0].in_features)

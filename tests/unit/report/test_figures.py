@@ -8,7 +8,7 @@ import pytest
 from qerl.report import figures, tables
 from qerl.report.figures import COLOURS
 from qerl.results import readers
-from qerl.results.paths import training_name, weights_name
+from qerl.results.paths import training_name
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.models import Recipe, WeightFormat
 from qerl.settings.run import RunSettings
@@ -68,7 +68,7 @@ def test_every_kind_of_run_has_a_colour_of_its_own():
         run["pack_delta_nets"] = nets
         with suppress(ConfigError):
             settings = parse(RunSettings, {**run, "noise": {"schedule": schedule}}, "")
-            name = weights_name(settings.weights, settings.recipe, settings.pack_delta_nets)
+            name = settings.base.weights_name
             kinds.add((name, training_name(settings.method, settings.noise.schedule)))
     assert ("bf16-random", "lora") in kinds
     assert kinds == COLOURS.keys()

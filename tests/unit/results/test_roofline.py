@@ -14,6 +14,7 @@ from qerl.models.random import model_config
 from qerl.models.structure import structure_of
 from qerl.results.speed_readers import byte_parts, mean_context, step_bytes, step_floor, step_flops
 from qerl.results.speeds import Ceilings
+from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings
 from tests.bits import bits_per_weight
 from tests.families import FAMILIES
@@ -35,7 +36,7 @@ def nbytes(parameters) -> int:
 def test_bytes_of_bf16_weights_are_those_of_the_model(size):
     model = model_of(size)
     embedding = 0 if ARCHITECTURES[size][-1] else model.get_input_embeddings().weight.nbytes
-    parts = byte_parts(size, "bf16", 0, SEQUENCES, CONTEXT)
+    parts = byte_parts(Base(size, "bf16"), 0, SEQUENCES, CONTEXT)
     held = parts["linear"] + parts["head"] + parts["norms and biases"]
     assert held == nbytes(model.parameters()) - embedding
     assert parts["embedding"] == SEQUENCES * model.get_input_embeddings().weight[0].nbytes
@@ -47,7 +48,7 @@ def test_bytes_of_the_adapter_are_those_of_peft():
     peft = get_peft_model(model, lora_config(adapter, structure_of(model.config)))
     adapter = [parameter for parameter in peft.parameters() if parameter.requires_grad]
     count = sum(parameter.numel() for parameter in adapter)
-    assert byte_parts("tiny", "nvfp4", RANK, 1, 0)["adapter"] == 2 * count
+    assert byte_parts(Base("tiny", "nvfp4"), RANK, 1, 0)["adapter"] == 2 * count
 
 
 def run_step(model, sequences: int, context: int) -> tuple[DynamicCache, int]:
@@ -63,7 +64,7 @@ def run_step(model, sequences: int, context: int) -> tuple[DynamicCache, int]:
 def test_cache_read_and_written_is_that_of_transformers():
     cache, _ = run_step(model_of("tiny"), SEQUENCES, CONTEXT)
     after = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert byte_parts("tiny", "bf16", 0, SEQUENCES, CONTEXT)["cache"] == after
+    assert byte_parts(Base("tiny", "bf16"), 0, SEQUENCES, CONTEXT)["cache"] == after
 
 
 @pytest.mark.parametrize("rank", [0, RANK])
@@ -86,12 +87,12 @@ def test_bytes_of_packed_weights_are_those_of_the_codec(weights):
 
 def test_7b_by_hand():
     block = 233_046_016  # q, o: 3584^2; k, v: 512 * 3584; gate, up, down: 18944 * 3584
-    parts = byte_parts("7B", "nvfp4", 16, 8, 256)
+    parts = byte_parts(Base("7B", "nvfp4"), 16, 8, 256)
     assert parts["linear"] == 28 * (block * 4.5 / 8 + 7 * 4)  # 4-bit codes, 8 bits a 16 weights, 7 global scales
     assert parts["head"] == 2 * 152064 * 3584
     assert parts["cache"] == 8 * 257 * 28 * 2 * 4 * 128 * 2
     assert parts["adapter"] == 2 * 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
-    assert step_bytes("7B", "nvfp4", 16, 8, 256) == sum(parts.values())
+    assert step_bytes(Base("7B", "nvfp4"), 16, 8, 256) == sum(parts.values())
     attention = 28 * 4 * 256 * 28 * 128
     dense = 2 * (28 * block + 152064 * 3584)
     assert step_flops("7B", 0, 8, 256) == 8 * (dense + attention)
@@ -102,7 +103,7 @@ def test_7b_by_hand():
 )
 def test_bits_a_weight_of_32b(weights, bits, tables):
     weight_count = sum(rows * columns for rows, columns in linear_shapes("32B").values()) * 64
-    stored = byte_parts("32B", weights, 0, 1, 0)["linear"]
+    stored = byte_parts(Base("32B", weights), 0, 1, 0)["linear"]
     assert 8 * stored / weight_count == pytest.approx(bits, rel=tables, abs=0)
 
 
@@ -122,7 +123,7 @@ def random_model(config):
 
 def test_bytes_of_another_family_are_those_of_its_model(family):
     """Up to norms of heads, biases of experts, convolutions and decays; routers count in float32."""
-    model, parts = random_model(family), byte_parts("published", "bf16", 0, 10_000, CONTEXT)
+    model, parts = random_model(family), byte_parts(Base("published", "bf16"), 0, 10_000, CONTEXT)
     embedding = 0 if family.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
     held = nbytes(model.parameters()) / 2 - embedding / 2  # the model is in float32
     mixture = ModelShape.of(family.to_dict()).mixture
@@ -135,7 +136,7 @@ def test_bytes_of_another_familys_adapter_are_those_of_peft(family):
     adapter = AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
     peft = get_peft_model(random_model(family), lora_config(adapter, structure_of(family)))
     count = sum(parameter.numel() for parameter in peft.parameters() if parameter.requires_grad)
-    counted = byte_parts("published", "nvfp4", RANK, 1, 0)["adapter"] / 2
+    counted = byte_parts(Base("published", "nvfp4"), RANK, 1, 0)["adapter"] / 2
     # Phi-3 has fewer adapters, since its q, k and v, and its gate and up, are a layer each.
     assert count <= counted if family.model_type == "phi3" else count == counted
 
@@ -151,7 +152,7 @@ def test_flops_of_another_family_are_those_that_pytorch_counts(family):
 def test_experts_count_as_often_as_random_choices_take_them(monkeypatch):
     config = FAMILIES["qwen3_moe"].config(num_experts=8, num_experts_per_tok=2)
     monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
-    none, one, three, many = (byte_parts("published", "nvfp4", 0, n, 0)["linear"] for n in (0, 1, 3, 9999))
+    none, one, three, many = (byte_parts(Base("published", "nvfp4"), 0, n, 0)["linear"] for n in (0, 1, 3, 9999))
     assert one - none == pytest.approx((many - none) * 2 / 8)
     torch.manual_seed(0)
     chosen = torch.rand(20_000, 3, 8).topk(2).indices.flatten(1)
@@ -164,7 +165,7 @@ def test_a_window_bounds_what_attention_reads(monkeypatch):
     monkeypatch.setitem(PUBLISHED, "published", config.to_dict())
     windowed, window = config.layer_types.count("sliding_attention"), config.sliding_window
     assert windowed
-    short, long, longer = (byte_parts("published", "bf16", 0, 1, n)["cache"] for n in (window - 1, 999, 1999))
+    short, long, longer = (byte_parts(Base("published", "bf16"), 0, 1, n)["cache"] for n in (window - 1, 999, 1999))
     assert longer - long == pytest.approx(short / window * 1000 * (1 - windowed / config.num_hidden_layers))
 
 
@@ -176,7 +177,7 @@ def test_states_of_delta_nets_are_read_and_written(monkeypatch):
         config.linear_value_head_dim, torch.empty(0, config.linear_conv_kernel_dim), *[torch.empty(0)] * 3, 1e-6,
     )  # fmt: skip
     each = state_bytes(heads, torch.bfloat16) * config.layer_types.count("linear_attention")
-    assert byte_parts("published", "nvfp4", 0, 5, 0)["states"] == 2 * 5 * each
+    assert byte_parts(Base("published", "nvfp4"), 0, 5, 0)["states"] == 2 * 5 * each
 
 
 def test_bytes_of_packed_delta_nets_are_those_of_the_stored_layers(monkeypatch):
@@ -188,7 +189,7 @@ def test_bytes_of_packed_delta_nets_are_those_of_the_stored_layers(monkeypatch):
         2 * layers[name].weight.numel() - stored_bytes("nvfp4", [tuple(layers[name].weight.shape)])
         for name in structure_of(config).layers_of_delta_nets()
     )
-    dense, packed = (step_bytes("published", "nvfp4", RANK, 2, 9, nets) for nets in (False, True))
+    dense, packed = (step_bytes(Base("published", "nvfp4", packed_nets=nets), RANK, 2, 9) for nets in (False, True))
     assert dense - packed == saved > 0
 
 

@@ -19,6 +19,7 @@ from qerl.rl.failures import DivergedError, FollowedRunError, TimeLimitError
 from qerl.rl.train import train_run
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
+from qerl.settings.models import Base
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import EvaluationSettings
 from tests import jobs
@@ -71,10 +72,9 @@ def train(folder: Path, name: str = "run", changes: dict | None = None, **row) -
 
 def evaluate(folder: Path, name: str | None) -> Path:
     settings = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 4}, "dtype": "float32"}
-    row = {"model": "tiny", "weights": "bf16", "recipe": "rtn", "pack_delta_nets": False}
-    row |= {"run": name, "arm": name and "bf16-lora", "experiment": name and "e", "varied": {"seed": 0} if name else {}}
+    row = {"run": name, "arm": name and "bf16-lora", "experiment": name and "e", "varied": {"seed": 0} if name else {}}
     job = EvaluateJob(
-        policy=PlannedPolicy(eval=name or "base", **row),
+        policy=PlannedPolicy(eval=name or "base", base=Base("tiny", "bf16"), **row),
         settings=EvaluationSettings(**settings, repeats=1),
         checkpoint=folder / "base",
         trained=folder / "train" / name / "policy" if name else None,

@@ -128,7 +128,7 @@ def test_packed_delta_nets_are_those_of_the_folder_or_asked_for(machine, tmp_pat
     dense = tiny_family(tmp_path / "dense", "qwen3_5", dtype=torch.bfloat16)
     quantize_checkpoint(dense, tmp_path / "packed", "nvfp4", pack_delta_nets=True)
     machine((9, 0))
-    kept, asked = asked_model(str(dense), "nvfp4"), asked_model(str(dense), "nvfp4", pack_delta_nets=True)
+    kept, asked = asked_model(str(dense), "nvfp4"), asked_model(str(dense), "nvfp4", packed_nets=True)
     assert (kept.shape.nets.packed, asked.shape.nets.packed) == (False, True)
     assert asked_model(str(tmp_path / "packed"), None).shape == asked.shape
     [gpu] = visible_gpus()
@@ -136,7 +136,7 @@ def test_packed_delta_nets_are_those_of_the_folder_or_asked_for(machine, tmp_pat
     assert "and narrow dense layers of delta nets" in serving(gpu, asked).products
     for model, weights, reason in ((dense, "bf16", "weights of bf16 are not packed"), ("7B", "nvfp4", "7B has none")):
         with pytest.raises(CheckpointError, match=f"{reason}; leave the option out"):
-            asked_model(str(model), weights, pack_delta_nets=True)
+            asked_model(str(model), weights, packed_nets=True)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("minimax", "doesn't mix tokens"), ("olmo_hybrid", "GatedDeltaNet")])
@@ -211,7 +211,7 @@ def test_a_published_shape_has_a_name(name):
     assert model.weights == ("mxfp4" if name == "gpt-oss-20b" else "nvfp4")
     assert serving(None, model).unsupported is None
     if model.shape.nets:
-        assert asked_model(name, None, pack_delta_nets=True).shape == shape_of(name, pack_delta_nets=True)
+        assert asked_model(name, None, packed_nets=True).shape == shape_of(name).with_packed_nets()
 
 
 @pytest.mark.parametrize(("size", "memory", "code"), [("7B", "80", 0), ("32B", "12", 1), ("7B", None, 1)])

@@ -61,7 +61,7 @@ def model_of(result):
     )
     gpu = MEMORY["h100" if "H100" in result.provenance.machine.label else "h200"]
     capacity = gpu if settings.memory_gb is None else settings.memory_gb * 1e9 + CONTEXT
-    return step_memory(shape_of(work.size, work.pack_delta_nets), asked, capacity)
+    return step_memory(shape_of(work.size).with_packed_nets(work.base.packed_nets), asked, capacity)
 
 
 def recompute_of(result):

@@ -236,7 +236,7 @@ def test_a_calibrated_checkpoint_has_its_own_folder():
     plan_ = checkpoints_of()
     awq = "miniature-nvfp4-awq-arithmetic-256x2048-seed0"
     assert set(plan_.checkpoints) == {"miniature-bf16", "miniature-nvfp4", awq}
-    assert {r.id: r.checkpoint.id for r in plan_.runs.values()} == {
+    assert {r.id: r.settings.base.name for r in plan_.runs.values()} == {
         **{f"e-a-seed{seed}": "miniature-nvfp4" for seed in (0, 1)},
         **{f"e-b-seed{seed}": awq for seed in (0, 1)},
     }
@@ -248,12 +248,12 @@ def test_each_run_has_a_random_error_of_its_own_unless_a_seed_is_given():
     arms = {"a": {"weights": "bf16", "recipe": "random"}, "b": {"weights": "bf16", "recipe": "random"}}
     arms["b"]["random_error"] = {"of": "nf4", "seed": 7}
     made = planned(with_experiment(arms=arms, grid={"seed": [0, 1]}))
-    assert {run.id: run.checkpoint.id for run in made.runs.values()} == {
+    assert {run.id: run.settings.base.name for run in made.runs.values()} == {
         **{f"e-a-seed{seed}": f"miniature-bf16-random-nvfp4-seed{seed}" for seed in (0, 1)},
         **{f"e-b-seed{seed}": "miniature-bf16-random-nf4-seed7" for seed in (0, 1)},
     }
     job = Jobs(made).quantize("miniature-bf16-random-nf4-seed7")
-    assert (job.weights, job.error.of, job.error.seed) == ("bf16", "nf4", 7)
+    assert (job.base.weights, job.base.error.of, job.base.error.seed) == ("bf16", "nf4", 7)
     assert set(sheet(made, "h200").weights) == {"bf16-random"}
 
 
@@ -262,9 +262,9 @@ def test_a_checkpoint_with_packed_delta_nets_has_its_own_folder():
     made = planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
     assert set(made.checkpoints) == {"miniature-bf16", "miniature-nvfp4", "miniature-nvfp4-delta-nets"}
     jobs = Jobs(made)
-    packed = {name: jobs.quantize(name).pack_delta_nets for name in made.checkpoints}
+    packed = {name: jobs.quantize(name).base.packed_nets for name in made.checkpoints}
     assert packed == {name: name.endswith("delta-nets") for name in packed}
-    assert jobs.evaluate("base-miniature-nvfp4-delta-nets").policy.pack_delta_nets
+    assert jobs.evaluate("base-miniature-nvfp4-delta-nets").policy.base.packed_nets
     assert set(sheet(made, "h200").weights) == {"nvfp4", "nvfp4-delta-nets"}
 
 

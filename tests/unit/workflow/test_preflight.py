@@ -16,13 +16,12 @@ from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import prepare
-from qerl.jobs import CHECKED, FITTED
 from qerl.models.loading import load_tokenizer
 from qerl.models.policy import load_policy
 from qerl.rl.rollouts import Task
 from qerl.settings.base import ConfigError, UserError, parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.run import RolloutSettings, RunSettings
+from qerl.settings.run import CHECKED, FITTED, RolloutSettings, RunSettings
 from qerl.settings.workflow import EvaluationSettings
 from qerl.workflow.checks import check_engines, check_local_models
 from qerl.workflow.plan import plan_from

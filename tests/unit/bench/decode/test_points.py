@@ -22,6 +22,7 @@ from qerl.results import speed_readers, speeds
 from qerl.results.speeds import GpuState
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
+from qerl.settings.models import Base
 from tests.families import FAMILIES
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
@@ -129,7 +130,7 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
     works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
     parts = [DecodePart(file=f"{work.rank}-{work.prompt}.json", work=work, sequences=[1, 2]) for work in works]
     decode.measure_points(DecodeJob(parts=parts[:2], out=tmp_path))
-    assert [one[2] for one in made] == [0]
+    assert [rank for _, rank, _ in made] == [0]
     first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
     decode.measure_points(DecodeJob(parts=parts, out=tmp_path))
     assert len(made) == 2  # no more than once for each call
@@ -138,7 +139,7 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
         result, rank = read(tmp_path / part.file), part.work.rank
         assert (result["rank"], result["prompt"], bool(result["sync_seconds"])) == (rank, part.work.prompt, rank > 0)
         assert [point["sequences"] for point in result["points"]] == [1, 2]
-        alone = weight_bytes(random_policy("tiny", "nvfp4", rank, choose_device()))
+        alone = weight_bytes(random_policy(Base("tiny", "nvfp4"), rank, choose_device()))
         assert {point["weight_bytes"] for point in result["points"]} == {alone}
 
 
