@@ -142,7 +142,7 @@ def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
     """A field's value for "off" (a word, "null", "empty", none), and whether it is a number, not true and false."""
     field = settings.model_fields[name]
     annotation = field.annotation
-    known, within = options(annotation), list(_parts(annotation))
+    known, within = options(annotation), list(parts(annotation))
     own_meaning = any(option in (bool, str, Path, Any) for option in known)
     off = "off" if "off" in choices(annotation) else "null" if NoneType in known and not own_meaning else ""
     if any(get_origin(option) is list for option in known) and field.default == []:
@@ -150,12 +150,12 @@ def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
     return off, any(part in (int, float) for part in within) and not any(part in (bool, Any) for part in within)
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
+def parts(annotation: Any) -> Iterator[Any]:
     """All types within an annotation, including those of items and of mappings' values."""
     for option in options(annotation):
         if get_origin(option) in (list, dict, tuple):
             for inner in get_args(option):
-                yield from _parts(inner)
+                yield from parts(inner)
         else:
             yield option
 
