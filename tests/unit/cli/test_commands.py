@@ -64,13 +64,6 @@ def call(folder, monkeypatch):
     return call
 
 
-def test_what_rules_call_is_set_apart(call):
-    people, _, workflow = call("--help").partition("The workflow")
-    assert all(f" {name} " in people for name in ("quantize", "train", "sample", "eval"))
-    assert " rule " in workflow
-    assert "JOB" in call("rule", "--help")
-
-
 def test_every_rule_calls_an_existing_command():
     called = {
         line.split("python -P -m qerl ")[1].split()[0]
@@ -189,10 +182,7 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
         (["eval", "run", "--out", "e", "--task", "gms8k"], "there is no stock task 'gms8k'"),
         (["eval", "run", "--out", "e", "--fewshot", "2"], "--fewshot counts the examples of a --task"),
         (["train", "absent.yaml"], "configuration file absent.yaml doesn't exist"),
-        (
-            ["train", "run.yaml"],
-            "run.yaml: `out` is missing (A new folder for all that the run makes)",
-        ),
+        (["train", "run.yaml"], "run.yaml: `out` is missing (A new folder for all that the run makes)"),
         (["sample", "nowhere", "hello"], "model folder nowhere doesn't exist"),
         (["sample", "model/config.json", "hello"], "model/config.json is a file, and a model is a folder"),
         (["sample", __file__, "hello"], "test_commands.py is a file, and a model is a folder"),
@@ -220,10 +210,7 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
         (["eval", "model", "--out", "e"], "nothing to evaluate on"),
         (["eval", "model", "--out", "e", "--problems", "absent.jsonl"], "absent.jsonl doesn't exist"),
         (["eval", "model", "--out", "e", "--dataset", "gsm8k"], "--dataset must be a mapping"),
-        (
-            ["eval", "model", "--out", "e", "--dataset", "{format: gsm}"],
-            "--dataset: `format` must be 'gsm8k'",
-        ),
+        (["eval", "model", "--out", "e", "--dataset", "{format: gsm}"], "--dataset: `format` must be 'gsm8k'"),
         (["plan", str(ROOT / "config/mini.yaml"), "modle=x"], "mini.yaml with modle of the command line: unknown key"),
         (["plan", "no\x1b[2J\u202e.yaml"], r"no\x1b[2J\u202e.yaml"),
         (["eval", "run", "--out", "run"], "run exists and is not the folder of an evaluation; give a new folder"),
