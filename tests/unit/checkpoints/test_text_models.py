@@ -117,10 +117,7 @@ def test_completions_end_where_the_whole_says(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        ("qwen3_5", "qwen3_5"),
-        ("qwen3_5_moe", "qwen3_5_moe"),
-        ("gemma3", "gemma3"),
-        ("mistral3", "mistral"),
+        *(("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe"), ("gemma3", "gemma3"), ("mistral3", "mistral")),
         ("mistral3", "ministral3"),
     ],
 )

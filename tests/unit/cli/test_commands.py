@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -357,12 +360,18 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
     assert "Writing model shards" in (tmp_path / "run/log.txt").read_text()
 
 
+def installed(*arguments: str, environment: Mapping[str, str] = MappingProxyType({}), **options: Any):
+    """A command in a process of its own, as it is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    command = [sys.executable, "-m", "qerl", *arguments]
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
 def in_terminal(*arguments: str, **environment: str) -> str:
     """What a command prints in a new process."""
-    command = [sys.executable, "-m", "qerl", *arguments]
-    seen = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, check=False)
-    assert (seen.returncode, seen.stderr) == (0, b"")
-    return seen.stdout.decode()
+    seen = installed(*arguments, environment=environment, cwd=ROOT, stdout=subprocess.PIPE)
+    assert (seen.returncode, seen.stderr) == (0, "")
+    return seen.stdout
 
 
 @pytest.mark.parametrize("columns", ["20", "40", "80"])
@@ -393,13 +402,6 @@ def test_a_page_cannot_take_the_place_of_a_folder(call, folder):
     ):
         call("view", "run", "--out", str(folder / "run"))
     assert not (folder / "run.partial").exists()
-
-
-def installed(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own, as it is installed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "qerl", *arguments]
-    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False, **options)
 
 
 def test_a_deleted_working_directory_is_a_sentence(tmp_path):

@@ -76,12 +76,8 @@ def test_the_answer_of_a_record_is_never_a_part_of_a_number(stated):
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [
-        ("####18", "18"),
-        ("####\n18", "18"),
-        ("#### Halve it\n36/2\n#### 18", "18"),
-        ("#### 1. Halve it\n36/2\n#### 18", None),
-        ("#### 17\n#### 18", None),
-        ("#### 18\n#### It is even", None),
+        *(("####18", "18"), ("####\n18", "18"), ("#### Halve it\n36/2\n#### 18", "18")),
+        *(("#### 1. Halve it\n36/2\n#### 18", None), ("#### 17\n#### 18", None), ("#### 18\n#### It is even", None)),
         ("<think>#### 17</think>\n#### 18", "18"),
     ],
 )

@@ -51,17 +51,14 @@ def sentence_of(call) -> str:
         (RunSettings, "seed: -1", "`seed` must be greater than or equal to 0, not -1"),
         (RunSettings, f"seed: {2**40}", f"`seed` must be less than 4294967296, not {2**40}"),
         (RunSettings, "optimizer: {betas: [true, 0.9]}", "`optimizer.betas[0]` must be a number, not true"),
-        (RunSettings, "optimizer: {betas: [0.9, 1.0]}", "`optimizer.betas[1]` must be less than 1, not 1.0"),
         (RunSettings, "optimizer: {betas: [0.9]}", "`optimizer.betas[1]` is missing"),
         (RunSettings, "optimizer: {learning_rate: .nan}", "`optimizer.learning_rate` must be a finite number"),
         (RunSettings, "adapter: {targets: []}", "`adapter.targets` must have at least 1 item, not []"),
         (RunSettings, "adapter: {targets: [7]}", "`adapter.targets[0]` must be a string, not 7; put it in quotes"),
         (RunFile, "out: $SCRATCH/run", "`out`: $SCRATCH isn't replaced in a path, as a shell would do"),
-        (RunFile, "out: '${HOME}'", "`out`: ${HOME} isn't replaced in a path"),
         (RunSettings, "adapter: {train_norms: 2}", "`adapter.train_norms` must be a boolean, not 2"),
         (RunSettings, "adapter: 8", "`adapter` must be a mapping of the keys rank, alpha, dropout"),
         (RunSettings, "reward: {function: mine.py}", "`reward.function`: 'mine.py' is not an import path"),
-        (RunSettings, "rollout: {vllm: {kv_cache_gib: 0}}", "`rollout.vllm.kv_cache_gib` must be greater than 0"),
         (RunSettings, "[]", "it must be a mapping of the keys model, dataset"),
         (RunFile, "model: m", "`out` is missing (A new folder for all that the run makes)"),
         (DatasetSettings, "origin: {}", "`origin.source` is missing; give one of generated, countdown, comparisons"),
@@ -218,14 +215,9 @@ def test_a_key_may_stand_over_that_of_a_merged_mapping():
 @pytest.mark.parametrize(
     ("text", "written", "value"),
     [
-        ("steps: 0123", "0123", "83"),
-        ("steps: -010", "-010", "-8"),
-        ("levels: [1, 00]", "00", "0"),
-        ("timeout: 1:30", "1:30", "90"),
-        ("timeout: 1:30.5", "1:30.5", "90.5"),
-        ("a: {b: [2:00:00]}", "2:00:00", "7200"),
-        ("name: 2024_01", "2024_01", "202401"),
-        ("017: x", "017", "15"),
+        *(("steps: 0123", "0123", "83"), ("steps: -010", "-010", "-8"), ("levels: [1, 00]", "00", "0")),
+        *(("timeout: 1:30", "1:30", "90"), ("timeout: 1:30.5", "1:30.5", "90.5")),
+        *(("a: {b: [2:00:00]}", "2:00:00", "7200"), ("name: 2024_01", "2024_01", "202401"), ("017: x", "017", "15")),
     ],
 )
 def test_a_number_that_yaml_reads_otherwise_than_by_its_digits_is_refused(text, written, value):
@@ -269,38 +261,34 @@ def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
     assert {run.settings.rollout.prompts for run in plan_.runs.values()} == {3}
 
 
+#: Keys of other libraries, and those of this project that they mean.
+OTHERS = {
+    RunSettings: {
+        **{"num_generations: 8": "rollout.group_size", "rollout: {num_generations: 8}": "rollout.group_size"},
+        **{"r: 16": "adapter.rank", "adapter: {r: 16}": "adapter.rank", "adapter: {lora_alpha: 16}": "adapter.alpha"},
+        **{"target_modules: all-linear": "adapter.targets", "bf16: true": "dtype", "load_in_4bit: true": "weights"},
+        **{"per_device_train_batch_size: 8": "rollout.prompts"},
+        **{"gradient_accumulation_steps: 2": "micro_batch_tokens"},
+        **{"max_completion_length: 512": "rollout.sampling.max_tokens"},
+        **{"rollout: {max_completion_length: 512}": "rollout.sampling.max_tokens"},
+        **{"max_prompt_length: 512": "rollout.max_prompt_tokens", "beta: 0.04": "loss.kl"},
+        **{"loss: {beta: 0.04}": "loss.kl", "epsilon_high: 0.28": "loss.clip_high", "loss_type: dapo": "loss.name"},
+        **{"num_iterations: 2": "loss.updates_per_rollout", "learning_rate: 1e-5": "optimizer.learning_rate"},
+        **{"loss: {learning_rate: 1e-5}": "loss.ppo.learning_rate", "lr: 1e-5": "optimizer.learning_rate"},
+        **{"save_steps: 10": "checkpoint_every", "max_steps: 10": "steps"},
+    },
+    RunFile: {
+        **{"output_dir: x": "out", "model_name_or_path: x": "model"},
+    },
+    EvaluationSettings: {
+        **{"max_new_tokens: 512": "sampling.max_tokens", "sampling: {max_new_tokens: 512}": "sampling.max_tokens"},
+        **{"num_samples: 4": "repeats"},
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("settings", "text", "key"),
-    [
-        (RunSettings, "num_generations: 8", "rollout.group_size"),
-        (RunSettings, "rollout: {num_generations: 8}", "rollout.group_size"),
-        (RunSettings, "r: 16", "adapter.rank"),
-        (RunSettings, "adapter: {r: 16}", "adapter.rank"),
-        (RunSettings, "adapter: {lora_alpha: 16}", "adapter.alpha"),
-        (RunSettings, "target_modules: all-linear", "adapter.targets"),
-        (RunSettings, "bf16: true", "dtype"),
-        (RunSettings, "load_in_4bit: true", "weights"),
-        (RunSettings, "per_device_train_batch_size: 8", "rollout.prompts"),
-        (RunSettings, "gradient_accumulation_steps: 2", "micro_batch_tokens"),
-        (RunSettings, "max_completion_length: 512", "rollout.sampling.max_tokens"),
-        (RunSettings, "rollout: {max_completion_length: 512}", "rollout.sampling.max_tokens"),
-        (RunSettings, "max_prompt_length: 512", "rollout.max_prompt_tokens"),
-        (RunSettings, "beta: 0.04", "loss.kl"),
-        (RunSettings, "loss: {beta: 0.04}", "loss.kl"),
-        (RunSettings, "epsilon_high: 0.28", "loss.clip_high"),
-        (RunSettings, "loss_type: dapo", "loss.name"),
-        (RunSettings, "num_iterations: 2", "loss.updates_per_rollout"),
-        (RunSettings, "learning_rate: 1e-5", "optimizer.learning_rate"),
-        (RunSettings, "loss: {learning_rate: 1e-5}", "loss.ppo.learning_rate"),
-        (RunSettings, "lr: 1e-5", "optimizer.learning_rate"),
-        (RunSettings, "save_steps: 10", "checkpoint_every"),
-        (RunSettings, "max_steps: 10", "steps"),
-        (RunFile, "output_dir: x", "out"),
-        (RunFile, "model_name_or_path: x", "model"),
-        (EvaluationSettings, "max_new_tokens: 512", "sampling.max_tokens"),
-        (EvaluationSettings, "sampling: {max_new_tokens: 512}", "sampling.max_tokens"),
-        (EvaluationSettings, "num_samples: 4", "repeats"),
-    ],
+    ("settings", "text", "key"), [(owner, *pair) for owner, pairs in OTHERS.items() for pair in pairs.items()]
 )
 def test_the_name_of_another_library_gets_the_key_that_it_means(settings, text, key):
     said = sentence_of(lambda: parse(settings, parse_yaml(text, "x"), ""))
