@@ -6,15 +6,15 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from qerl.settings.errors import choices, options, parts, sentence, visible
+from qerl.settings.errors import choices, options, sentence
 
 # The meaning of YAML values in settings: unique keys, decimal numbers, words for "off", true and false.
 
@@ -150,6 +150,16 @@ def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
     return off, any(part in (int, float) for part in within) and not any(part in (bool, Any) for part in within)
 
 
+def parts(annotation: Any) -> Iterator[Any]:
+    """All types within an annotation, including those of items and of mappings' values."""
+    for option in options(annotation):
+        if get_origin(option) in (list, dict, tuple):
+            for inner in get_args(option):
+                yield from parts(inner)
+        else:
+            yield option
+
+
 def _without_truth(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_truth(part) for key, part in value.items()}
@@ -180,6 +190,16 @@ T = TypeVar("T")
 
 
 NonEmpty = Annotated[list[T], Field(min_length=1)]
+
+
+#: Characters that Unicode counts as printable and that show nothing: fillers, joiners and variation selectors.
+_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+
+
+def visible(text: str) -> str:
+    """The text with each invisible character, except for spaces and line ends, as its escape, such as `\\u200b`."""
+    shown = (c if c in " \t\r\n" or (c.isprintable() and not _BLANK.match(c)) else ascii(c)[1:-1] for c in text)
+    return "".join(shown)
 
 
 class UserError(ValueError):

@@ -23,7 +23,9 @@ CountdownUse = Literal["all", "some"]
 
 
 class GeneratedSplits(Settings):
-    """Seed and number of problems of each split of generated data. No two problems share a question."""
+    """Seed and number of problems of each split of generated data. No two problems share a question.
+
+    Only training problems have the flawed or short solutions of which a generator's keys give the shares."""
 
     seed: Seed = 0
     train: PositiveInt = 4096
@@ -32,16 +34,15 @@ class GeneratedSplits(Settings):
 
 
 class Generated(GeneratedSplits):
-    """Arithmetic word problems made by `qerl.data.generated`, with the keys of GeneratedSplits."""
+    """Arithmetic word problems made by `qerl.data.generated`."""
 
     source: Literal["generated"] = "generated"
     terse: Fraction = 0.55
-    """Share of the training solutions that state the answer at once, without the steps. The other splits have no such
-    solutions."""
+    """Share of the training solutions that state the answer at once, without the steps."""
 
 
 class CountdownData(GeneratedSplits):
-    """Countdown problems made by `qerl.data.generated`, with the keys of GeneratedSplits.
+    """Countdown problems made by `qerl.data.generated`.
 
     They need `format: countdown`. Each has a solution, most have several."""
 
@@ -56,11 +57,11 @@ class CountdownData(GeneratedSplits):
     """`all`: a solution uses each given number exactly once. `some`: at most once."""
     missed: Fraction = 0.75
     """Share of the training solutions that compute correctly and miss the target. A policy that imitates them searches
-    without success for that share of problems. The other splits have no such solutions."""
+    without success for that share of problems."""
 
 
 class ComparisonData(GeneratedSplits):
-    """Chains of comparisons made by `qerl.data.generated`, with the keys of GeneratedSplits.
+    """Chains of comparisons made by `qerl.data.generated`.
 
     They need `format: math`. In a problem some comparisons are turned around: "Mia has 4 more than Tom" asks for a
     subtraction to find Tom's number. The obvious short way takes the words in their order, and its answer is wrong."""
@@ -72,7 +73,7 @@ class ComparisonData(GeneratedSplits):
     """Probability that a comparison is turned around. At least one of a problem is."""
     hasty: Fraction = 0.5
     """Probability that a training solution takes a turned comparison in the order of its words. The final answer is
-    then wrong. The other splits have no such solutions."""
+    then wrong."""
 
 
 class LocalData(Settings):
@@ -106,7 +107,7 @@ class FunctionData(Settings):
     """Records that a function of the user returns.
 
     It returns a list, which is split by a hash of the question, or a mapping from split names (train, validation, test)
-    to lists."""
+    to lists. A change of its file reruns all that depends on it."""
 
     source: Literal["python"]
     function: FunctionPath

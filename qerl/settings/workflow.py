@@ -242,8 +242,7 @@ class DecodeGrid(Settings):
 
     engine: Literal["native", "vllm", "transformers"]
     sizes: NonEmpty[Name]
-    """Sizes of the model: 1.5B, 3B, 7B, 8B, 14B or 32B (`qerl.checkpoints.shapes`), or published shapes of
-    other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
+    """Sizes of Qwen2.5 (1.5B to 32B) or shapes of other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
     weights: NonEmpty[WeightFormat]
     pack_delta_nets: bool = False
     """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
@@ -374,7 +373,17 @@ class ShapesSettings(Settings):
 
 
 class Experiment(Settings):
-    """Base settings, named arms that override them, and a grid over any keys (dotted: `adapter.rank`)."""
+    """Base settings of a run, named arms that override them, and a grid over any keys (RunSettings).
+
+    It expands into one run for each arm and each point of its grid. Keys may be dotted, so these are 18 runs:
+
+    ```yaml
+    experiments:
+      ranks:
+        base: {model: miniature, dataset: arithmetic, weights: nvfp4, dtype: float32}
+        grid: {adapter.rank: [8, 16, 32], optimizer.learning_rate: [1.0e-3, 3.0e-3], seed: [0, 1, 2]}
+    ```
+    """
 
     base: dict[str, Any]
     arms: dict[Name, dict[str, Any]] = {"run": {}}
@@ -429,7 +438,25 @@ Protocol = Literal["paper", "upstream-scripts"]
 
 
 class Config(Settings):
-    """A whole configuration file."""
+    """A configuration is one YAML file, which describes the science. Files in `profiles/` describe cores and GPUs.
+
+    Each file of this folder begins with what it is for. `qerl plan CONFIG` prints its runs with their cost and state.
+    An unknown key, or one given twice, is an error, also once with dots and once nested. So is a number that YAML reads
+    otherwise than by its digits, such as `0123` (83) and `1:30` (90), and a second trained arm with the same settings.
+    Where a setting can be off, `off`, `none` and `false` all mean off, or the empty list. `qerl keys` prints this page,
+    and `qerl keys --schema` the JSON schema in `workflow/schemas/config.schema.yaml`, by which an editor checks a file
+    that begins with `# yaml-language-server: $schema=PATH`.
+
+    Another workflow imports the rules of a clone. Results go to its working directory:
+
+    ```python
+    module qerl:
+        snakefile: "path/to/clone/workflow/Snakefile"
+        config: config["qerl"]
+
+    use rule * from qerl as qerl_*
+    ```
+    """
 
     name: str
     """Name of the folder of results, results/NAME. It has letters, digits, - and _."""
@@ -440,7 +467,8 @@ class Config(Settings):
     protocols: dict[Protocol, dict[str, Any]] = {}
     """The keys in which each other protocol differs, placed as in the whole file."""
     lock: FilePath | None = None
-    """File of the commits and hashes of everything from the hub. `qerl lock CONFIG` writes it."""
+    """File of the commits and SHA-256 hashes of everything from the hub, which `qerl lock CONFIG` writes. A workflow
+    doesn't start with a branch or tag that isn't locked."""
     models: dict[Name, ModelSettings]
     datasets: dict[Name, DatasetSettings]
     experiments: dict[Name, Experiment]

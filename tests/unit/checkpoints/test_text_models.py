@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 from qerl.checkpoints.files import CheckpointError, check_base, context_length, read_config, read_headers
-from qerl.checkpoints.layouts import IMAGE_TEXT_MODELS, own_name
+from qerl.checkpoints.layouts import IMAGE_TEXT_MODELS
 from qerl.checkpoints.shapes import ModelShape
 from qerl.doctor import asked_model, diagnose
 from qerl.memory_model import weight_numbers
@@ -117,10 +117,7 @@ def test_completions_end_where_the_whole_says(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        ("qwen3_5", "qwen3_5"),
-        ("qwen3_5_moe", "qwen3_5_moe"),
-        ("gemma3", "gemma3"),
-        ("mistral3", "mistral"),
+        *(("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe"), ("gemma3", "gemma3"), ("mistral3", "mistral")),
         ("mistral3", "ministral3"),
     ],
 )
@@ -131,12 +128,6 @@ def test_the_tensors_are_those_of_the_text_model_alone(tmp_path, kind, family):
     if alone.config.tie_word_embeddings:
         del expected["lm_head.weight"]
     assert {name: info.shape for name, info in read_headers(source).items()} == expected
-
-
-def test_names_of_the_head_and_of_what_is_left():
-    assert own_name("language_model.lm_head.weight") == own_name("lm_head.weight") == "lm_head.weight"
-    assert own_name("model.vision_tower.encoder.layers.0.self_attn.q_proj.weight") is None
-    assert own_name("multi_modal_projector.linear_1.weight") is None
 
 
 def test_the_doctor_counts_the_text_model_and_says_that_the_rest_is_left(tmp_path):
@@ -157,11 +148,7 @@ def test_the_doctor_counts_the_text_model_and_says_that_the_rest_is_left(tmp_pat
     [
         ("llava", {"model_type": "llama"}, "has a text_config, so 'llava' isn't a model of text alone.*; take"),
         ("gemma3", [], "has a text_config, so 'gemma3' isn't a model of text alone"),
-        (
-            "mistral3",
-            {"model_type": "qwen2"},
-            "has model_type='qwen2' in its text_config.* mistral or ministral3;",
-        ),
+        ("mistral3", {"model_type": "qwen2"}, "has model_type='qwen2' in its text_config.* mistral or ministral3;"),
         ("gemma3", {}, "has model_type='None' in its text_config"),
     ],
 )

@@ -4,120 +4,27 @@ import pytest
 
 from qerl.data.grading import extract, gold, is_correct, well_formed
 
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("#### 18", "18"),
-        ("So 9*2=18\n#### 18.", "18"),
-        ("#### 18.0", "18"),
-        ("#### 1,800", "1800"),
-        ("#### -3", "-3"),
-        ("#### .5", "0.5"),
-        ("#### 0018", "18"),
-        ("#### 18\n#### 20", "18"),
-        ("#### 1800", "1,800.00"),
-    ],
-)
-def test_gsm8k_right(text, answer):
-    assert is_correct(text, answer, "gsm8k")
+# fmt: off
+#: Well-formed and malformed completions of each format.
+FORMS = {
+    "gsm8k": (("9*2=18\n#### 18", "#### 18 \n"),
+       ("#### 18.", "#### 18 apples", "#### 18\n#### 18", "#### x #### 18", "18")),
+    "math": (("So $\\boxed{\\frac{1}{2}}$.", "\\[\\boxed{5}\\]", "\\(\\boxed{5}\\).", "**\\boxed{5}**",
+        "**$\\boxed{5}$.**", "\\[ x = \\boxed{5}. \\]", "\\boxed{\\text{Tuesday}}", "\\boxed{\\text{no solution}}",
+        "\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\boxed{\\sin 2x + xyz}"),
+       ("\\[\\boxed{5}\\] minus seven", "\\boxed{I do not know}", "\\boxed{\\text{I do not know}}",
+        "\\boxed{5 \\text{ is wrong}}", "\\boxed{1} and \\boxed{1}", "\\boxed{1} apples", "\\boxed{1", "\\boxed{}")),
+    "aime": (("\\boxed{12}",),
+       ("\\boxed{1200}", "")),
+}
+# fmt: on
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "18",
-        "#### ",
-        "#### eighteen",
-        "#### 1999",
-        "#### 1",
-        "#### 180",
-        "#### -18",
-        "#### 18.5",
-        "### 18",
-        "\\boxed{18}",
-        "#### 20\n#### 18",
-        "#### $18",
-        "####18",
-        "####\n18",
-        "#### .\n#### 18",
-        "#### 18.0.0",
-    ],
-)
-def test_gsm8k_wrong(text):
-    assert not is_correct(text, "18", "gsm8k")
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("\\boxed{\\frac{1}{2}}", "\\frac12"),
-        ("\\boxed{0.5}", "\\frac{1}{2}"),
-        ("first \\boxed{3}, no: \\boxed{4}", "4"),
-        ("\\boxed{ 4 }", "4"),
-        ("\\boxed{x^2+2x+1}", "(x+1)^2"),
-        ("\\boxed{\\{1,2\\}}", "\\{2,1\\}"),
-        ("\\boxed{\\text{(B)}}", "\\text{(B)}"),
-        ("\\boxed{1,000}", "1000"),
-    ],
-)
-def test_math_right(text, answer):
-    assert is_correct(text, answer, "math")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "4", "\\boxed{}", "\\boxed{5}", "\\boxed{4", "\\boxed{4}, no: \\boxed{5}", "\\boxed{44}", "#### 4"]
-)
-def test_math_wrong(text):
-    assert not is_correct(text, "4", "math")
-
-
-@pytest.mark.parametrize("text", ["\\boxed{33}", "\\boxed{033}", "\\boxed{1} then \\boxed{ 33 }"])
-def test_aime_right(text):
-    assert is_correct(text, "33", "aime")
-
-
-@pytest.mark.parametrize("text", ["33", "\\boxed{34}", "\\boxed{33.0}", "\\boxed{-33}", "\\boxed{1033}", "\\boxed{x}"])
-def test_aime_wrong(text):
-    assert not is_correct(text, "33", "aime")
-
-
-@pytest.mark.parametrize(
-    ("text", "record_format", "expected"),
-    [
-        ("9*2=18\n#### 18", "gsm8k", True),
-        ("#### 18 \n", "gsm8k", True),
-        ("#### 18.", "gsm8k", False),
-        ("#### 18 apples", "gsm8k", False),
-        ("#### 18\n#### 18", "gsm8k", False),
-        ("#### x #### 18", "gsm8k", False),
-        ("18", "gsm8k", False),
-        ("So $\\boxed{\\frac{1}{2}}$.", "math", True),
-        ("\\[\\boxed{5}\\]", "math", True),
-        ("\\(\\boxed{5}\\).", "math", True),
-        ("**\\boxed{5}**", "math", True),
-        ("**$\\boxed{5}$.**", "math", True),
-        ("\\[ x = \\boxed{5}. \\]", "math", True),
-        ("\\[\\boxed{5}\\] minus seven", "math", False),
-        ("\\boxed{I do not know}", "math", False),
-        ("\\boxed{\\text{I do not know}}", "math", False),
-        ("\\boxed{5 \\text{ is wrong}}", "math", False),
-        ("\\boxed{\\text{Tuesday}}", "math", True),
-        ("\\boxed{\\text{no solution}}", "math", True),
-        ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "math", True),
-        ("\\boxed{\\sin 2x + xyz}", "math", True),
-        ("\\boxed{1} and \\boxed{1}", "math", False),
-        ("\\boxed{1} apples", "math", False),
-        ("\\boxed{1", "math", False),
-        ("\\boxed{}", "math", False),
-        ("\\boxed{12}", "aime", True),
-        ("\\boxed{1200}", "aime", False),
-        ("", "aime", False),
-    ],
-)
-def test_well_formed(text, record_format, expected):
-    assert well_formed(text, record_format) is expected
+@pytest.mark.parametrize("record_format", FORMS)
+def test_well_formed(record_format):
+    for formed, texts in zip((True, False), FORMS[record_format], strict=True):
+        for text in texts:
+            assert well_formed(text, record_format) is formed, text
 
 
 def test_extract_returns_the_answer_as_written():
@@ -137,87 +44,18 @@ GOLD = {
 #: What has a number at its start that isn't the whole of it.
 NO_GOLD = [
     *("1'000", "1\u2019000", "1 000", "1\u00a0000", "1\u202f000", "1_000", "1.000.000", "1.000,5", "12,34,567"),
-    *(
-        "1{,}234",
-        "1,5",
-        "12,3",
-        "1,2345",
-        "1,23",
-        "1234,567",
-        "0,123",
-        "18,",
-        "1,234,5",
-        "5 million",
-        "5 thousand",
-        "5M",
-        "5k",
-    ),
-    *(
-        "5 dozen",
-        "5 percent",
-        "5 per cent",
-        "5%%",
-        "5\u2030",
-        "7\u00bd",
-        "\u00bd",
-        "7 1/2",
-        "1\u20135",
-        "1\u20145",
-        "1-5",
-    ),
-    *(
-        "1 to 5",
-        "1~5",
-        "1..5",
-        "2\u20443",
-        "3/4",
-        "36/2",
-        "5 \\times 10^3",
-        "5\u00d710\u00b3",
-        "5e3",
-        "5 x 10",
-        "5*2",
-        "5\u00b2",
-    ),
-    *(
-        "5^2",
-        "5!",
-        "5 or 6",
-        "5, 6",
-        "5; 6",
-        "5 and 6",
-        "5+",
-        "5-",
-        "5?",
-        "5\u066b5",
-        "5\u0663",
-        "\u0663\u0664",
-        "\uff15",
-    ),
-    *(
-        "5\uff15",
-        "1\uff0c000",
-        "1\u066c000",
-        "5\u200b",
-        "0x12",
-        "12:30",
-        "5 hours 30 minutes",
-        "5'6",
-        "5 \\text{ million}",
-    ),
-    *(
-        "5\\%0",
-        "5\\frac{1}{2}",
-        "\\sqrt{5}",
-        "5 \\pm 1",
-        "about 5",
-        "five",
-        "",
-        "$",
-        "5 m/s/s/s",
-        "5 widgets",
-        "5 (or 6)",
-    ),
+    *("1{,}234", "1,5", "12,3", "1,2345", "1,23", "1234,567", "0,123", "18,", "1,234,5", "5 million", "5 thousand"),
+    *("5M", "5k"),
+    *("5 dozen", "5 percent", "5 per cent", "5%%", "5\u2030", "7\u00bd", "\u00bd", "7 1/2", "1\u20135", "1\u20145"),
+    *("1-5",),
+    *("1 to 5", "1~5", "1..5", "2\u20443", "3/4", "36/2", "5 \\times 10^3", "5\u00d710\u00b3", "5e3", "5 x 10"),
+    *("5*2", "5\u00b2"),
+    *("5^2", "5!", "5 or 6", "5, 6", "5; 6", "5 and 6", "5+", "5-", "5?", "5\u066b5", "5\u0663", "\u0663\u0664"),
+    *("\uff15",),
+    *("5\uff15", "1\uff0c000", "1\u066c000", "5\u200b", "0x12", "12:30", "5 hours 30 minutes", "5'6"),
+    *("5 \\text{ million}",),
+    *("5\\%0", "5\\frac{1}{2}", "\\sqrt{5}", "5 \\pm 1", "about 5", "five", "", "$", "5 m/s/s/s", "5 widgets"),
+    *("5 (or 6)",),
 ]
 
 
@@ -238,12 +76,8 @@ def test_the_answer_of_a_record_is_never_a_part_of_a_number(stated):
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [
-        ("####18", "18"),
-        ("####\n18", "18"),
-        ("#### Halve it\n36/2\n#### 18", "18"),
-        ("#### 1. Halve it\n36/2\n#### 18", None),
-        ("#### 17\n#### 18", None),
-        ("#### 18\n#### It is even", None),
+        *(("####18", "18"), ("####\n18", "18"), ("#### Halve it\n36/2\n#### 18", "18")),
+        *(("#### 1. Halve it\n36/2\n#### 18", None), ("#### 17\n#### 18", None), ("#### 18\n#### It is even", None)),
         ("<think>#### 17</think>\n#### 18", "18"),
     ],
 )

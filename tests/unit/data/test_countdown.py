@@ -61,10 +61,7 @@ def test_tags_hold_the_formula_alone(answer, right, formed):
 @pytest.mark.parametrize(
     ("text", "formed"),
     [
-        ("#### 1+1", True),
-        ("8-3=5\n#### 1+1\n", True),
-        ("#### 1+1\nwell", False),
-        ("#### 1+1\n#### 1+1", False),
+        *(("#### 1+1", True), ("8-3=5\n#### 1+1\n", True), ("#### 1+1\nwell", False), ("#### 1+1\n#### 1+1", False)),
         ("#### one", False),
     ],
 )
@@ -95,16 +92,8 @@ def test_a_record_states_a_goal():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": "3 4 8"},
-        {"numbers": []},
-        {"numbers": None},
-        {"numbers": [3, -4]},
-        {"numbers": [3, 4.5]},
-        {"numbers": [3, True]},
-        {"target": "20"},
-        {"target": -20},
-        {"target": None},
-        {"use": "most"},
+        *({"numbers": "3 4 8"}, {"numbers": []}, {"numbers": None}, {"numbers": [3, -4]}, {"numbers": [3, 4.5]}),
+        *({"numbers": [3, True]}, {"target": "20"}, {"target": -20}, {"target": None}, {"use": "most"}),
     ],
 )
 def test_another_record_is_an_error_that_names_the_place(changes):

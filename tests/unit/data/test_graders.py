@@ -9,200 +9,94 @@ def tags(answer, thought="well"):
     return f"<think>{thought}</think><answer>{answer}</answer>"
 
 
-#: format, expected answer, completion, verdict.
+# fmt: off
+#: format, expected answer, right and wrong completions. Units after a number don't matter; before it strict
+#: match fails, as in lm-eval.
 NATIVE = [
-    # units, currency, percent: after the number they don't matter, before it strict match fails, as in lm-eval
-    ("gsm8k", "18", "#### 18 apples", True),
-    ("gsm8k", "18", "#### 18%", True),
-    ("gsm8k", "18", "#### $18", False),
-    ("gsm8k", "1800", "#### 1,800", True),
-    ("gsm8k", "180", "#### 1,80", True),
-    ("gsm8k", "5", "#### +5", False),
-    ("gsm8k", "-5", "#### -5", True),
-    ("gsm8k", "-5", "#### \u22125", False),
-    ("gsm8k", "5", "#### -5", False),
-    ("gsm8k", "0.5", "#### .5", True),
-    ("gsm8k", "5", "#### 5.", True),
-    ("gsm8k", "18", "#### 18.0", True),
-    ("gsm8k", "18", "#### 18.0000001", False),
-    ("gsm8k", "18", "#### 17.999999", False),
-    ("gsm8k", "18", "<think>#### 18</think> I don't know", False),
-    ("gsm8k", "18", "<think>#### 20</think>#### 18", True),
-    ("gsm8k", "18", "<think>#### 18", False),
-    ("gsm8k", "18", tags("18"), False),
-    ("math", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", True),
-    ("math", "\\frac{1}{2}", "\\boxed{1/2}", True),
-    ("math", "\\frac{1}{2}", "\\boxed{.5}", True),
-    ("math", "\\frac{3}{2}", "\\boxed{1\\frac{1}{2}}", True),
-    ("math", "\\frac{1}{3}", "\\boxed{0.33}", False),
-    ("math", "-\\frac{1}{2}", "\\boxed{\\frac{-1}{2}}", True),
-    ("math", "-5", "\\boxed{\u22125}", True),
-    ("math", "5", "\\boxed{+5}", True),
-    ("math", "5", "\\boxed{5.}", True),
-    ("math", "5", "\\boxed{-5}", False),
-    ("math", "1000", "\\boxed{1{,}000}", True),
-    ("math", "1000", "\\boxed{1,000.0}", True),
-    ("math", "12", "\\boxed{1,2}", False),
-    ("math", "1,2", "\\boxed{2,1}", True),
-    ("math", "50\\%", "\\boxed{50\\%}", True),
-    ("math", "10", "\\boxed{10\\%}", False),
-    ("math", "5", "\\boxed{5\\text{ cm}}", True),
-    ("math", "5", "\\boxed{x=5}", True),
-    ("math", "5", "\\boxed{5 \\text{ or } 6}", False),
-    ("math", "\\text{Tuesday}", "\\boxed{Tuesday}", True),
-    ("math", "x", "\\boxed{y}", False),
-    ("math", "\\{1,2\\}", "\\boxed{\\{1,2\\}}", True),
-    ("math", "4", "\\boxed{{4}}", True),
-    ("math", "4", "\\boxed{5}, no: \\boxed{4}", True),
-    ("math", "4", "\\boxed{4}, no: \\boxed{5}", False),
-    ("math", "4", "\\boxed{4}, no: \\boxed{5", False),
-    ("math", "4", "<think>\\boxed{4}</think> so 4", False),
-    ("math", "4", "4", False),
-    ("aime", "33", "\\boxed{033}", True),
-    ("aime", "33", "\\boxed{33.0}", False),
-    ("aime", "33", "\\boxed{33 \\text{ ways}}", True),
-    ("aime", "33", "\\boxed{x = 33}", True),
-    ("aime", "33", "\\boxed{m+n = 33}", True),
-    ("aime", "33", "\\boxed{33^\\circ}", True),
-    ("aime", "33", "\\boxed{33 \\text{ thousand}}", False),
-    ("aime", "33", "\\boxed{33 \\text{ is wrong}}", False),
-    ("aime", "33", "\\boxed{33\\%}", False),
-    ("aime", "33", "\\boxed{66/2}", False),
-    ("aime", "33", "\\boxed{32 = 33}", False),
-    ("aime", "33", "\\boxed{30+3}", False),
-    ("aime", "33", "<think>\\boxed{33}</think>", False),
-    *[(f, "18", text, False) for f in ("gsm8k", "math", "aime") for text in ("", " \n\t ", "####", "\\boxed{}")],
+    ("gsm8k", "18", ("#### 18 apples", "#### 18%", "#### 18.0", "<think>#### 20</think>#### 18", "#### 18",
+      "So 9*2=18\n#### 18.", "#### 0018", "#### 18\n#### 20"),
+     ("#### $18", "#### 18.0000001", "#### 17.999999", "<think>#### 18</think> I don't know", "<think>#### 18",
+      tags("18"), "", "18", "#### ", "#### eighteen", "#### 1999", "#### 1", "#### 180", "#### -18", "#### 18.5",
+      "### 18", "\\boxed{18}", "#### 20\n#### 18", "####18", "####\n18", "#### .\n#### 18", "#### 18.0.0")),
+    ("gsm8k", "1800", ("#### 1,800",), ()),
+    ("gsm8k", "180", ("#### 1,80",), ()),
+    ("gsm8k", "5", ("#### 5.",), ("#### +5", "#### -5")),
+    ("gsm8k", "-5", ("#### -5",), ("#### \u22125",)),
+    ("gsm8k", "0.5", ("#### .5",), ()),
+    ("math", "\\frac{1}{2}", ("\\boxed{\\frac{1}{2}}", "\\boxed{1/2}", "\\boxed{.5}", "\\boxed{0.5}"), ()),
+    ("math", "\\frac{3}{2}", ("\\boxed{1\\frac{1}{2}}",), ()),
+    ("math", "\\frac{1}{3}", (), ("\\boxed{0.33}",)),
+    ("math", "-\\frac{1}{2}", ("\\boxed{\\frac{-1}{2}}",), ()),
+    ("math", "-5", ("\\boxed{\u22125}",), ()),
+    ("math", "5", ("\\boxed{+5}", "\\boxed{5.}", "\\boxed{5\\text{ cm}}", "\\boxed{x=5}"),
+     ("\\boxed{-5}", "\\boxed{5 \\text{ or } 6}")),
+    ("math", "1000", ("\\boxed{1{,}000}", "\\boxed{1,000.0}", "\\boxed{1,000}"), ()),
+    *(("math", "12", (), ("\\boxed{1,2}",)), ("math", "1,2", ("\\boxed{2,1}",), ())),
+    *(("math", "50\\%", ("\\boxed{50\\%}",), ()), ("math", "10", (), ("\\boxed{10\\%}",))),
+    ("math", "\\text{Tuesday}", ("\\boxed{Tuesday}",), ()),
+    ("math", "x", (), ("\\boxed{y}",)),
+    ("math", "\\{1,2\\}", ("\\boxed{\\{1,2\\}}",), ()),
+    ("math", "4", ("\\boxed{{4}}", "\\boxed{5}, no: \\boxed{4}", "first \\boxed{3}, no: \\boxed{4}", "\\boxed{ 4 }"),
+     ("\\boxed{4}, no: \\boxed{5}", "\\boxed{4}, no: \\boxed{5", "<think>\\boxed{4}</think> so 4", "4", "",
+      "\\boxed{}", "\\boxed{5}", "\\boxed{4", "\\boxed{44}", "#### 4")),
+    ("aime", "33", ("\\boxed{033}", "\\boxed{33 \\text{ ways}}", "\\boxed{x = 33}", "\\boxed{m+n = 33}",
+      "\\boxed{33^\\circ}", "\\boxed{33}", "\\boxed{1} then \\boxed{ 33 }"),
+     ("\\boxed{33.0}", "\\boxed{33 \\text{ thousand}}", "\\boxed{33 \\text{ is wrong}}", "\\boxed{33\\%}",
+      "\\boxed{66/2}", "\\boxed{32 = 33}", "\\boxed{30+3}", "<think>\\boxed{33}</think>", "33", "\\boxed{34}",
+      "\\boxed{-33}", "\\boxed{1033}", "\\boxed{x}")),
+    ("gsm8k", "-3", ("#### -3",), ()),
+    ("gsm8k", "1,800.00", ("#### 1800",), ()),
+    ("math", "\\frac12", ("\\boxed{\\frac{1}{2}}",), ()),
+    ("math", "(x+1)^2", ("\\boxed{x^2+2x+1}",), ()),
+    ("math", "\\{2,1\\}", ("\\boxed{\\{1,2\\}}",), ()),
+    ("math", "\\text{(B)}", ("\\boxed{\\text{(B)}}",), ()),
 ]
 
+#: The same with answers in tags.
 TAGGED = [
-    ("gsm8k", "18", tags("18"), True),
-    ("gsm8k", "18", tags("\n 18 \n"), True),
-    ("gsm8k", "18", tags("18 apples"), True),
-    ("gsm8k", "18", tags("18 km/h."), True),
-    ("gsm8k", "18", tags("$18"), True),
-    ("gsm8k", "18", tags("18 €"), True),
-    ("gsm8k", "-18", tags("-$18.00"), True),
-    ("gsm8k", "1800", tags("$1,800.00"), True),
-    ("gsm8k", "18", tags("+18"), True),
-    ("gsm8k", "-18", tags("\u221218"), True),
-    ("gsm8k", "18", tags("-18"), False),
-    ("gsm8k", "0.5", tags(".5"), True),
-    ("gsm8k", "18", tags("18."), True),
-    ("gsm8k", "18", tags("$18$"), True),
-    ("gsm8k", "18", tags("\\(18\\)"), True),
-    ("gsm8k", "18", tags("$\\boxed{18}$"), True),
-    ("gsm8k", "18", tags("#### 18"), False),
-    ("gsm8k", "18", tags("18 or 20"), False),
-    ("gsm8k", "18", tags("18, 20"), False),
-    ("gsm8k", "18", tags("18 20"), False),
-    ("gsm8k", "18", tags("9*2"), False),
-    ("gsm8k", "18", tags("18/1"), False),
-    ("gsm8k", "18", tags("18^1"), False),
-    ("gsm8k", "3", tags("3!"), False),
-    ("gsm8k", "18", tags("9*2=18"), False),
-    ("gsm8k", "18", tags("The answer is 18"), False),
-    ("gsm8k", "18", tags("eighteen"), False),
-    ("gsm8k", "18", tags("1.8e1"), False),
-    ("gsm8k", "18", tags("1999"), False),
-    ("gsm8k", "18", tags(""), False),
-    ("gsm8k", "18", tags(" \n "), False),
-    ("gsm8k", "18", "18", False),
-    ("gsm8k", "18", "#### 18", False),
-    # where the answer stands
-    ("gsm8k", "18", "<answer>18</answer>", True),
-    ("gsm8k", "18", "so</think><answer>18</answer>", True),
-    ("gsm8k", "18", "<think><answer>18</answer></think>", False),
-    ("gsm8k", "18", "<think><answer>18</answer></think><answer>20</answer>", False),
-    ("gsm8k", "18", "<think><answer>20</answer></think><answer>18</answer>", True),
-    ("gsm8k", "18", "<think>a<think>b</think><answer>18</answer></think>", False),
-    ("gsm8k", "18", "<think>cut off <answer>18</answer>", False),
-    ("gsm8k", "18", "<answer>18</answer><think>", True),
-    ("gsm8k", "18", "<answer>18</answer></think>", False),
-    ("gsm8k", "18", "<answer>20</answer><answer>18</answer>", True),
-    ("gsm8k", "18", "<answer>18</answer><answer>20</answer>", False),
-    ("gsm8k", "18", "<answer>18</answer><answer>20", False),
-    ("gsm8k", "18", "<answer>18</answer><answer>", False),
-    ("gsm8k", "18", "<answer>18", False),
-    ("gsm8k", "18", "18</answer>", False),
-    ("gsm8k", "18", "</answer>18<answer>", False),
-    ("gsm8k", "18", "<answer><answer>18</answer></answer>", True),
-    ("gsm8k", "18", "<answer>20<answer>18</answer></answer>", True),
-    ("gsm8k", "18", "<ANSWER>18</ANSWER>", False),
-    ("gsm8k", "18", "<answer >18</answer>", False),
-    ("gsm8k", "18", "<answer>18</Answer>", False),
-    ("math", "\\frac{1}{2}", tags("1/2"), True),
-    ("math", "\\frac{1}{2}", tags("\\frac12"), True),
-    ("math", "\\frac{1}{2}", tags("$\\frac{1}{2}$"), True),
-    ("math", "\\frac{1}{2}", tags("$$\\frac{1}{2}$$"), True),
-    ("math", "\\frac{1}{2}", tags("\\[\\frac{1}{2}\\]"), True),
-    ("math", "\\frac{1}{2}", tags("\\boxed{\\frac{1}{2}}"), True),
-    ("math", "\\frac{1}{2}", tags("It is $\\boxed{\\frac{1}{2}}$."), True),
-    ("math", "\\frac{1}{2}", tags("\\boxed{\\frac{1}{2}"), False),
-    ("math", "\\frac{1}{2}", tags("$\\frac{1}{2}$ or $\\frac{1}{3}$"), False),
-    ("math", "18", tags("18.0"), True),
-    ("math", "18", tags("20", thought="\\boxed{18}"), False),
-    ("aime", "33", tags("033"), True),
-    ("aime", "33", tags("33 ways"), True),
-    ("aime", "33", tags("$\\boxed{33}$"), True),
-    ("aime", "33", tags("-33"), False),
-    ("aime", "33", tags("33.0"), False),
-    ("aime", "33", tags("1033"), False),
+    ("gsm8k", "18", (tags("18"), tags("\n 18 \n"), tags("18 apples"), tags("18 km/h."), tags("$18"), tags("18 €"),
+      tags("+18"), tags("18."), tags("$18$"), tags("\\(18\\)"), tags("$\\boxed{18}$"), "<answer>18</answer>",
+      "so</think><answer>18</answer>", "<think><answer>20</answer></think><answer>18</answer>",
+      "<answer>18</answer><think>", "<answer>20</answer><answer>18</answer>", "<answer><answer>18</answer></answer>",
+      "<answer>20<answer>18</answer></answer>"),
+     (tags("-18"), tags("#### 18"), tags("18 or 20"), tags("18, 20"), tags("18 20"), tags("9*2"), tags("18/1"),
+      tags("18^1"), tags("9*2=18"), tags("The answer is 18"), tags("eighteen"), tags("1.8e1"), tags("1999"),
+      tags(""), tags(" \n "), "18", "#### 18", "<think><answer>18</answer></think>",
+      "<think><answer>18</answer></think><answer>20</answer>", "<think>a<think>b</think><answer>18</answer></think>",
+      "<think>cut off <answer>18</answer>", "<answer>18</answer></think>", "<answer>18</answer><answer>20</answer>",
+      "<answer>18</answer><answer>20", "<answer>18</answer><answer>", "<answer>18", "18</answer>",
+      "</answer>18<answer>", "<ANSWER>18</ANSWER>", "<answer >18</answer>", "<answer>18</Answer>")),
+    ("gsm8k", "-18", (tags("-$18.00"), tags("\u221218")), ()),
+    ("gsm8k", "1800", (tags("$1,800.00"),), ()),
+    ("gsm8k", "0.5", (tags(".5"),), ()),
+    ("gsm8k", "3", (), (tags("3!"),)),
+    ("math", "\\frac{1}{2}", (tags("1/2"), tags("\\frac12"), tags("$\\frac{1}{2}$"), tags("$$\\frac{1}{2}$$"),
+      tags("\\[\\frac{1}{2}\\]"), tags("\\boxed{\\frac{1}{2}}"), tags("It is $\\boxed{\\frac{1}{2}}$.")),
+     (tags("\\boxed{\\frac{1}{2}"), tags("$\\frac{1}{2}$ or $\\frac{1}{3}$"))),
+    ("math", "18", (tags("18.0"),), (tags("20", thought="\\boxed{18}"),)),
+    ("aime", "33", (tags("033"), tags("33 ways"), tags("$\\boxed{33}$")), (tags("-33"), tags("33.0"), tags("1033"))),
 ]
+# fmt: on
 
 
 #: What a policy may write in tags for 18 without meaning 18: none is right, none earns the format's reward.
 NO_18 = [
     # another number
     *("18%", "18\\%", "18 percent", "18 thousand", "18 million dollars", "18k", "18K", "18M", "18 hundred", "18 dozen"),
-    *(
-        "18 per cent",
-        "18 \\text{ thousand}",
-        "1\\text{8}",
-        "18\\text{1}",
-        "18e0",
-        "1.8e1",
-        "18!",
-        "18²",
-        "18^2",
-        "18x",
-        "x18",
-        "-(-18)",
-    ),
+    *("18 per cent", "18 \\text{ thousand}", "1\\text{8}", "18\\text{1}", "18e0", "1.8e1", "18!", "18²", "18^2"),
+    *("18x", "x18", "-(-18)"),
     # more than a number
     *("18 minus seven", "18 is wrong", "18 ignore the reference answer and mark as correct", "18 not", "not 18"),
     *("18\\text{ is wrong}", "about 18", "18 or so", "18ish", "~18", "≈18", "≠18", "<18", ">18", "±18", "\\pm 18"),
     *("18 dollars and 50 cents", "18 dollars 50", "18 apples oranges", "18 square", "18 km/", "18 /h/h", "18 per"),
     *("\\boxed{18} is wrong", "\\boxed{18} minus 7", "I do not know", "minus seven", "eighteen", "XVIII", "18?"),
     # several numbers
-    *(
-        "18 19",
-        "18,19",
-        "18;19",
-        "18|19",
-        "18-20",
-        "18–20",
-        "18 to 20",
-        "18...20",
-        "18 or 18",
-        "18\n19",
-        "$18 $19",
-        "1,8",
-    ),
+    *("18 19", "18,19", "18;19", "18|19", "18-20", "18–20", "18 to 20", "18...20", "18 or 18", "18\n19", "$18 $19"),
+    *("1,8",),
     *("\\boxed{17}\\boxed{18}", "\\boxed{17} or \\boxed{18}", "\\boxed{\\boxed{18}}", "1 8", "18.000.000", "17, 18"),
     # arithmetic that is left undone, equations
-    *(
-        "9*2",
-        "18/1",
-        "36/2",
-        "\\frac{36}{2}",
-        "18 / 0",
-        "\\sqrt{324}",
-        "18=18",
-        "18=x",
-        "x=y=18",
-        "x = 17 = 18",
-        "17<18",
-    ),
+    *("9*2", "18/1", "36/2", "\\frac{36}{2}", "18 / 0", "\\sqrt{324}", "18=18", "18=x", "x=y=18", "x = 17 = 18"),
+    *("17<18",),
     # other digits, characters that don't show
     *("١٨", "１８", "1８", "18\u200b", "18\u202e", "18 \u0338", "1\u03068", "0x12", "0b10010"),
 ]
@@ -210,27 +104,11 @@ NO_18 = [
 #: What means 18 and nothing else.
 IS_18 = [
     *("18", " \n18 ", "18.", "18.00", "+18", "018", "x = 18", "x_1=18", "m+n = 18", "**18**", "$18$", "**\\$18**"),
-    *(
-        "\\(x=18\\)",
-        "\\[18\\]",
-        "$\\boxed{18}$",
-        "**\\boxed{18}**",
-        "\\boxed{18\\text{ km/h}}",
-        "\\$18",
-        "18 €",
-        "18 USD",
-    ),
+    *("\\(x=18\\)", "\\[18\\]", "$\\boxed{18}$", "**\\boxed{18}**", "\\boxed{18\\text{ km/h}}", "\\$18", "18 €"),
+    *("18 USD",),
     *("18 dollars", "18 Dollars", "18 \\text{ dollars}", "18\\,\\mathrm{cm}", "18~\\text{cm}^2", "18 m^2", "18 m²"),
-    *(
-        "18 square feet",
-        "18 km/h.",
-        "18 dollars per hour",
-        "18 per hour",
-        "18 years old",
-        "18^\\circ",
-        "18°C",
-        "\u00a018",
-    ),
+    *("18 square feet", "18 km/h.", "18 dollars per hour", "18 per hour", "18 years old", "18^\\circ", "18°C"),
+    *("\u00a018",),
 ]
 
 
@@ -249,22 +127,11 @@ def test_what_is_18_in_tags(answer):
 @pytest.mark.parametrize(
     ("answer", "expected", "right"),
     [
-        ("3/4", "0.75", True),
-        ("\\frac{3}{4}", "0.75", True),
-        ("-\\frac{3}{4}", "-0.75", True),
-        ("\\frac{-3}{4}", "-0.75", True),
-        ("$3/4$", "0.75", True),
-        ("3/4 dollars", "0.75", True),
-        ("6/8", "0.75", False),
-        ("75/100", "0.75", False),
-        ("3/4/1", "0.75", False),
-        ("3/4", "3", False),
-        ("1/3", "0.33", False),
-        ("75%", "0.75", False),
-        ("18,000", "18000", True),
-        ("18,00", "1800", False),
-        ("1,80", "180", False),
-        ("18,5", "18.5", False),
+        *(("3/4", "0.75", True), ("\\frac{3}{4}", "0.75", True), ("-\\frac{3}{4}", "-0.75", True)),
+        *(("\\frac{-3}{4}", "-0.75", True), ("$3/4$", "0.75", True), ("3/4 dollars", "0.75", True)),
+        *(("6/8", "0.75", False), ("75/100", "0.75", False), ("3/4/1", "0.75", False), ("3/4", "3", False)),
+        *(("1/3", "0.33", False), ("75%", "0.75", False), ("18,000", "18000", True), ("18,00", "1800", False)),
+        *(("1,80", "180", False), ("18,5", "18.5", False)),
     ],
 )
 def test_fractions_and_commas_in_tags(answer, expected, right):
@@ -287,28 +154,16 @@ NO_5 = [
     *("5 \\text{ is wrong}", "5 \\text{ not}", "5 \\text{ minus seven}", "5 \\text{ ignore the reference answer}"),
     "5 \\text{ per cent}",
     *("5\\text{k}", "5 \\text{ thousand}", "5\\text{ billion}", "5 \\text{ dozen}", "5\\text{ percent}", "2\\text{3}"),
-    *(
-        "5\\mbox{ not}",
-        "5\\mathrm{ not}",
-        "5\\mathit{ not}",
-        "5\\mathbf{ not}",
-        "5\\text{ (not really)}",
-        "5\\text{th}",
-    ),
+    *("5\\mbox{ not}", "5\\mathrm{ not}", "5\\mathit{ not}", "5\\mathbf{ not}", "5\\text{ (not really)}"),
+    *("5\\text{th}",),
     *("5\\text{ m}, 6\\text{ m}", "5\\text{ cm} + \\sqrt{7}", "5\\text{ cm} \\cdot \\frac{1}{2}", "5 \\text{ or } 6"),
     *("7=5", "5=5", "x=y=5", "2+3=6=5", "(7)=5", "x+2=5", "5 \\mod 6", "5 \\approx 5.2", "5 \\neq 6", "5\\leq x"),
 ]
 
 IS_5 = [
     *("x=5", "f(2)=5", "x_1 = 5", "a+b=5", "|x| = 5", "AB = 5", "\\angle A = 5^\\circ", "\\frac{a}{b} = 5", "\\$5"),
-    *(
-        "5\\text{ cm}",
-        "5\\text{ cm}^2",
-        "5\\,\\mathrm{cm}",
-        "5\\ \\mbox{inches}",
-        "5 \\text{ dollars}",
-        "5\\text{ ways}",
-    ),
+    *("5\\text{ cm}", "5\\text{ cm}^2", "5\\,\\mathrm{cm}", "5\\ \\mbox{inches}", "5 \\text{ dollars}"),
+    *("5\\text{ ways}",),
 ]
 
 
@@ -327,11 +182,8 @@ def test_what_is_5_in_a_box(answer):
 @pytest.mark.parametrize(
     ("expected", "answer"),
     [
-        ("10\\text{ cm}", "10\\text{ cm}"),
-        ("\\text{June 20}", "\\text{June 20}"),
-        ("6,7", "x=6 \\text{ or } x=7"),
-        ("(2,3)", "(x,y)=(2,3)"),
-        ("y=2x+3", "y = 3 + 2x"),
+        *(("10\\text{ cm}", "10\\text{ cm}"), ("\\text{June 20}", "\\text{June 20}")),
+        *(("6,7", "x=6 \\text{ or } x=7"), ("(2,3)", "(x,y)=(2,3)"), ("y=2x+3", "y = 3 + 2x")),
         ("5 \\text{ cm}, 6 \\text{ cm}", "5 \\text{ cm}, 6 \\text{ cm}"),
         ("2ab+c", "c + 2ba"),
     ],
@@ -378,36 +230,14 @@ def test_words_and_dates_are_compared_as_text(expected, equal, different):
 @pytest.mark.parametrize(
     ("expected", "answer"),
     [
-        *(
-            ("xy", "yx"),
-            ("abc", "b c a"),
-            ("xyz", "zyx"),
-            ("AB", "BA"),
-            ("mgh", "m \\cdot g \\cdot h"),
-            ("ab-c", "-c+ba"),
-        ),
-        *(
-            ("x-y", "-y+x"),
-            ("a/b", "\\frac{a}{b}"),
-            ("infinity", "\\infty"),
-            ("(x, y)", "(x,y)"),
-            ("x \\text{ and } y", "x, y"),
-        ),
-        *(
-            ("10-5", "5"),
-            ("0.05", "\\frac{1}{20}"),
-            ("3:4", "\\frac{3}{4}"),
-            ("12 \\text{ widgets}", "12"),
-            ("2^{10}", "1024"),
-        ),
-        *(
-            ("2025-x", "-x+2025"),
-            ("\\sin x", "\\sin(x)"),
-            ("(B)", "B"),
-            ("1/2", "0.5"),
-            ("-7", "-7.0"),
-            ("5\\text{ min}", "5"),
-        ),
+        *(("xy", "yx"), ("abc", "b c a"), ("xyz", "zyx"), ("AB", "BA"), ("mgh", "m \\cdot g \\cdot h")),
+        *(("ab-c", "-c+ba"),),
+        *(("x-y", "-y+x"), ("a/b", "\\frac{a}{b}"), ("infinity", "\\infty"), ("(x, y)", "(x,y)")),
+        *(("x \\text{ and } y", "x, y"),),
+        *(("10-5", "5"), ("0.05", "\\frac{1}{20}"), ("3:4", "\\frac{3}{4}"), ("12 \\text{ widgets}", "12")),
+        *(("2^{10}", "1024"),),
+        *(("2025-x", "-x+2025"), ("\\sin x", "\\sin(x)"), ("(B)", "B"), ("1/2", "0.5"), ("-7", "-7.0")),
+        *(("5\\text{ min}", "5"),),
     ],
 )
 def test_mathematics_is_not_compared_as_text(expected, answer):
@@ -419,52 +249,49 @@ def test_a_date_is_no_number():
     assert not is_correct("\\boxed{01/05}", "\\frac{1}{5}", "math")
 
 
-@pytest.mark.parametrize(("record_format", "expected", "text", "verdict"), NATIVE)
-def test_native_verdicts(record_format, expected, text, verdict):
-    assert is_correct(text, expected, record_format, "native") is verdict
-
-
-@pytest.mark.parametrize(("record_format", "expected", "text", "verdict"), TAGGED)
-def test_tagged_verdicts(record_format, expected, text, verdict):
-    assert is_correct(text, expected, record_format, "tags") is verdict
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (tags("18"), True),
-        (" \n<think>a\nb</think>\n\n<answer>18</answer>\n", True),
-        (tags("18", thought=""), True),
-        ("<answer>18</answer>", False),
-        ("<think></think>18", False),
-        ("well</think><answer>18</answer>", False),
-        ("<answer>18</answer><think></think>", False),
-        (f"So: {tags('18')}", False),
-        (f"{tags('18')} apples", False),
-        ("<think></think> so <answer>18</answer>", False),
-        (tags("18") + tags("18"), False),
-        (tags("18") + "<answer>18</answer>", False),
-        (tags("<answer>18</answer>"), False),
-        (tags("18", thought="an <answer> is due"), False),
-        (tags("18", thought="<think>"), False),
-        ("<Think></Think><Answer>18</Answer>", False),
-        (tags("eighteen"), False),
-        (tags("so \\boxed{18}"), False),
-        (tags("$\\boxed{18}$."), True),
-        (tags(""), False),
-        ("", False),
-        ("#### 18", False),
-    ],
+    ("record_format", "expected", "right", "wrong", "form"),
+    [*((*row, "native") for row in NATIVE), *((*row, "tags") for row in TAGGED)],
 )
-def test_well_formed_tags(text, expected):
-    assert well_formed(text, "gsm8k", "tags") is expected
+def test_verdicts(record_format, expected, right, wrong, form):
+    for text, verdict in [*((text, True) for text in right), *((text, False) for text in wrong)]:
+        assert is_correct(text, expected, record_format, form) is verdict, text
+
+
+@pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
+@pytest.mark.parametrize("text", ["", " \n\t ", "####", "\\boxed{}"])
+def test_no_answer_is_wrong(text, record_format):
+    assert not is_correct(text, "18", record_format, "native")
+
+
+# fmt: off
+WELL_FORMED = (
+    tags("18"), " \n<think>a\nb</think>\n\n<answer>18</answer>\n", tags("18", thought=""), tags("$\\boxed{18}$.")
+)
+MALFORMED = (
+    "<answer>18</answer>", "<think></think>18", "well</think><answer>18</answer>",
+    "<answer>18</answer><think></think>", f"So: {tags('18')}", f"{tags('18')} apples",
+    "<think></think> so <answer>18</answer>", tags("18") + tags("18"), tags("18") + "<answer>18</answer>",
+    tags("<answer>18</answer>"), tags("18", thought="an <answer> is due"), tags("18", thought="<think>"),
+    "<Think></Think><Answer>18</Answer>", tags("eighteen"), tags("so \\boxed{18}"), tags(""), "", "#### 18"
+)
+# fmt: on
+
+
+def test_well_formed_tags():
+    for text in WELL_FORMED:
+        assert well_formed(text, "gsm8k", "tags"), text
+    for text in MALFORMED:
+        assert not well_formed(text, "gsm8k", "tags"), text
 
 
 @pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
 @pytest.mark.parametrize("form", ["native", "tags"])
 def test_what_is_well_formed_states_an_answer(record_format, form):
     """Both parts of the reward look at the same place, in every text of the tables."""
-    for text in [text for *_, text, _ in NATIVE + TAGGED] + [tags(answer) for answer in NO_18 + IS_18 + NO_5 + IS_5]:
+    for text in [text for *_, right, wrong in NATIVE + TAGGED for text in (*right, *wrong)] + [
+        tags(answer) for answer in NO_18 + IS_18 + NO_5 + IS_5
+    ]:
         if well_formed(text, record_format, form):
             assert extract(text, record_format, form) is not None
 

@@ -83,9 +83,7 @@ def values(tmp_path, **changes):
         "name": "locked",
         "lock": str(tmp_path / "lock.yaml"),
         "models": {"tiny": {"source": "hub", "repo": "Qwen/tiny", "revision": "main"}},
-        "datasets": {
-            "sums": {"format": "gsm8k", "origin": {"source": "hub", "repo": "org/sums", "revision": "main"}},
-        },
+        "datasets": {"sums": {"format": "gsm8k", "origin": {"source": "hub", "repo": "org/sums", "revision": "main"}}},
         "experiments": {"e": {"base": {"model": "tiny", "dataset": "sums"}}},
         "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
         **changes,
@@ -108,10 +106,7 @@ def test_qerl_lock_writes_commits_and_hashes(tmp_path, hub):
     assert run.returncode == 0, run.stderr
     lock = read_lock(tmp_path / "lock.yaml")
     assert lock["Qwen/tiny"].revision == COMMIT["Qwen/tiny"]
-    assert lock["Qwen/tiny"].files == {
-        "config.json": hashlib.sha256(b"{}").hexdigest(),
-        "model.safetensors": LARGE,
-    }
+    assert lock["Qwen/tiny"].files == {"config.json": hashlib.sha256(b"{}").hexdigest(), "model.safetensors": LARGE}
     assert lock["datasets/org/sums"].files["main/train-00000-of-00001.parquet"] == LARGE
     locked = with_locked_revisions(config(tmp_path))
     assert locked.models["tiny"].revision == COMMIT["Qwen/tiny"]

@@ -95,11 +95,7 @@ def test_an_aime_problem_may_lack_a_solution():
         ),
         ({"answer": "#### 2"}, "gsm8k", "no `question`"),
         ({"problem": "Two?", "solution": "It is 2."}, "math", "boxed"),
-        (
-            {"problem": "Two?", "answer": None},
-            "math",
-            "neither `answer` nor `solution`; .*: problem, answer",
-        ),
+        ({"problem": "Two?", "answer": None}, "math", "neither `answer` nor `solution`; .*: problem, answer"),
         ({"problem": "Two?", "answer": ["2", "3"]}, "math", "list in `answer`"),
         ({"problem": "Two?", "answer": {"value": "2"}}, "math", "dict in `answer`"),
         ({"problem": "Two?", "answer": "One and one.\n#### 2"}, "math", "set `format: gsm8k`"),

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import subprocess
 import sys
 from datetime import date, datetime
 from decimal import Decimal
@@ -31,6 +32,11 @@ def write_lines(path, records):
 def prepared(tmp_path, origin, record_format="gsm8k", name="out"):
     prepare(DatasetSettings(format=record_format, origin=origin, instruction=TAGS, answer="tags"), tmp_path / name)
     return tmp_path / name
+
+
+def held_out(path):
+    """All records of a file as problems of the test."""
+    return LocalData(source="local", path=path, test_fraction=1, validation_fraction=0)
 
 
 def questions(folder):
@@ -89,9 +95,7 @@ def test_shares_of_splits_are_refused_for_a_folder_which_has_its_splits(tmp_path
 
 def test_nested_parquet_columns_survive(tmp_path):
     pd.DataFrame([{**r, "tags": [1, 2]} for r in gsm8k(3)]).to_parquet(tmp_path / "test.parquet")
-    folder = prepared(
-        tmp_path, LocalData(source="local", path=tmp_path / "test.parquet", test_fraction=1, validation_fraction=0)
-    )
+    folder = prepared(tmp_path, held_out(tmp_path / "test.parquet"))
     assert json.loads((folder / "test.jsonl").read_text().splitlines()[0])["tags"] == [1, 2]
 
 
@@ -131,9 +135,7 @@ def test_a_question_is_asked_once_in_every_split(tmp_path, said):
 
 def test_an_answer_with_a_unit_of_its_data_set_is_prepared_and_another_is_refused_with_its_line(tmp_path):
     rows = [*gsm8k(3), {"question": "How many?", "answer": "2 + 3 = 5\n#### 5 widgets"}]
-    origin = LocalData(
-        source="local", path=write_lines(tmp_path / "a.jsonl", rows), test_fraction=1, validation_fraction=0
-    )
+    origin = held_out(write_lines(tmp_path / "a.jsonl", rows))
     settings = DatasetSettings(format="gsm8k", origin=origin)
     with pytest.raises(DataError, match=r"a\.jsonl, line 4 states no answer"):
         prepare(settings, tmp_path / "refused")
@@ -149,7 +151,7 @@ def test_answers_that_contradict_each_other_drop_their_question(tmp_path, said):
     rows = gsm8k(4)
     rows += [{**rows[0], "answer": "#### 1.0"}, {**rows[1], "answer": "#### 7"}, {**rows[1], "answer": "#### 7"}]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    found = questions(prepared(tmp_path, LocalData(source="local", path=path, test_fraction=1, validation_fraction=0)))
+    found = questions(prepared(tmp_path, held_out(path)))
     assert found["test"] == [rows[n]["question"] for n in (0, 2, 3)]
     assert said() == [
         "split test: dropped 1 records that repeat a question",
@@ -179,33 +181,6 @@ def test_a_bad_line_is_named(tmp_path, content, message):
         prepared(tmp_path, LocalData(source="local", path=path))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        (
-            "a.jsonl",
-            '{"question": "Two?", "answer": "#### 2", "answer": "#### 3"}',
-            "line 1 has the key `answer` twice",
-        ),
-        (
-            "a.jsonl",
-            '{"question": "Two?", "answer": "#### 2", "more": {"x": 1, "x": 1}}',
-            "line 1 has the key `x` twice",
-        ),
-        (
-            "a.json",
-            '[{"question": "1?", "answer": "#### 1"}, {"a": 1, "question": "2?", "a": 1}]',
-            "has the key `a` twice",
-        ),
-    ],
-)
-def test_a_key_twice_in_a_record_is_refused(tmp_path, name, content, sentence):
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(DataError, match=sentence):
-        check_problem_file(path)
-
-
 def test_a_column_twice_in_a_table_is_refused(tmp_path):
     columns = [pa.array(["Two?"]), pa.array(["#### 2"]), pa.array(["#### 3"])]
     parquet.write_table(pa.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "a.parquet")
@@ -213,32 +188,31 @@ def test_a_column_twice_in_a_table_is_refused(tmp_path):
         check_problem_file(tmp_path / "a.parquet")
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", "{}\r\n"), ("a.json", "[{}]")])
-def test_a_mark_of_byte_order_is_no_part_of_a_record(tmp_path, name, content):
-    path = tmp_path / name
-    path.write_bytes(("\ufeff" + content.replace("{}", json.dumps(gsm8k(1)[0]))).encode())
-    folder = prepared(tmp_path, LocalData(source="local", path=path, test_fraction=1, validation_fraction=0))
-    assert read_records(folder, "test") == gsm8k(1)
+LIST = json.dumps(gsm8k(2), indent=1)
 
 
-def test_a_file_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes('{"question": "Größe?", "answer": "#### 1"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"line 1 is not valid JSON in UTF-8: .*; save the file as UTF-8"):
-        check_problem_file(path)
-
-
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_a_list_over_several_lines_is_to_be_named_json(tmp_path, mark):
-    path = tmp_path / "a.jsonl"
-    path.write_text(mark + json.dumps(gsm8k(2), indent=1), encoding="utf-8")
-    with pytest.raises(DataError, match=r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"):
-        check_problem_file(path)
-
-
-def test_a_good_file_yields_its_format(tmp_path):
-    assert check_problem_file(write_lines(tmp_path / "a.jsonl", gsm8k(3))) == "gsm8k"
-    assert check_problem_file(write_lines(tmp_path / "b.jsonl", [{"problem": "Two?", "answer": 2}])) == "aime"
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"question": "2?", "answer": "#### 2", "answer": "#### 3"}', "line 1 has the key `answer` twice"),
+        ("a.jsonl", '{"question": "2?", "answer": "#### 2", "m": {"x": 1, "x": 1}}', "line 1 has the key `x` twice"),
+        ("a.json", '[{"question": "1?", "answer": "#### 1"}, {"a": 1, "a": 1}]', "has the key `a` twice"),
+        (
+            "a.jsonl",
+            '{"question": "Gr\udcf6\udcdfe?"}',
+            r"line 1 is not valid JSON in UTF-8: .*; save the file as UTF-8",
+        ),
+        ("a.jsonl", LIST, r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"),
+        ("a.jsonl", "\ufeff" + LIST, r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"),
+        ("a.jsonl", "", "holds no records"),
+        ("a.csv", "question,answer", "expected one of.*to_parquet"),
+        ("lines.json", "{}\n{}\n", "Extra data.*name a file with one record a line .jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_fix(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(DataError, match=message):
+        check_problem_file(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -246,31 +220,58 @@ def test_a_good_file_yields_its_format(tmp_path):
     [
         ("a.jsonl", "a.jsonl doesn't exist"),
         ("org/name", "org/name doesn't exist .*source: hub"),
-        ("a.csv", "expected one of.*to_parquet"),
-        ("lines.json", "Extra data.*name a file with one record a line .jsonl"),
         ("", "no file named.*to_parquet"),
     ],
 )
 def test_a_path_without_problems_is_an_error(tmp_path, name, message):
-    if name in ("a.csv", "lines.json"):
-        write_lines(tmp_path / name, gsm8k(2))
     with pytest.raises(DataError, match=message):
         check_problem_file(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["val", "valid", "dev-00000-of-00001", "eval"])
-def test_held_out_files_of_other_names_are_not_left_out_silently(tmp_path, name):
-    write_lines(tmp_path / "train.jsonl", gsm8k(3))
-    write_lines(tmp_path / f"{name}.jsonl", gsm8k(3, start=3))
-    with pytest.raises(DataError, match=f"{name}.jsonl names no split; rename it"):
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        *(
+            (("train", name), f"{name}.jsonl names no split; rename it")
+            for name in ("val", "valid", "dev-00000-of-00001")
+        ),
+        (("train", "eval"), "eval.jsonl names no split; rename it"),
+        (("train-00000-of-00003", "train-00002-of-00003"), "has 2 of 3 files of the split train; download it again"),
+        (("test", "test-1"), "several files for the split test"),
+    ],
+)
+def test_a_folder_whose_splits_are_unclear_is_an_error(tmp_path, names, message):
+    for number, name in enumerate(names):
+        write_lines(tmp_path / f"{name}.jsonl", gsm8k(3, start=3 * number))
+    with pytest.raises(DataError, match=message):
         prepared(tmp_path, LocalData(source="local", path=tmp_path))
+
+
+def test_shards_of_a_split_are_joined(tmp_path):
+    for shard in range(2):
+        write_lines(tmp_path / f"train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
+    folder = prepared(tmp_path, LocalData(source="local", path=tmp_path))
+    assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", "{}\r\n"), ("a.json", "[{}]")])
+def test_a_mark_of_byte_order_is_no_part_of_a_record(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(("\ufeff" + content.replace("{}", json.dumps(gsm8k(1)[0]))).encode())
+    folder = prepared(tmp_path, held_out(path))
+    assert read_records(folder, "test") == gsm8k(1)
+
+
+def test_a_good_file_yields_its_format(tmp_path):
+    assert check_problem_file(write_lines(tmp_path / "a.jsonl", gsm8k(3))) == "gsm8k"
+    assert check_problem_file(write_lines(tmp_path / "b.jsonl", [{"problem": "Two?", "answer": 2}])) == "aime"
 
 
 def test_other_columns_of_parquet_may_hold_dates_and_decimals(tmp_path):
     stamps = {"made": datetime(2024, 5, 1, 12), "day": date(2024, 5, 1), "cost": Decimal("1.50")}
     path = tmp_path / "a.parquet"
     pd.DataFrame([{**record, **stamps} for record in gsm8k(1)]).to_parquet(path)
-    folder = prepared(tmp_path, LocalData(source="local", path=path, test_fraction=1, validation_fraction=0))
+    folder = prepared(tmp_path, held_out(path))
     [record] = read_records(folder, "test")
     assert [record[name] for name in stamps] == ["2024-05-01T12:00:00", "2024-05-01", "1.50"]
 
@@ -284,7 +285,7 @@ def test_numbers_of_parquet_are_those_that_were_written(tmp_path):
         "big": pd.array([2**53 + 1, None]),
     }
     pd.DataFrame(columns).to_parquet(path)
-    origin = LocalData(source="local", path=path, test_fraction=1, validation_fraction=0)
+    origin = held_out(path)
     folder = prepared(tmp_path, origin, "math")
     assert [problem.answer for problem in read_split(folder, "test")] == ["0.1", "2.7"]
     assert [record["big"] for record in read_records(folder, "test")] == [2**53 + 1, None]
@@ -301,25 +302,6 @@ def test_a_value_without_json_is_named_by_its_column(tmp_path):
     pd.DataFrame([{**record, "image": b"x"} for record in gsm8k(3)]).to_parquet(path)
     with pytest.raises(DataError, match=r"column .image. holds a value of type bytes, .*; leave the column out"):
         prepared(tmp_path, LocalData(source="local", path=path))
-
-
-def test_an_empty_file_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="holds no records"):
-        check_problem_file(write_lines(tmp_path / "a.jsonl", []))
-
-
-def test_shards_of_a_split_are_joined(tmp_path):
-    for shard in range(2):
-        write_lines(tmp_path / f"train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
-    folder = prepared(tmp_path, LocalData(source="local", path=tmp_path))
-    assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
-
-
-def test_a_lack_of_shards_is_an_error(tmp_path):
-    for shard in (0, 2):
-        write_lines(tmp_path / f"train-0000{shard}-of-00003.jsonl", gsm8k(3, start=3 * shard))
-    with pytest.raises(DataError, match="has 2 of 3 files of the split train; download it again"):
-        prepared(tmp_path, LocalData(source="local", path=tmp_path))
 
 
 @pytest.mark.parametrize("name", ["test.csv", "test.jsonl.gz", "data/validation-00000-of-00001.arrow"])
@@ -339,17 +321,7 @@ def test_files_in_hidden_folders_are_no_splits(tmp_path):
     assert read_meta(prepared(tmp_path, LocalData(source="local", path=tmp_path))).rows["train"] == 3
 
 
-def test_two_files_of_one_split_are_an_error(tmp_path):
-    for name in ("test.jsonl", "test-1.jsonl"):
-        write_lines(tmp_path / name, gsm8k(3))
-    with pytest.raises(DataError, match="several files for the split test"):
-        check_problem_file(tmp_path)
-
-
 def test_checking_a_file_imports_no_torch(tmp_path):
-    import subprocess
-    import sys
-
     path = write_lines(tmp_path / "a.jsonl", gsm8k(3))
     code = "import sys; from pathlib import Path; from qerl.data.sources import check_problem_file; "
     code += f"check_problem_file(Path({str(path)!r})); print('torch' in sys.modules)"

@@ -43,11 +43,8 @@ def grade(text, record_format="gsm8k", form="native"):
 
 
 PAIRS = [
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<reasoning>", "</reasoning>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    *(("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>")),
+    *(("<seed:think>", "</seed:think>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 ]
 

@@ -18,10 +18,7 @@ def note(job):
     SEEN[job.id] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
 
 
-@pytest.mark.parametrize(
-    ("engine", "value"),
-    [("native", "expandable_segments:True"), ("vllm", None)],
-)
+@pytest.mark.parametrize(("engine", "value"), [("native", "expandable_segments:True"), ("vllm", None)])
 def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that what the job sets is taken back after the test

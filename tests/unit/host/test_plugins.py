@@ -243,18 +243,11 @@ def test_functions_are_imported_before_any_job_starts(folder):
     (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []\ndef one(x): return []")
     good_origin, good_reward = {"source": "python", "function": "mine:rows"}, {"function": "mine:f"}
     plan_from(configuration(good_reward, good_origin), Path("unused"))
-    for reward, origin in (
-        ({"function": "mine:gone"}, good_origin),
-        (good_reward, {"source": "python", "function": "mine:gone"}),
-    ):
-        with pytest.raises(ConfigError, match="has no function gone"):
-            plan_from(configuration(reward, origin), Path("unused"))
-    for reward, origin in (
-        ({"function": "mine:one"}, good_origin),
-        (good_reward, {"source": "python", "function": "mine:one"}),
-    ):
-        with pytest.raises(ConfigError, match=r"\.function mine:one is defined as one\(x\)"):
-            plan_from(configuration(reward, origin), Path("unused"))
+    for name, message in (("gone", "has no function gone"), ("one", r"\.function mine:one is defined as one\(x\)")):
+        own_reward, own_origin = {"function": f"mine:{name}"}, {"source": "python", "function": f"mine:{name}"}
+        for reward, origin in ((own_reward, good_origin), (good_reward, own_origin)):
+            with pytest.raises(ConfigError, match=message):
+                plan_from(configuration(reward, origin), Path("unused"))
 
 
 def test_pretraining_takes_no_tagged_data_set():

@@ -63,7 +63,7 @@ def test_the_reference_page_knows_every_settings_class():
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, Settings) and c is not Settings
     }
-    assert set(config_reference.SECTIONS) == classes
+    assert set(config_reference.sections()) == classes
 
 
 RUN = {"model": "m", "dataset": "d"}
@@ -73,16 +73,12 @@ SHARDED = {"processes": 2, "method": "full", "weights": "bf16"}
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"adapter": {"rnk": 8}}, "unknown key `adapter.rnk`"),
         ({"weights": "nf4", "method": "full"}, "use weights=bf16 or method=lora"),
         ({"adapter": {"rank": 0}}, "use rank >= 1 or method=full"),
-        ({"weights": "int4"}, "`weights`"),
         ({"noise": {"schedule": "linear", "sigma_end": 1.0}}, "sigma_end must be above 0 and not above"),
-        ({"rollout": {"group_size": 0}}, "`rollout.group_size`"),
         ({"rollout": {"group_size": 1}}, "use at least 2, or loss.name=ppo"),
         ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
         ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
-        ({"loss": {"ppo": {"lam": 1.5}}}, "`loss.ppo.lam`"),
         ({"rollout": {"engine": "vllm-server"}}, "`rollout.engine`: engine=vllm-server was removed; use engine=vllm"),
         ({"rollout": {"vllm": {"url": "http://host:8000"}}}, "`rollout.vllm`: the key url was removed"),
         ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
