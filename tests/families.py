@@ -330,12 +330,18 @@ def long_table() -> str:
 
 
 def refusals() -> str:
-    """The sentences that refuse families and parts of them, for docs/models.md."""
+    """The sentences that refuse families and parts of them, for docs/models.md: families of equal ones in one row.
+
+    Sentences that differ only in what the model is or has end with "…" there.
+    """
     rows = [row(family) for family in FAMILIES.values()]
     found = [(one.name, {"all": one.refusal} if one.refusal else one.refused) for one in rows]
-    return "\n".join(
-        f"| {name} | {part} | {sentence} |" for name, refused in found for part, sentence in refused.items()
-    )
+    families: dict[tuple[str, str], list[str]] = {}
+    for name, refused in found:
+        for part, sentence in refused.items():
+            begin = re.sub(r"(, not (?:of )?|, and the model has ).*", r"\1…", sentence)
+            families.setdefault((part, begin), []).append(name)
+    return "\n".join(f"| {part} | {begin} | {' · '.join(names)} |" for (part, begin), names in families.items())
 
 
 def short_table() -> str:

@@ -131,6 +131,8 @@ class Point:
     status: str = "ok"
 
 
+# In turn, because ratios then hold on a machine with other load. One after another where several policies don't fit
+# into a GPU together, and for peaks of memory.
 def run_points(points: Sequence[Point], repeats: int, interleave: bool = True) -> list[Point]:
     """Time every point `repeats` times, after one untimed warm-up.
 

@@ -105,6 +105,8 @@ def _published(base: Base) -> dict[str, Any]:
     return content
 
 
+# Stock vLLM is told which layers have an adapter: it would run experts and the head as layers with one, which could
+# flatter this engine.
 def _write_adapter(folder: Path, size: str, rank: int) -> list[str]:
     """Write a random adapter, and return the last names of its layers."""
     shapes, tensors = _adapted_shapes(size), {}

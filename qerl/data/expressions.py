@@ -37,6 +37,9 @@ def equal(expected: str, answer: str) -> bool | None:
     return None if reply == _LIMIT else reply == _EQUAL
 
 
+# math-verify's own limit is SIGALRM, which needs the main thread; elsewhere it fails, and the library turns that into
+# "wrong". The kernel's limit of CPU time holds in any thread, and verdicts don't depend on the machine's load. A
+# comparison costs about five milliseconds.
 class _Helper:
     """The helper process, started with the first question; one question at a time."""
 

@@ -107,6 +107,9 @@ class WorkedChain:
     steps: list[Step]
 
 
+# A merely under-trained policy of a million parameters gains little in twenty RL steps. So solutions have two correct
+# styles, of which the policy imitates both: nearly always right step by step, mostly wrong with the answer at once.
+# GRPO finds the former. It imitates what RL does to a real model and is no evidence about real models.
 def generate_arithmetic(record_format: RecordFormat, settings: Generated) -> dict[Split, list[Record]]:
     """Make the splits' records; no two records, of one split or of two, share a question."""
     rng = random.Random(f"{settings.seed} {record_format}")

@@ -146,6 +146,7 @@ def is_commit(revision: str | None) -> bool:
     return bool(_COMMIT.fullmatch(revision or ""))
 
 
+# A number must not depend on where a branch pointed that day. A dry run must work without network and lock file.
 def check_pinned(config: Config, file: str) -> None:
     """Raise `ConfigError`, with the command that pins it, unless each repository of the hub has a commit."""
     loose = sorted({f"{key_of(o)}@{o.revision or 'main'}" for o in hub_origins(config) if not is_commit(o.revision)})

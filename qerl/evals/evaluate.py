@@ -215,6 +215,9 @@ def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str
     return [{column: str(record[column]) for column in columns} for record in records]
 
 
+# lm-eval runs each filter once a completion, so that 64 completions of a problem are slow, and lighteval has no task
+# for formulas. The harness `qerl` scores in one pass, with the numbers that the reward is made of. Benchmarks of the
+# paper keep their harnesses.
 def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[list[GradedCompletion]]]:
     """The function that scores a policy by a harness."""
     # Importing a harness takes seconds, so only the ones in use are imported.

@@ -229,6 +229,8 @@ def _grouped(weight: Tensor, weights_format: str) -> Tensor:
     return weight.view(weight.shape[0], -1, GROUP_SIZE[weights_format])
 
 
+# q, k, v have one global scale, and gate, up another: llmcompressor writes them so, and engines that fuse these
+# layers need it.
 def nvfp4_global_scale(*weights: Tensor) -> Tensor:
     """Global scale, float32 [1], shared by weights that run fused (q, k, v; gate, up).
 

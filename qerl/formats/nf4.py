@@ -79,6 +79,8 @@ def _dynamic_map(device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+# QLoRA defines NF4 with double quantization (4.127 bits per weight). The paper says "default", which in bitsandbytes
+# means without; the codec reads both.
 def quantize(weight: Tensor, double_quant: bool) -> dict[str, Tensor]:
     """The tensors of a `Packed` for a weight [out, in] (float32 or bfloat16)."""
     blocks = weight.float().reshape(-1, GROUP_SIZE["nf4"])
@@ -142,6 +144,7 @@ def largest(tensors: Mapping[str, Tensor]) -> float:
     return tops["weight_quant_map"] * absmax
 
 
+# NF4 is a baseline here, and QLoRA's users run bitsandbytes' kernels.
 def multiply(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
     """x [m, in] W^T + bias [out] on a GPU, without gradients, in the dtype of x, one of `KERNEL_DTYPES`."""
     from bitsandbytes import matmul_4bit

@@ -279,6 +279,9 @@ def _growth(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Fin
     return {"outcome": _outcome(now <= limit), "now": now, "baseline": before, "limit": limit}
 
 
+# The limit of accuracy comes from reruns with other seeds, since the interval of one evaluation omits the variation
+# of training. Such a gate detects a broken trainer or grader; the golden series detects small losses, which can't
+# occur without a change of numbers.
 def _paired(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
     now = measured.accuracies[gate.metric]
     mean = float(np.mean(list(now.values())))

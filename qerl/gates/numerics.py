@@ -28,6 +28,8 @@ VECTORS = "vectors.safetensors"
 ANSWERS = "answers.jsonl"
 
 
+# Gates start from a committed policy: pre-training takes longer than all gates together, and its variation would be
+# in every comparison.
 def compare_with_vectors(job: NumericsJob) -> None:
     """Compare codecs and graders with stored vectors."""
     measure_numerics(job.vectors, job.out)

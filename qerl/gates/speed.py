@@ -46,6 +46,8 @@ def measure_speed(job: SpeedJob) -> None:
     write(job.out, SpeedResult(baseline=commit, samples=samples, provenance=provenance))
 
 
+# Two processes, because one interpreter can't hold two versions of a package. On a CPU each has one thread: with two
+# that wait for each other, any other program made times ten times longer.
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, SpeedPairs]:
     """Seconds per token of this code and of the code of `commit`, by workload, with one pair per round."""
     folders = {"now": PACKAGE.parent, "baseline": unpacked_wheel(commit, work / "code")}

@@ -87,6 +87,8 @@ class ScreenHandler(logging.Handler):
         self._shown.print(Text(level + record.getMessage()), soft_wrap=True)
 
 
+# At the file descriptors, not by settings of each library: only there do C++ and other processes print too. A run's
+# processes reach the screen by a path in /proc, since their standard error is the log.
 @contextmanager
 def quiet(log_file: Path | None = None) -> Iterator[None]:
     """Send what is printed to `log_file`, by libraries in any language and in any process that the block starts.

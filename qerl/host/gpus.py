@@ -114,6 +114,8 @@ def cap_memory(gigabytes: float) -> None:
     cap_share(gigabytes * 1e9 / total)
 
 
+# The KV cache and the choice of what to recompute follow the cap, so that a larger GPU can stand in for a smaller
+# one.
 def cap_share(share: float) -> None:
     """Limit this process's GPU memory to a share of the GPU's; call it before the first allocation.
 

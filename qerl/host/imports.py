@@ -103,6 +103,9 @@ def check_trackers(names: Iterable[str], key: str) -> None:
             )
 
 
+# The garbage collector would scan a million objects of modules repeatedly, and once more at the end. Without it a
+# training's imports take 7 s of CPU time instead of 10, an evaluation's 7 to 9 instead of 11. Only the project's own
+# processes do so: in a notebook `gc.freeze` would keep garbage forever.
 @contextmanager
 def imports(without: Collection[str] = ()) -> Iterator[None]:
     """A context for the imports at the start of a process, whose objects are exempted from garbage collection.

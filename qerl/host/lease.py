@@ -34,6 +34,7 @@ WHOLE, PART = 100, 5
 _POLL_SECONDS = 1.0
 
 
+# By UUID, because in every SLURM job or container the first GPU has index 0.
 def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The GPUs that this process may use, as a mapping from their name in CUDA_VISIBLE_DEVICES to their UUID.
 

@@ -319,6 +319,9 @@ LIBRARIES = (
 )
 
 
+# The commit is that of the checkout which tracks the package, not of whatever project it is installed into. A wheel
+# or a ZIP has none, so every stamp also has the version and a hash of the files. QERL_COMMIT states a commit where
+# git can't be asked.
 def _git(*arguments: str) -> str | None:
     """The output of git in the package's folder. None if git refuses or isn't installed."""
     # Within a hook of git these name the repository of the hook.

@@ -147,6 +147,8 @@ class KeyPlaces:
         )
 
 
+# flex_attention would compile anew for new shapes. Each completion's keys are gathered as the prompt's and its own,
+# and the causal mask is aligned to the last key.
 def all_keys(row: Tensor, copies: KeyPlaces) -> Tensor:
     """The keys or values of all pieces, concatenated along dimension 0 in one write.
 

@@ -183,6 +183,8 @@ class StoredResults:
         return readers.load_benches(chosen, kind)  # type: ignore[arg-type]
 
 
+# Jobs read the list of results from a file: with 1,000 runs the paths are longer than a shell command may be (128
+# KiB).
 def write_table(job: TableJob) -> None:
     """Make one table."""
     make_table(job.name, listed(job.results), job.out)

@@ -351,6 +351,8 @@ class Shown:
     caption: str
 
 
+# A page of its own: Snakemake's `--report` opens on a graph of the rules and can't be an input or output of the DAG.
+# A figure is two drawings instead of one that a script redraws, so that an image needs no script.
 def write_report(job: ReportJob) -> None:
     """Write the report of a configuration's results."""
     files = listed(job.results)

@@ -92,6 +92,8 @@ MOST_STEPS = 8
 _LOOK_BYTES = 10e9
 
 
+# Large policies are asked more often, because their steps give the host time. Size and tokens alone determine when,
+# so a rollout is reproducible.
 def steps_between_looks(weight_bytes: int) -> int:
     """Decode steps between two looks for finished sequences: 1 with weights of 7 GB and more, 2 with 7B in NVFP4, and 8
     below 1.3 GB.

@@ -36,6 +36,8 @@ if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
     )
 
 
+# Noise of 5e-4 on a weight near 1 is under half of bfloat16's spacing there. vLLM's fused kernel needs weight and
+# input of one dtype; for mixed dtypes its operator falls back to its definition in PyTorch, which the compiler fuses.
 @RMSNorm.register_oot(name="RMSNorm")
 class Float32RMSNorm(RMSNorm):
     """RMSNorm with a float32 weight for any dtype of the model, so that noise added to it isn't rounded away.
@@ -64,6 +66,9 @@ def _has_float32_norms() -> bool:
     return bool(get_current_vllm_config().additional_config.get(_FLOAT32_NORMS))
 
 
+# vLLM's log-probabilities are at temperature 1, or renormalised over what top-k and top-p kept. Ours are at the
+# sampling temperature and untruncated, as the trainer's. vLLM's second model runner has a sampler of its own and is
+# disabled.
 class UntruncatedSampler(Sampler):
     """vLLM's sampler with log-probabilities at the sampling temperature, before truncation by top-k and top-p."""
 

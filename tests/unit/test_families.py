@@ -17,8 +17,9 @@ def cells(lines):
 
 def test_each_dash_and_each_no_awq_of_the_page_has_a_sentence():
     lines = [line for line in (ROOT / "docs/models.md").read_text().splitlines() if line.startswith("|")]
-    second = lines.index("| family | part | sentence |")
-    sentences = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[second + 2 :]}
+    second = lines.index("| part | sentence | families |")
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[second + 2 :]]
+    sentences = {(name, part) for part, _, names in rows for name in names.split(" · ")}
     lacking = set()
     for name, columns in cells(lines[:second]).items():
         parts = {"AWQ"} if "no AWQ" in columns["weights"] else set()

@@ -216,6 +216,9 @@ class SplitSums(NamedTuple):
     total: Tensor
 
 
+# Other families differ by such constants of the compilation, so that the kernels of Qwen2, Qwen3 and Llama have the
+# instructions that they had. Pages before a sliding window are kept, because all layers of a sequence have the same
+# pages.
 @dataclass(frozen=True)
 class Shape:
     """Sizes known at compilation. Each must be a field, because Triton's cache compares only fields."""

@@ -134,6 +134,9 @@ def _choose(
     tl.store(positions + slot, tl.where(done, -1, position + 1))
 
 
+# The noise of a draw is a function of seed, sequence and token number alone. Products round by the batch's size, so
+# only `native.batch_invariant` makes the logits independent of the batch, except for a sequence that was evicted: its
+# cache is rounded like a prompt's.
 def draw(
     logits: Tensor,
     rows: Tensor,
