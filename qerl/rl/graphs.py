@@ -261,7 +261,8 @@ def _captured(memory: Any, work: Work) -> Work:
 def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:
     """The graphs of a policy whose passes read nothing but tensors in place; None for others, and for PPO."""
     lm = policy.lm
-    if policy.device.type != "cuda" or policy.root is not None or policy.peft is None or settings.loss.name == "ppo":
+    # Passes of a policy that is trained in full, of which alone some are sharded, read gathered weights.
+    if policy.device.type != "cuda" or policy.peft is None or settings.loss.name == "ppo":
         return None
     modules = list(lm.modules())
     plain = all(len(blocks(lm)) == sum(isinstance(m, kind) for m in modules) for kind in (PackedAttention, GatedMLP))

@@ -69,11 +69,11 @@ def make_trainer(
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    trainer = Trainer(settings, policy, collector, checkpoints, work / METRICS)
+    thermostat = None
     if settings.thermostat and followed:
         entropies = followed_entropies(followed, settings.steps)
-        trainer.thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
-    return trainer
+        thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
+    return Trainer(settings, policy, collector, checkpoints, work / METRICS, thermostat)
 
 
 def _fingerprint(settings: RunSettings) -> str:
@@ -141,10 +141,10 @@ def _train(job: TrainJob, state: Path) -> None:
         with noted(state.parent, job.time_limit):
             trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
             # Closed after the results are written: a tracker's library may wait for its server.
-            trainer.trackers = last.enter_context(_trackers(job, state, trainer.processes))
+            trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.
             end = last.enter_context(announced(alone=trainer.processes.count == 1))
-            rows = trainer.run(job.time_limit, end)
+            rows = trainer.run(job.time_limit, end, trackers)
         peak = trainer.processes.max(peak_memory_bytes())
         whole = trainer.trained_policy()
         if trainer.processes.writes:

@@ -265,9 +265,9 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
 #: `qerl rule`, but that functions of the module `probe` do what engines would.
 RULE = """
 import sys
-from qerl.jobs import dispatch
+from qerl.workflow import dispatch
 dispatch.ENGINE_FUNCTIONS["decode", "native"] = "probe:measure_points"
-from qerl.cli.commands import main
+from qerl.__main__ import main
 main()
 """
 PROBE = """
