@@ -103,6 +103,7 @@ def train_run(job: TrainJob) -> None:
     writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
     of memory, over `time_limit` or diverges, or if the run that it follows did so.
     """
+    # A note of an earlier attempt would pass for the cause of this one's failure.
     forget(job.work)
     state, first = _state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
@@ -111,6 +112,7 @@ def train_run(job: TrainJob) -> None:
         shared = {"nodes": job.settings.nodes, "node_timeout": job.settings.node_timeout}
         run_in_processes(job.settings.processes, _train, job, state, **shared)
     except (RuntimeError, MemoryError, ValueError):
+        # Only failures that the processes noted can be rows: a defect or a full disk isn't a result.
         cause = failure(job.work)
         if cause is None or job.on_failure == "stop":
             raise
@@ -118,6 +120,7 @@ def train_run(job: TrainJob) -> None:
             _write_failure(job, cause, state)
     else:
         if first:
+            # Only now, as the results are on disk.
             shutil.rmtree(job.work)
 
 
@@ -145,6 +148,7 @@ def _train(job: TrainJob, state: Path) -> None:
             # To the end, because the results of the last step are no checkpoint before they are written.
             end = last.enter_context(announced(alone=trainer.processes.count == 1))
             rows = trainer.run(job.time_limit, end, trackers)
+        # Before the whole policy is gathered, whose memory isn't that of training.
         peak = trainer.processes.max(peak_memory_bytes())
         whole = trainer.trained_policy()
         if trainer.processes.writes:

@@ -63,6 +63,7 @@ class Watch:
 
         The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
         """
+        # Decided by the rollout alone, which all processes have, so that all of them stop or none.
         self._looked += 1
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
         if self._told:
@@ -343,6 +344,7 @@ class Trainer:
     def _resume(self) -> list[dict[str, float]]:
         trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
         rows = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        # Passes compute with rounded copies of weights that are trained in 16 bits; the checkpoint has the exact ones.
         self.policy.use_trained()
         if rows and self.processes.writes:
             log.info("continuing from step %d of %d", len(rows), self.settings.steps)
@@ -358,6 +360,7 @@ class Trainer:
             for name, parameter in trained.items():
                 parameter.copy_(state["trained"][name])
         optimizer.load_state_dict(state["optimizer"])
+        # What free memory decided at first holds for the whole run: it changes the last bits.
         self.updater.choices = state["choices"] and Choices(**state["choices"])
         rows: list[dict[str, float]] = state["rows"]
         return rows

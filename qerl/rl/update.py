@@ -15,7 +15,7 @@ import torch
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy
 from qerl.rl.failures import DivergedError
-from qerl.rl.graphs import PassGraphs, pass_graphs, row_tokens_of
+from qerl.rl.graphs import PassGraphs, padded_tokens, pass_graphs
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
@@ -89,6 +89,7 @@ def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> 
 
 def _is_silent(sample: Sample, loss: LossSettings) -> bool:
     """Whether the policy's loss is the only term, and is zero: no advantage, or masked."""
+    # These terms have a gradient of their own for every completion.
     if loss.kl or loss.name == "ppo":
         return False
     return sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
@@ -376,7 +377,7 @@ class Updater:
         assert self.choices is not None
         # By rows with their silent completions, so that a large policy doesn't hold memory for its few short rows.
         longest = max((row_tokens(samples, index) for index in indices), default=0)
-        self._in_graphs = self.graphs is not None and row_tokens_of(longest) <= self.choices.graph_tokens
+        self._in_graphs = self.graphs is not None and padded_tokens(longest) <= self.choices.graph_tokens
         # A policy in graphs has no dropout, so that its mode decides nothing, and setting it walks over all modules.
         if not self._in_graphs:
             self.policy.lm.train()
@@ -484,14 +485,14 @@ class Updater:
         for batch in batches:
             mask_NT = batch.mask_NT
             with torch.no_grad():
-                old_NT = values(self.policy, batch)
+                old_values_NT = values(self.policy, batch)
             rewards_NT = terminal_rewards(batch.rewards_N, mask_NT)
-            advantages_NT, returns_NT = gae(rewards_NT, old_NT, mask_NT, ppo.gamma, ppo.lam)
+            advantages_NT, returns_NT = gae(rewards_NT, old_values_NT, mask_NT, ppo.gamma, ppo.lam)
             moments += Moments.of(advantages_NT, self._loss_mask(batch))
             of_returns += Moments.of(returns_NT, mask_NT)
-            of_errors += Moments.of(returns_NT - old_NT, mask_NT)
+            of_errors += Moments.of(returns_NT - old_values_NT, mask_NT)
             advantages.append(advantages_NT)
-            targets.append(_ValueTargets(old_NT, returns_NT))
+            targets.append(_ValueTargets(old_values_NT, returns_NT))
         # By the moments of all processes: a run's advantages don't depend on how its batch is shared out.
         moments, of_returns, of_errors = (
             Moments(*self.processes.sum(astuple(one))) for one in (moments, of_returns, of_errors)
