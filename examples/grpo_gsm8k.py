@@ -122,9 +122,9 @@ def main() -> None:
         for _ in range(args.updates):
             optimizer.zero_grad()
             loss = 0.0
-            for batch, old_NT in zip(batches, olds, strict=True):
+            for batch, old_logprobs_NT in zip(batches, olds, strict=True):
                 logprobs_NT, _ = logprobs_and_entropy(policy, batch, params.temperature)
-                inputs = LossInputs(logprobs_NT, old_NT, batch.advantages_N[:, None], batch.mask_NT)
+                inputs = LossInputs(logprobs_NT, old_logprobs_NT, batch.advantages_N[:, None], batch.mask_NT)
                 share = policy_loss(inputs, loss_settings, whole).loss  # those of all micro-batches sum to the loss
                 share.backward()
                 loss += share.item()

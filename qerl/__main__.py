@@ -6,9 +6,10 @@ from qerl.host.interrupt import interruptible, within_memory
 def main() -> None:
     """Import the command line, which takes a second, and call it; Ctrl-C may come in either."""
     with interruptible(), within_memory():
-        from qerl.cli.commands import main
+        from qerl.cli.commands import app, told
 
-        main()
+        with told():
+            app()
 
 
 if __name__ == "__main__":

@@ -271,27 +271,24 @@ def train(
         return made
     check_writable(made.folder)
     with quiet(made.folder / LOG) if log_to_file else nullcontext(), writing(made.folder):
-        _make(made, settings, records)
+        source = _checked_source(settings)
+        if settings.joins_free_memory:
+            join_free_memory()
+        from qerl.rl.train import train_run
+        from qerl.workflow.preflight import check_runs
+
+        with alone(made.folder / WORK, own_lock(settings.nodes)):
+            # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
+            with FileLock(made.folder / WORK / "parts"):
+                records.write()
+                _forget_parts(made, settings)
+                _write_run_file(settings)
+                make_data(settings)
+                check_runs(source, [(made.data, settings.rollout)])
+                make_base(settings, source)
+                tell_reward(settings)
+            train_run(_job(made))
     return made
-
-
-def _make(run: Run, settings: RunFile, records: Given) -> None:
-    from qerl.workflow.preflight import check_runs
-
-    source = _checked_source(settings)
-    if settings.joins_free_memory:
-        join_free_memory()
-    with alone(run.folder / WORK, own_lock(settings.nodes)):
-        # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-        with FileLock(run.folder / WORK / "parts"):
-            records.write()
-            _forget_parts(run, settings)
-            _write_run_file(settings)
-            make_data(settings)
-            check_runs(source, [(run.data, settings.rollout)])
-            make_base(settings, source)
-            tell_reward(settings)
-        _train(run)
 
 
 def _checked_source(settings: RunFile) -> Path:
@@ -429,11 +426,10 @@ def _write_run_file(settings: RunFile) -> None:
     write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
 
 
-def _train(run: Run) -> None:
-    from qerl.rl.train import train_run
-
+def _job(run: Run) -> TrainJob:
+    """The job of a run by hand, whose failures end it with their message."""
     name = run.folder.name
-    job = TrainJob(
+    return TrainJob(
         id=name,
         experiment=name,
         arm="run",
@@ -449,7 +445,6 @@ def _train(run: Run) -> None:
         followed=run.settings.thermostat.metrics if run.settings.thermostat else None,
         out=run.folder,
     )
-    train_run(job)
 
 
 def _hub_base(run: Run) -> HubBase | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from shutil import get_terminal_size
@@ -278,13 +280,14 @@ _REMEDIES = {
 }
 
 
-def main() -> None:
-    """The entry point. An error that the user can correct is printed as one sentence, any other as a traceback."""
+@contextmanager
+def told() -> Iterator[None]:
+    """A context in which an error that the user can correct ends the process with one sentence, others a traceback."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors=UNKNOWN)
     configure_logging()
     try:
-        app()
+        yield
     except ValueError as error:
         if hasattr(error, "__notes__"):  # out of a function of the user, whose traceback says where
             raise

@@ -55,6 +55,7 @@ class Checkpoints:
                 digested = _Digested(file)
                 torch.save({"fingerprint": self.fingerprint, "step": step, **state}, digested)  # type: ignore[arg-type]
                 file.write(digested.digest.digest())
+            # Renamed only when it is on disk, so that a kill leaves a whole checkpoint or none.
             put(partial, self.folder / f"step-{step:06d}.pt")
         except (OSError, RuntimeError) as error:
             cause = digested.error if digested and digested.error else error
@@ -66,6 +67,7 @@ class Checkpoints:
                 f"can't write the checkpoint of step {step} to {self.folder} ({cause.strerror}); make room, or make "
                 "the folder writable, and start again: the run continues from the previous checkpoint"
             ) from error
+        # Two are kept, so that a damaged one costs some steps and not the run.
         for old in self._files()[:-KEEP]:
             old.unlink()
 
@@ -80,6 +82,7 @@ class Checkpoints:
                 f"{newest} {damage}; delete it to continue from the previous checkpoint, or else from the start"
             )
         try:
+            # Tensors and numbers alone: a pickle of anything else could run code.
             state: dict[str, Any] = torch.load(newest, map_location=device, weights_only=True)
         except UnpicklingError:
             raise ResumeError(f"{newest} contains other data than tensors and numbers; delete it") from None
@@ -110,6 +113,7 @@ class _Digested:
 
 def _damage(path: Path) -> str | None:
     """The reason why a checkpoint can't be used, or None. Its last bytes are the SHA-256 of all others."""
+    # PyTorch reads a damaged file without an error.
     digest, rest = hashlib.sha256(), b""
     try:
         with path.open("rb") as file:
@@ -159,6 +163,7 @@ class ShardedCheckpoints:
             if self.processes.writes:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
+            # The first process makes the folder, and the others must find it.
             self.processes.wait()
             if not partial.is_dir():
                 raise ResumeError(

@@ -53,6 +53,7 @@ def noted(work: Path, time_limit: float | None) -> Iterator[None]:
     try:
         yield
     except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, NotFiniteError, FollowedRunError) as error:
+        # By a note, because the process that started this one sees no exception of it, only its exit status.
         kind = _KINDS.get(type(error), NO_MEMORY)
         kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""
         work.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,7 @@ def forget(work: Path) -> None:
 
 def failure(work: Path) -> Failure | None:
     """The failure that the processes noted for this attempt, if any."""
+    # Several processes may have noted one; the first note tells enough.
     notes = sorted(work.glob("failure-*.json"))
     return Failure(**json.loads(notes[0].read_text(encoding="utf-8"))) if notes else None
 

@@ -37,7 +37,7 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def row_tokens_of(count: int) -> int:
+def padded_tokens(count: int) -> int:
     """The least of the sizes 256, 384, 512, 768, 1024, ... above `count`: two an octave."""
     least = max(count + 1, _LEAST_TOKENS)
     size = _power_of_two(least)
@@ -45,7 +45,7 @@ def row_tokens_of(count: int) -> int:
 
 
 @dataclass(frozen=True)
-class RowSize:
+class PaddedSize:
     """What the tensors of a row have room for. There are few sizes, so that graphs are few."""
 
     tokens: int
@@ -57,10 +57,10 @@ class RowSize:
     widest: int
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> RowSize:
+    def of(cls, batch: MicroBatch) -> PaddedSize:
         """The least size for a micro-batch. There is a padding token at least, to which padding indices point."""
         packing, count = batch.packing, batch.ids.numel()
-        tokens = row_tokens_of(count)
+        tokens = padded_tokens(count)
         longest = _power_of_two(max(packing.longest, _LEAST_PIECE))
         padding = tokens - count
         return cls(
@@ -74,10 +74,10 @@ class RowSize:
         )
 
 
-class FixedRow:
-    """The inputs of a forward pass over packed sequences, of one size; `fill` writes those of a micro-batch."""
+class PaddedBatch:
+    """The inputs of a pass in tensors of one size, which stay in place; `fill` writes those of a micro-batch."""
 
-    def __init__(self, size: RowSize, device: torch.device) -> None:
+    def __init__(self, size: PaddedSize, device: torch.device) -> None:
         whole = {"dtype": torch.long, "device": device}
         ends = {"dtype": torch.int32, "device": device}
         self.size = size
@@ -104,9 +104,9 @@ class FixedRow:
         if self._filled is batch:
             return
         count, last = batch.ids.numel(), self.size.tokens - 1
-        for row, values in ((self.ids, batch.ids), (self.positions, batch.positions)):
-            row[:, :count].copy_(values)
-            row[:, count:] = 0
+        for padded, values in ((self.ids, batch.ids), (self.positions, batch.positions)):
+            padded[:, :count].copy_(values)
+            padded[:, count:] = 0
         # Rows that no completion reads are spread, since gradients of rows with the same index are added in turn.
         chosen = len(batch.states_M)
         spread = count + np.arange(self.size.states - chosen) % (self.size.tokens - count)
@@ -163,8 +163,9 @@ class _Pass:
         self._policy = policy
         self._gradients = gradients
         self.states: Tensor
-        self.row = FixedRow(RowSize.of(first), policy.device)
-        self.row.fill(first)  # attention sets no output of an empty row, and zero times such a number may be NaN
+        self.padded = PaddedBatch(PaddedSize.of(first), policy.device)
+        # Attention sets no output of an empty row, and zero times such a number may be NaN.
+        self.padded.fill(first)
         self._run()  # compiles kernels, and casts the adapters for all passes (`SharedCasts`)
         self.of_states = torch.zeros_like(self.states)
         if gradients:
@@ -177,7 +178,7 @@ class _Pass:
 
     def _run(self) -> None:
         with torch.set_grad_enabled(self._gradients):
-            self.states = token_states(self._policy, self.row)
+            self.states = token_states(self._policy, self.padded)
 
     def _run_back(self) -> None:
         self.states.backward(self.of_states)
@@ -187,19 +188,20 @@ class _Replay(torch.autograd.Function):
     """The first `count` states of a pass. The backward pass adds to the gradients of the trained tensors."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, of_row: _Pass, count: int) -> Tensor:
-        ctx.of_row = of_row
-        of_row.run()
-        return of_row.states[:count].detach().clone()
+    def forward(ctx: Any, _: Tensor, captured: _Pass, count: int) -> Tensor:
+        ctx.captured = captured
+        captured.run()
+        return captured.states[:count].detach().clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        of_row: _Pass = ctx.of_row
-        assert of_row.run_back is not None
-        of_row.of_states[: len(grad)].copy_(grad)
-        of_row.of_states[len(grad) :] = 0
-        of_row.run_back()
+        captured: _Pass = ctx.captured
+        assert captured.run_back is not None
+        captured.of_states[: len(grad)].copy_(grad)
+        # States of padding have no gradient, whatever the row before left here.
+        captured.of_states[len(grad) :] = 0
+        captured.run_back()
         return None, None, None
 
 
@@ -214,7 +216,7 @@ class PassGraphs:
     ) -> None:
         self._policy = policy
         self._recomputation = recomputation
-        self._passes: dict[tuple[RowSize, bool], _Pass] = {}
+        self._passes: dict[tuple[PaddedSize, bool], _Pass] = {}
         self._trained = [parameter for _, parameter in policy.trainable()]
         self._joint = torch.zeros((), device=policy.device, requires_grad=True)
         self._capture = capture or partial(_captured, torch.cuda.graph_pool_handle())
@@ -242,14 +244,15 @@ class PassGraphs:
 
     def logprobs_and_entropy(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """See `qerl.rl.packing.logprobs_and_entropy`; with gradients only after `use_gradients`."""
-        key = RowSize.of(batch), torch.is_grad_enabled()
+        key = PaddedSize.of(batch), torch.is_grad_enabled()
+        # With and without gradients apart: a pass without them keeps no activations.
         if key not in self._passes:
             if self._recomputation is not None:
                 self._recomputation.choose(1)  # none: a graph recomputes nothing
             self._passes[key] = _Pass(self._policy, batch, torch.is_grad_enabled(), self._capture)
-        of_row = self._passes[key]
-        of_row.row.fill(batch)
-        states: Tensor = _Replay.apply(self._joint, of_row, len(batch.targets_M))
+        captured = self._passes[key]
+        captured.padded.fill(batch)
+        states: Tensor = _Replay.apply(self._joint, captured, len(batch.targets_M))
         values = head_logprobs(self._policy, states, batch, temperature, keep_logits=True)
         return batch.unpacked(values[0]), batch.unpacked(values[1])
 
@@ -261,7 +264,8 @@ def _captured(memory: Any, work: Work) -> Work:
 def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:
     """The graphs of a policy whose passes read nothing but tensors in place; None for others, and for PPO."""
     lm = policy.lm
-    if policy.device.type != "cuda" or policy.root is not None or policy.peft is None or settings.loss.name == "ppo":
+    # Passes of a policy that is trained in full, of which alone some are sharded, read gathered weights.
+    if policy.device.type != "cuda" or policy.peft is None or settings.loss.name == "ppo":
         return None
     modules = list(lm.modules())
     plain = all(len(blocks(lm)) == sum(isinstance(m, kind) for m in modules) for kind in (PackedAttention, GatedMLP))

@@ -59,10 +59,14 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) ->
     """
     ratio, advantages_NT, mask_NT = _ratio(inputs, settings), inputs.advantages_NT, inputs.mask_NT
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    # The minimum bounds what a token gains by moving away from pi_old. What it loses has no bound, so that a ratio
+    # which moved the wrong way is pulled back.
     loss_NT = -torch.minimum(ratio * advantages_NT, clipped * advantages_NT)
+    # Outside of the minimum: the weight corrects for who sampled, and decides nothing about clipping.
     if inputs.importance_NT is not None:
         loss_NT = loss_NT * inputs.importance_NT
     if inputs.reference_logprobs_NT is not None:
+        # Plain k3, as in GRPO's paper; TRL 1.16 multiplies it by the ratio by default.
         loss_NT = loss_NT + settings.kl * k3(inputs.reference_logprobs_NT - inputs.logprobs_NT)
     loss = _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
     return LossOutputs(loss, *_count_clipped(ratio.detach(), inputs, settings))
@@ -72,6 +76,7 @@ def _ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """The ratio pi / pi_old of each token [N, T]. For gspo it is the geometric mean over the sequence [N, 1]."""
     log_ratio = inputs.logprobs_NT - inputs.old_logprobs_NT
     if settings.name == "gspo":
+        # A completion without a token in the mask has the ratio 1, not NaN.
         log_ratio = ((log_ratio * inputs.mask_NT).sum(1) / inputs.mask_NT.sum(1).clamp(min=1))[:, None]
     return torch.exp(log_ratio)
 
@@ -81,6 +86,7 @@ def _count_clipped(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The numbers of ratios clipped below, clipped above, and of all ratios."""
     counted = torch.ones_like(ratio) if settings.name == "gspo" else inputs.mask_NT
+    # Only where the clip decides: below with a negative advantage, above with a positive one.
     low = (ratio < 1 - settings.clip_low) & (inputs.advantages_NT < 0)
     high = (ratio > 1 + settings.clip_high) & (inputs.advantages_NT > 0)
     return (low * counted).sum(), (high * counted).sum(), counted.sum()
@@ -108,7 +114,7 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def importance_weights(
-    trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
+    old_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings
 ) -> torch.Tensor | None:
     """Weights without gradient that correct for the mismatch of sampler and trainer; None for `off`.
 
@@ -118,7 +124,8 @@ def importance_weights(
     if settings.correction == "off":
         return None
     level, action = settings.correction.split("-")
-    log_ratio = (trainer_logprobs_NT.detach() - sampler_logprobs_NT) * mask_NT
+    # Zero off the mask, where the sampler has no log-probabilities.
+    log_ratio = (old_logprobs_NT.detach() - sampler_logprobs_NT) * mask_NT
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)
     ratio = torch.exp(log_ratio)
@@ -136,11 +143,9 @@ class RatioSums:
     sequence_squares: float
 
 
-def ratio_sums(
-    trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
-) -> RatioSums:
+def ratio_sums(old_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor) -> RatioSums:
     """What the effective sample size is made of, (sum w)^2 / sum w^2; in float64, beyond e^300 cut."""
-    log_ratio_NT = (trainer_logprobs_NT - sampler_logprobs_NT).detach().double() * mask_NT
+    log_ratio_NT = (old_logprobs_NT - sampler_logprobs_NT).detach().double() * mask_NT
     tokens_NT = torch.exp(log_ratio_NT.clamp(max=300.0)) * mask_NT
     sequences_N = torch.exp(log_ratio_NT.sum(1).clamp(max=300.0))
     sums = (tokens_NT.sum(), tokens_NT.square().sum(), sequences_N.sum(), sequences_N.square().sum())
@@ -148,9 +153,10 @@ def ratio_sums(
 
 
 def mismatch(
-    trainer_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
+    old_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over tokens of KL(sampler || trainer) by the k3 estimator, and the largest token ratio, either way."""
-    delta = (trainer_logprobs_NT - sampler_logprobs_NT).detach() * mask_NT
+    # With noise in the sampler alone this is the KL that the noise causes.
+    delta = (old_logprobs_NT - sampler_logprobs_NT).detach() * mask_NT
     largest = delta.abs().max() if delta.numel() else delta.new_zeros(())  # none of the completions may have a token
     return k3(delta).sum(), torch.exp(largest)

@@ -61,6 +61,7 @@ def blocks(lm: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 def kept_bytes(policy: Policy) -> float:
     """Bytes per token that a block keeps for its backward pass, measured on two short rows."""
     _recompute_first(blocks(policy.lm), 0)
+    # The difference of two rows leaves out what doesn't grow with tokens.
     grown = _row_bytes(policy, 2 * MEASURED_TOKENS) - _row_bytes(policy, MEASURED_TOKENS)
     return grown / MEASURED_TOKENS / len(blocks(policy.lm))
 
@@ -112,6 +113,8 @@ class Recomputation:
 
     def choose(self, tokens: int, keep_logits: bool = False) -> int:
         """Choose the blocks to recompute for a forward pass over `tokens`, and return their number."""
+        # Asked anew for each micro-batch, because recomputed blocks have the same bits: memory that others take or give
+        # back meanwhile changes no run.
         count = self._needed(tokens, free_bytes() - keep_logits * tokens * self._token_logits)
         _recompute_first(self._blocks, count)
         self.most = max(self.most, count)
@@ -119,6 +122,7 @@ class Recomputation:
 
     def fitting_tokens(self, with_logits: bool) -> int:
         """The most tokens whose activations, and logits, now fit into memory with no recomputation."""
+        # Two more blocks than there are: the activations of the one whose backward pass runs, and their gradients.
         token = (len(self._blocks) + 2) * self._kept + with_logits * self._token_logits
         return int(free_bytes() / token)
 

@@ -24,6 +24,8 @@ from qerl.settings.run import NoiseSettings
 def standard_normal(seed: int, step: int, layer: int, role: int, size: int, completion: int = 0) -> torch.Tensor:
     """`size` float32 draws from N(0, 1), a function of the arguments alone: equal on all ranks and after a restart."""
     counter = np.array([0, completion, layer, role], dtype=np.uint64)
+    # Keyed, and not the next draw of a generator: a continued run and every process draw the same, with no state to
+    # store.
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64), counter=counter))
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
 
@@ -63,12 +65,14 @@ class Noise:
     def set(self, step: int, total_steps: int, completion: int = 0) -> NoiseReport:
         """Set the noise of `step`, or of a completion's number within the groups of that step."""
         scheduled = sigma(self.settings, step, total_steps)
+        # The placebo takes the schedule's way through the code, so that it differs from noise by z alone.
         scale = 0.0 if self.settings.placebo else scheduled
         squares = 0.0
         for layer, role, norms in self._norms():
             drawn = standard_normal(self.seed, step, layer, role, norms[0].noise.numel(), completion)
             z = (scale if ROLES[role] in self.settings.norms else 0.0) * drawn
             squares += float(z.double().square().sum())
+            # Copied in place: the engine's graphs hold the addresses.
             for norm in norms:
                 norm.noise.copy_(z)
         return NoiseReport(scheduled, math.sqrt(squares))

@@ -22,6 +22,7 @@ def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:
     if settings.schedule == "constant":
         return settings.sigma_start
     stages = settings.stages
+    # The last stage takes the steps that K leaves over.
     stage = min((step - 1) // max(total_steps // stages, 1), stages - 1)
     if stage == 0:
         return 0.0

@@ -81,6 +81,7 @@ class JoinedAdamW8bit(AdamW8bit):
         moments = [self.state[parameter].get("state1") for parameter in trained]
         known, plan = self._plans.get(number, ([], []))
         same = len(known) == len(moments) and all(a is b for a, b in zip(known, moments, strict=True))
+        # A loaded state, or a parameter whose gradient was missing in a step, makes the plan invalid.
         if not same or not all(one.is_valid for one in plan if isinstance(one, _Joint)):
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not self.state[parameter]:
@@ -96,6 +97,7 @@ class JoinedAdamW8bit(AdamW8bit):
         for parameter in parameters:
             assert parameter.grad is not None
             state, size = self.state[parameter], parameter.numel()
+            # Blocks of quantized moments must not cross from one tensor to the next; large tensors gain nothing.
             if size % BLOCK or size > MOST:
                 yield [parameter]
                 continue

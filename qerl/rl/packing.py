@@ -82,8 +82,8 @@ def _digest(ids: list[int]) -> int:
     return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
 
 
-class _Row:
-    """A packed row under construction."""
+class _BatchBuilder:
+    """The row of a micro-batch under construction."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -95,11 +95,14 @@ class _Row:
 
     def add_group(self, prompt: list[int], completions: dict[int, list[int]]) -> None:
         """Add a prompt with `completions`, keyed by their index in the batch."""
+        # The prompt's last token predicts the first token of each of its completions.
         place = self._add(prompt, 0, None, (0, _digest(prompt)))
         last = len(self.ids) - 1
         for index, completion in completions.items():
             places = range(len(self.ids), len(self.ids) + len(completion) - 1)
             self.states += [last, *places][: len(completion)]
+            # A completion of one token adds nothing to the row: only its last token is left out, which predicts
+            # nothing.
             if places:
                 self._add(completion[:-1], len(prompt), place, (1, index))
 
@@ -121,20 +124,20 @@ def micro_batch(
     samples: Sequence[Sample], index: list[int], device: torch.device, silent: Collection[int] = ()
 ) -> MicroBatch:
     """Pack the samples `index` of a batch into one row, without those that are `silent`; none make an empty row."""
-    row = _Row()
+    packed = _BatchBuilder()
     read = [i for i in index if i not in silent]
     for group in _groups(samples, read):
-        row.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
+        packed.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
     chosen = [samples[i] for i in index]
     completions = [s.completion for s in chosen]
     whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
     return MicroBatch(
         index=index,
-        ids=whole([row.ids]),
-        positions=whole([row.positions]),
-        packing=Packing.of(row.lengths, row.prompts, device),
-        keys=row.keys,
-        states_M=whole(row.states),
+        ids=whole([packed.ids]),
+        positions=whole([packed.positions]),
+        packing=Packing.of(packed.lengths, packed.prompts, device),
+        keys=packed.keys,
+        states_M=whole(packed.states),
         targets_M=whole([token for i in read for token in samples[i].completion.token_ids]),
         read_N=torch.tensor([i not in silent for i in index], device=device),
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
@@ -163,10 +166,13 @@ def split(
     A micro-batch has at most `max_tokens` tokens, and at most an even share of the batch for each of `parts` processes.
     A longer completion is alone. A group that fits isn't split. If a group is split, each piece has the prompt.
     """
+    # Filling each micro-batch to the limit would make fewer of them, but repeat a prompt at each cut; one of half the
+    # limit costs no more per token.
     groups = list(_groups(samples, range(len(samples)) if index is None else index))
     share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
     limit = min(max_tokens, share)
     pieces = [piece for group in groups for piece in _cut(samples, group, limit)]
+    # First fit with the largest first leaves the least room unused.
     pieces.sort(key=lambda piece: -packed_tokens(samples, piece))
     batches: list[list[int]] = []
     room: list[int] = []
@@ -192,8 +198,8 @@ def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[li
     yield piece
 
 
-class PackedRow(Protocol):
-    """What hidden states are computed from; see `MicroBatch`."""
+class PassInputs(Protocol):
+    """What hidden states are computed from: a `MicroBatch`, or one that is padded for a CUDA graph."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -212,10 +218,10 @@ class PackedRow(Protocol):
         """Indices in the row."""
 
 
-def token_states(policy: Policy, row: PackedRow) -> torch.Tensor:
+def token_states(policy: Policy, inputs: PassInputs) -> torch.Tensor:
     """The hidden states [M, H], in the base's dtype, that predict the completion tokens."""
     with policy.autocast():
-        return token_hidden(policy.lm, row.ids, row.positions, row.packing)[0][row.states_M]
+        return token_hidden(policy.lm, inputs.ids, inputs.positions, inputs.packing)[0][inputs.states_M]
 
 
 def head_logprobs(

@@ -100,6 +100,7 @@ class Processes:
         """The sum of each value over the processes."""
         if self.count == 1:
             return list(values)
+        # In float64: float32 doesn't count beyond 2^24 tokens.
         total: torch.Tensor = reduce(torch.tensor(values, dtype=torch.float64, device=self._state.device), "sum")
         return total.tolist()
 
@@ -122,6 +123,8 @@ class Processes:
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over the processes; a process without one adds zero."""
         for parameter in parameters:
+            # A process without micro-batches must take part all the same. Sums and not means: losses are shares of the
+            # whole batch's.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = reduce(gradient, "sum") if self.count > 1 else gradient
 
@@ -176,6 +179,7 @@ def _launch(
         place = {"rdzv_backend": "static", "rdzv_endpoint": f"{at.address}:{at.port}", "run_id": "qerl"}
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
     end = Announcement()
+    # No restarts: the workflow or the user starts again, and the run continues from its last checkpoint.
     launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
     launch.shutdown_timeout, launch.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:

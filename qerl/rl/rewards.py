@@ -101,6 +101,7 @@ def group_advantages(rewards_PG: torch.Tensor, scale: bool = True, eps: float = 
     as in TRL. Unlike in TRL, a group of equal rewards gets exactly 0: the rounded mean of equal numbers may differ from
     them.
     """
+    # The other completions of a problem are the baseline, in place of a value function.
     centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     advantages = centred / (rewards_PG.std(dim=1, keepdim=True) + eps) if scale else centred
     return advantages.masked_fill(~differ(rewards_PG)[:, None], 0.0)

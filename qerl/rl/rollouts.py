@@ -50,6 +50,7 @@ class ExpectedLengths:
     def see(self, problem: str, prompt: int, completions: Sequence[int]) -> None:
         """Take note of a group: the tokens of its prompt and of its completions."""
         mean = sum(completions) / len(completions)
+        # The latest group alone: the policy changes, and a mean over epochs would lag behind it.
         self._of_problem[problem] = mean
         self._prompts += prompt
         self._completions += mean
@@ -249,6 +250,7 @@ class Collector:
         behaviour = behaviour or Behaviour(rollout.sampling.temperature)
         drawn: list[Group] = []
         idle = [0.0] * self.processes.count
+        # Dynamic sampling (DAPO): groups of equal rewards have no gradient, so others take their places.
         for round_ in range(1 + rollout.resample):
             missing = rollout.prompts - sum(group.informative for group in drawn)
             if round_ == 0 or missing > 0:
@@ -258,6 +260,8 @@ class Collector:
                 idle = [sum(times) for times in zip(idle, waited, strict=True)]
         chosen = drawn
         if rollout.resample:
+            # The sort is stable, so that informative groups keep their order, and the first of the others fill the
+            # batch.
             chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
         metrics = {"problems": position + len(drawn), **_metrics(drawn)}
         if len(idle) > 1:
@@ -276,6 +280,7 @@ class Collector:
             seed=step_seed(seed, step, round_),
             part=self._part(chosen, prompts, behaviour),
         )
+        # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
             completions = self._generate(prompts, params, behaviour.perturb)
             drawn = [
@@ -297,6 +302,7 @@ class Collector:
 
     def _exchange(self, drawn: list[tuple[int, Group]], busy: float, count: int) -> tuple[list[Group], list[float]]:
         """All groups in their order, in every process, and the seconds for which each waited."""
+        # Every process gets all groups: the loss is normalized by the whole batch, and micro-batches are cut from it.
         parts = self.processes.gather([(drawn, busy)])
         groups = dict(numbered for part, _ in parts for numbered in part)
         if len(groups) != count or count != sum(len(part) for part, _ in parts):

@@ -69,11 +69,11 @@ def make_trainer(
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    trainer = Trainer(settings, policy, collector, checkpoints, work / METRICS)
+    thermostat = None
     if settings.thermostat and followed:
         entropies = followed_entropies(followed, settings.steps)
-        trainer.thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
-    return trainer
+        thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
+    return Trainer(settings, policy, collector, checkpoints, work / METRICS, thermostat)
 
 
 def _fingerprint(settings: RunSettings) -> str:
@@ -103,6 +103,7 @@ def train_run(job: TrainJob) -> None:
     writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
     of memory, over `time_limit` or diverges, or if the run that it follows did so.
     """
+    # A note of an earlier attempt would pass for the cause of this one's failure.
     forget(job.work)
     state, first = _state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
@@ -111,6 +112,7 @@ def train_run(job: TrainJob) -> None:
         shared = {"nodes": job.settings.nodes, "node_timeout": job.settings.node_timeout}
         run_in_processes(job.settings.processes, _train, job, state, **shared)
     except (RuntimeError, MemoryError, ValueError):
+        # Only failures that the processes noted can be rows: a defect or a full disk isn't a result.
         cause = failure(job.work)
         if cause is None or job.on_failure == "stop":
             raise
@@ -118,6 +120,7 @@ def train_run(job: TrainJob) -> None:
             _write_failure(job, cause, state)
     else:
         if first:
+            # Only now, as the results are on disk.
             shutil.rmtree(job.work)
 
 
@@ -141,10 +144,11 @@ def _train(job: TrainJob, state: Path) -> None:
         with noted(state.parent, job.time_limit):
             trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
             # Closed after the results are written: a tracker's library may wait for its server.
-            trainer.trackers = last.enter_context(_trackers(job, state, trainer.processes))
+            trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.
             end = last.enter_context(announced(alone=trainer.processes.count == 1))
-            rows = trainer.run(job.time_limit, end)
+            rows = trainer.run(job.time_limit, end, trackers)
+        # Before the whole policy is gathered, whose memory isn't that of training.
         peak = trainer.processes.max(peak_memory_bytes())
         whole = trainer.trained_policy()
         if trainer.processes.writes:

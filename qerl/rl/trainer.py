@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.data.grading import extract, stated
-from qerl.host.console import Advance, log, showing
+from qerl.host.console import log, showing
 from qerl.host.gpus import peak_memory_bytes, seconds
 from qerl.host.interrupt import Announcement, Interrupted
 from qerl.host.provenance import write_text
@@ -25,17 +25,15 @@ from qerl.results.store import line, read_rows
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.failures import FollowedRunError, TimeLimitError, failed
 from qerl.rl.noise import Noise
-from qerl.rl.packing import Sample
 from qerl.rl.parallel import Processes
 from qerl.rl.rollouts import Behaviour, Collector, Group, Rollout, RolloutStore, Task
-from qerl.rl.update import Choices, Look, Updater
+from qerl.rl.update import Choices, Updater
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.run import RunSettings, ThermostatSettings
 from qerl.trackers import Trackers
 
 if TYPE_CHECKING:
     from qerl.rl.checkpoint import ShardedCheckpoints
-    from qerl.rollout.factory import ShardedSampler
 
 
 # Warnings about rewards that give no gradient, with a completion as an example.
@@ -65,6 +63,7 @@ class Watch:
 
         The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
         """
+        # Decided by the rollout alone, which all processes have, so that all of them stop or none.
         self._looked += 1
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
         if self._told:
@@ -192,10 +191,19 @@ def headline(row: Mapping[str, float]) -> str:
 
 
 class Trainer:
-    """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer."""
+    """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer.
+
+    `metrics` is the file of the metrics. A `thermostat` chooses the temperature of each step after those before.
+    """
 
     def __init__(
-        self, settings: RunSettings, policy: Policy, collector: Collector, checkpoints: Checkpoints, metrics: Path
+        self,
+        settings: RunSettings,
+        policy: Policy,
+        collector: Collector,
+        checkpoints: Checkpoints,
+        metrics: Path,
+        thermostat: Thermostat | None = None,
     ) -> None:
         self.processes = Processes()
         self.settings = settings
@@ -203,82 +211,82 @@ class Trainer:
         self.collector = collector
         self.checkpoints = checkpoints
         self.metrics = metrics
+        self.thermostat = thermostat
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
         self.temperature = settings.rollout.sampling.temperature
-        #: Chooses the temperature of each step of a run that follows another one.
-        self.thermostat: Thermostat | None = None
-        #: Watches the rollouts of a run; None in benches, which call `step`.
-        self.watch: Watch | None = None
-        #: Stores rollouts of a run; None in benches.
-        self.store: RolloutStore | None = None
-        #: Get the metrics of each step, in the process that writes.
-        self.trackers: Trackers | None = None
         #: The lines of the metrics file.
         self._lines: list[str] = []
 
-    def run(self, time_limit: float | None = None, end: Announcement | None = None) -> list[dict[str, float]]:
-        """Train to the last step, and return the metrics of all steps.
+    def run(
+        self, time_limit: float | None = None, end: Announcement | None = None, trackers: Trackers | None = None
+    ) -> list[dict[str, float]]:
+        """Train to the last step, and return the metrics of all steps, which `trackers` get as they come.
 
         Raises `TimeLimitError` if all steps, including those before a kill, took longer than `time_limit` hours. Raises
         `Interrupted` after a step during which `end` was announced, with a checkpoint of it.
         """
         rows = self._resume()
-        steps = range(len(rows) + 1, self.settings.steps + 1)
-        self.watch = Watch(self.settings, self.collector.task)
-        self.store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
-        self._tell(rows)
-        with self._showing(len(rows)) as advance:
-            for step in steps:
+        watch = Watch(self.settings, self.collector.task)
+        store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
+        if trackers:  # rows that a kill kept from them
+            trackers.log(rows)
+        writes, last = self.processes.writes, self.settings.steps
+        with showing(last, "steps", len(rows)) if writes else nullcontext(lambda about="": None) as advance:
+            for step in range(len(rows) + 1, last + 1):
                 if time_limit is not None:
                     self._keep_to(time_limit, rows)
                 if self.thermostat:
                     self.temperature = self.thermostat.temperature(rows)
-                rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0))
-                if self.processes.writes:
+                rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0, watch, store))
+                if writes:
                     self._write(rows)
-                    self._tell(rows)
+                if trackers:
+                    trackers.log(rows)
                 # All processes must decide alike, also if only one of several machines has the signal.
                 ending = int(self.processes.max(end.number)) if end else 0
-                if (ending or step % self.settings.checkpoint_every == 0) and step < self.settings.steps:
+                # The last step needs no checkpoint: the results are written at once.
+                if (ending or step % self.settings.checkpoint_every == 0) and step < last:
                     self._save(rows)
                 advance(headline(rows[-1]))
-                if ending and step < self.settings.steps:
+                if ending and step < last:
                     self.processes.wait()  # the others end when this one does, perhaps amid their checkpoint
                     raise Interrupted(ending)
         return rows
-
-    def _showing(self, done: int) -> AbstractContextManager[Advance]:
-        """Progress over the steps, in the process that writes."""
-        if self.processes.writes:
-            return showing(self.settings.steps, "steps", done)
-        return nullcontext(lambda about="": None)
 
     def _keep_to(self, hours: float, rows: list[dict[str, float]]) -> None:
         # All processes must decide alike, so the longest time counts.
         if self.processes.max(sum(row["seconds/step"] for row in rows)) < 3600 * hours:
             return
-        self._save(rows)
+        self._save(rows)  # a start with a higher limit continues
         raise TimeLimitError(
             f"the run is over its time limit of {hours:g} h after {len(rows)} of {self.settings.steps} steps; raise "
             "time_limit of its experiment to continue"
         )
 
-    def step(self, step: int, position: int) -> dict[str, float]:
-        """Do one rollout and its updates, and return the metrics; earlier steps have used `position` problems."""
+    def step(
+        self, step: int, position: int, watch: Watch | None = None, store: RolloutStore | None = None
+    ) -> dict[str, float]:
+        """Do one rollout and its updates, and return the metrics; earlier steps have used `position` problems.
+
+        `watch` and `store` see the rollout; benches, which call this, have neither.
+        """
         with seconds() as total, self.noise.at(step, self.settings.steps) as report:
             with seconds() as sync_time:
+                # After the noise is set: the sampler reads it, or copies it, here.
                 self.collector.sampler.sync()
             with seconds() as rollout_time:
                 rollout = self.collector.collect(step, position, self._behaviour(step))
-            if self.watch:
-                self.watch.look(step, rollout, self.processes.writes)
+            if watch:
+                watch.look(step, rollout, self.processes.writes)
+            # The update is that of the policy without noise, so that its gradient is at the weights that stay. With
+            # the other mode it has the rollout's noise, so that both compute the same probabilities.
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
-            self._end_rollout()
-            stored = self.store.begin(step, rollout) if self.store else None
-            with seconds() as update_time:
-                update = self._update(step, rollout.samples, stored)
+            self.updater.weights.end_rollout(self.collector.sampler)
+            stored = store.begin(step, rollout) if store else None
+            with seconds() as update_time, _remedied():
+                update = self.updater.update(step, rollout.samples, self.temperature, stored)
             if stored:
                 stored.write()
         completed = rollout.metrics["completion_tokens"]
@@ -299,20 +307,6 @@ class Trainer:
             "memory_bytes": peak_memory_bytes(),
         }
 
-    def _end_rollout(self) -> None:
-        """Tell a sampler of gathered weights that the update changes them."""
-        if self.policy.root is not None:
-            self._gatherer.end_rollout()
-
-    @property
-    def _gatherer(self) -> ShardedSampler:
-        sampler: Any = self.collector.sampler
-        return sampler
-
-    def trained_policy(self) -> Policy:
-        """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
-        return self.policy if self.policy.root is None else self._gatherer.whole_policy()
-
     def _behaviour(self, step: int) -> Behaviour:
         def perturb(completion: int) -> None:
             self.noise.set(step, self.settings.steps, completion)
@@ -321,11 +315,9 @@ class Trainer:
         noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
         return Behaviour(self.temperature, perturb if noisy else None)
 
-    def _update(self, step: int, samples: list[Sample], look: Look | None) -> dict[str, float]:
-        try:
-            return self.updater.update(step, samples, self.temperature, look)
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
+    def trained_policy(self) -> Policy:
+        """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
+        return self.updater.weights.whole_policy(self.collector.sampler)
 
     # --- state ---
 
@@ -352,6 +344,7 @@ class Trainer:
     def _resume(self) -> list[dict[str, float]]:
         trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
         rows = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        # Passes compute with rounded copies of weights that are trained in 16 bits; the checkpoint has the exact ones.
         self.policy.use_trained()
         if rows and self.processes.writes:
             log.info("continuing from step %d of %d", len(rows), self.settings.steps)
@@ -367,6 +360,7 @@ class Trainer:
             for name, parameter in trained.items():
                 parameter.copy_(state["trained"][name])
         optimizer.load_state_dict(state["optimizer"])
+        # What free memory decided at first holds for the whole run: it changes the last bits.
         self.updater.choices = state["choices"] and Choices(**state["choices"])
         rows: list[dict[str, float]] = state["rows"]
         return rows
@@ -382,6 +376,11 @@ class Trainer:
         self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
         write_text(self.metrics, "".join(self._lines))
 
-    def _tell(self, rows: list[dict[str, float]]) -> None:
-        if self.trackers:
-            self.trackers.log(rows)
+
+@contextmanager
+def _remedied() -> Iterator[None]:
+    """A context in which an update's lack of memory is said with its remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -15,13 +15,13 @@ import torch
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy
 from qerl.rl.failures import DivergedError
-from qerl.rl.graphs import PassGraphs, pass_graphs, row_tokens_of
-from qerl.rl.losses import BatchSize, LossInputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
+from qerl.rl.graphs import PassGraphs, padded_tokens, pass_graphs
+from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
 from qerl.rl.parallel import Processes
+from qerl.rl.sharding import placed
 from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
-from qerl.rollout.sampler import Completion
 from qerl.settings.run import LossSettings, OptimizerSettings, RunSettings
 
 # The optimizer of a run, and the schedule of its learning rate.
@@ -89,6 +89,7 @@ def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> 
 
 def _is_silent(sample: Sample, loss: LossSettings) -> bool:
     """Whether the policy's loss is the only term, and is zero: no advantage, or masked."""
+    # These terms have a gradient of their own for every completion.
     if loss.kl or loss.name == "ppo":
         return False
     return sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
@@ -167,7 +168,7 @@ def _effective_share(total: float, squares: float, count: float) -> float:
 
 _TOKEN_SUMS = ("entropy", "mismatch_kl", "token_ratios", "token_squares")
 _SEQUENCE_SUMS = ("sequence_ratios", "sequence_squares")
-_SUMS = tuple(field.name for field in fields(UpdateStats) if field.name != "max_ratio")
+_SUMS = tuple(one.name for one in fields(UpdateStats) if one.name != "max_ratio")
 
 
 # The updates on a rollout: losses and gradients of micro-batches, which a run's processes share.
@@ -195,23 +196,12 @@ class _ValueTargets:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A micro-batch with the inputs of its loss that are fixed before the first update on its rollout."""
+class _Estimates:
+    """Advantages [N, 1] or [N, T] of each micro-batch; with ppo also the value function's targets and metrics."""
 
-    batch: MicroBatch
-    step: int
-    mask_NT: torch.Tensor  # 1.0 on the tokens that contribute to the loss
-    advantages_NT: torch.Tensor  # [N, 1], or for ppo [N, T]
-    targets: _ValueTargets | None = None  # ppo
-
-
-@dataclass(frozen=True)
-class _Anchor:
-    """Constants that the first update computes for the further ones, by the policy that sampled."""
-
-    old_NT: torch.Tensor
-    reference_NT: torch.Tensor | None
-    importance_NT: torch.Tensor | None
+    advantages: list[torch.Tensor]
+    targets: list[_ValueTargets] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -240,12 +230,14 @@ class Updater:
         self.settings = settings
         self.policy = policy
         self.processes = processes
+        self.weights = placed(policy, processes)
         self.optimizer = make_optimizer(policy, settings.optimizer, settings.loss.ppo.learning_rate)
         self._trained = list(policy.trainable())
         self._dropouts = dropouts(policy.lm)
         self._casts = SharedCasts(policy.lm)
         chosen = settings.gradient_checkpointing == "auto" and policy.device.type == "cuda"
-        #: That of the completions of the present rollout.
+        #: Step and temperature of the present rollout.
+        self._step = 0
         self.temperature = settings.rollout.sampling.temperature
         self.recomputation = Recomputation(policy) if chosen else None
         #: Chosen by the first update, or else by the run that this one continues.
@@ -277,38 +269,69 @@ class Updater:
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
         over all updates; the others come from the first update, by the policy that sampled.
         """
-        self.temperature = temperature or self.settings.rollout.sampling.temperature
-        self.choices = self.choices or self._choose()
-        schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * schedule
+        self._begin(step, temperature)
+        loss = self.settings.loss
         silent = find_silent(samples, self.settings, step)
-        rows = split(samples, self.settings.micro_batch_tokens, self.processes.count)
-        whole = self._batch_size(samples, len(rows))
-        parts = self._parts(step, samples, rows, silent.index)
-        sampled = self._read_only(step, samples, silent.sampled)
-        shown = self._read_only(step, samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
-        stats = UpdateStats()
-        # By rows with their silent completions, so that a large policy doesn't hold memory for its few short rows.
-        longest = max((row_tokens(samples, row) for row in rows), default=0)
-        self._in_graphs = self.graphs is not None and row_tokens_of(longest) <= self.choices.graph_tokens
-        if not self._in_graphs:  # whose policies have no dropout, and the walk over all modules takes long
-            self.policy.lm.train()
-        with self._weights([*parts, *sampled, *shown]):
-            with self._casts.unchanged():
-                of_silent = self._read(sampled, look)
-                self._read(shown, look)
-                parts, estimated = self._estimate_advantages(parts) if self.settings.loss.name == "ppo" else (parts, {})
-                anchors = self._first_gradients(parts, whole, stats, look)
-            norm = self._optimize()
-            for _ in range(self.settings.loss.updates_per_rollout - 1):
+        indices = split(samples, self.settings.micro_batch_tokens, self.processes.count)
+        whole = self._batch_size(samples, len(indices))
+        batches = self._micro_batches(samples, indices, silent.index)
+        sampled = self._read_only(samples, silent.sampled)
+        # Stored completions that the sample lacks; they count in no metric, so that storing changes none.
+        shown = self._read_only(samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
+        self._choose_passes(samples, indices)
+
+        stats, norms = UpdateStats(), []
+        inputs: list[LossInputs] = []
+        with self._unpacked_weights([*batches, *sampled, *shown]):
+            for number in range(loss.updates_per_rollout):
+                first = number == 0
                 with self._casts.unchanged():
-                    self._further_gradients(parts, anchors, whole, stats)
-                self._optimize()
+                    if first:  # before any gradient, while the policy is the one that sampled
+                        of_silent = self._read(sampled, look)
+                        self._read(shown, look)
+                        estimates = self._estimates(batches)
+                    self._clear_gradients(batches)
+                    for place, batch in enumerate(batches):
+                        reference_logprobs_NT = self._reference_logprobs(batch) if first else None
+                        logprobs_NT, entropy_NT = self._forward(batch)
+                        if first:
+                            # The ratio's denominator is the trainer's own log-probability: by the sampler's, which is
+                            # perturbed and has other kernels, the ratio would measure noise (docs/algorithms.md).
+                            old_logprobs_NT = logprobs_NT.detach()
+                            advantages_NT = estimates.advantages[place]
+                            inputs.append(
+                                self._loss_inputs(batch, advantages_NT, old_logprobs_NT, reference_logprobs_NT)
+                            )
+                        outputs = policy_loss(replace(inputs[place], logprobs_NT=logprobs_NT), loss, whole)
+                        if outputs.loss.requires_grad:  # unless all completions are silent
+                            outputs.loss.backward()
+                        stats += _counted(outputs, first)
+                        if loss.name == "ppo":
+                            stats += self._fit_values(batch, estimates.targets[place], whole)
+                        if first:
+                            stats += _compare(batch, old_logprobs_NT, entropy_NT, reference_logprobs_NT)
+                            if look:
+                                look.look(batch, entropy_NT)
+                norms.append(self._optimize())
         if not self._in_graphs:
             self.policy.lm.eval()
-        rate = self.settings.optimizer.learning_rate * schedule
-        return {**self._metrics(stats, silent, of_silent), **estimated, "grad_norm": norm, "learning_rate": rate}
+        return {
+            **self._metrics(stats, silent, of_silent),
+            **estimates.metrics,
+            "grad_norm": norms[0],
+            "learning_rate": self.settings.optimizer.learning_rate * self._schedule(step),
+        }
+
+    def _begin(self, step: int, temperature: float | None) -> None:
+        """Set what the update of a step has of its own: temperature, keys of dropout, learning rate."""
+        self.temperature = temperature or self.settings.rollout.sampling.temperature
+        self._step = step
+        self.choices = self.choices or self._choose()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * self._schedule(step)
+
+    def _schedule(self, step: int) -> float:
+        return warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
 
     def _metrics(self, stats: UpdateStats, silent: Silent, of_silent: UpdateStats) -> dict[str, float]:
         """Metrics of all processes, from the statistics of completions with a gradient and of sampled silent ones."""
@@ -324,216 +347,202 @@ class Updater:
             "mismatch/max_ratio": stats.max_ratio,
         }
 
-    # --- the batch ---
+    # --- the micro-batches of this process ---
 
     def _batch_size(self, samples: list[Sample], micro_batches: int) -> BatchSize:
         unmasked = (s for s in samples if s.completion.finished or not self.settings.loss.mask_truncated)
         tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
         return BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, micro_batches)
 
-    def _parts(self, step: int, samples: list[Sample], rows: list[list[int]], silent: Collection[int]) -> list[_Part]:
-        """This process's micro-batches. Rows are sorted by length, so dealing them out in turn balances the work."""
+    def _micro_batches(
+        self, samples: list[Sample], indices: list[list[int]], silent: Collection[int]
+    ) -> list[MicroBatch]:
+        """This process's micro-batches. They are sorted by length, so dealing them out in turn balances the work."""
         if silent:
-            rows = sorted(rows, key=lambda row: -row_tokens(samples, [i for i in row if i not in silent]))
-        return [self._part(step, samples, row, silent) for row in self._dealt(rows, self.processes.rank)]
+            indices = sorted(indices, key=lambda index: -row_tokens(samples, [i for i in index if i not in silent]))
+        dealt = self.weights.deal(indices, self.processes.rank)
+        return [micro_batch(samples, index, self.policy.device, silent) for index in dealt]
 
-    def _dealt(self, rows: list[list[int]], place: int) -> list[list[int]]:
-        """Rows number `place` of each turn of the processes.
+    def _read_only(self, samples: list[Sample], silent: list[int]) -> list[MicroBatch]:
+        """This process's micro-batches of `silent` completions, of which the last process has the longest."""
+        # The first process has the longest of those with a gradient.
+        indices = split(samples, self.settings.micro_batch_tokens, self.processes.count, silent)
+        dealt = self.weights.deal(indices, self.processes.count - 1 - self.processes.rank)
+        return [micro_batch(samples, index, self.policy.device) for index in dealt]
 
-        Where the last turn has too few rows, a process with sharded weights gets an empty one: it takes part in every
-        turn, since the others need its shards.
-        """
-        dealt = rows[place :: self.processes.count]
-        turns = math.ceil(len(rows) / self.processes.count)
-        return dealt if self.policy.root is None else dealt + [[]] * (turns - len(dealt))
+    # --- passes ---
 
-    def _part(self, step: int, samples: list[Sample], row: list[int], silent: Collection[int]) -> _Part:
-        batch = micro_batch(samples, row, self.policy.device, silent)
-        mask = batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
-        return _Part(batch, step, mask, batch.advantages_N[:, None])
+    def _choose_passes(self, samples: list[Sample], indices: list[list[int]]) -> None:
+        """Choose between CUDA graphs and plain passes in training mode, for the whole update."""
+        assert self.choices is not None
+        # By rows with their silent completions, so that a large policy doesn't hold memory for its few short rows.
+        longest = max((row_tokens(samples, index) for index in indices), default=0)
+        self._in_graphs = self.graphs is not None and padded_tokens(longest) <= self.choices.graph_tokens
+        # A policy in graphs has no dropout, so that its mode decides nothing, and setting it walks over all modules.
+        if not self._in_graphs:
+            self.policy.lm.train()
 
-    def _read_only(self, step: int, samples: list[Sample], index: list[int]) -> list[_Part]:
-        """This process's micro-batches of silent completions `index`, of which the last process has the longest."""
-        rows = split(samples, self.settings.micro_batch_tokens, self.processes.count, index)
-        mine = self._dealt(rows, self.processes.count - 1 - self.processes.rank)
-        return [self._part(step, samples, row, ()) for row in mine]
-
-    # --- gradients ---
-
-    def _forward(self, part: _Part, in_graphs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = part.batch
+    def _forward(self, batch: MicroBatch, in_graphs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [N, T] of a micro-batch's tokens by the present policy."""
         if batch.is_empty:
-            zeros_NT = torch.zeros_like(batch.mask_NT)
-            return (zeros_NT if self.policy.root is None else zeros_NT + self._zero()), zeros_NT
+            return self.weights.no_logprobs(batch, self.temperature), torch.zeros_like(batch.mask_NT)
         if self.graphs and self._in_graphs and in_graphs:
             return self.graphs.logprobs_and_entropy(batch, self.temperature)
-        keep = self._choose_recomputed(part)
-        # Keys of dropout: the same in every update on a rollout, in every process and after a restart.
-        keys = [(self.settings.seed, part.step, *key) for key in batch.keys]
+        keep_logits = self._choose_recomputed(batch)
+        # The same in every update on a rollout, so that the ratio doesn't compare two dropout masks; in every process
+        # and after a restart, so that neither changes a run.
+        keys = [(self.settings.seed, self._step, *key) for key in batch.keys]
         set_keys(self._dropouts, keys, batch.packing.lengths)
-        return logprobs_and_entropy(self.policy, batch, self.temperature, keep)
+        return logprobs_and_entropy(self.policy, batch, self.temperature, keep_logits)
 
-    def _zero(self) -> torch.Tensor:
-        """A zero by a pass of one token, which gathers and reduces shards like any other pass, with zero gradients."""
-        batch = micro_batch([Sample([0], Completion([0], [0.0], False), 0.0, 0.0)], [0], self.policy.device)
-        return 0 * logprobs_and_entropy(self.policy, batch, self.temperature)[0].sum()
-
-    def _choose_recomputed(self, part: _Part) -> bool:
+    def _choose_recomputed(self, batch: MicroBatch) -> bool:
         """Choose the blocks that the backward pass recomputes; returns whether the logits are kept."""
         if self.recomputation is None or not torch.is_grad_enabled():
             return False
         assert self.choices is not None
-        tokens = part.batch.ids.numel()
-        keep = tokens <= self.choices.logits_tokens
-        self.recomputation.choose(tokens, keep)
-        return keep
+        tokens = batch.ids.numel()
+        keep_logits = tokens <= self.choices.logits_tokens
+        self.recomputation.choose(tokens, keep_logits)
+        return keep_logits
 
-    def _weights(self, parts: list[_Part]) -> AbstractContextManager[None]:
-        if self.recomputation is None or self._in_graphs:  # graphs unpack weights, whose copies would be elsewhere
+    def _unpacked_weights(self, batches: list[MicroBatch]) -> AbstractContextManager[None]:
+        """A context that keeps packed weights unpacked for all passes, where memory has room."""
+        if self.recomputation is None or self._in_graphs:  # a captured pass unpacks weights into buffers of its own
             return nullcontext()
-        return self.recomputation.weights(max((part.batch.ids.numel() for part in parts), default=0))
+        return self.recomputation.weights(max((batch.ids.numel() for batch in batches), default=0))
 
-    def _reference(self, part: _Part) -> torch.Tensor | None:
+    def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Log-probabilities by the policy without its trained tensors; None if no loss needs them."""
         if not self.settings.loss.kl:
             return None
+        # Captured passes have the adapter, so these aren't in graphs.
         with torch.no_grad(), self.policy.reference():
-            return self._forward(part, in_graphs=False)[0]  # whose passes have the adapter
+            return self._forward(batch, in_graphs=False)[0]
 
     @torch.no_grad()
-    def _read(self, parts: list[_Part], look: Look | None) -> UpdateStats:
+    def _read(self, batches: list[MicroBatch], look: Look | None) -> UpdateStats:
         """Statistics of micro-batches that have no gradient."""
         stats = UpdateStats()
-        for part in parts:
-            logprobs_NT, entropy_NT = self._forward(part)
-            stats += _compare(part, _Anchor(logprobs_NT, None, None), entropy_NT)
+        for batch in batches:
+            logprobs_NT, entropy_NT = self._forward(batch)
+            stats += _compare(batch, logprobs_NT, entropy_NT)
             if look:
-                look.look(part.batch, entropy_NT)
+                look.look(batch, entropy_NT)
         return stats
 
-    def _first_gradients(
-        self, parts: list[_Part], whole: BatchSize, stats: UpdateStats, look: Look | None
-    ) -> list[_Anchor]:
-        """Compute gradients of the policy that sampled, whose log-probabilities become the old ones.
+    # --- gradients and the optimizer ---
 
-        Returns the anchors.
-        """
-        anchors = []
-        self._clear_gradients(parts)
-        for part in parts:
-            reference_NT = self._reference(part)
-            logprobs_NT, entropy_NT = self._forward(part)
-            anchor = self._anchor(part, logprobs_NT.detach(), reference_NT)
-            stats += self._backward(logprobs_NT, part, anchor, whole)
-            stats += _compare(part, anchor, entropy_NT)
-            anchors.append(anchor)
-            if look:
-                look.look(part.batch, entropy_NT)
-        return anchors
-
-    def _clear_gradients(self, parts: list[_Part]) -> None:
+    def _clear_gradients(self, batches: list[MicroBatch]) -> None:
         """Forget the gradients. Those of graphs are tensors that stay in place."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.graphs and self._in_graphs and not all(part.batch.is_empty for part in parts):
+        if self.graphs and self._in_graphs and not all(batch.is_empty for batch in batches):
             self.graphs.use_gradients()
 
-    def _anchor(self, part: _Part, old_NT: torch.Tensor, reference_NT: torch.Tensor | None) -> _Anchor:
-        importance_NT = importance_weights(old_NT, part.batch.sampler_logprobs_NT, part.mask_NT, self.settings.loss)
-        return _Anchor(old_NT, reference_NT, importance_NT)
+    def _loss_mask(self, batch: MicroBatch) -> torch.Tensor:
+        """[N, T] 1.0 on the tokens that contribute to the loss."""
+        return batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
 
-    def _further_gradients(
-        self, parts: list[_Part], anchors: list[_Anchor], whole: BatchSize, stats: UpdateStats
-    ) -> None:
-        self._clear_gradients(parts)
-        for part, anchor in zip(parts, anchors, strict=True):
-            stats += replace(self._backward(self._forward(part)[0], part, anchor, whole), loss=0.0)
-
-    def _backward(self, logprobs_NT: torch.Tensor, part: _Part, anchor: _Anchor, whole: BatchSize) -> UpdateStats:
-        """Add the gradient of a micro-batch; returns its share of the loss and its counts of clipped ratios."""
-        inputs = LossInputs(
-            logprobs_NT, anchor.old_NT, part.advantages_NT, part.mask_NT, anchor.reference_NT, anchor.importance_NT
+    def _loss_inputs(
+        self,
+        batch: MicroBatch,
+        advantages_NT: torch.Tensor,
+        old_logprobs_NT: torch.Tensor,
+        reference_logprobs_NT: torch.Tensor | None,
+    ) -> LossInputs:
+        """The inputs of a micro-batch's loss in the first update; in further ones only `logprobs_NT` differs."""
+        mask_NT = self._loss_mask(batch)
+        # The weights are of the policy that sampled, so they belong to the rollout, as its old log-probabilities do.
+        importance_NT = importance_weights(old_logprobs_NT, batch.sampler_logprobs_NT, mask_NT, self.settings.loss)
+        return LossInputs(
+            old_logprobs_NT, old_logprobs_NT, advantages_NT, mask_NT, reference_logprobs_NT, importance_NT
         )
-        outputs = policy_loss(inputs, self.settings.loss, whole)
-        if outputs.loss.requires_grad:  # unless all completions are silent
-            outputs.loss.backward()
-        numbers = (outputs.loss.detach(), outputs.clipped_low, outputs.clipped_high, outputs.ratios)
-        # All at once: each wait for the GPU keeps the host from launching what follows.
-        loss, low, high, ratios = torch.stack(numbers).tolist()
-        stats = UpdateStats(loss=loss, clipped_low=low, clipped_high=high, ratios=ratios)
-        if part.targets is not None:
-            stats += self._fit_values(part, part.targets, whole)
-        return stats
 
     def _optimize(self) -> float:
-        """Sum the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping.
-
-        Gradients of sharded weights are sums already.
-
-        The value's gradient is clipped separately, so that a large error of the value doesn't shrink the policy's step.
-        """
-        if self.policy.root is None:
-            self.processes.add_gradients(p for _, p in self._trained)
+        """Sum the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping."""
+        self.weights.add_gradients(p for _, p in self._trained)
         norms = []
+        # The value's gradient is clipped apart, so that a large error of the value doesn't shrink the policy's step.
         for of_value in (False, True):
             parameters = [p for name, p in self._trained if is_value(name) == of_value]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)
-            norms.append(norm if self.policy.root is None else self.policy.root.whole(norm))
+            norms.append(self.weights.clip_gradients(parameters, self.settings.optimizer.max_grad_norm))
+        # Before the step, so that the weights, and with them the last checkpoint, stay finite.
         if not all(torch.isfinite(norm) for norm in norms):
             raise DivergedError(_diverged("the gradient is", "the loss or a weight is"))
         self.optimizer.step()
         self.policy.use_trained()
-        if self.policy.root is not None:  # the rollout needs the memory for whole weights
-            self.optimizer.zero_grad(set_to_none=True)
+        self.weights.end_update(self.optimizer)
         return norms[0].item()
 
     # --- ppo ---
 
-    def _estimate_advantages(self, parts: list[_Part]) -> tuple[list[_Part], dict[str, float]]:
-        """Micro-batches with advantages and returns by the values before the first update, and metrics of the values.
-
-        The explained variance says how well the values predicted the returns.
-        """
+    def _estimates(self, batches: list[MicroBatch]) -> _Estimates:
+        """The advantages of completions as the rollout has them, or for ppo of tokens, by the value function."""
+        if self.settings.loss.name != "ppo":
+            return _Estimates([batch.advantages_N[:, None] for batch in batches])
         ppo = self.settings.loss.ppo
-        estimated = []
+        advantages, targets = [], []
         moments, of_returns, of_errors = Moments(), Moments(), Moments()
-        for part in parts:
-            mask_NT = part.batch.mask_NT
+        for batch in batches:
+            mask_NT = batch.mask_NT
             with torch.no_grad():
-                old_NT = values(self.policy, part.batch)
-            rewards_NT = terminal_rewards(part.batch.rewards_N, mask_NT)
-            advantages_NT, returns_NT = gae(rewards_NT, old_NT, mask_NT, ppo.gamma, ppo.lam)
-            moments += Moments.of(advantages_NT, part.mask_NT)
+                old_values_NT = values(self.policy, batch)
+            rewards_NT = terminal_rewards(batch.rewards_N, mask_NT)
+            advantages_NT, returns_NT = gae(rewards_NT, old_values_NT, mask_NT, ppo.gamma, ppo.lam)
+            moments += Moments.of(advantages_NT, self._loss_mask(batch))
             of_returns += Moments.of(returns_NT, mask_NT)
-            of_errors += Moments.of(returns_NT - old_NT, mask_NT)
-            estimated.append(replace(part, advantages_NT=advantages_NT, targets=_ValueTargets(old_NT, returns_NT)))
+            of_errors += Moments.of(returns_NT - old_values_NT, mask_NT)
+            advantages.append(advantages_NT)
+            targets.append(_ValueTargets(old_values_NT, returns_NT))
+        # By the moments of all processes: a run's advantages don't depend on how its batch is shared out.
         moments, of_returns, of_errors = (
             Moments(*self.processes.sum(astuple(one))) for one in (moments, of_returns, of_errors)
         )
         if ppo.whiten:
-            estimated = [replace(p, advantages_NT=whiten(p.advantages_NT, p.mask_NT, moments)) for p in estimated]
+            masks = map(self._loss_mask, batches)
+            advantages = [whiten(one_NT, mask_NT, moments) for one_NT, mask_NT in zip(advantages, masks, strict=True)]
+        # How well the values predicted the returns.
         explained = 1 - of_errors.variance / of_returns.variance if of_returns.variance else 0.0
-        return estimated, {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
+        metrics = {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
+        return _Estimates(advantages, targets, metrics)
 
-    def _fit_values(self, part: _Part, targets: _ValueTargets, whole: BatchSize) -> UpdateStats:
+    def _fit_values(self, batch: MicroBatch, targets: _ValueTargets, whole: BatchSize) -> UpdateStats:
         """Add the gradient of the value's loss; returns the loss and the share of clipped values."""
         ppo = self.settings.loss.ppo
-        self._choose_recomputed(part)
+        self._choose_recomputed(batch)
         with value_adapter(self.policy):  # also around the backward pass, which may recompute blocks
-            now_NT = values(self.policy, part.batch)
             loss, clipped = value_loss(
-                now_NT, targets.old_values_NT, targets.returns_NT, part.mask_NT, ppo.value_clip, whole.tokens
+                values(self.policy, batch),
+                targets.old_values_NT,
+                targets.returns_NT,
+                self._loss_mask(batch),
+                ppo.value_clip,
+                whole.tokens,
             )
             (ppo.value_coefficient * loss).backward()
         return UpdateStats(value_loss=loss.item(), value_clipped=clipped.item())
 
 
-def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateStats:
+def _counted(outputs: LossOutputs, first: bool) -> UpdateStats:
+    """The counts of clipped ratios, and in the first update the share of the loss."""
+    numbers = (outputs.loss.detach(), outputs.clipped_low, outputs.clipped_high, outputs.ratios)
+    # All at once: each wait for the GPU keeps the host from launching what follows.
+    loss, low, high, ratios = torch.stack(numbers).tolist()
+    return UpdateStats(loss=loss if first else 0.0, clipped_low=low, clipped_high=high, ratios=ratios)
+
+
+def _compare(
+    batch: MicroBatch,
+    old_logprobs_NT: torch.Tensor,
+    entropy_NT: torch.Tensor,
+    reference_logprobs_NT: torch.Tensor | None = None,
+) -> UpdateStats:
     """Statistics of the policy that sampled, on the completions that were read: its entropy, its mismatch with the
     sampler, and its KL to the reference.
     """
-    batch = part.batch
     if batch.is_empty:
         return UpdateStats()
-    mask_NT, old_NT, sampler_NT = (x[batch.read_N] for x in (batch.mask_NT, anchor.old_NT, batch.sampler_logprobs_NT))
+    read_N = batch.read_N
+    mask_NT, old_NT, sampler_NT = (x[read_N] for x in (batch.mask_NT, old_logprobs_NT, batch.sampler_logprobs_NT))
     kl, ratio = mismatch(old_NT, sampler_NT, mask_NT)
     sums = ratio_sums(old_NT, sampler_NT, mask_NT)
     stats = UpdateStats(
@@ -547,8 +556,8 @@ def _compare(part: _Part, anchor: _Anchor, entropy_NT: torch.Tensor) -> UpdateSt
         mismatch_kl=kl.item(),
         max_ratio=ratio.item(),
     )
-    if anchor.reference_NT is not None:
-        stats.reference_kl = (k3(anchor.reference_NT - anchor.old_NT) * batch.mask_NT).sum().item()
+    if reference_logprobs_NT is not None:
+        stats.reference_kl = (k3(reference_logprobs_NT - old_logprobs_NT) * batch.mask_NT).sum().item()
     return stats
 
 

@@ -46,6 +46,7 @@ def gae(
     rewards, values, steps = rewards_NT.float(), values_NT.float(), mask_NT.bool()
     advantage = following = rewards.new_zeros(len(rewards))
     advantages_NT = torch.zeros_like(rewards)
+    # From the last token, after which V is 0. A truncated completion isn't bootstrapped: its reward is final.
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * following - values[:, t]
         advantage = torch.where(steps[:, t], delta + gamma * lam * advantage, advantage)
@@ -136,6 +137,7 @@ def add_value(policy: Policy, settings: PPOSettings) -> None:
         policy.peft.add_adapter(VALUE_ADAPTER, register_lora(config))
     policy.peft.set_requires_grad(VALUE_ADAPTER)
     head = nn.Linear(policy.lm.config.hidden_size, 1, device=policy.device, dtype=torch.float32)
+    # V = 0 at first: the first advantages are then sums of rewards, and not the errors of a random head.
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     policy.value_head = head

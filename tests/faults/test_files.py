@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from qerl import api
+from qerl import __main__, api
 from qerl.checkpoints.files import CheckpointError
-from qerl.cli import commands as cli
 from qerl.data.records import DataError
 from qerl.data.sources import read_split
 from qerl.host.provenance import check_writable, write_json, writing
@@ -227,7 +226,7 @@ def test_a_disk_full_at_the_end_costs_no_step(run, whole, monkeypatch):
 def said_by(capsys, monkeypatch, *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["qerl", *arguments])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        __main__.main()
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("qerl: ")

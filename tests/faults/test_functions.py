@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl import __main__
 from qerl.cli import commands as cli
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, reward_parts
@@ -111,7 +112,7 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
     """A ValueError of the user's would else be told without the place that it comes from."""
     monkeypatch.setattr(cli, "app", lambda: reward("breaks"))
     with pytest.raises(ValueError, match="eighteen"):
-        cli.main()
+        __main__.main()
 
 
 def test_a_reward_that_ends_the_process_is_reported(reward):

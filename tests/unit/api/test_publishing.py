@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors.torch import save_file
 
 import qerl
-from qerl.cli import commands as cli
+from qerl import __main__
 from qerl.settings.base import ConfigError
 
 REPO = "someone/tiny-policy"
@@ -117,7 +117,7 @@ def test_the_code_of_the_card_loads_the_policy(run, folder, tmp_path, monkeypatc
     shutil.copytree(run.settings.model, "tiny-model")
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        __main__.main()
     assert not ended.value.code
     shutil.copytree(folder, REPO)
     names = {}

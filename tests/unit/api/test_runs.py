@@ -175,7 +175,7 @@ def length(answer, problem):
     ],
 )
 def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset, splits):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
     run = qerl.train({**values, "dataset": dataset()})
     assert {path.parent for path in run.folder.rglob("given/*")} == {run.folder / "given"}
     counts = [len((run.data / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "test")]
@@ -192,14 +192,14 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
 
 
 def test_numbers_of_numpy_stay_as_they_are_written(values, monkeypatch):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
     rows = [{"problem": f"{n}?", "answer": np.float32(0.1), (1, 2): n} for n in range(9)]
     run = qerl.train({**values, "dataset": {"format": "math", "origin": {"train": rows}}})
     assert (run.data / "train.jsonl").read_text().splitlines()[0] == '{"problem": "0?", "answer": 0.1, "(1, 2)": 0}'
 
 
 def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
     rows = [
         sum(1 for file in qerl.train({**values, "dataset": given}).data.glob("*.jsonl") for _ in file.open())
         for given in (ROWS, ROWS[:20])
@@ -231,7 +231,7 @@ def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_
 
 
 def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
     run = qerl.train({**values, "reward": {"function": length}})
     assert run.settings.reward.function == f"{__name__}:length"
     for function in (lambda answer, problem: 1.0, functools.partial(length, problem=None), length.__call__):
@@ -276,7 +276,7 @@ def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
 
 
 def test_a_file_of_the_user_is_not_taken_for_that_of_a_run(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.api._train", lambda run: None)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / "inputs.json").write_text("{}")
     assert qerl.train(tmp_path / "run.yaml").folder == tmp_path / "run"

@@ -112,7 +112,7 @@ def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypat
     }.items():
         monkeypatch.setattr(sys, "argv", ["qerl", "export", *arguments])
         with pytest.raises(SystemExit):
-            cli.main()
+            __main__.main()
         assert sentence in capsys.readouterr().err
     assert sorted(path.name for path in (folder / "exported").iterdir()) == ["adapter", "base"]
 
@@ -231,7 +231,7 @@ def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
 def test_a_mistake_is_one_sentence(call, folder, monkeypatch, capsys, arguments, sentence):
     monkeypatch.setattr(sys, "argv", ["qerl", *arguments])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        __main__.main()
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert sentence in said
@@ -347,7 +347,7 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
         configure_logging()
         enable_progress_bar()  # which a harness may have disabled in this process
         sys.argv = ["qerl", "train", "run.yaml", "--out", "run"]
-        cli.main()
+        __main__.main()
 
     done = call_in_fork(train, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
     assert done.returncode == 0, done.stderr

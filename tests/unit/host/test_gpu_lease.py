@@ -267,7 +267,7 @@ RULE = """
 import sys
 from qerl.workflow import dispatch
 dispatch.ENGINE_FUNCTIONS["decode", "native"] = "probe:measure_points"
-from qerl.cli.commands import main
+from qerl.__main__ import main
 main()
 """
 PROBE = """

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels import packed_sequences
 from qerl.rl import graphs, memory
-from qerl.rl.graphs import FixedRow, PassGraphs, RowSize, row_tokens_of
+from qerl.rl.graphs import PaddedBatch, PaddedSize, PassGraphs, padded_tokens
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import Sample, micro_batch, row_tokens, split
 from qerl.rl.parallel import Processes
@@ -157,15 +157,15 @@ def test_a_row_has_at_least_one_token_of_padding_and_room_for_everything():
     for seed in range(20):
         samples = batch(seed)
         one = micro_batch(samples, list(range(len(samples))), CPU)
-        size = RowSize.of(one)
-        row = FixedRow(size, CPU)
-        row.fill(one)
+        size = PaddedSize.of(one)
+        padded = PaddedBatch(size, CPU)
+        padded.fill(one)
         assert size.tokens > one.ids.numel()
-        assert row.packing.queries_ends[-1] == size.tokens
-        assert row.packing.keys_ends[-1] <= size.keys
-        assert len(row.states_M) >= len(one.states_M)
-        assert torch.equal(row.states_M[: len(one.states_M)], one.states_M)
-        assert (row.states_M[len(one.states_M) :] >= one.ids.numel()).all()
+        assert padded.packing.queries_ends[-1] == size.tokens
+        assert padded.packing.keys_ends[-1] <= size.keys
+        assert len(padded.states_M) >= len(one.states_M)
+        assert torch.equal(padded.states_M[: len(one.states_M)], one.states_M)
+        assert (padded.states_M[len(one.states_M) :] >= one.ids.numel()).all()
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
@@ -175,6 +175,6 @@ def test_rows_of_a_large_batch_have_no_graph_however_few_teach(base, monkeypatch
     captured = in_fixed_rows(made)
     samples = batch(0, [[0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
     longest = max(row_tokens(samples, row) for row in split(samples, ABOUT["micro_batch_tokens"]))
-    monkeypatch.setattr(graphs, "MOST_BYTES", share * row_tokens_of(longest) * made.graphs._token_bytes)
+    monkeypatch.setattr(graphs, "MOST_BYTES", share * padded_tokens(longest) * made.graphs._token_bytes)
     made.update(1, samples)
     assert bool(captured) == (share > 1)

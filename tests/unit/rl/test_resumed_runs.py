@@ -12,6 +12,7 @@ from qerl.host.interrupt import Interrupted, announced, interruptible
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.trainer import Thermostat, followed_entropies
 from qerl.rl.update import Choices
+from qerl.settings.run import ThermostatSettings
 from tests.unit.rl.tiny_trainer import CPU, PPO, kill_at, trainer, untimed, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
@@ -67,10 +68,10 @@ def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_p
     ended = begin("ended")
     step = ended.step
 
-    def announce(number, position):
+    def announce(number, *rest):
         if number == 3:
             os.kill(os.getpid(), announcement)
-        return step(number, position)
+        return step(number, *rest)
 
     monkeypatch.setattr(ended, "step", announce)
     with pytest.raises(SystemExit) as left, interruptible(), announced() as end:
@@ -86,8 +87,8 @@ def test_a_second_signal_does_not_wait_for_the_step(checkpoints, tmp_path, monke
     ended = trainer(checkpoints, tmp_path, checkpoint_every=1)
     step, reached = ended.step, []
 
-    def announce(number, position):
-        row = step(number, position)
+    def announce(number, *rest):
+        row = step(number, *rest)
         if number == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
             reached.append("after the first")
@@ -132,11 +133,14 @@ COLD = {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 6, "temperatur
 
 
 def following(checkpoints, work, followed):
-    made = trainer(
-        checkpoints, work, rollout=COLD, adapter={"rank": 4}, thermostat={"metrics": str(followed)}, checkpoint_every=1
+    about = {"metrics": str(followed)}
+    thermostat = Thermostat(ThermostatSettings(**about), 0.1, followed_entropies(followed, 5))
+    return trainer(
+        checkpoints,
+        work,
+        thermostat,
+        **{"rollout": COLD, "adapter": {"rank": 4}, "thermostat": about, "checkpoint_every": 1},
     )
-    made.thermostat = Thermostat(made.settings.thermostat, 0.1, followed_entropies(followed, 5))
-    return made
 
 
 def test_a_thermostat_sets_the_temperature_of_rollout_and_update(checkpoints, tmp_path, monkeypatch):

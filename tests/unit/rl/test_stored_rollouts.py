@@ -155,10 +155,10 @@ def test_a_killed_run_stores_each_step_once_and_as_the_whole_run_does(checkpoint
     killed = trainer(checkpoint, tmp_path / "killed", stored_rollouts=ALL)
     step = killed.step
 
-    def kill_at_four(number, position):
+    def kill_at_four(number, *rest):
         if number == 4:
             raise KeyboardInterrupt
-        return step(number, position)
+        return step(number, *rest)
 
     monkeypatch.setattr(killed, "step", kill_at_four)
     with pytest.raises(KeyboardInterrupt):

@@ -47,7 +47,7 @@ def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monk
     train_run(plain)
     with monkeypatch.context() as patch:
         step = trainer.Trainer.step
-        killed = lambda self, n, place: step(self, n, place) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+        killed = lambda self, n, *rest: step(self, n, *rest) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
         patch.setattr(trainer.Trainer, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             train_run(tracked)

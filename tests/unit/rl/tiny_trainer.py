@@ -36,12 +36,12 @@ SHARP = {"max_tokens": 6, "temperature": 0.1}
 TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
 
 
-def trainer(checkpoints, work, **changes) -> Trainer:
+def trainer(checkpoints, work, thermostat=None, /, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     base = checkpoints / settings.weights
     policy = make_policy(settings, base)
     collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
-    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
+    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl", thermostat)
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:
@@ -66,10 +66,10 @@ def kill_at(number, run, monkeypatch):
     """Run a trainer that is killed as this step begins."""
     step = run.step
 
-    def step_or_end(n, position):
+    def step_or_end(n, *rest):
         if n == number:
             raise KeyboardInterrupt
-        return step(n, position)
+        return step(n, *rest)
 
     monkeypatch.setattr(run, "step", step_or_end)
     with pytest.raises(KeyboardInterrupt):
