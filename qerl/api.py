@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 
     from qerl.evals.policy import Drawn
     from qerl.models.policy import Policy
-    from qerl.publish import BaseModel, Published, RunFacts, RunScore
+    from qerl.publishing import BaseModel, Published, RunFacts, RunScore
     from qerl.results.statistics import Interval
 
 
@@ -122,7 +122,7 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_del
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    from qerl.workflow.prepare import make_checkpoint
+    from qerl.workflow.bases import make_checkpoint
 
     target, given_model = path_argument(out, "out"), path_argument(model, "model")
     if not isinstance(weights, str) or weights not in GROUP_SIZE:
@@ -152,7 +152,7 @@ def model_folder(model: str, check: Callable[[Path], object] | None = None) -> P
             f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
             "or org/name@revision"
         )
-    from qerl.workflow.prepare import fetch_model
+    from qerl.workflow.bases import fetch_model
 
     with redirect_stderr(console().file):  # the bars of a download belong on the screen
         fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH, check=check)
@@ -796,7 +796,7 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
     from qerl.evals.evaluate import merge_loss
     from qerl.models.adapter_files import CARD
     from qerl.models.export import merge
-    from qerl.publish import merged_card
+    from qerl.publishing import merged_card
 
     merge(run.checkpoint, run.adapter, folder, weights)
     policies = load(run.folder), load(folder, run.settings.dtype)
@@ -843,7 +843,7 @@ def publish(
     """
     from huggingface_hub import HfApi
 
-    from qerl.publish import check_folder, upload
+    from qerl.publishing import check_folder, upload
 
     trained = Run(path_argument(run, "run"))
     check_finished(trained)
@@ -865,7 +865,7 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
 
     The licence of a base that is a folder is looked up there, that of a repository on `hub`.
     """
-    from qerl.publish import RunFacts
+    from qerl.publishing import RunFacts
 
     return RunFacts(
         run=read(RunResult, run.folder / RUN),
@@ -877,7 +877,7 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
 
 
 def _base(run: Run, hub: HfApi | None) -> BaseModel:
-    from qerl.publish import BaseModel, license_of
+    from qerl.publishing import BaseModel, license_of
 
     as_it_is = not (run.checkpoint / REPORT).exists()
     named = HUB_MODEL.fullmatch(run.settings.model)
@@ -906,7 +906,7 @@ def _is_trained(run: Run, result: OwnEvaluationResult) -> bool | None:
 
 
 def _scores_of(run: Run, folder: Path, result: OwnEvaluationResult, trained: bool) -> Iterator[RunScore]:
-    from qerl.publish import RunScore, data_name
+    from qerl.publishing import RunScore, data_name
 
     evaluation = Evaluation(folder)
     data = _asked(run, folder, set(evaluation.samples["problem"]))
@@ -928,7 +928,7 @@ def _asked(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None
 def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
     """Fill the folder with what is uploaded; weights are links to the run's own files."""
     from qerl.models.adapter_files import CARD
-    from qerl.publish import model_files, own_file, run_card
+    from qerl.publishing import model_files, own_file, run_card
 
     texts = {CARD: run_card(facts, repo)}
     if run.settings.method == "full":
@@ -944,7 +944,7 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
 
 def _config(run: Run, base: BaseModel) -> str:
     """PEFT's adapter_config.json, in which the base has its public name."""
-    from qerl.publish import own_file
+    from qerl.publishing import own_file
 
     config = json.loads(own_file(run.folder, run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return json.dumps({**config, "base_model_name_or_path": base.name, "revision": base.revision}, indent=2) + "\n"
@@ -952,7 +952,7 @@ def _config(run: Run, base: BaseModel) -> str:
 
 def _notes(facts: RunFacts) -> list[str]:
     """What a person should know of before others read it."""
-    from qerl.publish import data_name
+    from qerl.publishing import data_name
 
     notes = []
     if not facts.base.on_hub:

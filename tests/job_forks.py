@@ -53,7 +53,7 @@ _ON_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 #: The modules of jobs of small policies.
-_SMALL = ("qerl.rl.pretrain", "qerl.workflow.prepare", "qerl.rl.train", "qerl.evals.evaluate")
+_SMALL = ("qerl.rl.pretrain", "qerl.workflow.bases", "qerl.rl.train", "qerl.evals.evaluate")
 
 
 @cache

@@ -113,8 +113,8 @@ MUTATIONS = {
     ),
     "a grader of evaluations that finds the answer anywhere": Mutation(
         "qerl/evals/evaluate.py",
-        "correct=int(verdict.correct),",
-        "correct=int(verdict.correct or problem.answer in drawn.text),",
+        "correct=int(stock.correct),",
+        "correct=int(stock.correct or problem.answer in drawn.text),",
         ("completions, stored policy", "accuracy, nvfp4-lora", "accuracy, nvfp4-lora-aqn"),
     ),
     "a leak of 50 MB a step": Mutation(

@@ -14,7 +14,7 @@ from qerl.cli.console import console, print_table
 from qerl.host.console import quiet
 
 if TYPE_CHECKING:
-    from qerl.publish import Published
+    from qerl.publishing import Published
     from qerl.results.statistics import Interval
 
 

@@ -161,7 +161,7 @@ class RolloutSettings(EngineSettings):
 
 #: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, and drafts do, because they
 #: decide which sequences are decoded together and so how sums are rounded.
-UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep", "url", "adapters"}}
+UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep"}}
 
 
 # Settings of verifiable rewards, and the presets of the released scripts.

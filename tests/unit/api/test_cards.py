@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from qerl.checkpoints.files import StockLoading
 from qerl.models.adapter_files import code_span, plain
-from qerl.publish import BaseModel, RunFacts, check_folder, check_private, data_name, run_card
+from qerl.publishing import BaseModel, RunFacts, check_folder, check_private, data_name, run_card
 from qerl.results.schema import Machine, PreparedDataset, Provenance, Quartiles, RunResult, RunSummary
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings

@@ -19,7 +19,7 @@ from tests.tiny import edit_config
 
 def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
     asked = []
-    monkeypatch.setattr("qerl.workflow.prepare.hub_unreachable", lambda: None)
+    monkeypatch.setattr("qerl.workflow.bases.hub_unreachable", lambda: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)
     policy = qerl.load("org/name@abc", dtype="float32")
     assert policy.lm.config.hidden_size == 64
@@ -45,7 +45,7 @@ NF4 = {
 def hub_of(folder, monkeypatch):
     """A hub whose only model is in a folder; returns the patterns of each download."""
     asked = []
-    monkeypatch.setattr("qerl.workflow.prepare.hub_unreachable", lambda: None)
+    monkeypatch.setattr("qerl.workflow.bases.hub_unreachable", lambda: None)
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda repo, **how: asked.append(how["allow_patterns"]) or folder
     )
@@ -98,13 +98,13 @@ def test_a_repository_without_a_model_is_a_sentence(tmp_path, monkeypatch):
 
 def test_a_model_in_the_hubs_cache_is_taken_without_a_network(model, tmp_path, monkeypatch):
     into_cache(shutil.copytree(model, tmp_path / "plain"), "models--org--name", tmp_path)
-    monkeypatch.setattr("qerl.workflow.prepare.hub_unreachable", lambda: "no connection to X")
+    monkeypatch.setattr("qerl.workflow.bases.hub_unreachable", lambda: "no connection to X")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert qerl.load("org/name", dtype="float32").lm.config.hidden_size == 64
 
 
 def test_without_a_network_a_model_of_the_hub_is_refused_by_a_sentence(monkeypatch, tmp_path):
-    monkeypatch.setattr("qerl.workflow.prepare.hub_unreachable", lambda: "no connection to X")
+    monkeypatch.setattr("qerl.workflow.bases.hub_unreachable", lambda: "no connection to X")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"can't download org/name \(no connection to X\): .*`hf download org/name"):
         qerl.load("org/name")

@@ -137,7 +137,7 @@ def test_a_dry_run_uploads_nothing_and_needs_neither_login_nor_network(run, monk
 
 def test_without_a_network_nothing_is_staged_and_the_client_not_asked(run, monkeypatch):
     monkeypatch.setattr("qerl.api.hub_unreachable", lambda: "no connection to X")
-    monkeypatch.setattr("qerl.publish.upload", lambda *_: pytest.fail("the client was asked"))
+    monkeypatch.setattr("qerl.publishing.upload", lambda *_: pytest.fail("the client was asked"))
     with pytest.raises(ConfigError, match="someone/tiny-policy wasn't uploaded: no connection to X; start again when"):
         qerl.publish(run.folder, REPO)
 

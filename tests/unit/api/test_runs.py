@@ -78,7 +78,7 @@ def test_a_hybrid_is_trained_and_quantized_with_packed_delta_nets(values, tmp_pa
 
 
 def test_only_an_unchanged_base_of_the_hub_is_named_by_its_repository(values, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.workflow.prepare.fetch_model", lambda *_, **__: model)
+    monkeypatch.setattr("qerl.workflow.bases.fetch_model", lambda *_, **__: model)
     commit = "0" * 40
     for weights, revision, base in (
         ("bf16", f"@{commit}", ["org/name", commit]),

@@ -3,7 +3,7 @@
 import yaml
 from huggingface_hub import ModelCardData
 
-from qerl.publish import RunScore, model_index
+from qerl.publishing import RunScore, model_index
 from qerl.results.schema import Machine, PreparedDataset, Provenance, TaskScore
 from qerl.results.statistics import Interval
 from qerl.settings.run import SamplingSettings

@@ -15,9 +15,7 @@ from qerl.workflow import dispatch
 FUNCTIONS = [*dispatch.FUNCTIONS.values(), *dispatch.ENGINE_FUNCTIONS.values()]
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
-PLANNING = (
-    *("checks", "costs", "dispatch", "grid", "outputs", "paper_costs", "plan", "runs", "stages", "study_jobs", "watch"),
-)
+PLANNING = (*("checks", "costs", "dispatch", "grid", "outputs", "plan", "runs", "stages", "study_jobs"),)
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
@@ -93,7 +91,7 @@ def test_changed_code_changes_the_version_of_a_rule(copy, version, entry):
 
 def test_group_sizes_count_for_quantization_and_training(copy, version):
     file = copy / "qerl/formats/group_size.py"
-    text, entries = file.read_text(), ("qerl.workflow.prepare", "qerl.rl.train", "qerl.evals.evaluate")
+    text, entries = file.read_text(), ("qerl.workflow.bases", "qerl.rl.train", "qerl.evals.evaluate")
     before = [version(entry) for entry in entries]
     file.write_text(text.replace('"nvfp4": 16', '"nvfp4": 32'))
     after = [version(entry) for entry in entries]

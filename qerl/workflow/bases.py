@@ -1,0 +1,114 @@
+"""Base checkpoints: downloading, quantizing and linking them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from qerl.checkpoints.files import CONFIG
+from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachable, read_lock, verify
+from qerl.host.imports import OPTIONAL, imports
+from qerl.jobs import FetchJob, QuantizeJob
+from qerl.results.paths import CHECKPOINT, REPORT
+from qerl.results.schema import Provenance, QuantizationReport
+from qerl.results.store import write
+from qerl.settings.base import ConfigError
+from qerl.settings.models import Base, LockedRepo
+
+
+def fetch_base(job: FetchJob) -> None:
+    """Download a model of the hub at a pinned revision."""
+    fetch_model(job.repo, job.revision, job.out, read_lock(job.lock_file).get(job.repo))
+
+
+def quantize_base(job: QuantizeJob) -> None:
+    """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
+    if job.data is None:
+        with imports(OPTIONAL):  # rounding to nearest needs no optional package
+            from qerl.models.quantize import SCHEMES
+
+            if job.base.rounded in SCHEMES:
+                import llmcompressor  # noqa: F401
+    make_checkpoint(job.base, job.source, job.out / CHECKPOINT, job.out / REPORT, job.data)
+
+
+def fetch_model(
+    repo: str,
+    revision: str,
+    target: Path | None = None,
+    locked: LockedRepo | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """Download a model from the hub to `target`, or to the hub's cache, and return its folder.
+
+    Its configuration comes first. `check` gets the folder with that alone; by default the structure is checked. If the
+    hub can't be reached, the error names the command to run elsewhere. A file that differs from `locked` is an error.
+    """
+    from qerl.models.loading import checkpoint_structure
+
+    unreachable = hub_unreachable()
+    described = _download(repo, revision, target, CONFIG_FILES, unreachable)
+    if not described.is_dir():  # the client makes no folder if no file has one of the names
+        raise ConfigError(f"{repo} has no {CONFIG} at revision {revision}; name a model in the hub's layout")
+    (check or checkpoint_structure)(described)
+    folder = _download(repo, revision, target, MODEL_FILES, unreachable)
+    if locked is not None:
+        verify(locked, folder)
+    return folder
+
+
+def _download(repo: str, revision: str, target: Path | None, files: list[str], unreachable: str | None) -> Path:
+    """Download the files of these patterns, or take those of the cache if the hub is `unreachable`."""
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                local_dir=target,
+                allow_patterns=files,
+                ignore_patterns=OTHER_FILES,
+                local_files_only=unreachable is not None,
+            )
+        )
+    except (httpx.HTTPError, OSError) as error:
+        left = " ".join(f"'{pattern}'" for pattern in OTHER_FILES)
+        command = f"hf download {repo} --revision {revision} --local-dir FOLDER --exclude {left}"
+        raise ConfigError(
+            f"can't download {repo} ({unreachable or type(error).__name__}): on a machine with network run "
+            f"`{command}`, then give that folder (in a workflow's configuration: a model with source: local)"
+        ) from error
+
+
+def make_checkpoint(base: Base, source: Path, checkpoint: Path, report: Path, data: Path | None = None) -> None:
+    """Make the checkpoint of a base of the dense `source`, and a JSON report about it; for bf16 the source is linked.
+
+    `data` is the prepared data set on which AWQ calibrates.
+    """
+    from qerl.models.quantize import Calibration, quantize_checkpoint
+
+    texts = None
+    if base.calibration:
+        assert data is not None
+        texts = Calibration(base.calibration, data)
+    about = quantize_checkpoint(source, checkpoint, base.weights, texts, base.error, base.packed_nets)
+    if base.rounded == "bf16":
+        link_checkpoint(source, checkpoint)
+    content = {"model": base.model, "weights": base.weights, **about, "provenance": Provenance.of_now()}
+    write(report, QuantizationReport.model_validate(content))
+
+
+def link_checkpoint(source: Path, target: Path) -> None:
+    """Make a folder of symbolic links to the source's files, which takes no space for a second copy.
+
+    Links to a relative `source` are relative, so that a copy of the whole tree has its own. Hidden files aren't linked:
+    Snakemake keeps a folder's time in one.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not (target / file.name).exists():
+            to = file.resolve() if source.is_absolute() else os.path.relpath(file, target)
+            os.symlink(to, target / file.name)
