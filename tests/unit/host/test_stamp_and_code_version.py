@@ -51,7 +51,7 @@ def test_an_imported_module_counts_unless_it_only_reports(copy):
     before = version_in(copy, "qerl.rl.train")
     edit(copy, "host/console.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
     assert version_in(copy, "qerl.rl.train") == before
-    edit(copy, "rl/advantages.py", "eps: float = 1e-4", "eps: float = 1e-6")
+    edit(copy, "rl/rewards.py", "eps: float = 1e-4", "eps: float = 1e-6")
     assert version_in(copy, "qerl.rl.train") != before
 
 

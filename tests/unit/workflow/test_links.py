@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from qerl.workflow.prepare import _base, link_checkpoint, whole
+from qerl.settings.run import RunSettings
+from qerl.workflow.bases import link_checkpoint
+from qerl.workflow.prepare import _base, whole
 from tests.tiny import tiny_qwen2
 
 
@@ -38,7 +40,7 @@ def test_links_to_a_folder_of_the_users_stay_where_they_point(source, tmp_path):
 def test_a_run_by_hand_links_to_a_model_that_is_named_by_a_relative_path(tmp_path, monkeypatch):
     tiny_qwen2(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    settings = SimpleNamespace(weights="bf16", settings=SimpleNamespace(perturbed=None))
+    settings = SimpleNamespace(settings=RunSettings(model="m", dataset="d", weights="bf16"))
     whole(Path("out/checkpoint"), lambda target: _base(settings, Path("model"), target))
     linked = list((tmp_path / "out/checkpoint").iterdir())
     assert {file.name for file in linked} == {file.name for file in (tmp_path / "model").iterdir()}
