@@ -149,6 +149,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
+# Stock PEFT makes the class of images and text from the same folder, with a longer prefix and vision layers of the same
+# names; so names are changed on disk and `exclude_modules` added, and PEFT's key_mapping names them back.
 def name_for_stock(folder: Path, checkpoint: Path) -> None:
     """Give the tensors that PEFT has saved in `folder` the names in which it loads them on `checkpoint`."""
     if whole_model(checkpoint) is not None:

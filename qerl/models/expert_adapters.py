@@ -29,6 +29,11 @@ from qerl.settings.run import AdapterSettings
 # thousands of layers. `qerl.models.expert_adapters` stores them in PEFT's layouts.
 
 
+# All experts' adapters are one tensor a projection: Qwen3-30B-A3B would have 36,864 matrices more for optimizer, norm
+# and copies.
+# Files have plain LoRA on each expert's layers, which stock PEFT 0.21 reads for Qwen3-MoE; in PEFT's stacks gate and up
+# would share one A, so a conversion back could not keep each rank. gpt-oss has PEFT's layout of stacks. vLLM's sources
+# read both; it was not run.
 class AdaptedExperts(nn.Module, BaseTunerLayer):
     """Frozen `Experts` with the policy's adapter on `projections`, such as "up_proj"; B is 0.
 

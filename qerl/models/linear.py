@@ -465,6 +465,8 @@ def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     return tiles
 
 
+# Phi-3's fused gate and up is stored as two layers whose rows alternate, so that the product applies SiLU itself. A x
+# is computed twice, at rank 16 under 0.2 % of the layer's bytes.
 def _halves_of(lora: Lora | None) -> list[Lora | None]:
     """The adapters of a fused layer's halves, which share the matrix A."""
     return [None, None] if lora is None else [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]

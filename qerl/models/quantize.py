@@ -83,6 +83,10 @@ def linear_layers(source: Path, pack_delta_nets: bool = False) -> set[str]:
     return structure.packed_layers(pack_delta_nets)
 
 
+# The converter gets only the layers that share a scale, because llmcompressor takes a whole file and holds dense and
+# packed weights together. Working memory on a CPU: 30 bytes a weight for NVFP4, 14 for NF4, 9 for MXFP4, so 4 GB for
+# the widest layer of a 32B. Garbage is collected after each file: the library's modules are cycles that keep their
+# packed tensors.
 def write_packed(source: Path, target: Path, weights_format: str, pack_delta_nets: bool = False) -> None:
     """Write the dense checkpoint `source` into the new folder `target` with the linear layers of its blocks packed.
 
@@ -242,6 +246,8 @@ class _NF4:
 # It is the control of quantization: an error as large in each group of each weight, which knows nothing of the weights.
 
 
+# A random error is a checkpoint, not a change at loading, so that training, evaluation and the table of bases read the
+# same file.
 def write_random_error(source: Path, target: Path, error: RandomErrorSettings) -> None:
     """Write the dense checkpoint `source` with the error into the new folder `target`, without the tokenizer.
 
@@ -330,6 +336,9 @@ def check_equalised(source: Path) -> None:
         raise CheckpointError(f"{source}: {refusal}; use recipe: rtn")
 
 
+# AWQ divides norms by its scales, so the same sigma is a different share of such a norm. It needs the dense model in
+# host memory (7B: 15 GB) and room for a dense copy, and runs the texts through each part of a block some twenty times.
+# Without a GPU llmcompressor 0.14 fails when it pins memory; a subclass omits that.
 def write_equalised(source: Path, target: Path, weights_format: str, calibration: Calibration) -> dict[str, Any]:
     """Write the dense checkpoint `source`, equalised for rounding to `weights_format`, into the new folder `target`.
 

@@ -19,6 +19,9 @@ from qerl.rollout.sampler import NotFiniteError
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
+# No failure but memory, time and divergence is caught (on_failure: row). A job can't know that a machine was repaired,
+# so delete the folder to try again; a higher time_limit tries again by itself. The limit counts the seconds of steps
+# over all attempts.
 class TimeLimitError(RuntimeError):
     """A run has exceeded its time limit. The message is one sentence for the user."""
 

@@ -29,6 +29,8 @@ USABLE = 0.85
 MEASURED_TOKENS = 64
 
 
+# Recomputation is by block, chosen by measured bytes; logits and unpacked weights are kept if room is left. Not the
+# default, because a run's peak memory then depends on what else is on the GPU.
 @dataclass
 class Saved:
     """The bytes saved for the backward pass in a `with` block, counted while it runs."""

@@ -7,6 +7,8 @@ import math
 from qerl.settings.run import NoiseSettings
 
 
+# `exponential` is Eq. 8 as printed; its last stage stops at 6.98e-4 for 1e-2 -> 5e-4 and K = 10. `exponential-reaching`
+# follows the released code and reaches sigma_end.
 def sigma(settings: NoiseSettings, step: int, total_steps: int) -> float:
     """Standard deviation of the noise at `step` (1-based) of `total_steps`.
 

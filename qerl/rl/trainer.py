@@ -149,6 +149,8 @@ def followed_entropies(metrics: Path, steps: int) -> list[float]:
     return entropies
 
 
+# Noise in the sampler doesn't change the trained policy's entropy within a step, so a control of that would follow
+# nothing; the estimate by log mu costs nothing and counts the noise.
 class Thermostat:
     """Chooses the temperature of each step by the entropies of the steps before, so it needs no state of its own."""
 

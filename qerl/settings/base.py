@@ -214,6 +214,8 @@ class ConfigError(UserError):
     """A configuration that can't run. The message is one sentence for the user."""
 
 
+# YAML reads `off` as false, so off, none and false all mean off; true and false are no numbers, and text that is a
+# number is one (YAML reads 1e-5 as text). pydantic finds a mistake, and the sentence is ours, with the key as written.
 class Settings(BaseModel):
     """Base class of all settings, which are immutable. An unknown key, NaN and infinity are errors.
 

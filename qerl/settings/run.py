@@ -232,6 +232,9 @@ class AdapterSettings(Settings):
     train_norms: bool = True
     """Whether the RMSNorms whose outputs projections read, two in each block, are trained too, as in the released
     scripts."""
+    # The seven names of the default mean all layers outside of experts, so names of their own (experts.up_proj) are the
+    # only ones that nobody gives by accident; Qwen3-30B-A3B's experts have 60 times as many adapter weights as its
+    # attention.
     targets: NonEmpty[Target] = list(LAYERS)
     """The linear layers of the blocks that get an adapter, by the ends of their names in the model, such as
     `query_key_value`. The seven of the default together mean every linear layer of the blocks outside of a mixture's
@@ -424,6 +427,8 @@ UNDECIDING_OF_STEPS: Any = {
 }
 
 
+# Sizes of caches and batches are compared, because a batch's composition decides how sums are rounded;
+# gradient_checkpointing isn't, since recomputed blocks are equal to the bit.
 #: Keys of `RunSettings` that don't decide the result of a run. If they change, a finished run stays and a killed run
 #: continues.
 UNDECIDING: Any = {
@@ -486,6 +491,8 @@ class RunSettings(Settings):
     recipe: Recipe = "rtn"
     """How weights are quantized. `rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels
     by their activations on calibration texts. `random` (bf16) adds a random error as large as that of rounding."""
+    # Published hybrids keep delta nets in higher precision, and nobody has measured here what 4 bits cost. vLLM runs
+    # in_proj_qkv and in_proj_z as one layer, so both get one scale.
     pack_delta_nets: bool = False
     """Whether a hybrid's delta nets are packed in 4 bits too: their `in_proj_qkv`, `in_proj_z` and `out_proj`. `false`
     keeps them bf16, as published hybrids do. The effect on quality isn't measured here."""
@@ -531,6 +538,8 @@ class RunSettings(Settings):
     node_timeout: PositiveInt = 1800
     """Seconds that a process of several machines waits for the others before the run ends. It is the limit of PyTorch's
     process group, so it must be longer than the time by which one machine's rollout may outlast another's."""
+    # 32 bits: a step's 64-bit seed has the run's seed in its upper half, and Philox, torch and NumPy accept no negative
+    # seeds.
     seed: Seed = 0
 
     @property

@@ -97,6 +97,8 @@ class EvaluationSettings(EngineSettings):
 
     engine_key: ClassVar[str] = "evaluation.engine"
 
+    # Each experiment has its own evaluation tasks: Table 1's policies on AIME and Table 2's on GSM8K would cost GPU-
+    # hours for numbers that no table has.
     tasks: list[TaskSettings]
     sampling: SamplingSettings = SamplingSettings(temperature=0.6, top_p=0.95)
     repeats: PositiveInt = 4
@@ -464,6 +466,8 @@ class Config(Settings):
     """The source to follow where paper and scripts disagree. `paper` uses the file unchanged. Another protocol
     overrides keys by its entry of `protocols` and has its own folder of results.
     """
+    # paper.yaml follows the paper; `protocols` has the keys in which the released scripts differ, and the results of
+    # each side have a folder of their own.
     protocols: dict[Protocol, dict[str, Any]] = {}
     """The keys in which each other protocol differs, placed as in the whole file."""
     lock: FilePath | None = None

@@ -82,6 +82,8 @@ def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
     return [*(file for file in existing if file), *others]
 
 
+# The first folder with a file counts; ratios are of points of one kind of GPU, and tables name the GPU where it
+# differs.
 def committed_files(folders: Sequence[Path]) -> list[Path]:
     """The result files of the folders, sorted by name. Of files with the same name, that of the first folder counts."""
     named = {file.name: file for folder in reversed(folders) for file in folder.glob("*.json")}
@@ -128,6 +130,8 @@ def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
         yield from ((job.out, key) for key in (job.points if isinstance(job, PromptsJob) else [None]))
 
 
+# Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
+# the settings that the grid asks for.
 def _keys(job: PointJob, file: Path) -> list[object]:
     """The keys of the points that a job's file has; none if its step had other settings, which no name tells."""
     if isinstance(job, GrpoStepJob):

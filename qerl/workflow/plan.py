@@ -148,6 +148,8 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "experiments": fitting, "evaluation": merged(evaluation, values.get("evaluation") or {})}
 
 
+# Model= and problems= become part of the name with a hash of their path, so that m/qwen2 and m2/qwen2 have folders of
+# their own.
 def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
     base = experiment.get("base") if isinstance(experiment, Mapping) else None
     models = values.get("models")
@@ -327,6 +329,8 @@ def models_of(plan: Plan, kind: type) -> str:
     return one_of(name for name, model in plan.config.models.items() if isinstance(model, kind))
 
 
+# Snakemake merges --configfile into a configfile: directive key by key, so experiments of the default would leak into
+# the user's; the workflow reads its default itself, only when none was given.
 def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -> Plan:
     """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
 
