@@ -188,7 +188,8 @@ def graded_texts(record_format, form):
     file = Path(__file__).parents[2] / "tests/fixtures/gates/answers.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = [(row["answer"], row["text"]) for row in rows if (row["format"], row["form"]) == (record_format, form)]
-    found += [case[1:3] for case in (NATIVE if form == "native" else TAGGED) if case[0] == record_format]
+    for kind, expected, right, wrong in NATIVE if form == "native" else TAGGED:
+        found += [(expected, text) for text in (*right, *wrong) if kind == record_format]
     shown = (lambda answer: f"\\boxed{{{answer}}}") if form == "native" else tags
     if record_format == "math":
         found += [("5", shown(answer)) for answer in NO_5 + IS_5]
