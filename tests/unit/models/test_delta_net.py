@@ -25,7 +25,7 @@ PROGRAM = """
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from qerl.models.delta_net import pack_delta_nets
+from qerl.models.delta_net import use_packed_delta_nets
 from qerl.models.structure import structure_of
 from tests.families import FAMILIES
 
@@ -36,7 +36,7 @@ try:
     lm(ids)
 except AssertionError as error:
     print(error)
-pack_delta_nets(lm)
+use_packed_delta_nets(lm)
 assert structure_of(config).linears and lm(ids).logits.isfinite().all()
 print("done")
 """
