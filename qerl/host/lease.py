@@ -117,7 +117,7 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
             yield
         finally:
             with suppress(FileNotFoundError):  # a finished run removes its folder
-                os.truncate(file, 0)  # else `qerl watch` on another machine would take the process for running
+                os.truncate(file, 0)  # a file of a job that ended must not name its process
 
 
 def percent_of_each(count: int, total: int | None) -> int:
