@@ -455,7 +455,7 @@ class ShardedMemory:
         return CONTEXT + self.shards + max(self.whole + self.rollout, update)
 
     def verdict(self, capacity: float) -> Verdict:
-        """Whether the step fits into `capacity` bytes, as in `qerl.memory_model`."""
+        """Whether the step fits into `capacity` bytes."""
         if self.peak > capacity:
             return "doesn't fit"
         return "fits" if self.peak - CONTEXT <= USABLE * (capacity - CONTEXT) else "tight"

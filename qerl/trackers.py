@@ -50,9 +50,7 @@ def tracked(row: Mapping[str, float]) -> dict[str, float]:
     return {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in row if key != "step"}
 
 
-# The errors come from disks, databases, servers and transports, of which no list would be complete; none may cost a
-# run.
-# Accelerate's trackers have no interface to read a record, so the run's state has the last step given to each, written
+# The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each, written
 # before the step: no step is twice in a record, and a kill may cost one. The record's id is in the state, so a run that
 # is forced anew has a record of its own.
 @dataclass(frozen=True)

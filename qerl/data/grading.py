@@ -445,11 +445,10 @@ def solution_key(formula: str) -> str:
 #
 # native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math and aime as `\boxed{}`
 # (the last one counts). countdown has a formula after the first `#### `, to the end of the line, without delimiters.
-# `qerl.data.grading` grades it.
 #
 # tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last `<answer>` counts, up to
 # the first `</answer>` after it. A tag that is never closed states nothing, even if a closed one stands before it.
-# Inside, gsm8k and aime expect a number (`qerl.data.grading`), math an expression, countdown a formula. `\boxed{}`,
+# Inside, gsm8k and aime expect a number, math an expression, countdown a formula. `\boxed{}`,
 # `$...$`, `\(...\)`, `\[...\]` and `**...**` around a number or an expression are removed. If a longer text ends with
 # one box, the box counts.
 #
@@ -457,8 +456,8 @@ def solution_key(formula: str) -> str:
 # `</think>` without a `<think>` is fine, since some chat templates open the thinking in the prompt. Tags are lower case
 # and exact; `<Answer>` and `<answer >` are text.
 #
-# An expression of math is equal if math-verify says so and it says no more than the expected answer
-# (`qerl.data.grading`). Words and dates are equal as text, in any case and with any spaces. After `####`, all commas
+# An expression of math is equal if math-verify says so and it says no more than the expected answer.
+# Words and dates are equal as text, in any case and with any spaces. After `####`, all commas
 # are ignored, as in lm-eval. Elsewhere only commas between thousands are, and in math `1,2` is two numbers.
 
 Verdict = Literal["right", "wrong", "timeout"]
@@ -514,7 +513,7 @@ def extract(
 ) -> str | None:
     """Return the final answer that `text` states, None if it states none.
 
-    `units` may follow a number besides `qerl.data.grading.UNITS`. A number with units is returned without them, any
+    `units` may follow a number besides `UNITS`. A number with units is returned without them, any
     other answer as written, without delimiters.
     """
     spoken = after_thinking(text)

@@ -56,7 +56,7 @@ COLUMNS = ("gate", "metric", "check", "limit", "why")
 
 
 class Gate(Settings):
-    """One gate; the meaning and unit of `limit` depend on `check` (`qerl.gates.compare`)."""
+    """One gate; the meaning and unit of `limit` depend on `check` (docs/gates.md)."""
 
     gate: Annotated[str, Field(min_length=1)]
     metric: Annotated[str, Field(min_length=1)]

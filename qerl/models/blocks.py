@@ -311,7 +311,7 @@ class PackedAttention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Map hidden_states [1, L, H] to the same shape, and None for the weights; cos and sin are [1, L, D]."""
         packing: Packing | FixedPacking | None = settings.get("packing")
-        drops = self.training and self.attention_dropout > 0  # which `qerl.models.blocks.attend` refuses
+        drops = self.training and self.attention_dropout > 0  # which `attend` refuses
         if packing is None or past_key_values is not None or not _kernel_serves(hidden_states) or drops:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **settings)
         layers = [self.get_submodule(f"{name}_proj") for name in "qkv"]

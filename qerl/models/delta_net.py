@@ -219,7 +219,7 @@ def _lost(key: Tensor, w: Tensor, decay: Tensor) -> Tensor:
 # Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
 #
 # In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from that of its prompt.
-# transformers' functions compute the convolution and steps of one token, and `qerl.models.delta_net` more tokens. On a
+# transformers' functions compute the convolution and steps of one token, and this module more tokens. On a
 # GPU, kernels of causal-conv1d and flash-linear-attention take their places where these are installed.
 
 

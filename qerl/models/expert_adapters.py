@@ -23,17 +23,16 @@ from qerl.settings.base import ConfigError
 from qerl.settings.errors import nearest
 from qerl.settings.run import AdapterSettings
 
-# LoRA on the experts of a mixture, of which each has an adapter of its own for each projection.
+# LoRA on the experts of a mixture: each expert has an adapter of its own for each projection.
 #
-# An adapter of a projection is one tensor A [experts, r, in] and one B [experts, out, r], not two matrices for each of
-# thousands of layers. `qerl.models.expert_adapters` stores them in PEFT's layouts.
-
-
-# All experts' adapters are one tensor a projection: Qwen3-30B-A3B would have 36,864 matrices more for optimizer, norm
-# and copies.
+# The adapters of a projection are one tensor A [experts, r, in] and one B [experts, out, r]: with two matrices for each
+# layer, Qwen3-30B-A3B would have 36,864 matrices more for optimizer, norm and copies.
+#
 # Files have plain LoRA on each expert's layers, which stock PEFT 0.21 reads for Qwen3-MoE; in PEFT's stacks gate and up
 # would share one A, so a conversion back could not keep each rank. gpt-oss has PEFT's layout of stacks. vLLM's sources
 # read both; it was not run.
+
+
 class AdaptedExperts(nn.Module, BaseTunerLayer):
     """Frozen `Experts` with the policy's adapter on `projections`, such as "up_proj"; B is 0.
 

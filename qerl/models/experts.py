@@ -381,7 +381,7 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
 
 # LoRA of all experts of a mixture as grouped products, with its gradients, and its copies for the engine.
 #
-# The base is read as in `qerl.models.experts`, never unpacked. A x of a pair is computed by a grouped product of few
+# The base is read packed, as above. A x of a pair is computed by a grouped product of few
 # rows, and B (A x) is added in the base's product.
 
 

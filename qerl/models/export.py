@@ -81,7 +81,7 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     write_tensors({named(name): tensor for name, tensor in tensors.items()}, target / WEIGHTS)
 
 
-# VLLM takes no norms with an adapter, so trained norms go into a copy of the checkpoint in float32 beside an adapter of
+# vLLM takes no norms with an adapter, so trained norms go into a copy of the checkpoint in float32 beside an adapter of
 # LoRA alone. Stock vLLM casts them to its dtype: exact with --dtype float32; bfloat16 rounds a norm near 1 to multiples
 # of 0.004 below 1 and 0.008 above, and 4-bit layers can't take up the error.
 def export(checkpoint: Path, trained: Path, out: Path) -> None:

@@ -23,7 +23,6 @@ from qerl.models.linear import PackedLinear
 Key = tuple[int, ...]
 
 
-# Without autocast on 16-bit inputs, and with several adapters at once, the layer uses PEFT's own code.
 class KeyedDropout(nn.Module):
     """Dropout over packed rows. In training mode, call `set_keys` with the row's pieces first."""
 

@@ -303,7 +303,7 @@ def choose_device() -> torch.device:
     return device
 
 
-# Transformers has no hook for the MLP's activation and the rotation of packed queries and keys. MLP and attention
+# There is no hook in transformers for the MLP's activation and the rotation of packed queries and keys. MLP and attention
 # replace only classes whose code is known to be plain; on a CPU both compute what transformers computes, bit for bit.
 def use_own_modules(lm: PreTrainedModel) -> None:
     """Replace norms, MLPs and attentions of a loaded model by this project's; names of weights stay."""
@@ -439,7 +439,7 @@ def _is_stored_as_bfloat16(checkpoint: Path) -> bool:
 
 
 def trained_in_shards(checkpoint: Path, dtype: str, device: torch.device | None = None) -> Policy:
-    """A policy with every weight trainable, in float32, of which this process keeps a shard (`qerl.models.policy`).
+    """A policy with every weight trainable, in float32, of which this process keeps a shard.
 
     The checkpoint's weights are loaded whole before, in bfloat16 if they are stored so. Passes compute in `dtype`.
     """

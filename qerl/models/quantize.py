@@ -292,7 +292,7 @@ def _standard_normal(name: str, seed: int, shape: torch.Size) -> Tensor:
 #
 # AWQ finds channels of a layer's input that are large on calibration texts. The layer before (a norm, v_proj, up_proj)
 # is divided by a scale for each of them, and the weights that read them are multiplied by it. The model's function
-# doesn't change. The result is a dense checkpoint, which `qerl.models.quantize` rounds like any other.
+# doesn't change. The result is a dense checkpoint, which is rounded like any other.
 
 _HOST = torch.device("cpu")
 

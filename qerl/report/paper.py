@@ -334,7 +334,7 @@ def _numbers(cell: Cell, result: Result) -> dict[str, Any]:
     return numbers | {f"difference{end}": value - printed for end, value in zip(_ENDS, ends, strict=True)}
 
 
-# The layout of cells of `qerl.report.paper.beside`: the paper's rows and columns, with ours and the difference below.
+# The layout of cells of `beside`: the paper's rows and columns, with ours and the difference below.
 #
 # A printed number that the paper contradicts elsewhere, or that needs a remark, has a footnote.
 

@@ -104,7 +104,7 @@ _SPLIT += ["grad_norm"]
 
 @dataclass(frozen=True)
 class Study:
-    """The frames of a study, with the columns of `qerl.results.study_data`."""
+    """The frames of a study, with the columns of the schemas above."""
 
     header: StudyHeader
     runs: pd.DataFrame

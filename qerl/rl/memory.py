@@ -29,8 +29,6 @@ USABLE = 0.85
 MEASURED_TOKENS = 64
 
 
-# Recomputation is by block, chosen by measured bytes; logits and unpacked weights are kept if room is left. Not the
-# default, because a run's peak memory then depends on what else is on the GPU.
 @dataclass
 class Saved:
     """The bytes saved for the backward pass in a `with` block, counted while it runs."""
@@ -78,6 +76,8 @@ def _row_bytes(policy: Policy, tokens: int) -> int:
     return saved.bytes
 
 
+# Recomputation is by block, chosen by measured bytes; logits and unpacked weights are kept if room is left. Not the
+# default, because a run's peak memory then depends on what else is on the GPU.
 def recomputed_blocks(count: int, free: float, kept: float, recomputed: float) -> int:
     """The number of blocks, of `count`, that must recompute their activations so that all fit into `free` bytes.
 

@@ -39,8 +39,6 @@ def check_noise(settings: NoiseSettings, roles: Collection[str]) -> None:
         )
 
 
-# A z of each sequence would need norms with a row of noise for each row of a batch in every engine. GRPO compares
-# completions of one problem only, so completion c of every problem shares z.
 @dataclass(frozen=True)
 class NoiseReport:
     """The noise of a step: the sigma of the schedule, and the norm of all z together."""
@@ -49,6 +47,8 @@ class NoiseReport:
     norm: float
 
 
+# A z of each sequence would need norms with a row of noise for each row of a batch in every engine. GRPO compares
+# completions of one problem only, so completion c of every problem shares z.
 class Noise:
     """Draws z for all noisy norms of a model, and removes it."""
 

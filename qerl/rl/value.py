@@ -18,7 +18,7 @@ from qerl.settings.run import PPOSettings
 
 # PPO with a value function: advantages and the value's loss. Shapes: N sequences, T tokens.
 #
-# The policy's loss is `qerl.rl.losses.policy_loss` with advantages [N, T]; the values come from `qerl.rl.value`.
+# The policy's loss is `qerl.rl.losses.policy_loss` with advantages [N, T].
 
 
 def terminal_rewards(rewards_N: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,7 @@ SENTENCES: dict[Verdict, str] = {
 def compared(frame: pd.DataFrame) -> tuple[dict[str, PairedDifference], dict[str, float]]:
     """The comparisons of one outcome, and the p values of the primary ones after Holm's correction.
 
-    `frame` has one experiment, data set and k (`qerl.study.outcomes.outcomes`). Comparisons of arms that it lacks are
+    `frame` has one experiment, data set and k (`outcomes`). Comparisons of arms that it lacks are
     left out. The family is always of five, and a missing comparison counts with a p value of 1.
     """
     pairs_of = {name: differences(frame, *pair) for name, pair in {**PRIMARY, **MISMATCH}.items()}

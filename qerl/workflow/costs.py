@@ -276,7 +276,7 @@ def _hours(tokens: float, rate: float) -> float:
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
-    """The run table, with one row per run. Measured hours are upper limits for one GPU (`qerl.workflow.costs`).
+    """The run table, with one row per run. Measured hours are upper limits for one GPU.
 
     If no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and a separate column
     has the estimate.

@@ -311,7 +311,7 @@ def _split_tokens(position, PAGE: tl.constexpr):
 def attend_split(
     qkv, cache, sequences, rope, norms, sums, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Attend to a split of a row; `qerl.kernels.triton.attention.attend` has the arguments."""
+    """Attend to a split of a row; `attend` has the arguments."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_start(PDL)
     slot = tl.load(sequences.rows + row)
@@ -476,7 +476,7 @@ def _page_at(number, starts, slots, positions, shared, base, shape: tl.constexpr
 def attend_whole(
     qkv, cache, out, sequences, rope, norms, sinks, scale, shape: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Attend to the pages of `shape.rows` rows; `qerl.kernels.triton.attention.attend` has the arguments."""
+    """Attend to the pages of `shape.rows` rows; `attend` has the arguments."""
     ROWS: tl.constexpr = shape.rows
     first_row, head = tl.program_id(0) * ROWS, tl.program_id(1)
     let_next_start(PDL)

@@ -90,7 +90,7 @@ def group_many(numbers: Tensor, experts: int) -> Groups:
 
 # Operations of a mixture of experts in Triton; `qerl.kernels.reference` has the PyTorch versions.
 
-#: Pairs up to which one launch groups them: each of its programs holds all. `qerl.kernels.triton.experts` has the rest.
+#: Pairs up to which one launch groups them: each of its programs holds all.
 MOST_PAIRS = 2048
 #: The fewest places for pairs in that launch: one for each of its threads, so that none counts a pair twice.
 _LEAST_PAIRS = 128
