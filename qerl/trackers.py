@@ -50,9 +50,9 @@ def tracked(row: Mapping[str, float]) -> dict[str, float]:
     return {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in row if key != "step"}
 
 
-# The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each, written
-# before the step: no step is twice in a record, and a kill may cost one. The record's id is in the state, so a run that
-# is forced anew has a record of its own.
+# The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each,
+# written before the step: no step is twice in a record, and a kill may cost one. The record's id is in the state, so a
+# run that is forced anew has a record of its own.
 @dataclass(frozen=True)
 class Record:
     """The record of one run in trackers. Its id is kept in the run's state, so that a killed run goes on in it."""

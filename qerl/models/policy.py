@@ -303,8 +303,9 @@ def choose_device() -> torch.device:
     return device
 
 
-# There is no hook in transformers for the MLP's activation and the rotation of packed queries and keys. MLP and attention
-# replace only classes whose code is known to be plain; on a CPU both compute what transformers computes, bit for bit.
+# There is no hook in transformers for the MLP's activation and the rotation of packed queries and keys. MLP and
+# attention replace only classes whose code is known to be plain; on a CPU both compute what transformers computes, bit
+# for bit.
 def use_own_modules(lm: PreTrainedModel) -> None:
     """Replace norms, MLPs and attentions of a loaded model by this project's; names of weights stay."""
     make_noisy(lm, structure_of(lm.config))

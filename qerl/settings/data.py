@@ -25,7 +25,7 @@ CountdownUse = Literal["all", "some"]
 class GeneratedSplits(Settings):
     """Seed and number of problems of each split of generated data. No two problems share a question.
 
-    Only training problems have the flawed or short solutions of which a generator's keys give the shares."""
+    The shares of flawed and short solutions, which some generators have as keys, hold for training problems alone."""
 
     seed: Seed = 0
     train: PositiveInt = 4096

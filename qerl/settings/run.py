@@ -29,7 +29,7 @@ _LOWEST_TEMPERATURE = 1e-6
 
 
 class SamplingSettings(Settings):
-    """How completions are drawn. Defaults are those of the paper's rollout (Table 4)."""
+    """How completions are drawn. The defaults are the paper's (Table 4)."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits. 0 is greedy."""
@@ -90,7 +90,7 @@ class NativeSettings(Settings):
     """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
     it. If that limit is reached, the cache's memory is released after each rollout, as with `sleep`."""
     kv_cache_dtype: KvCacheDtype = "auto"
-    """Dtype of the KV cache. `auto` is that of the model. `fp8` (E4M3 with a scale for each token and head) holds 1.9
+    """Dtype of the KV cache. `auto` is the model's dtype. `fp8` (E4M3 with a scale for each token and head) holds 1.9
     times as many tokens in the same memory. The sampler's distribution then differs more from the trainer's, which
     `mismatch/kl` logs. It needs a GPU of compute capability 8.9."""
     sleep: bool = False
@@ -221,7 +221,7 @@ Target = Annotated[str, Field(min_length=1)]
 
 
 class AdapterSettings(Settings):
-    """LoRA. Defaults are those of the paper's Table 4 and section 4.1, which don't state alpha."""
+    """LoRA. The defaults are the paper's (Table 4 and section 4.1), which doesn't state alpha."""
 
     rank: Annotated[int, Field(ge=0)] = 32
     alpha: PositiveInt = 64
@@ -282,8 +282,7 @@ class NoiseSettings(Settings):
     """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
     forward pass too."""
     norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
-    """Norms of a block that carry noise: the one that the projections of attention read (`attention`), and the one that
-    those of the MLP read (`mlp`). The paper has both."""
+    """Norms of a block that carry noise: the norm before attention (`attention`) and the norm before the MLP (`mlp`). The paper has both."""
     per: Literal["step", "completion"] = "step"
     """`step` draws z once for all completions of a step. `completion` draws it for each number of a completion within
     its group, so that no two completions of a problem share it. It needs `mode: sampler`, and draws a step in as many

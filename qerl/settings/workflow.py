@@ -93,7 +93,7 @@ class TaskSettings(Settings):
 
 
 class EvaluationSettings(EngineSettings):
-    """How policies are evaluated, always without noise. The default sampling is that of the paper's section 4.1."""
+    """How policies are evaluated, always without noise. Sampling is by default as in the paper's section 4.1."""
 
     engine_key: ClassVar[str] = "evaluation.engine"
 

@@ -148,8 +148,8 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "experiments": fitting, "evaluation": merged(evaluation, values.get("evaluation") or {})}
 
 
-# `model=` and `problems=` become part of the name with a hash of their path, so that m/qwen2 and m2/qwen2 have folders of
-# their own.
+# `model=` and `problems=` become part of the name with a hash of their path, so that m/qwen2 and m2/qwen2 have folders
+# of their own.
 def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
     base = experiment.get("base") if isinstance(experiment, Mapping) else None
     models = values.get("models")
