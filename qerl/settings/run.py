@@ -282,7 +282,8 @@ class NoiseSettings(Settings):
     """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
     forward pass too."""
     norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
-    """Norms of a block that carry noise: the norm before attention (`attention`) and the norm before the MLP (`mlp`). The paper has both."""
+    """Norms of a block that carry noise: the norm before attention (`attention`) and the norm before the MLP (`mlp`).
+    The paper has both."""
     per: Literal["step", "completion"] = "step"
     """`step` draws z once for all completions of a step. `completion` draws it for each number of a completion within
     its group, so that no two completions of a problem share it. It needs `mode: sampler`, and draws a step in as many
