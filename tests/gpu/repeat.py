@@ -89,7 +89,9 @@ def train(case: str, folder: Path, share: float) -> None:
 
 def _start(case: str, folder: Path, gpu: int, at_once: int) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.repeat", str(folder), "--train", case, "--at-once", str(at_once)]
+    # On a machine with one GPU both runs of a case are on it; CUDA's contexts have the rest.
+    share = 0.45 * min(2, torch.cuda.device_count()) / at_once
+    command = [sys.executable, "-m", "tests.gpu.repeat", str(folder), "--train", case, "--share", str(share)]
     with (folder / "log").open("ab") as log:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -137,12 +139,12 @@ def main(
     cases: Annotated[str, typer.Option()] = ",".join(CASES),
     kills: int = 1,
     at_once: int = 4,
+    share: float = 1.0,
     train_case: Annotated[str | None, typer.Option("--train")] = None,
 ) -> None:
     """Compare the cases, separated by commas."""
     if train_case:
-        # On a machine with one GPU both runs of a case are on it; CUDA's contexts have the rest.
-        return train(train_case, out, 0.45 / at_once)
+        return train(train_case, out, share)
     with ThreadPoolExecutor(at_once) as pool:
         found = list(pool.map(lambda case: compare(case, out, kills, at_once), cases.split(",")))
     (out / "repeat.json").write_text(json.dumps(found, indent=1))
