@@ -40,6 +40,8 @@ def _settings(size: str, weights: str, loss: str) -> dict[str, Any]:
         "weights": weights,
         "steps": STEPS,
         "checkpoint_every": 2,
+        # Free memory then decides what is recomputed, and it differs between runs that start side by side.
+        "gradient_checkpointing": "auto",
         "adapter": {"rank": 16, "alpha": 16},
         "noise": {"schedule": "exponential"},
         "loss": {"name": loss},
