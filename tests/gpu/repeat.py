@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
@@ -68,6 +69,7 @@ def train(case: str, folder: Path, share: float) -> None:
     from qerl.settings.models import Base
     from qerl.settings.run import RunSettings
 
+    logging.basicConfig(level=logging.INFO)  # a log tells the step from which a run continues
     cap_share(share)
     size, weights, loss = case.split("-")
     settings = parse(RunSettings, _settings(size, weights, loss), case)

@@ -110,8 +110,9 @@ def assert_like(found, exact, close) -> None:
 
 
 def after_three_steps(device: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights with unsharded optimizers: bitsandbytes' in 8 bits, and torch's."""
-    kinds = bitsandbytes.optim.AdamW8bit, torch.optim.AdamW
+    """The weights with bitsandbytes' unsharded optimizers, in 8 bits and with float32 moments."""
+    # On a GPU its kernel decays weights after the step, where torch's decays before, so torch's isn't the oracle here.
+    kinds = bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.AdamW
     exact, close = (alone(kind, 1, 3, device=device)[0] for kind in kinds)
     assert all((exact[name] - close[name]).abs().max() > 1e-4 for name in SHAPES if name != "small")
     return exact, close
