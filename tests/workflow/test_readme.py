@@ -1,6 +1,6 @@
 """The README on runs by hand and on the library: its blocks work as they stand, on a checkpoint of random weights.
 
-The package is that of its wheel, in a folder without the clone.
+The package is that of its wheel, in an environment and a folder without the clone.
 """
 
 import json
@@ -10,7 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
+import sysconfig
+import venv
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import ROOT
 
 pytestmark = [pytest.mark.slow]
-#: The folder of the installed package.
-PACKAGES = "site-packages"
+#: The environment, and the folder of its packages.
+ENVIRONMENT = "environment"
+PACKAGES = sysconfig.get_path("purelib", "venv", {"base": ENVIRONMENT})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -36,7 +38,7 @@ def section(title: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
-    install(folder / "clone", folder / PACKAGES)
+    install(folder / "clone", folder / ENVIRONMENT)
     for name in ("config", "profiles"):
         shutil.copytree(ROOT / name, folder / name)
     model = tiny_qwen2(folder / "my-model")
@@ -47,14 +49,21 @@ def folder(tmp_path_factory) -> Path:
 
 
 def install(clone: Path, target: Path) -> None:
-    """Build the wheel from a copy of its sources, because setuptools writes beside them, and unpack it."""
+    """Build the wheel and install it into a new environment, where all else is what this environment has from PyPI."""
+    # From a copy of its sources, because setuptools writes beside them.
     shutil.copytree(ROOT / "qerl", clone / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     build = ["wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", clone.parent, clone]
     subprocess.run([sys.executable, "-P", "-m", "pip", *build], check=True)
     [wheel] = clone.parent.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(target)
+    venv.create(target)
+    python = target / "bin/python"
+    add = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel]
+    subprocess.run([sys.executable, "-P", "-m", "pip", "--python", python, *add], check=True)
+    # A path in a file .pth has its own such files unread, so the clone's editable installation isn't found.
+    others = sysconfig.get_path("purelib")
+    (target.parent / PACKAGES / "others.pth").write_text(f"{others}\n")
     shutil.rmtree(clone)
 
 
@@ -72,7 +81,7 @@ def blocks(text: str, folder: Path) -> list[tuple[str, str]]:
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{folder / ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGES), "QERL_COMMIT": "test", **variables}
 
 
