@@ -260,15 +260,30 @@ def tile_statistics(
     return chosen.sum(0), lse, (logs.exp() * (entropies - logs)).sum(0)
 
 
-def tile_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor, temperature: float) -> Tensor:
-    """The gradient grad (1[target] - softmax) / temperature [rows, columns], in the dtype of `logits`.
+def tile_gradient(
+    logits: Tensor,
+    first: int,
+    targets: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    temperature: float,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits [rows, columns] by log-probabilities and entropies, in the dtype of `logits`.
 
-    `logits` are overwritten. `first` is the tile's first token, `lse` [rows] comes from `tile_statistics`, and `grad`
-    [rows] is the gradient of the log-probabilities.
+    It is (grad (1[target] - p) - grad_entropy p (log p + entropy)) / temperature, p = softmax(logits / temperature).
+    `logits` are overwritten. `first` is the tile's first token; `lse` and `entropy` [rows] come from
+    `tile_statistics`; `grad` and `grad_entropy` [rows] are the gradients of log-probabilities and entropies. Without
+    `grad_entropy` the second term is zero.
     """
     x, grad = _scaled(logits, temperature), grad / temperature
     in_tile, places = _inside(targets, first, x.shape[1])
-    x = x.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+    x = x.sub_(lse[:, None])
+    if grad_entropy is None or entropy is None:
+        x = x.exp_().mul_(-grad[:, None])
+    else:
+        x = -x.exp() * (grad[:, None] + (grad_entropy / temperature)[:, None] * (x + entropy[:, None]))
     return x.scatter_add_(-1, places, (grad * in_tile)[:, None]).to(logits.dtype)
 
 

@@ -20,8 +20,9 @@ ROWS, COLUMNS = 2048, 16384
 
 #: (tiles, targets, temperature) to the target's logit, log-sum-exp and entropy: `reference.tile_statistics`.
 Statistics = Callable[[Iterator[tuple[int, Tensor]], Tensor, float], tuple[Tensor, Tensor, Tensor]]
-#: (logits, first, targets, log-sum-exp, grad, temperature) to the logits' gradient: `reference.tile_gradient`.
-Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float], Tensor]
+#: (logits, first, targets, log-sum-exp, grad, temperature, entropy and its grad) to the logits' gradient:
+#: `reference.tile_gradient`.
+Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def logprobs_and_entropy(
     """Log-probabilities of `targets` [M] under softmax(logits / temperature), and the distributions' entropy.
 
     The logits are hidden head^T + bias, with `cap` after it. `hidden` [M, H] sets the dtype of the products; `head`
-    [V, H] and `bias` [V] may have another. Both results are [M], float32, or float64 for float64 `hidden`. Only the
-    log-probabilities have a gradient. One tile of logits exists at a time, and the backward pass recomputes it.
-    Gradients of the head and the bias are computed only if they require one.
+    [V, H] and `bias` [V] may have another. Both results are [M], float32, or float64 for float64 `hidden`. One tile of
+    logits exists at a time, and the backward pass recomputes it. Gradients of the head and the bias are computed only
+    if they require one, and the entropy's share only if the loss reads the entropy.
 
     With `keep` on a GPU, all logits [M, V] are kept for the backward pass in the dtype of `hidden`, and nothing is
     recomputed. The results are the same up to rounding.
@@ -77,18 +78,19 @@ class _KeptLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logits = _logits(hidden, head.to(hidden.dtype), bias, cap)
         chosen, lse, entropy = _operations(hidden)[0](iter([(0, logits)]), targets, temperature)
-        ctx.save_for_backward(hidden, head, targets, lse)
+        ctx.save_for_backward(hidden, head, targets, lse, entropy)
         # Not a saved tensor, because the only backward pass overwrites it.
         ctx.logits, ctx.temperature, ctx.cap = logits, temperature, cap
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # no gradient of the entropy unless a loss reads it
         return chosen - lse, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, targets, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, targets, lse, entropy = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
-        grad_logits = _logits_gradient(logits, 0, targets, lse, grad, ctx)
+        grad = torch.zeros_like(lse) if grad is None else grad
+        grad_logits = _logits_gradient(logits, 0, targets, lse, grad, entropy, grad_entropy, ctx)
         grad_head = (grad_logits.T @ hidden).to(head.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = grad_logits.sum(0).to(head.dtype) if ctx.needs_input_grad[2] else None
         return grad_logits @ head.to(hidden.dtype), grad_head, grad_bias, None, None, None
@@ -112,15 +114,16 @@ class _TiledLogprobs(torch.autograd.Function):
             tiles = ((first, logits) for first, _, logits in _tiles(rows, head, bias, cap, space))
             parts.append(statistics(tiles, aims, temperature))
         chosen, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, head, bias, targets, lse)
+        ctx.save_for_backward(hidden, head, bias, targets, lse, entropy)
         ctx.temperature, ctx.cap = temperature, cap
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # no gradient of the entropy unless a loss reads it
         return chosen - lse, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, bias, targets, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, bias, targets, lse, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(lse) if grad is None else grad
         space = _space(hidden, head)
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
@@ -129,7 +132,10 @@ class _TiledLogprobs(torch.autograd.Function):
             part = slice(start, start + ROWS)
             grad_rows = torch.zeros_like(hidden[part], dtype=lse.dtype)
             for first, weight, logits in _tiles(hidden[part], head, bias, ctx.cap, space):
-                grad_logits = _logits_gradient(logits, first, targets[part], lse[part], grad[part], ctx)
+                of_rows = None if grad_entropy is None else grad_entropy[part]
+                grad_logits = _logits_gradient(
+                    logits, first, targets[part], lse[part], grad[part], entropy[part], of_rows, ctx
+                )
                 _add_product(grad_rows, grad_logits, weight)
                 if grad_head is not None:
                     _add_product(grad_head[first : first + len(weight)], grad_logits.T, hidden[part])
@@ -139,10 +145,19 @@ class _TiledLogprobs(torch.autograd.Function):
         return grad_hidden, grad_head, grad_bias, None, None, None
 
 
-def _logits_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor, ctx: Any) -> Tensor:
+def _logits_gradient(
+    logits: Tensor,
+    first: int,
+    targets: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    entropy: Tensor,
+    grad_entropy: Tensor | None,
+    ctx: Any,
+) -> Tensor:
     """The gradient of the head's products; it may take the place of `logits`."""
     slope = None if ctx.cap is None else ctx.cap.slope(logits)
-    gradient = _operations(logits)[1](logits, first, targets, lse, grad, ctx.temperature)
+    gradient = _operations(logits)[1](logits, first, targets, lse, grad, ctx.temperature, entropy, grad_entropy)
     return gradient if slope is None else gradient.mul_(slope)
 
 

@@ -251,8 +251,8 @@ class _NF4:
 def write_random_error(source: Path, target: Path, error: RandomErrorSettings) -> None:
     """Write the dense checkpoint `source` with the error into the new folder `target`, without the tokenizer.
 
-    `source` is rounded first, for the variance of each group. The error is drawn from N(0, variance), by the seed and
-    the name of the weight.
+    `source` is rounded first, for the mean square of rounding's error in each group. The error is drawn from a normal
+    distribution with `error.variance` times this variance, by the seed and the name of the weight.
     """
     from qerl.models.loading import read_packed
 
@@ -273,7 +273,7 @@ def _with_error(name: str, info: TensorInfo, rounded: dict[str, Packed], error: 
         return dense
     normal = _standard_normal(name, error.seed or 0, dense.shape)
     drawn = group_error(dense.float(), dequantize(packed, torch.float32), GROUP_SIZE[error.of], normal)
-    return (dense.float() + drawn).to(DENSE)
+    return (dense.float() + math.sqrt(error.variance) * drawn).to(DENSE)
 
 
 def group_error(weight: Tensor, rounded: Tensor, group: int, normal: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a policy loss for a micro-batch. All but `logprobs_NT` are constants."""
+    """The inputs of a policy loss for a micro-batch. All but `logprobs_NT` and `entropy_NT` are constants."""
 
     logprobs_NT: torch.Tensor
     #: Log-probabilities of the policy before the first update on this rollout.
@@ -38,6 +38,8 @@ class LossInputs:
     reference_logprobs_NT: torch.Tensor | None = None
     #: Importance weights [N, T] or [N, 1] (`importance_weights`); None for weights of 1.
     importance_NT: torch.Tensor | None = None
+    #: Entropies of the distributions at the tokens, with gradient; None without the bonus.
+    entropy_NT: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class LossOutputs:
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) -> LossOutputs:
-    """The clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference.
+    """The clipped surrogate (paper Eq. 3) of a micro-batch, plus `settings.kl` times the KL to the reference, less
+    `settings.entropy` times the entropy.
 
     The losses differ in the ratio, which gspo has per sequence and the others per token, and in the normalization
     (`_reduce`).
@@ -68,6 +71,8 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) ->
     if inputs.reference_logprobs_NT is not None:
         # Plain k3, as in GRPO's paper; TRL 1.16 multiplies it by the ratio by default.
         loss_NT = loss_NT + settings.kl * k3(inputs.reference_logprobs_NT - inputs.logprobs_NT)
+    if inputs.entropy_NT is not None:
+        loss_NT = loss_NT - settings.entropy * inputs.entropy_NT
     loss = _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
     return LossOutputs(loss, *_count_clipped(ratio.detach(), inputs, settings))
 

@@ -244,8 +244,8 @@ def logprobs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the completion tokens, and the entropy of the distribution at each token.
 
-    Both are [N, T] float32 at the sampling temperature, zero on padding. The entropy, H = -sum pi log pi, has no
-    gradient. `keep_logits` is `keep` of `qerl.models.logprobs`.
+    Both are [N, T] float32 at the sampling temperature, zero on padding. The entropy is H = -sum pi log pi.
+    `keep_logits` is `keep` of `qerl.models.logprobs`.
     """
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:

@@ -271,13 +271,14 @@ class Collector:
     def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> tuple[list[Group], list[float]]:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
         seed = self.settings.seed
+        draws = self.settings.rollout.seed
         chosen = self.task.at(positions, seed)
         prompts = self.task.prompts(self.policy.tokenizer, chosen)
         sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
             **sampling,
             count=self.settings.rollout.group_size,
-            seed=step_seed(seed, step, round_),
+            seed=step_seed(seed if draws is None else draws, step, round_),
             part=self._part(chosen, prompts, behaviour),
         )
         # Graded where they were drawn, so that the processes share this work too.

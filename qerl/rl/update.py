@@ -90,7 +90,7 @@ def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> 
 def _is_silent(sample: Sample, loss: LossSettings) -> bool:
     """Whether the policy's loss is the only term, and is zero: no advantage, or masked."""
     # These terms have a gradient of their own for every completion.
-    if loss.kl or loss.name == "ppo":
+    if loss.kl or loss.entropy or loss.name == "ppo":
         return False
     return sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
 
@@ -302,7 +302,15 @@ class Updater:
                             inputs.append(
                                 self._loss_inputs(batch, advantages_NT, old_logprobs_NT, reference_logprobs_NT)
                             )
-                        outputs = policy_loss(replace(inputs[place], logprobs_NT=logprobs_NT), loss, whole)
+                        outputs = policy_loss(
+                            replace(
+                                inputs[place],
+                                logprobs_NT=logprobs_NT,
+                                entropy_NT=entropy_NT if loss.entropy else None,
+                            ),
+                            loss,
+                            whole,
+                        )
                         if outputs.loss.requires_grad:  # unless all completions are silent
                             outputs.loss.backward()
                         stats += _counted(outputs, first)
@@ -311,7 +319,7 @@ class Updater:
                         if first:
                             stats += _compare(batch, old_logprobs_NT, entropy_NT, reference_logprobs_NT)
                             if look:
-                                look.look(batch, entropy_NT)
+                                look.look(batch, entropy_NT.detach())
                 norms.append(self._optimize())
         if not self._in_graphs:
             self.policy.lm.eval()

@@ -98,10 +98,12 @@ class RandomErrorSettings(Settings):
     """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16.
 
     It is drawn once, from a normal distribution whose variance in each group is the mean square of rounding's error
-    there (`qerl.models.quantize`)."""
+    there, times `variance` (`qerl.models.quantize`)."""
 
     of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     """The format whose rounding is imitated."""
+    variance: Annotated[float, Field(gt=0)] = 1.0
+    """The error's variance, in multiples of that of rounding."""
     seed: Seed | None = None
     """Seed of the draw. None takes the run's, so that paired runs have different errors."""
 
@@ -133,7 +135,8 @@ class Base:
         """The name of its folder, which no other base of a configuration has."""
         made, error = self.calibration, self.error
         awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
-        random = f"-random-{error.of}-seed{error.seed}" if error else ""
+        times = f"-x{error.variance:g}" if error and error.variance != 1 else ""
+        random = f"-random-{error.of}{times}-seed{error.seed}" if error else ""
         return f"{self.model}-{self._packed}{awq}{random}"
 
     @property

@@ -148,6 +148,9 @@ class RolloutSettings(EngineSettings):
     """Longest prompt of a training problem, in tokens. Problems with longer ones are left out. With none, every prompt
     must fit into the model's context together with `sampling.max_tokens`."""
     sampling: SamplingSettings = SamplingSettings()
+    seed: Seed | None = None
+    """Seed of the draws of completions. None takes the run's. Runs that differ in it alone have the same problems and
+    the same initial adapter, so that they tell how far a run is from its own repetition."""
 
     @model_validator(mode="after")
     def _draws_at_a_temperature(self) -> RolloutSettings:
@@ -377,6 +380,9 @@ class LossSettings(Settings):
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference, which is the base without the adapter."""
+    entropy: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus: the loss falls by it times the entropy of each token's distribution at the sampling
+    temperature, in nats. The paper has none."""
     scale_advantages: bool = True
     """Divide advantages by the group's standard deviation (Eq. 4). The default of `dr_grpo` is false."""
     mask_truncated: bool = False
@@ -389,7 +395,8 @@ class LossSettings(Settings):
     """Largest importance weight. Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
     silent_sample: Annotated[float, Field(gt=0, le=1)] = 0.125
     """Share of the silent completions, whose gradient is zero, that an update reads. Metrics of entropy and mismatch
-    count it for all of them. 1 reads all: more time, no change of the policy. With `kl` or `ppo` none are silent."""
+    count it for all of them. 1 reads all: more time, no change of the policy. With `kl`, `entropy` or `ppo` none are
+    silent."""
     ppo: PPOSettings = PPOSettings()
     """Settings that only `ppo` uses."""
 

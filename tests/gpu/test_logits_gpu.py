@@ -110,6 +110,22 @@ def test_a_gradient_is_rounded_once_to_nearest_in_the_place_of_its_tile(dtype):
     torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_of_entropies_is_that_of_autograd(dtype):
+    from qerl.kernels.triton.sampling import tile_gradient, tile_statistics
+
+    hidden, head, targets, weights = case(dtype, 200, 1500, SHAPES["usual"][0])
+    raw = rounded_logits(hidden, head, dtype).requires_grad_()
+    logprobs = torch.log_softmax(raw / 0.7, -1)
+    spread = -(logprobs.exp() * logprobs).sum(-1)
+    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+    [exact] = torch.autograd.grad((chosen * weights.double() + spread * weights.double().flip(0)).sum(), raw)
+    tile = raw.detach().to(dtype)
+    _, lse, entropy = tile_statistics([(0, tile)], targets, 0.7)
+    found = tile_gradient(tile, 0, targets, lse, weights, 0.7, entropy, weights.flip(0))
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_logits_far_from_zero(shift):
     """The maximum rises from tile to tile, and exp of any logit is 0 or infinite."""

@@ -203,17 +203,34 @@ def _statistics(logits, targets, state, first, rows, width, inverse, BLOCK: tl.c
 
 
 @triton.jit
-def _gradient(logits, targets, lse, grad, first, width, inverse, BLOCK: tl.constexpr):
+def _gradient(
+    logits,
+    targets,
+    lse,
+    grad,
+    entropy,
+    grad_entropy,
+    first,
+    width,
+    inverse,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * width
     place = tl.load(targets + row) - first
     level = tl.load(lse + row)
     scale = tl.load(grad + row) * inverse
+    if ENTROPY:
+        spread = tl.load(entropy + row)
+        of_spread = tl.load(grad_entropy + row) * inverse
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
         x = tl.load(line + column, inside, other=0.0).to(tl.float32) * inverse
         out = scale * ((column == place).to(tl.float32) - tl.exp(x - level))
+        if ENTROPY:
+            out -= of_spread * tl.exp(x - level) * (x - level + spread)
         tl.store(line + column, out.to(logits.dtype.element_ty), inside)
 
 
@@ -238,11 +255,23 @@ def tile_statistics(
     return chosen, peak + total.log(), total.log() - moment / total
 
 
-def tile_gradient(logits: Tensor, first: int, targets: Tensor, lse: Tensor, grad: Tensor, temperature: float) -> Tensor:
+def tile_gradient(
+    logits: Tensor,
+    first: int,
+    targets: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    temperature: float,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+) -> Tensor:
     """See `reference.tile_gradient`; it overwrites `logits`, which must be contiguous."""
+    both = entropy is not None and grad_entropy is not None
+    # Without a gradient of the entropy the kernel reads neither of its two.
+    spread, of_spread = (entropy.contiguous(), grad_entropy.contiguous()) if both else (lse, lse)
     _gradient[(len(logits),)](
-        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), first, logits.shape[1], 1.0 / temperature,
-        BLOCK=_LOGITS_BLOCK, num_warps=8,
+        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread, of_spread, first, logits.shape[1],
+        1.0 / temperature, ENTROPY=both, BLOCK=_LOGITS_BLOCK, num_warps=8,
     )  # fmt: skip
     return logits
 

@@ -237,6 +237,7 @@ def updates():
     targets, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     sampling.tile_statistics([(0, zeros(4, 8192))], targets, 1.0)
     sampling.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0)
+    sampling.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0, ones, ones)
 
 
 #: Of each generation one, of Ampere and Ada that with the least shared memory; all of them in nightly runs.

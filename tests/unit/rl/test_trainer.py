@@ -18,7 +18,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.tiny import edit_config, tiny_qwen2
-from tests.unit.rl.tiny_trainer import BASE, CPU, PPO, packed_family, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import BASE, CPU, PPO, SHARP, packed_family, trainer, untimed, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
@@ -190,6 +190,28 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(checkpoints, tmp_path):
     first, second = made.step(1, 0), made.step(2, 2)
     assert abs(first["reference/kl"]) < 1e-7
     assert second["reference/kl"] > 1e-5
+
+
+def test_an_entropy_bonus_trains_every_completion_and_keeps_the_policy_open(checkpoints, tmp_path):
+    sharp, all_read = {"prompts": 2, "group_size": 4, "sampling": SHARP}, {"silent_sample": 1.0}
+    rows = {
+        weight: trainer(checkpoints, tmp_path / str(weight), rollout=sharp, loss={"entropy": weight, **all_read}).run()
+        for weight in (0.0, 1.0)
+    }
+    assert rows[1.0][0]["entropy"] == pytest.approx(rows[0.0][0]["entropy"], abs=1e-6)
+    assert rows[1.0][-1]["entropy"] > rows[0.0][-1]["entropy"]
+    assert all(row["silent/completions"] == 0 for row in rows[1.0])
+
+
+def test_a_seed_of_draws_changes_completions_and_neither_problems_nor_the_adapter(checkpoints, tmp_path):
+    rollouts = [{**BASE["rollout"], "seed": seed} for seed in (None, 0, 1)]
+    runs = [trainer(checkpoints, tmp_path / str(number), rollout=one) for number, one in enumerate(rollouts)]
+    first = [weights(run) for run in runs]
+    assert all(torch.equal(first[0][name], first[2][name]) for name in first[0])
+    same, again, other = ([group for group in run.collector.collect(1, 0).groups] for run in runs)
+    assert [g.problem.id for g in same] == [g.problem.id for g in other]
+    drawn = [[list(c.token_ids) for g in groups for c in g.completions] for groups in (same, again, other)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_reference_is_the_untrained_base(checkpoints, tmp_path):

@@ -61,7 +61,20 @@ def test_the_seed_decides_and_layers_differ(folder):
         assert abs(np.corrcoef(drawn.flatten(), second[layer][0].flatten())[0, 1]) < 0.1
     same = load_file(folder / "again/model.safetensors"), load_file(folder / "random-nvfp4-3/model.safetensors")
     assert all(torch.equal(tensor, same[1][name]) for name, tensor in same[0].items())
-    assert (again["method"], again["random_error"]) == ("random", {"of": "nvfp4", "seed": 3})
+    assert (again["method"], again["random_error"]) == ("random", {"of": "nvfp4", "variance": 1.0, "seed": 3})
+
+
+def test_a_variance_scales_the_same_draw(folder):
+    """Four times the variance is twice the error, up to the rounding to bfloat16."""
+    drawn = {layer: error for layer, (error, _) in errors(folder, "nvfp4", 3).items()}
+    error = RandomErrorSettings(variance=4.0, seed=3)
+    quantize_checkpoint(folder / "bf16", folder / "larger", "bf16", error=error)
+    before, after = (load_file(folder / base / "model.safetensors") for base in ("bf16", "larger"))
+    for layer, one in drawn.items():
+        dense = before[f"{layer}.weight"].bfloat16().float()
+        larger = after[f"{layer}.weight"].float() - dense
+        torch.testing.assert_close(larger, 2 * one, rtol=0, atol=3 * 2**-8 * dense.abs().max().item())
+        assert (larger.std() / one.std()).item() == pytest.approx(2, rel=0.01)
 
 
 def test_the_report_has_its_size_as_that_of_rounding(folder):
