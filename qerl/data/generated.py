@@ -12,7 +12,7 @@ from qerl.data.grading import Goal
 from qerl.data.records import DataError, Record
 from qerl.settings.data import ComparisonData, CountdownData, Generated, GeneratedSplits, RecordFormat, Split
 
-# Splits of generated problems, without repeated questions.
+# Splits of generated problems, without repeated questions, and without a problem of another split in another guise.
 
 #: The number of consecutive draws without a new question after which the generator gives up.
 _PATIENCE = 1000
@@ -23,7 +23,12 @@ class GeneratedProblem(Protocol):
 
     @property
     def question(self) -> str:
-        """The question, which identifies the problem."""
+        """The question; no two problems have the same."""
+        ...
+
+    @property
+    def core(self) -> object:
+        """What the problem is apart from the order of its numbers, its names or its nouns; no two splits share one."""
         ...
 
 
@@ -33,19 +38,32 @@ D = TypeVar("D", bound=GeneratedProblem)
 def make_splits(
     settings: GeneratedSplits, draw: Callable[[], D], record: Callable[[D, Split], Record]
 ) -> dict[Split, list[Record]]:
-    """The splits' records. `draw` makes a problem, `record` its record once its question is known to be new."""
-    seen: set[str] = set()
+    """The splits' records. `draw` makes a problem, `record` its record once it is known to be new.
+
+    No two records share a question. No record of one split has the core of a record of another split, and no two
+    records for testing or validation have one core. Training may have a core again, as it may in real data.
+    """
+    seen: set[object] = set()
+    held_out: set[object] = set()
     sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
-    return {split: [record(problem, split) for problem in _unseen(draw, size, seen)] for split, size in sizes.items()}
+    splits = {}
+    for split, size in sizes.items():
+        splits[split] = []
+        for _ in range(size):
+            problem = _unseen(draw, seen, held_out)
+            seen.add(problem.question)
+            if split != "train":
+                held_out.add(problem.core)
+            splits[split].append(record(problem, split))
+    return splits
 
 
-def _unseen(draw: Callable[[], D], count: int, seen: set[str]) -> Iterator[D]:
-    for _ in range(count):
-        problem = next((p for p in (draw() for _ in range(_PATIENCE)) if p.question not in seen), None)
-        if problem is None:
-            raise DataError("there are no more problems to generate; ask for fewer (train, validation, test)")
-        seen.add(problem.question)
-        yield problem
+def _unseen(draw: Callable[[], D], seen: set[object], held_out: set[object]) -> D:
+    for _ in range(_PATIENCE):
+        problem = draw()
+        if problem.question not in seen and problem.core not in held_out:
+            return problem
+    raise DataError("there are no more problems to generate; ask for fewer (train, validation, test)")
 
 
 # Seeded arithmetic problems with worked solutions, in the three record formats.
@@ -105,6 +123,11 @@ class WorkedChain:
 
     question: str
     steps: list[Step]
+
+    @property
+    def core(self) -> object:
+        """The question: chains are few, so that splits share some in other words."""
+        return self.question
 
 
 # A merely under-trained policy of a million parameters gains little in twenty RL steps. So solutions have two correct
@@ -253,6 +276,11 @@ class ComparisonProblem:
         asked = f"How many {self.noun} has {self.names[-1]}?"
         return " ".join([f"{self.names[0]} has {self.start} {self.noun}.", *sentences, asked])
 
+    @property
+    def core(self) -> object:
+        """Its numbers and comparisons, without names and nouns."""
+        return self.start, tuple(self.clauses)
+
     def way(self, hasty: Sequence[bool]) -> list[tuple[str, int]]:
         """Each step with its result. Raises `_OutOfRangeError` unless all are whole numbers from 1 to
         `LARGEST_COUNT`.
@@ -278,7 +306,7 @@ class ComparisonProblem:
 
 
 def generate_comparisons(settings: ComparisonData) -> dict[Split, list[Record]]:
-    """Make the splits' records; no two records, of one split or of two, share a question."""
+    """Make the splits' records (`make_splits`)."""
     rng = random.Random(f"{settings.seed} comparisons")
     problems = _problems(settings, rng)
 
@@ -358,9 +386,14 @@ class CountdownProblem:
         """The goal as a question."""
         return self.goal.question
 
+    @property
+    def core(self) -> object:
+        """Its numbers in order of size, and its target."""
+        return tuple(sorted(self.goal.numbers)), self.goal.target
+
 
 def generate_countdown(settings: CountdownData) -> dict[Split, list[Record]]:
-    """Make the splits' records; no two records, of one split or of two, share a question."""
+    """Make the splits' records (`make_splits`)."""
     rng = random.Random(f"{settings.seed} countdown")
 
     def record(problem: CountdownProblem, split: Split) -> Record:

@@ -74,6 +74,27 @@ def test_no_question_stands_twice_and_the_seed_decides():
     assert splits == generate_comparisons(SMALL) != generate_comparisons(SMALL.model_copy(update={"seed": 1}))
 
 
+def test_no_problem_is_in_two_splits_with_other_names():
+    """Names and nouns are replaced by the order in which they appear."""
+
+    def anonymous(question):
+        words = {}
+        return re.sub(
+            r"\b(?!How\b)[A-Z]\w+|plums|books|coins|cards|shells|pens|beads|stamps",
+            lambda match: words.setdefault(match[0], f"<{len(words)}>"),
+            question,
+        )
+
+    splits = generate_comparisons(SMALL.model_copy(update={"train": 4000}))
+    forms = {split: {anonymous(record["problem"]) for record in records} for split, records in splits.items()}
+    assert anonymous("Mia has 12 plums. Mia has 4 more than Tom.") == anonymous(
+        "Tom has 12 pens. Tom has 4 more than Al."
+    )
+    assert not forms["test"] & forms["validation"]
+    assert not (forms["test"] | forms["validation"]) & forms["train"]
+    assert len(forms["test"]) == 30
+
+
 def test_a_turned_comparison_names_the_known_person_first():
     assert Clause("more", 4, turned=True).text("Mia", "Tom") == "Mia has 4 more than Tom."
     assert Clause("half", 2, turned=False).text("Mia", "Tom") == "Tom has half as many as Mia."
