@@ -1,7 +1,7 @@
-"""Typed jobs of the workflow's rules: one model per kind of job, made by the plan and parsed by `qerl rule`.
+"""What each stage needs: one model per kind, with its settings and the paths that it reads and writes.
 
-A job has its settings and the paths that it reads and writes. This module imports no large library, because every call
-of Snakemake reads it.
+`qerl.workflow.stages` has the stages themselves, which add the function to run. This module imports no large library,
+because every call of Snakemake reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from qerl.host.imports import OPTIONAL
 from qerl.host.nodes import own_lock
-from qerl.settings.data import DatasetSettings
+from qerl.settings.data import DatasetSettings, FunctionData
 from qerl.settings.models import Base, OnRandomWeights, PretrainSettings, WeightFormat
 from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, Kernels, RunSettings
 from qerl.settings.workflow import EvaluationSettings, GateSettings, RolloutBench, StepBench
@@ -49,6 +49,7 @@ class Job(Part):
 
     out: Path
     """The path of the result: a file, or a folder of files."""
+    kind: str
 
     @property
     def gpus(self) -> int:
@@ -75,6 +76,16 @@ class Job(Part):
         """The fields that decide the result, as JSON. If they don't change, the result is kept."""
         return self.model_dump_json(exclude=self.undeciding)
 
+    @property
+    def functions(self) -> set[str]:
+        """The user's functions that the job calls, whose code decides the result too."""
+        return set()
+
+    @property
+    def own_files(self) -> list[Path]:
+        """The user's files that the job reads, of which the content decides, as copies have other times."""
+        return []
+
 
 # Jobs that make data sets and bases, and that check them before any long work.
 
@@ -86,6 +97,17 @@ class DataJob(Job):
     settings: DatasetSettings
     lock_file: Path | None
     """Compare the hub's files with this lock file."""
+
+    @property
+    def functions(self) -> set[str]:
+        """The function that gives the problems."""
+        origin = self.settings.origin
+        return {origin.function} if isinstance(origin, FunctionData) else set()
+
+    @property
+    def own_files(self) -> list[Path]:
+        """The file of the problems."""
+        return [self.settings.own_file] if self.settings.own_file else []
 
 
 class CheckJob(Job):
@@ -197,6 +219,11 @@ class TrainJob(Job):
         fields: dict[str, Any] = {"settings": UNDECIDING, "on_failure": True, "tracked": True}
         return fields if self.on_failure == "row" else fields | {"time_limit": True}
 
+    @property
+    def functions(self) -> set[str]:
+        """The reward."""
+        return {self.settings.reward.function} if self.settings.reward.function else set()
+
 
 # The job of an evaluation.
 
@@ -299,6 +326,11 @@ class StepJob(Job):
     def undeciding(self) -> Any:
         """Settings that decide neither a run nor the cost of its steps."""
         return {"runs": {"__all__": {"settings": UNDECIDING_OF_STEPS}}}
+
+    @property
+    def functions(self) -> set[str]:
+        """The rewards."""
+        return {run.settings.reward.function for run in self.runs if run.settings.reward.function}
 
 
 # Jobs of the speed grid (`shapes` of a configuration): each writes one file of points on random weights.
@@ -410,6 +442,11 @@ class RolloutMixJob(PointJob):
 
     kind: Literal["rollout_mix"] = "rollout_mix"
     work: Mix
+
+    @property
+    def own_files(self) -> list[Path]:
+        """The trace."""
+        return [self.work.trace] if self.work.trace else []
 
 
 class Prompting(Part):
@@ -576,6 +613,11 @@ class ShapesJob(Job):
     kind: Literal["shapes"] = "shapes"
     files: list[Path]
     """Points that are measured, here or elsewhere."""
+
+    @property
+    def own_files(self) -> list[Path]:
+        """These points, which are no input, as they would start measurements."""
+        return self.files
 
 
 # Jobs of a study: gather the data of its runs, and make the page of this data.

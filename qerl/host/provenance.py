@@ -165,8 +165,6 @@ PACKAGE = Path(__file__).parents[1]
 TELLING = ("qerl.data.inputs", "qerl.host.console", "qerl.host.provenance", "qerl.trackers", "qerl.version")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
-#: An import path in a string, by which a module is loaded at run time.
-_IMPORT_PATH = re.compile(r"[a-z_]\w*(\.\w+)+(:\w+)?")
 
 
 def _walk(tree: ast.AST) -> tuple[str, list[ast.AST]]:
@@ -224,12 +222,6 @@ def _texts(nodes: Iterable[ast.AST]) -> set[str]:
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def _named(texts: Iterable[str]) -> set[str]:
-    """Modules named in strings: `package.module`, `package.module.Class`, `package.module:function`."""
-    paths = [text.partition(":")[0] for text in texts if _IMPORT_PATH.fullmatch(text)]
-    return {*paths, *(path.rpartition(".")[0] for path in paths)}
-
-
 def _with_packages(names: Iterable[str]) -> set[str]:
     """The names with their parent packages, which an import also runs, except the outermost, which loads on demand."""
     modules = set(names)
@@ -246,7 +238,7 @@ def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]
     """A module's code without comments and docstrings, the modules that it loads, and the files that it names."""
     code, nodes = _walk(ast.parse(source))
     texts = _texts(nodes)
-    names = _with_packages(_imports(nodes, package) | _named(texts))
+    names = _with_packages(_imports(nodes, package))
     return code, frozenset(names), sorted(text for text in texts if Path(text).suffix in _BESIDE)
 
 
@@ -254,7 +246,7 @@ def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -
     """The code of modules under `root` and of all modules that they load from there and for which `counts` is true.
 
     Comments, docstrings and layout of Python don't count; those of files that a module names (`_BESIDE`) do. A module
-    is loaded by an import, or by a string that is its import path; computed names aren't detected.
+    is loaded by an import; what is loaded by its name as text isn't detected.
     """
     seen: dict[str, str] = {}
     queue, met = [*_with_packages(modules)], set[str]()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from qerl.data.sources import SPLITS, split_file
@@ -44,7 +46,8 @@ from qerl.results.paths import (
 )
 from qerl.settings.data import Split
 from qerl.settings.models import Base, LocalModel
-from qerl.settings.workflow import RolloutBench
+from qerl.settings.workflow import Config, RolloutBench
+from qerl.workflow.checks import ModelCheck, checks
 from qerl.workflow.runs import Plan
 
 #: The scopes of a study's data: all planned runs, or those that are finished.
@@ -53,11 +56,37 @@ PLANNED, FINISHED = "planned", "finished"
 PUBLISHED = Path("docs/results")
 
 
+# The key of a workload; gates compare only results with the same key.
+
+#: The path that `workload_key` uses for every local model, because only its content counts. Changing it would change
+#: the key of all committed baselines.
+_ANY_FOLDER = "config/gates/policy"
+
+
+def workload_key(config: Config) -> str:
+    """A hash of everything that makes results comparable.
+
+    It includes the files of the base and of the stored policies, but not settings of timing or paths. Defaults are left
+    out: a key that is added later, or a default that changes, leaves a baseline valid, and the gates compare with it.
+    """
+    assert config.gates is not None
+    values = config.model_dump(mode="json", include={"models", "datasets", "evaluation"}, exclude_defaults=True)
+    for model in values["models"].values():
+        model |= {"path": _ANY_FOLDER} if "path" in model else {}
+    values["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json", exclude_defaults=True)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    for folder in [getattr(model, "path", None) for model in config.models.values()] + [config.gates.stored]:
+        for file in sorted(folder.rglob("*")) if folder else ():
+            if file.is_file():
+                digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 class Files:
     """The files of one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
         self.results = Path(plan.folder)
         #: The folder of killed jobs' state, outside of the results.
         self.work = Path("work") / plan.config.name
@@ -81,11 +110,11 @@ class Files:
 
     def is_own(self, model: str) -> bool:
         """Whether a model is a local folder of the user."""
-        return isinstance(self._plan.config.models[model], LocalModel)
+        return isinstance(self.plan.config.models[model], LocalModel)
 
     def dense(self, model: str) -> Path:
         """The unquantized model: the user's folder, or the folder into which it is trained or downloaded."""
-        settings = self._plan.config.models[model]
+        settings = self.plan.config.models[model]
         return settings.path if isinstance(settings, LocalModel) else self.made_model(model)
 
     def made_model(self, model: str) -> Path:
@@ -104,9 +133,18 @@ class Files:
         """The file that marks the check of a model with its problems as passed."""
         return self.results / CHECKED / check
 
+    @cached_property
+    def checks(self) -> dict[str, ModelCheck]:
+        """The checks of models with their problems, by id."""
+        return checks(self.plan)
+
+    def checked_by(self, check: ModelCheck | None) -> list[str]:
+        """The file that marks the check of a run or an evaluation as passed; none if it needs no check."""
+        return [str(self.checked(check.id))] if check and check.id in self.checks else []
+
     def calibration(self, checkpoint: str) -> list[str]:
         """The problems with which AWQ calibrates; none for a checkpoint that is rounded to nearest."""
-        made = self._plan.checkpoints[checkpoint].calibration
+        made = self.plan.checkpoints[checkpoint].calibration
         return self.data_files([str(made.dataset)]) if made else []
 
     def policy(self, run: str) -> Path:
@@ -127,14 +165,14 @@ class Files:
 
     def followed(self, run: str) -> Path | None:
         """The metrics of the run that a run's thermostat follows."""
-        planned = self._plan.runs[run]
-        if other := self._plan.followed(planned):
+        planned = self.plan.runs[run]
+        if other := self.plan.followed(planned):
             return self.run(other.id) / METRICS
         return planned.settings.thermostat.metrics if planned.settings.thermostat else None
 
     def bench_inputs(self, bench: str) -> list[str]:
         """The files that a bench reads."""
-        plan = self._plan
+        plan = self.plan
         if isinstance(plan.config.benches[bench], RolloutBench):
             return sorted(str(self.checkpoint(one)) for one in plan.bench_bases(bench))
         runs = plan.step_bench_runs(bench)
@@ -144,7 +182,7 @@ class Files:
     @property
     def stored(self) -> list[str]:
         """All results from which tables and figures are made. Those of the speed grid depend on what is measured."""
-        plan = self._plan
+        plan = self.plan
         if plan.config.gates:
             return self.judged
         files = [
@@ -173,8 +211,8 @@ class Files:
     @property
     def outcome(self) -> list[str]:
         """The final files of a configuration: its report and its study's page, or the mark that every gate passes."""
-        pages = [self.report, *([self.study_page(PLANNED)] if self._plan.config.study else [])]
-        return list(map(str, [self.passed] if self._plan.config.gates else pages))
+        pages = [self.report, *([self.study_page(PLANNED)] if self.plan.config.study else [])]
+        return list(map(str, [self.passed] if self.plan.config.gates else pages))
 
     @property
     def report(self) -> Path:
@@ -184,7 +222,7 @@ class Files:
     @property
     def table_pages(self) -> list[Path]:
         """The tables that the report shows: pages, or the folder of the speed grid's."""
-        plan = self._plan
+        plan = self.plan
         if plan.config.shapes:
             return [self.tables]
         if plan.config.gates:
@@ -194,7 +232,7 @@ class Files:
     @property
     def figure_stems(self) -> list[Path]:
         """The figures that the report shows, without their endings."""
-        plan = self._plan
+        plan = self.plan
         if plan.config.shapes:
             return [self.tables]
         return [] if plan.config.gates else [self.figures / name for name in plan.figures]
@@ -203,13 +241,13 @@ class Files:
     def shown(self) -> list[str]:
         """The files of these tables and figures, and of the page of samples to which the report leads."""
         samples = [str(self.samples_page)] if self.scored else []
-        figures = [] if self._plan.config.shapes else [f"{stem}{NARROW}" for stem in self.figure_stems]
+        figures = [] if self.plan.config.shapes else [f"{stem}{NARROW}" for stem in self.figure_stems]
         return [*map(str, self.table_pages), *figures, *samples]
 
     @property
     def scored(self) -> bool:
         """Whether the report has evaluations."""
-        plan = self._plan
+        plan = self.plan
         return bool(plan.evaluations) and not (plan.config.gates or plan.config.shapes)
 
     @property
@@ -257,7 +295,7 @@ class Files:
     @property
     def committed_parts(self) -> list[Path]:
         """The folders of the study's committed data."""
-        study = self._plan.config.study
+        study = self.plan.config.study
         return (
             sorted({file.parent for file in study.committed.glob("*/*.parquet")}) if study and study.committed else []
         )
@@ -270,7 +308,7 @@ class Files:
     @property
     def studied(self) -> list[str]:
         """The runs and evaluations that a study's data comes from."""
-        plan = self._plan
+        plan = self.plan
         files = [
             *(self.run(name) / RUN for name in plan.runs),
             *(self.evaluation(e) / RESULT for e in plan.evaluations),
@@ -303,44 +341,49 @@ class Files:
         """The folder of the results of a committed policy."""
         return self.gates / STORED / policy
 
+    @cached_property
+    def workload_key(self) -> str:
+        """The key of the plan's workload."""
+        return workload_key(self.plan.config)
+
     @property
     def gate_runs(self) -> list[str]:
         """The runs that gates compare with the baseline's."""
-        assert self._plan.config.gates is not None
-        return [e.run.id for e in self._plan.evaluations_of(self._plan.config.gates.experiment) if e.run]
+        assert self.plan.config.gates is not None
+        return [e.run.id for e in self.plan.evaluations_of(self.plan.config.gates.experiment) if e.run]
 
     @property
     def gate_tasks(self) -> list[str]:
         """The data sets on which policies are evaluated."""
-        return sorted({task.dataset for task in self._plan.config.evaluation.tasks})
+        return sorted({task.dataset for task in self.plan.config.evaluation.tasks})
 
     @property
     def gate_checkpoint(self) -> Path:
         """The base with which sampling and updates are timed."""
-        return self.checkpoint(self._plan.runs[self.gate_runs[0]].settings.base)
+        return self.checkpoint(self.plan.runs[self.gate_runs[0]].settings.base)
 
     @property
     def stored_policies(self) -> list[str]:
         """The names of the committed policies that the gates evaluate."""
-        gates = self._plan.config.gates
+        gates = self.plan.config.gates
         return sorted(file.name for file in gates.stored.iterdir() if file.is_dir()) if gates else []
 
     @property
     def baselines(self) -> list[str]:
         """The baselines of all machine classes, from which jobs choose."""
-        assert self._plan.config.gates is not None
-        return sorted(map(str, self._plan.config.gates.baselines.glob("*.json")))
+        assert self.plan.config.gates is not None
+        return sorted(map(str, self.plan.config.gates.baselines.glob("*.json")))
 
     @property
     def judged(self) -> list[str]:
         """The results from which the verdict is made."""
-        assert self._plan.config.gates is not None
+        assert self.plan.config.gates is not None
         runs = self.gate_runs
         files = [
             *(self.run(run) / RUN for run in runs),
             *(self.evaluation(run) / RESULT for run in runs),
             *(self.stored_evaluation(name) / RESULT for name in self.stored_policies),
-            self.bench(self._plan.config.gates.bench),
+            self.bench(self.plan.config.gates.bench),
             self.numerics,
             self.speed,
         ]

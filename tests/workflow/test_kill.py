@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.jobs import TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
+from qerl.workflow.stages import Train
 from tests import jobs
 from tests.forks import call
 from tests.jobs import train_job, write_inputs
@@ -37,14 +36,14 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "QERL_COMMIT": "test"}
 def job(tmp_path):
     write_inputs(tmp_path)
 
-    def of(name: str, processes: int) -> TrainJob:
+    def of(name: str, processes: int) -> Train:
         settings = parse(RunSettings, {**SETTINGS, "processes": processes}, "test")
         return train_job(settings, tmp_path / "base", tmp_path / "data", tmp_path / f"work-{name}", tmp_path / name)
 
     return of
 
 
-def start(job: TrainJob, **variables: str) -> subprocess.Popen:
+def start(job: Train, **variables: str) -> subprocess.Popen:
     """Start the job as the workflow does."""
     command = [sys.executable, "-m", "qerl", "rule", job.model_dump_json()]
     return subprocess.Popen(command, env={**ENVIRONMENT, **variables}, stderr=subprocess.PIPE, text=True)
@@ -63,10 +62,10 @@ def children(process: subprocess.Popen) -> list[Path]:
     return [Path("/proc") / pid for pid in started]
 
 
-def run_whole(job: TrainJob) -> None:
+def run_whole(job: Train) -> None:
     """An undisturbed run, on one thread like the others."""
     torch.set_num_threads(1)
-    dispatch.run(job)
+    job.run()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

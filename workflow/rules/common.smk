@@ -24,9 +24,8 @@ from qerl.workflow.checks import check_jobs_here
 from qerl.workflow.plan import fitting
 from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED
 from qerl.workflow.outputs import figure_category, printed_files, table_category
-from qerl.workflow.stages import Jobs
+from qerl.workflow.graph import Jobs, Origins
 from qerl.workflow.plan import check_machines, launcher, resources_of_machines
-from qerl.workflow.stages import Origins
 from qerl.workflow.plan import models_of, one_of, with_signature, workflow_plan
 from qerl.results import paths
 

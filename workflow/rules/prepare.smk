@@ -24,7 +24,7 @@ rule prepare_data:
 
 rule pretrain:
     input:
-        lambda wildcards: FILES.data_files(JOBS.pretrain(wildcards.model).data),
+        lambda wildcards: FILES.data_files(JOBS.of("pretrain", wildcards.model).data),
     output:
         directory(FILES.made_model("{model}")),
     log:
@@ -70,7 +70,7 @@ rule fetch_model:
 rule check_model:
     input:
         model=lambda wildcards: dense(JOBS.checks[wildcards.check].model),
-        data=lambda wildcards: FILES.data_files(JOBS.check(wildcards.check).data),
+        data=lambda wildcards: FILES.data_files(JOBS.of("check", wildcards.check).data),
     output:
         FILES.checked("{check}"),
     log:

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from qerl.host.lease import VARIABLES, join_free_memory
-from qerl.jobs import TrainJob
 from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
+from qerl.workflow.stages import Train
 from tests.jobs import SETTINGS, train_job
 
 SEEN: dict[str, str | None] = {}
@@ -23,13 +22,13 @@ def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, 
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that what the job sets is taken back after the test
         monkeypatch.delenv(name)
-    monkeypatch.setitem(dispatch.FUNCTIONS, TrainJob, f"{__name__}:note")
+    monkeypatch.setattr(Train, "_function", lambda self: note)
     rollout = {**SETTINGS["rollout"], "engine": engine}
     adapter = {"rank": 4, "train_norms": False}
     settings = RunSettings.model_validate(
         {**SETTINGS, "rollout": rollout, "adapter": adapter, "noise": {"schedule": "off"}}
     )
-    dispatch.run(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine))
+    train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine).run()
     assert SEEN[engine] == value
 
 

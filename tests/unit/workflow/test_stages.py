@@ -1,5 +1,6 @@
 """A rule's version covers all code that its job runs."""
 
+import dis
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,16 +10,22 @@ import pytest
 
 from qerl.host import provenance
 from qerl.host.provenance import PACKAGE, code_of, decides
-from qerl.workflow import dispatch
+from qerl.jobs import Job
+from qerl.workflow.stage import Stage
+from qerl.workflow.stages import STAGES, Decode, RolloutMix
 
-#: The module of each rule's job.
-FUNCTIONS = [*dispatch.FUNCTIONS.values(), *dispatch.ENGINE_FUNCTIONS.values()]
-ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
+#: The functions of the stages, imported.
+IMPORTERS = [stage._function for stage in STAGES if stage not in (Decode, RolloutMix)]
+IMPORTERS += [*Decode.importers.values(), *RolloutMix.importers.values()]
+#: The module of each stage's function.
+ENTRIES = sorted({one.argval for i in IMPORTERS for one in dis.get_instructions(i) if one.opname == "IMPORT_NAME"})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
-PLANNING = (*("checks", "costs", "dispatch", "grid", "outputs", "plan", "runs", "stages", "study_jobs"),)
+PLANNING = (
+    *("checks", "costs", "accept", "graph", "grid", "outputs", "plan", "runs", "stage", "stages", "study_jobs"),
+)
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
-    *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
+    *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
     "qerl.bench.trace",
     "qerl.report.summary",
@@ -39,12 +46,21 @@ def copy(tmp_path_factory):
     return root
 
 
-def test_every_job_has_a_function():
-    by_engine = {dispatch.DecodeJob, dispatch.RolloutMixJob}
-    assert set(dispatch.FUNCTIONS) | by_engine == set(dispatch.AnyJob.__args__)
-    assert {kind for kind, _ in dispatch.ENGINE_FUNCTIONS} == {job.model_fields["kind"].default for job in by_engine}
+def test_every_kind_is_one_stage_with_one_function():
+    kinds = [stage.model_fields["kind"].default for stage in STAGES]
+    assert len(set(kinds)) == len(kinds) == len([job for job in subclasses(Job) if is_kind(job)])
     for module in ENTRIES:
         assert find_spec(module), module
+
+
+def subclasses(kind: type) -> list[type]:
+    """All classes below one."""
+    return [one for below in kind.__subclasses__() for one in (below, *subclasses(below))]
+
+
+def is_kind(job: type[Job]) -> bool:
+    """Whether a class below `Job` is the model of one kind, and no stage."""
+    return "kind" in job.__annotations__ and not issubclass(job, Stage)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
