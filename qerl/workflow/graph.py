@@ -43,6 +43,9 @@ _OF_RULE: dict[str, Callable[..., Stage]] = {
 class Jobs:
     """The stages of one plan."""
 
+    #: The rules whose stages may read the user's own files, or results that are no input.
+    with_content = ("data", "check", "quantize", "point", "shapes", "gather")
+
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._config = plan.config

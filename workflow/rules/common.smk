@@ -17,17 +17,16 @@ os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]), PYTHONSAFEPA
 
 from snakemake.exceptions import WorkflowError
 
-from qerl.settings.models import HubModel, PretrainSettings
-from qerl.host.lease import devices
 from qerl.data.hub import check_pinned
+from qerl.host.lease import devices
+from qerl.results import paths
+from qerl.settings.models import HubModel, PretrainSettings
 from qerl.workflow.checks import check_jobs_here
-from qerl.workflow.plan import fitting
+from qerl.workflow.graph import Jobs, Origins
 from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED
 from qerl.workflow.outputs import figure_category, printed_files, table_category
-from qerl.workflow.graph import Jobs, Origins
-from qerl.workflow.plan import check_machines, launcher, resources_of_machines
-from qerl.workflow.plan import models_of, one_of, with_signature, workflow_plan
-from qerl.results import paths
+from qerl.workflow.plan import check_machines, fitting, launcher, models_of, one_of
+from qerl.workflow.plan import resources_of_machines, with_signature, workflow_plan
 
 
 def read_plan(given: dict):
@@ -80,38 +79,39 @@ def own_file(dataset: str) -> list:
     return [ancient(str(own))] if own else []
 
 
-# Parameters of a rule. Snakemake reruns a job when one of them changes, unless its function asks for `input`. So the whole
-# job asks for `input`, and separate parameters have all that decides its result: settings, code and the user's own files.
+def inputs(rule: str):
+    """The files that a stage reads, by name."""
+    return with_signature(lambda wildcards: JOBS.inputs(rule, *wildcards))
 
 
-def job(rule: str):
-    """The job of a rule, as JSON."""
-    return with_signature(lambda wildcards, input: JOBS.json(rule, *wildcards))
+def stage(rule: str) -> dict:
+    """The parameters of a rule: its stage as JSON, and what decides the stage's result.
+
+    Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does. So a
+    job reruns for its settings (also those of what it reads), its code, and the content of the user's own files.
+    """
+    asked = dict(decides=ORIGINS.deciding, code=JOBS.code)
+    asked |= dict(content=JOBS.content) if rule in JOBS.with_content else {}
+    return {
+        "job": with_signature(lambda wildcards, input: JOBS.json(rule, *wildcards))
+    } | {name: _of(rule, function) for name, function in asked.items()}
 
 
-def decides(rule: str):
-    """All that decides a job's result, also through the results that it reads."""
-    return with_signature(lambda wildcards: ORIGINS.deciding(rule, *wildcards))
+def _of(rule: str, function):
+    return with_signature(lambda wildcards: function(rule, *wildcards))
 
 
-def code(rule: str):
-    """The version of the code that does a job."""
-    return with_signature(lambda wildcards: JOBS.code(rule, *wildcards))
+def gpus(rule: str) -> dict:
+    """The GPUs that a job takes, and the same in percent of a GPU, of which a profile may give a part (profiles/shared)."""
+    return dict(
+        gpu=with_signature(lambda wildcards: JOBS.of(rule, *wildcards).gpus),
+        gpu_percent=with_signature(
+            lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus
+        ),
+    )
 
 
-def content(rule: str):
-    """The content of the user's own files that a job reads."""
-    return with_signature(lambda wildcards: JOBS.content(rule, *wildcards))
-
-
-def gpus(rule: str):
-    """The GPUs that a job takes."""
-    return with_signature(lambda wildcards: JOBS.of(rule, *wildcards).gpus)
-
-
-def whole(rule: str):
-    """The same in percent of a GPU. A profile may give jobs of one GPU a part of it (profiles/shared)."""
-    return with_signature(lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus)
+ONE_GPU = dict(gpu=1, gpu_percent=100)
 
 
 def settings_of(run: str):

@@ -3,11 +3,7 @@
 
 rule evaluate:
     input:
-        unpack(
-            with_signature(
-                lambda wildcards: JOBS.inputs("evaluate", wildcards.evaluation)
-            )
-        ),
+        unpack(inputs("evaluate")),
     output:
         result=FILES.evaluation("{evaluation}") / paths.RESULT,
         samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,
@@ -21,13 +17,10 @@ rule evaluate:
     conda:
         "../../environment.yml"
     resources:
+        **gpus("evaluate"),
         mem_mb=2000,
         runtime=720,
-        gpu=gpus("evaluate"),
-        gpu_percent=whole("evaluate"),
     params:
-        job=job("evaluate"),
-        decides=decides("evaluate"),
-        code=code("evaluate"),
+        **stage("evaluate"),
     shell:
         "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

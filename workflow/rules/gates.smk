@@ -15,9 +15,7 @@ rule gate_numerics:
         mem_mb=2000,
         runtime=10,
     params:
-        job=job("numerics"),
-        decides=decides("numerics"),
-        code=code("numerics"),
+        **stage("numerics"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -41,9 +39,7 @@ rule gate_stored:
         mem_mb=2000,
         runtime=10,
     params:
-        job=job("stored"),
-        decides=decides("stored"),
-        code=code("stored"),
+        **stage("stored"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -61,14 +57,11 @@ rule gate_speed:
         "../../environment.yml"
     threads: workflow.cores
     resources:
+        **ONE_GPU,
         mem_mb=4000,
         runtime=30,
-        gpu=1,
-        gpu_percent=100,
     params:
-        job=job("speed"),
-        decides=decides("speed"),
-        code=code("speed"),
+        **stage("speed"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -94,9 +87,7 @@ rule verdict:
         mem_mb=1000,
         runtime=10,
     params:
-        job=job("verdict"),
-        decides=decides("verdict"),
-        code=code("verdict"),
+        **stage("verdict"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 

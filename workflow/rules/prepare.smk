@@ -14,10 +14,7 @@ rule prepare_data:
         mem_mb=1000,
         runtime=30,
     params:
-        job=job("data"),
-        decides=decides("data"),
-        content=content("data"),
-        code=code("data"),
+        **stage("data"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -37,14 +34,11 @@ rule pretrain:
         "../../environment.yml"
     threads: 2
     resources:
+        **ONE_GPU,
         mem_mb=2000,
         runtime=30,
-        gpu=1,
-        gpu_percent=100,
     params:
-        job=job("pretrain"),
-        decides=decides("pretrain"),
-        code=code("pretrain"),
+        **stage("pretrain"),
     shell:
         "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
 
@@ -60,8 +54,7 @@ rule fetch_model:
     conda:
         "../../environment.yml"
     params:
-        job=job("fetch"),
-        decides=decides("fetch"),
+        **stage("fetch"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -84,9 +77,6 @@ rule check_model:
         mem_mb=2000,
         runtime=30,
     params:
-        job=job("check"),
-        decides=decides("check"),
-        content=content("check"),
-        code=code("check"),
+        **stage("check"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

@@ -14,13 +14,10 @@ rule profile:
         "../../environment.yml"
     threads: workflow.cores
     resources:
+        **gpus("profile"),
         mem_mb=4000,
         runtime=240,
-        gpu=gpus("profile"),
-        gpu_percent=whole("profile"),
     params:
-        job=job("profile"),
-        decides=decides("profile"),
-        code=code("profile"),
+        **stage("profile"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

@@ -15,14 +15,10 @@ rule quantize:
     conda:
         "../../environment.yml"
     resources:
+        **ONE_GPU,
         mem_mb=2000,
         runtime=120,
-        gpu=1,
-        gpu_percent=100,
     params:
-        job=job("quantize"),
-        decides=decides("quantize"),
-        content=content("quantize"),
-        code=code("quantize"),
+        **stage("quantize"),
     shell:
         "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

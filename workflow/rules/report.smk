@@ -47,9 +47,7 @@ rule tables:
         mem_mb=2000,
         runtime=30,
     params:
-        job=job("table"),
-        decides=decides("table"),
-        code=code("table"),
+        **stage("table"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -67,9 +65,7 @@ rule samples_page:
         mem_mb=4000,
         runtime=30,
     params:
-        job=job("samples"),
-        decides=decides("samples"),
-        code=code("samples"),
+        **stage("samples"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -96,9 +92,7 @@ rule figures:
         mem_mb=2000,
         runtime=30,
     params:
-        job=job("figure"),
-        decides=decides("figure"),
-        code=code("figure"),
+        **stage("figure"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -118,8 +112,6 @@ rule write_report:
         mem_mb=2000,
         runtime=30,
     params:
-        job=job("report"),
-        decides=decides("report"),
-        code=code("report"),
+        **stage("report"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

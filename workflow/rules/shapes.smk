@@ -19,15 +19,11 @@ rule shape_point:
         "../../environment.yml"
     threads: max(1, workflow.cores // max(1, len(devices())))
     resources:
+        **ONE_GPU,
         mem_mb=16000,
         runtime=180,
-        gpu=1,
-        gpu_percent=100,
     params:
-        job=job("point"),
-        decides=decides("point"),
-        content=content("point"),
-        code=code("point"),
+        **stage("point"),
         points=lambda wildcards: list(map(str, JOBS.points[wildcards.point].files)),
     shell:
         "(python -P -m qerl rule {params.job:q} && mkdir -p {output:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
@@ -49,10 +45,7 @@ rule shapes:
         mem_mb=2000,
         runtime=30,
     params:
-        job=job("shapes"),
-        decides=decides("shapes"),
-        content=content("shapes"),
-        code=code("shapes"),
+        **stage("shapes"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 

@@ -20,10 +20,7 @@ rule gather_study:
         mem_mb=8000,
         runtime=60,
     params:
-        job=job("gather"),
-        decides=decides("gather"),
-        content=content("gather"),
-        code=code("gather"),
+        **stage("gather"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -48,9 +45,7 @@ rule study_page:
         mem_mb=8000,
         runtime=30,
     params:
-        job=job("page"),
-        decides=decides("page"),
-        code=code("page"),
+        **stage("page"),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -78,8 +73,6 @@ if FILES.committed_study:
             mem_mb=8000,
             runtime=30,
         params:
-            job=job("published"),
-            decides=decides("published"),
-            code=code("published"),
+            **stage("published"),
         shell:
             "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"

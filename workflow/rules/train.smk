@@ -5,7 +5,7 @@
 
 rule train:
     input:
-        unpack(with_signature(lambda wildcards: JOBS.inputs("train", wildcards.run))),
+        unpack(inputs("train")),
     output:
         policy=directory(FILES.policy("{run}")),
         metrics=FILES.run("{run}") / paths.METRICS,
@@ -26,11 +26,9 @@ rule train:
         mem_mb=2000,
         runtime=2880,
         gpu=with_signature(lambda wildcards: settings_of(wildcards.run).gpus),
-        gpu_percent=whole("train"),
+        gpu_percent=gpus("train")["gpu_percent"],
     params:
-        job=job("train"),
-        decides=decides("train"),
-        code=code("train"),
+        **stage("train"),
         launcher=with_signature(
             lambda wildcards, input: launcher(settings_of(wildcards.run))
         ),
