@@ -46,7 +46,7 @@ from qerl.host.imports import check_engine, check_installed, check_trackers, che
 from qerl.host.lease import alone, join_free_memory
 from qerl.host.nodes import own_lock
 from qerl.host.provenance import check_writable, write_text, writing
-from qerl.jobs import HubBase, TrainJob
+from qerl.jobs import HubBase
 from qerl.results.paths import (
     CHECKPOINT,
     DATA,
@@ -60,7 +60,6 @@ from qerl.results.paths import (
     RESULT,
     RUN,
     SAMPLES,
-    TRACKED,
     WORK,
 )
 from qerl.results.schema import (
@@ -87,7 +86,7 @@ from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData, LocalD
 from qerl.settings.models import Base, MergedFormat
 from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
-from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, whole
+from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, train_stage, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -287,7 +286,7 @@ def train(
                 check_runs(source, [(made.data, settings.rollout)])
                 make_base(settings, source)
                 tell_reward(settings)
-            train_run(_job(made))
+            train_run(train_stage(made.settings, _hub_base(made)))
     return made
 
 
@@ -424,27 +423,6 @@ def _forget_parts(run: Run, settings: RunFile) -> None:
 
 def _write_run_file(settings: RunFile) -> None:
     write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-
-
-def _job(run: Run) -> TrainJob:
-    """The job of a run by hand, whose failures end it with their message."""
-    name = run.folder.name
-    return TrainJob(
-        id=name,
-        experiment=name,
-        arm="run",
-        varied={},
-        settings=run.settings.settings,
-        on_failure="stop",
-        time_limit=None,
-        base=_hub_base(run),
-        checkpoint=run.checkpoint,
-        data=run.data,
-        work=run.folder / WORK,
-        tracked=run.folder / TRACKED,
-        followed=run.settings.thermostat.metrics if run.settings.thermostat else None,
-        out=run.folder,
-    )
 
 
 def _hub_base(run: Run) -> HubBase | None:

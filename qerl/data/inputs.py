@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -15,8 +15,7 @@ from tempfile import NamedTemporaryFile
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from qerl.data.hub import sha256_of
-from qerl.host.imports import source_version
-from qerl.host.provenance import cache_folder, code_version, write_text
+from qerl.host.provenance import cache_folder, write_text
 
 #: Files of records.
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -110,12 +109,6 @@ class MadeOf(BaseModel):
         """Names of the user's files and functions that have changed."""
         before, after = {**self.files, **self.functions}, {**now.files, **now.functions}
         return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
-
-
-def made_of(module: str, files: Mapping[str, str], functions: Iterable[str | None]) -> MadeOf:
-    """The present inputs from which the code of `module` would make a part."""
-    versions = {path: source_version(path) for path in functions if path}
-    return MadeOf(files=dict(files), functions=versions, code=code_version(module))
 
 
 #: By the part's name.

@@ -118,8 +118,8 @@ class Jobs:
             finished = filter(Path.is_file, map(Path, self.files.studied if names[0] == FINISHED else ()))
             return [f"{file} {hash_of(file)}" for file in finished]
         if rule in ("check", "quantize"):
-            planned = self.checks if rule == "check" else self._plan.checkpoints
-            model = planned[names[0]].model
+            name = names[0]
+            model = self.checks[name].model if rule == "check" else self._plan.checkpoints[name].model
             return [content_of(self.files.dense(model))] if self.files.is_own(model) else []
         return list(map(content_of, self.of(rule, *names).own_files))
 

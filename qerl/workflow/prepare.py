@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qerl.checkpoints.files import weights_format_of
-from qerl.data.inputs import MadeOf, data_files, hashes_of, made_of, model_files, read_record, write_record
+from qerl.data.inputs import MadeOf, data_files, hashes_of, model_files, read_record, write_record
 from qerl.host.console import log
-from qerl.host.provenance import put, writing
-from qerl.results.paths import CHECKPOINT, DATA, REPORT
+from qerl.host.imports import source_version
+from qerl.host.provenance import code_version, put, writing
+from qerl.jobs import HubBase
+from qerl.results.paths import CHECKPOINT, DATA, REPORT, TRACKED, WORK
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunFile
 from qerl.workflow.bases import link_checkpoint, make_checkpoint
+from qerl.workflow.stage import Stage
+from qerl.workflow.stages import PrepareData, Quantize, Train
 
 #: The record of the inputs of a run, by the keys of its settings: dataset, model, reward.
 INPUTS = "inputs.json"
@@ -79,22 +83,50 @@ def whole(target: Path, make: Callable[[Path], object]) -> None:
     partial.rmdir()
 
 
+def train_stage(settings: RunFile, base: HubBase | None = None) -> Train:
+    """The stage that trains a run by hand, whose failures end it with their message."""
+    folder, name = settings.out, settings.out.name
+    return Train(
+        id=name,
+        experiment=name,
+        arm="run",
+        varied={},
+        settings=settings.settings,
+        on_failure="stop",
+        time_limit=None,
+        base=base,
+        checkpoint=folder / CHECKPOINT,
+        data=folder / DATA,
+        work=folder / WORK,
+        tracked=folder / TRACKED,
+        followed=settings.thermostat.metrics if settings.thermostat else None,
+        out=folder,
+    )
+
+
 def _of_data(settings: RunFile) -> MadeOf:
-    source_file = settings.dataset.own_file
-    files = hashes_of(data_files(source_file), source_file) if source_file else {}
-    return made_of("qerl.data.sources", files, [getattr(settings.dataset.origin, "function", None)])
+    stage = PrepareData(settings=settings.dataset, lock_file=None, out=settings.out / DATA)
+    files = {name: value for file in stage.own_files for name, value in hashes_of(data_files(file), file).items()}
+    return _made_of(stage, files)
 
 
 def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
     """The inputs of a checkpoint: the base, and the prepared problems that AWQ reads."""
+    base, data = settings.settings.base, settings.out / DATA
     files = hashes_of(model_files(source), source)
-    if settings.settings.base.calibration:
-        files |= hashes_of(data_files(settings.out / DATA), settings.out)
-    return made_of("qerl.models.quantize", files, [])
+    if base.calibration:
+        files |= hashes_of(data_files(data), settings.out)
+    return _made_of(Quantize(base=base, source=source, data=data, out=settings.out), files)
 
 
 def _of_reward(settings: RunFile) -> MadeOf:
-    return made_of("qerl.rl.train", {}, [settings.reward.function])
+    return _made_of(train_stage(settings), {})
+
+
+def _made_of(stage: Stage, files: Mapping[str, str]) -> MadeOf:
+    """The present inputs of which a stage would make its result, by the same code as in a workflow."""
+    functions = {path: source_version(path) for path in sorted(stage.functions)}
+    return MadeOf(files=dict(files), functions=functions, code=code_version(stage.module))
 
 
 def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:

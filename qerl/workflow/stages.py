@@ -5,13 +5,11 @@ A rule, the hash that reruns it, and the command `qerl rule` all take the stage 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel
 
 from qerl.data.sources import SPLITS
 from qerl.jobs import (
@@ -576,9 +574,18 @@ STAGES: tuple[type[Stage], ...] = (
     *(Decode, RolloutMix, Prompts, GrpoSteps, StepOfTrl, Shapes, Table, Figure, Report, Samples),
     *(GatherStudy, StudyPage, Numerics, Speed, Verdict),
 )
-_STAGE: TypeAdapter[Stage] = TypeAdapter(Annotated[reduce(operator.or_, STAGES), Field(discriminator="kind")])
+_OF_KIND = {stage.model_fields["kind"].default: stage for stage in STAGES}
+
+
+class _Kind(BaseModel):
+    """The field of a stage that tells its class."""
+
+    kind: str
 
 
 def parse_stage(text: str) -> Stage:
     """The stage in a rule's parameter."""
-    return _STAGE.validate_json(text)
+    kind = _Kind.model_validate_json(text).kind
+    if kind not in _OF_KIND:
+        raise ConfigError(f"kind {kind!r} is no stage; use one of {', '.join(_OF_KIND)}")
+    return _OF_KIND[kind].model_validate_json(text)
