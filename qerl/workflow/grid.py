@@ -36,12 +36,13 @@ def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, Point]:
     a set-up are one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
     """
     by_id: dict[str, Point] = {}
-    for id, job in (
+    made: list[tuple[str, Point]] = [
         *(j for grid in settings.mixes for j in _mixes(grid, folder)),
         *_decodes(settings.decode, folder),
         *_steps(settings.steps, folder),
         *(j for grid in settings.prompts for j in _prompts(grid, folder)),
-    ):
+    ]
+    for id, job in made:
         if id in by_id:
             raise _twice(id)
         by_id[id] = job
