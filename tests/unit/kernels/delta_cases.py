@@ -1,4 +1,4 @@
-"""The kernels of delta nets against PyTorch in float64, in Triton's interpreter, which `test_delta.py` starts."""
+"""The kernels of delta nets against PyTorch in float64, in Triton's interpreter, which `test_interpreter.py` starts."""
 
 from dataclasses import replace
 
