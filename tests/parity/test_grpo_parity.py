@@ -4,7 +4,6 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from qerl.models.policy import Policy
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, policy_loss
@@ -46,6 +45,8 @@ def kl(request):
 @pytest.fixture(scope="module")
 def trainer(checkpoint, tmp_path_factory, loss_name, kl):
     """A TRL trainer on its own copy of the model."""
+    from trl import GRPOConfig, GRPOTrainer  # imports vLLM, too
+
     arguments = GRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("trl")),
         **IN_TRL[loss_name],

@@ -4,7 +4,6 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from qerl.data.records import Problem
 from qerl.models.policy import trained_in_full
@@ -52,6 +51,8 @@ class Fixed:
 
 def trl_step(checkpoint, folder, loss_name, mask_truncated):
     """TRL's loss, gradients and logged figures."""
+    from trl import GRPOConfig, GRPOTrainer  # imports vLLM, too
+
     arguments = GRPOConfig(
         output_dir=str(folder),
         **IN_TRL[loss_name],
