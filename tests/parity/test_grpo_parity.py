@@ -112,9 +112,16 @@ def trl_logprobs(trainer, inputs):
     return logprobs
 
 
-@pytest.mark.parametrize("correction", ["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"])
-@pytest.mark.parametrize("mask_truncated", [False, True])
-@pytest.mark.parametrize("max_tokens", [10_000, 40])
+CORRECTIONS = ["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
+#: All pairs of a correction, whether truncated completions are masked, and whether the batch is split.
+PAIRS = [
+    (correction, masked, 40 if (number + masked) % 2 else 10_000)
+    for number, correction in enumerate(CORRECTIONS)
+    for masked in (False, True)
+]
+
+
+@pytest.mark.parametrize(("correction", "mask_truncated", "max_tokens"), PAIRS)
 def test_loss_and_gradient_equal_trl(trainer, checkpoint, loss_name, kl, max_tokens, mask_truncated, correction):
     if loss_name == "bnpo" and max_tokens < 10_000:
         pytest.skip("bnpo depends on how the batch is split, and TRL's batch is whole")

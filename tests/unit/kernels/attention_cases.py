@@ -197,8 +197,8 @@ def test_prompts_are_rotated_and_stored(shape, fp8, monkeypatch):
 def test_prompts_attend(shape):
     """The kernel of 16-bit prompts on float32."""
     heads, _ = heads_of(*shape)
-    lengths = [1, 200]
-    row = prompts_of(lengths, [[1], [2, 3, 4, 5]])
+    lengths = [1, 130]
+    row = prompts_of(lengths, [[1], [2, 3, 4]])
     qkv = torch.randn(sum(lengths), heads.width)
     *exact, gates = (part if part is None else part.double() for part in heads.parts(qkv))
     expected = attend_packed(*exact, row.packing, heads.scale, heads.window, heads.sinks).flatten(1)
