@@ -97,7 +97,7 @@ def trl_step(checkpoint, folder, loss_name, mask_truncated):
 
 @pytest.mark.parametrize(
     ("loss_name", "mask_truncated"),
-    [("bnpo", True), *((name, number % 2 == 0) for number, name in enumerate(IN_TRL)), ("grpo", False)],
+    [*((name, number % 2 == 0) for number, name in enumerate(IN_TRL)), ("grpo", False)],
 )
 def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated
