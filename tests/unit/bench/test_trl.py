@@ -14,8 +14,16 @@ from qerl.jobs import TrlStep, TrlStepJob, Work
 from qerl.settings.base import ConfigError
 from tests import forks
 
-trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
-from qerl.bench import trl as grpo_step_trl  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed: pip install trl==1.16.0")
+
+
+@pytest.fixture(scope="module")
+def grpo_step_trl():
+    """The module; TRL imports vLLM, for which a process that only collects these tests has no use."""
+    from qerl.bench import trl
+
+    return trl
+
 
 WORK = {
     "prompts": 2,
@@ -72,14 +80,14 @@ def optimizer_bytes(adapter):
     return 2 * adapter + 28 * 4
 
 
-def test_completions_of_some_questions_earn_the_same():
+def test_completions_of_some_questions_earn_the_same(grpo_step_trl):
     said = [[{"content": text}] for text in ("a", "b", "c", "d")]
     first, second, *others = grpo_step_trl._rewards(said, equal=[False, False, True, True])
     assert first != second
     assert others == [0.0, 0.0]
 
 
-def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
+def test_a_step_by_transformers_generation(grpo_step_trl, tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     out = tmp_path / "out.json"
     grpo_step_trl.measure_step(job(out, "nf4", sampler="transformers"))
@@ -99,6 +107,8 @@ def measure_with_vllm(job):
     Without oneDNN, and on a CPU with AMX without its tiles, they stay as they are on a GPU.
     """
     import vllm._custom_ops
+
+    from qerl.bench import trl as grpo_step_trl
 
     vllm._custom_ops._supports_onednn = False
     torch.cpu._is_amx_tile_supported = lambda: False
@@ -128,7 +138,7 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
     assert parts["sampler_weights"] == parts["weights"]
 
 
-def test_vllm_draws_the_lengths_of_the_work():
+def test_vllm_draws_the_lengths_of_the_work(grpo_step_trl):
     """TRL's own call of vLLM, with what it would generate from as the result."""
 
     class Params(dict):
@@ -148,12 +158,12 @@ def test_vllm_draws_the_lengths_of_the_work():
     assert {one["temperature"] for one in params} == {0.7}
 
 
-def test_transformers_generate_has_one_length(tmp_path):
+def test_transformers_generate_has_one_length(grpo_step_trl, tmp_path):
     with pytest.raises(ConfigError, match="gives all completions one length; use sampler vllm"):
         grpo_step_trl.measure_step(job(tmp_path / "out.json", sampler="transformers", lengths=MIXED))
 
 
-def test_vllm_gets_memory_for_all_completions_at_once():
+def test_vllm_gets_memory_for_all_completions_at_once(grpo_step_trl):
     lengths = {"prompt_tokens": 128, "completion_tokens": 1024}
     work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, equal_groups=0.0, repeats=1, **lengths)
     # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
@@ -170,7 +180,9 @@ def test_vllm_gets_memory_for_all_completions_at_once():
         ("unknown quantization", None),
     ],
 )
-def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monkeypatch, message, status):
+def test_a_sampler_without_room_is_a_row_and_another_error_is_not(
+    grpo_step_trl, tmp_path, monkeypatch, message, status
+):
     def fail(*_):
         raise ValueError(message)
 
@@ -183,7 +195,7 @@ def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monk
     assert not status or json.loads(out.read_text())["status"] == status
 
 
-def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatch):
+def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(grpo_step_trl, tmp_path, monkeypatch):
     """TRL alone would give both jobs port 29500."""
 
     def stops(*_):
@@ -200,7 +212,7 @@ def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatc
     assert len({*ports, "29500"}) == 3
 
 
-def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(trl, "__version__", "1.17.0")
+def test_another_release_of_trl_is_refused(grpo_step_trl, monkeypatch, tmp_path):
+    monkeypatch.setattr("trl.__version__", "1.17.0")
     with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
         grpo_step_trl.measure_step(job(tmp_path / "out.json"))

@@ -1,6 +1,7 @@
 """A rule's version covers all code that its job runs."""
 
 import shutil
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,8 +9,12 @@ import grimp
 import pytest
 
 from qerl.host import provenance
+from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
 from qerl.workflow import dispatch
+from tests.jobs import train_job
 
 #: The module of each rule's job.
 FUNCTIONS = [*dispatch.FUNCTIONS.values(), *dispatch.ENGINE_FUNCTIONS.values()]
@@ -45,6 +50,21 @@ def test_every_job_has_a_function():
     assert {kind for kind, _ in dispatch.ENGINE_FUNCTIONS} == {job.model_fields["kind"].default for job in by_engine}
     for module in ENTRIES:
         assert find_spec(module), module
+
+
+def test_a_training_is_imported_without_the_libraries_that_it_does_without(monkeypatch, tmp_path):
+    seen = []
+
+    @contextmanager
+    def imports(without):
+        seen.append(without)
+        yield
+
+    monkeypatch.setattr(dispatch, "imports", imports)
+    monkeypatch.setattr(dispatch, "function_of", lambda job: ("builtins", "repr"))
+    settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")
+    dispatch.run(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out"))
+    assert seen == [OPTIONAL]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
