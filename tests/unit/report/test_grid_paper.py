@@ -47,7 +47,7 @@ def step(
         tokens=completion,
         rank=16,
         equal_groups=equal_groups,
-        repeats=len(seconds),
+        repeats=max(1, len(seconds)),
     )
     settings = EngineStep(recompute=recompute, micro_batch_tokens=16384, kv_cache_gib=None, memory_gb=cap)
     if isinstance(told, str):
