@@ -54,7 +54,9 @@ def test_a_hybrid_with_packed_delta_nets_has_a_step_that_fits():
 
 def memory_of(part, shape):
     """The predicted memory of a step under its cap, which doesn't count CUDA's context."""
-    asked = {**part.work.model_dump(), **part.settings.model_dump(), "max_tokens": part.work.tokens}
+    work = part.work
+    lengths = {"group": work.group_size, "prompt_tokens": work.prompt, "max_tokens": work.tokens}
+    asked = {**work.model_dump(), **lengths, **part.settings.model_dump()}
     names = {field.name for field in fields(StepSettings)}
     settings = StepSettings(**{key: value for key, value in asked.items() if key in names})
     return step_memory(shape, settings, part.settings.memory_gb * 1e9 + CONTEXT)
