@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.jobs import (
@@ -190,7 +190,7 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
         raise ConfigError("shapes: drafts need engine native and a trace, whose text they repeat; remove drafts")
     for base, rank in product(_bases(grid), grid.ranks):
         _check(grid.engine, base)
-        policy = {"engine": grid.engine, "size": base.model, "weights": base.weights, "rank": rank}
+        policy: dict[str, Any] = {"engine": grid.engine, "size": base.model, "weights": base.weights, "rank": rank}
         asked = Mix(**policy, **{name: getattr(grid, name) for name in MixedLengths.model_fields})
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         id = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
