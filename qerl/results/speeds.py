@@ -166,7 +166,7 @@ class DecodeResult(Measurement):
 
     bench: Literal["decode"]
     work: Decoding
-    sync_seconds: list[float] = []
+    sync_seconds: list[float] = Field(default=[])
     ceilings: Ceilings | None
     gpu: GpuStates | None = None
     points: list[DecodePoint]
