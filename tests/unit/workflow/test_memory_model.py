@@ -65,7 +65,7 @@ def model_of(result):
 
 
 def recompute_of(result):
-    """Which blocks a step recomputed, as text, which older files have."""
+    """Which blocks a step recomputed, as text."""
     return str(result.settings.recompute).lower()
 
 
