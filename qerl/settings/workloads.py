@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from qerl.settings.base import FilePath, PositiveInt, Seed, Settings
 from qerl.settings.models import Base, WeightFormat
@@ -17,7 +17,13 @@ Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 
-class Workload(Settings):
+class Measured(BaseModel):
+    """The base of models that jobs and results state and no configuration has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Workload(Measured):
     """What all workloads have: a policy on random weights. Rank 0 has no adapter."""
 
     size: str
@@ -111,7 +117,7 @@ class StepWork(Workload, StepLengths):
         return self.prompts * self.group_size
 
 
-class EngineStep(Settings):
+class EngineStep(Measured):
     """This project's settings of a GRPO step."""
 
     kernels: Kernels = "auto"
@@ -125,7 +131,7 @@ class EngineStep(Settings):
     """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
 
 
-class TrlStep(Settings):
+class TrlStep(Measured):
     """TRL's settings of a GRPO step."""
 
     sampler: Literal["vllm", "transformers"]
