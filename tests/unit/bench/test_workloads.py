@@ -169,7 +169,7 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
     assert len(drawn) == 3
     for groups in drawn:
         assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
-    assert result.work.trace == str(TRACE)
+    assert result.work.trace == TRACE
 
 
 def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, monkeypatch):
