@@ -34,7 +34,8 @@ def part(file, repeats=2, work=WORK, **settings):
     """Steps on the tiny shape."""
     values = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384}
     values |= {"kv_cache_gib": None, "sleep": False, "memory_gb": None}
-    work = StepWork(**{"size": "tiny", "weights": "nvfp4", **work, "repeats": repeats})
+    dense = {"size": "tiny", "weights": "nvfp4", "pack_delta_nets": False, "median": None, "sigma": None}
+    work = StepWork(**{**dense, **work, "repeats": repeats})
     return StepPart(file=file, work=work, settings=EngineStep(**values | settings))
 
 
