@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.jobs import TrlStep, TrlStepJob, Work
+from qerl.jobs import TrlStepJob
 from qerl.settings.base import ConfigError
+from qerl.settings.workloads import StepWork, TrlStep
 from tests import forks
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed: pip install trl==1.16.0")
@@ -27,9 +28,9 @@ def grpo_step_trl():
 
 WORK = {
     "prompts": 2,
-    "group": 2,
-    "prompt_tokens": 80,
-    "completion_tokens": 3,
+    "group_size": 2,
+    "prompt": 80,
+    "tokens": 3,
     "median": None,
     "sigma": None,
     "rank": 4,
@@ -41,7 +42,7 @@ ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
 
 
 #: Completions of 2, 2, 4 and 2 tokens.
-MIXED = {"completion_tokens": 4, "median": 2, "sigma": 1.0}
+MIXED = {"tokens": 4, "median": 2, "sigma": 1.0}
 
 
 def job(out, weights="bf16", lengths=None, **settings):
@@ -55,7 +56,7 @@ def job(out, weights="bf16", lengths=None, **settings):
         "sleep": False,
     }
     own = TrlStep(**{**values, "vllm_memory": None, "optimizer": "adamw_torch_fused", **settings})
-    return TrlStepJob(work=Work(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
+    return TrlStepJob(work=StepWork(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
 
 
 def assert_timed(result):
@@ -164,8 +165,10 @@ def test_transformers_generate_has_one_length(grpo_step_trl, tmp_path):
 
 
 def test_vllm_gets_memory_for_all_completions_at_once(grpo_step_trl):
-    lengths = {"prompt_tokens": 128, "completion_tokens": 1024}
-    work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, equal_groups=0.0, repeats=1, **lengths)
+    lengths = {"prompt": 128, "tokens": 1024}
+    work = StepWork(
+        size="14B", weights="bf16", prompts=16, group_size=8, rank=16, equal_groups=0.0, repeats=1, **lengths
+    )
     # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
     needed = 14.77e9 * 2 + 128 * 1152 * 48 * 2 * 8 * 128 * 2 + 5e9
     assert grpo_step_trl.vllm_share(work, 140 * 10**9) == pytest.approx(needed / 140e9, rel=1e-3)
