@@ -239,8 +239,8 @@ def updates():
     sampling.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0, ones, ones)
 
 
-#: The one with the least shared memory, and the one with asynchronous products; all of them in nightly runs.
-CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0))
+#: Of each generation one, of Ampere and Ada that with the least shared memory; all of them in nightly runs.
+CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0), (12, 0))
 
 
 @pytest.mark.slow
