@@ -125,14 +125,14 @@ _MEASURE = "`qerl grid` lists the commands that measure"
 def load(paths: Sequence[Path], bench: Bench) -> pd.DataFrame:
     """The files of one bench as a tidy frame with their stamps, sorted by size, engine, weights, rank and lengths.
 
-    `samples` are those of a row, of which other columns have medians; where there are none, `status` says why, and
+    A row has its samples in `samples` and their medians in other columns. Where there are none, `status` says why, and
     numbers are NaN. Times end in their unit, memory is in GB. Raises ResultError without rows, and if two files have
     the same point. The rows are
 
     * decode: points. `tokens_per_second` has quartiles, `engine` its kernels. Without ceilings floors are NaN.
     * grpo_step: files, with seconds and memory by part (`<part>/gb`). `GIVEN_UP` tells what was done without.
-    * rollout_mix: files. `workload` has the lengths; `phases` and `verified` drafts are those of the median rollout,
-      which took `phase_seconds`. `samples` are in tokens/s.
+    * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases`, `verified` (its drafts) and
+      `phase_seconds` (its time). `samples` are in tokens/s.
     * prompts: points, with the `milliseconds` of a call.
     """
     schema, rows_of, name = _BENCHES[bench]

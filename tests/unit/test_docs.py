@@ -1,4 +1,4 @@
-"""README's figures are those of the committed tables. Links are checked by `make lint`."""
+"""README's figures equal the committed tables. `make lint` checks the links."""
 
 import re
 from pathlib import Path
