@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from qerl.host.imports import OPTIONAL
 from qerl.host.nodes import own_lock
 from qerl.settings.data import DatasetSettings, FunctionData
-from qerl.settings.models import Base, OnRandomWeights, PretrainSettings, WeightFormat
-from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, Kernels, RunSettings
+from qerl.settings.models import Base, PretrainSettings
+from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, RunSettings
 from qerl.settings.workflow import EvaluationSettings, GateSettings, RolloutBench, StepBench
+from qerl.settings.workloads import Decoding, EngineStep, Mix, Prompting, StepWork, TrlStep
 
 # The shared parts of all jobs.
 
@@ -371,17 +372,6 @@ class PointJob(Job):
         return Lock(self.out.parent, f".{self.out.name}.lock")
 
 
-class Decoding(OnRandomWeights, Part):
-    """The work at each number of sequences. `prompt` and `tokens` (decoded) are per sequence."""
-
-    engine: Literal["native", "vllm", "transformers"]
-    rank: int
-    kernels: Kernels
-    """Those of this project's engine; `auto` for the other engines."""
-    prompt: int
-    tokens: int
-
-
 class DecodePart(Part):
     """A file of a decode job, with a point for each number of sequences."""
 
@@ -410,33 +400,6 @@ class DecodeJob(PointJob):
         return [self.out / part.file for part in self.parts]
 
 
-class Mix(Part):
-    """A rollout of completions of mixed lengths, which `qerl.bench.workloads` draws."""
-
-    engine: Literal["native", "vllm"]
-    size: str
-    weights: WeightFormat
-    rank: int
-    prompts: int
-    group: int
-    prompt_tokens: tuple[int, int]
-    """The least and the most tokens of a prompt."""
-    median: int
-    """The median length of a completion in tokens."""
-    sigma: float
-    """The standard deviation of the logarithm of a length."""
-    longest: int
-    """The most tokens of a completion."""
-    sequences: int
-    """The most completions decoded together."""
-    trace: Path | None
-    """A file of prompts and completions, whose tokens are replayed; None draws lengths and tokens."""
-    drafts: bool
-    """Whether the native engine verifies drafts."""
-    seed: int
-    repeats: int
-
-
 class RolloutMixJob(PointJob):
     """Measure an engine's rollout of completions of mixed lengths, end to end."""
 
@@ -449,14 +412,6 @@ class RolloutMixJob(PointJob):
         return [self.work.trace] if self.work.trace else []
 
 
-class Prompting(Part):
-    """The policy of a prefill bench; rank 0 has no adapter."""
-
-    size: str
-    weights: WeightFormat
-    rank: int
-
-
 class PromptsJob(PointJob):
     """Measure prefill time in this project's engine, with a point for each pair of prompts and tokens per prompt."""
 
@@ -466,50 +421,12 @@ class PromptsJob(PointJob):
     repeats: int
 
 
-class Work(OnRandomWeights, Part):
-    """The work of a GRPO step, which is the same for each system."""
-
-    prompts: int
-    group: int
-    prompt_tokens: int
-    completion_tokens: int
-    """Tokens of each completion, or of the longest if they have a median."""
-    median: int | None = None
-    """The median length of completions of mixed lengths in tokens."""
-    sigma: float | None = None
-    """The standard deviation of the logarithm of a length; None without a median."""
-    rank: int
-    equal_groups: float
-    """Share of each step's groups whose completions earn the same, so that they have no gradient."""
-    repeats: int
-    """Number of timed steps, besides the warm-up."""
-
-    @property
-    def completions(self) -> int:
-        """Number of completions per step."""
-        return self.prompts * self.group
-
-
-class GrpoStep(Part):
-    """This project's settings of the step."""
-
-    kernels: Kernels
-    recompute: bool | Literal["auto"]
-    """`gradient_checkpointing` of a run."""
-    micro_batch_tokens: int
-    kv_cache_gib: float | None
-    sleep: bool
-    """Whether the KV cache is released after each rollout."""
-    memory_gb: float | None
-    """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
-
-
 class StepPart(Part):
     """A file of a job of steps."""
 
     file: str
-    work: Work
-    settings: GrpoStep
+    work: StepWork
+    settings: EngineStep
 
 
 class GrpoStepJob(PointJob):
@@ -532,27 +449,11 @@ class GrpoStepJob(PointJob):
         return True
 
 
-class TrlStep(Part):
-    """TRL's settings of the step."""
-
-    sampler: Literal["vllm", "transformers"]
-    micro_batch: int
-    """Completions per forward pass."""
-    recompute: bool
-    correction: bool
-    """Importance weights between vLLM and the trainer, which are TRL's default and need another forward pass."""
-    liger: bool
-    sleep: bool
-    vllm_memory: float | None
-    """vLLM's share of the GPU; None is the share with which it decodes all completions at once."""
-    optimizer: str
-
-
 class TrlStepJob(PointJob):
     """Measure a whole GRPO step of TRL."""
 
     kind: Literal["trl_step"] = "trl_step"
-    work: Work
+    work: StepWork
     settings: TrlStep
 
 

@@ -15,6 +15,9 @@ from qerl.host.imports import imports
 
 #: `nightly` draws other examples on every run; it prints how to repeat the one that failed.
 PROFILE = "QERL_TEST_PROFILE"
+NIGHTLY = os.environ.get(PROFILE) == "nightly"
+#: For tests that take long and guard what a change seldom breaks, such as how times grow with sizes.
+nightly = pytest.mark.skipif(not NIGHTLY, reason=f"runs with {PROFILE}=nightly")
 #: The number of modules when objects were last exempted from garbage collection, and by how many more it is done again.
 MODULES, MANY = pytest.StashKey[int](), 50
 
@@ -26,7 +29,7 @@ set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}
 # Times on a busy machine say nothing of an example; the whole test has pytest's limit.
 settings.register_profile(
     "default",
-    max_examples=50,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     database=None,

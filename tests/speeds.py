@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.checkpoints.shapes import ARCHITECTURES
-from qerl.results.speed_readers import load_points, load_steps
+from qerl.results.speed_readers import load
 from qerl.workflow.costs import SPEEDS
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ def table() -> pd.DataFrame:
 
 def _decoded() -> Iterator[dict[str, Any]]:
     for machine, file in _files("decode"):
-        for row in load_points([file]).to_dict("records"):
+        for row in load([file], "decode").to_dict("records"):
             if row["engine"] in ("native", "vllm") and row["samples"]:
                 yield {
                     **_identity(row, machine, file, row["engine"], int(row["sequences"]), ""),
@@ -41,7 +41,7 @@ def _decoded() -> Iterator[dict[str, Any]]:
 def _updates() -> Iterator[dict[str, Any]]:
     """Our updates in steps without a cap of memory, in which every group teaches: completions' tokens over seconds."""
     for machine, file in _files("step"):
-        [row] = load_steps([file]).to_dict("records")
+        [row] = load([file], "grpo_step").to_dict("records")
         ours = row["system"].startswith("qerl")
         if ours and row["samples"] and not row["cap"] and not row["equal_groups"] and not row["median"]:
             completions = row["prompts"] * row["group_size"]

@@ -7,6 +7,7 @@ import numpy as np
 
 from qerl.results.printed import FOLDER
 from qerl.results.schema import StepMetrics
+from qerl.settings.workloads import Decoding
 
 MACHINE = {"cpu": "Test CPU", "cores": 2, "gpu": None, "label": "Test CPU, 2 cores"}
 PROVENANCE = {
@@ -251,25 +252,22 @@ def decode_file(
         }
         for sequences, told in points.items()
     ]
+    work = {"engine": engine, "size": "7B", "weights": weights, "rank": rank, "prompt": 128, "tokens": 256}
+    work |= {key: changed.pop(key) for key in changed.keys() & {*Decoding.model_fields}}
     value = {
         "bench": "decode",
-        "engine": engine,
-        "size": "7B",
-        "weights": weights,
-        "rank": rank,
-        "prompt": 128,
-        "tokens": 256,
+        "work": work,
         "ceilings": CEILINGS,
         "gpu": None,
         "points": measured,
         "provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}},
     } | changed
-    return write_json(root / f"{engine}-{value['size']}-{weights}-{rank}-{machine}.json", value)
+    return write_json(root / f"{engine}-{work['size']}-{weights}-{rank}-{machine}.json", value)
 
 
 def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
-    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group": 8, "prompt_tokens": 128}
-    work |= {"completion_tokens": 1024, "rank": 16, "repeats": len(seconds)}
+    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group_size": 8, "prompt": 128}
+    work |= {"tokens": 1024, "rank": 16, "repeats": max(1, len(seconds))}
     memory = {
         "peak_bytes": 20e9,
         "kv_cache_bytes": 8e9,

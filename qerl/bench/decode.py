@@ -12,7 +12,7 @@ from qerl.bench.timing import DecodePoints, Measure, gpu_state, timed, unless_ou
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
 from qerl.host.gpus import peak_memory_bytes, seconds
-from qerl.jobs import DecodeJob, Decoding, PromptsJob
+from qerl.jobs import DecodeJob, PromptsJob
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import random_policy, with_random_adapter
 from qerl.results.schema import NO_MEMORY, OK, Provenance
@@ -20,8 +20,8 @@ from qerl.results.speeds import DecodePoint, PromptPoint, PromptsResult
 from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.models import Base
 from qerl.settings.run import Kernels, NativeSettings
+from qerl.settings.workloads import Decoding
 
 # Decode speed of the native engine on random weights of known shapes, in tokens/s by number of sequences.
 #
@@ -44,9 +44,10 @@ def measure_decode(policy: Policy, sequences: int, prompt: int, tokens: int, ker
         groups = sampler.generate(prompts, SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True))
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
-    timing = timed(draw, sequences, prompt, tokens, policy.lm.config.vocab_size)
+    point = timed(draw, sequences, prompt, tokens, policy.lm.config.vocab_size)
     sampler.release()
-    return timing.point(sequences, sampler.served, weight_bytes(policy), peak_memory_bytes())
+    memory = {"weight_bytes": weight_bytes(policy), "peak_memory_bytes": peak_memory_bytes()}
+    return point.model_copy(update={"sampler": sampler.served, **memory})
 
 
 def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[float]:
@@ -88,7 +89,7 @@ def measure_prompts(job: PromptsJob) -> None:
     sampler = unless_out_of_memory(lambda: _ready_sampler(job))
     result = PromptsResult(
         bench="prompts",
-        **job.work.model_dump(),
+        work=job.work,
         sampler=sampler.served if sampler else "",
         points=[_point(sampler, *point, job.repeats) for point in track(job.points, len(job.points), "points")],
         gpu=gpu_state(),
@@ -100,7 +101,7 @@ def measure_prompts(job: PromptsJob) -> None:
 def _ready_sampler(job: PromptsJob) -> EngineSampler:
     """The sampler after a call as large as the largest point, which allocates its cache."""
     work = job.work
-    sampler = EngineSampler(random_policy(Base(work.size, work.weights), work.rank, choose_device()), _SETTINGS)
+    sampler = EngineSampler(random_policy(work.base, work.rank, choose_device()), _SETTINGS)
     most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
     first, _ = prompt_id_range(sampler.policy.lm.config.vocab_size)
     sampler.generate([[first] * longest] * most, SamplingParams(max_tokens=1))

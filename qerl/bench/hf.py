@@ -19,11 +19,12 @@ from transformers.quantizers import AutoHfQuantizer
 
 from qerl.bench.timing import DecodePoints, Measure, nbytes, timed
 from qerl.host.gpus import peak_memory_bytes
-from qerl.jobs import DecodeJob, Decoding
+from qerl.jobs import DecodeJob
 from qerl.models.policy import choose_device
 from qerl.models.random import END, END_OF_TEXT, IDS, empty_qwen2, fill_model, random_weight
 from qerl.results.speeds import DecodePoint
 from qerl.settings.run import AdapterSettings
+from qerl.settings.workloads import Decoding
 
 
 def random_model(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> PreTrainedModel:
@@ -82,11 +83,12 @@ def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, toke
         drawn = lm.generate(ids, attention_mask=mask, generation_config=_sampling(count))  # type: ignore[operator]
         return drawn[:, prompt:].numel()
 
-    timing = timed(draw, sequences, prompt, tokens, lm.config.vocab_size)
+    point = timed(draw, sequences, prompt, tokens, lm.config.vocab_size)
     sampler = f"transformers {transformers.__version__}"
     if weights == "nf4":
         sampler += f", bitsandbytes {bitsandbytes.__version__}"
-    return timing.point(sequences, sampler, weight_bytes(lm), peak_memory_bytes())
+    memory = {"weight_bytes": weight_bytes(lm), "peak_memory_bytes": peak_memory_bytes()}
+    return point.model_copy(update={"sampler": sampler, **memory})
 
 
 def _sampling(count: int) -> GenerationConfig:

@@ -11,9 +11,9 @@ import numpy as np
 from torch import nn
 
 from qerl.bench.timing import Point, run_points
-from qerl.bench.workloads import MixEngine, Workload, measure
+from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.host.gpus import seconds
-from qerl.jobs import Mix, RolloutJob, RolloutMixJob
+from qerl.jobs import RolloutJob, RolloutMixJob
 from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
 from qerl.models.random import random_policy
 from qerl.results.schema import Provenance
@@ -32,20 +32,20 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.scheduler import DecodeTime, RolloutPhases
 from qerl.rollout.speculation import DraftCounts, EarlierCompletions
-from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings
 from qerl.settings.workflow import RolloutBench
+from qerl.settings.workloads import Mix
 
 # Rollouts of mixed lengths by the project's own samplers: the engine on a GPU, the eager sampler on a CPU.
 
 
-def _start(work: Mix, workload: Workload) -> MixEngine:
-    policy = random_policy(Base(work.size, work.weights), work.rank, choose_device())
+def _start(work: Mix, workload: Lengths) -> MixEngine:
+    policy = random_policy(work.base, work.rank, choose_device())
     settings = EngineSettings(native=NativeSettings(drafts=work.drafts))
     sampler = make_sampler(policy, settings, work.sequences)
     free = SamplingParams(
-        max_tokens=work.longest,
-        count=work.group,
+        max_tokens=work.tokens,
+        count=work.group_size,
         ignore_eos=True,
         lengths=tuple(map(tuple, workload.completion_tokens)),
         replay=_replay(workload.trace) if workload.trace else None,

@@ -32,20 +32,18 @@ from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import WARM_UP, GrpoStep, GrpoStepJob, StepJob, StepPart, TimedRun, Work
+from qerl.jobs import WARM_UP, GrpoStepJob, StepJob, StepPart, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
-from qerl.results.paths import METRICS, with_kernels
+from qerl.results.paths import METRICS
 from qerl.results.schema import Provenance
 from qerl.results.speeds import (
     SECONDS,
-    EngineStepSettings,
     GivenUp,
     GrpoStepResult,
     StepBenchResult,
     StepMemory,
     StepPoint,
-    StepWork,
     TimedStep,
 )
 from qerl.results.store import read, write
@@ -59,6 +57,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from qerl.settings.workloads import EngineStep, StepWork, with_kernels
 
 # A GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 #
@@ -117,7 +116,7 @@ def _repeated(completion: Completion, tokens: int) -> Completion:
     return replace(completion, token_ids=token_ids, logprobs=logprobs)
 
 
-def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
+def run_settings(work: StepWork, asked: EngineStep) -> RunSettings:
     """The settings of a run whose steps do the work."""
     run = {
         **work.base.stored,
@@ -125,8 +124,8 @@ def run_settings(work: Work, asked: GrpoStep) -> RunSettings:
         "adapter": {"rank": work.rank, "alpha": work.rank, "train_norms": False},
         "rollout": {
             "prompts": work.prompts,
-            "group_size": work.group,
-            "sampling": {"max_tokens": work.completion_tokens},
+            "group_size": work.group_size,
+            "sampling": {"max_tokens": work.tokens},
             "native": {"kv_cache_gib": asked.kv_cache_gib, "sleep": asked.sleep, "kernels": asked.kernels},
         },
         "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
@@ -143,18 +142,18 @@ def _policy(policy: Policy, settings: RunSettings, folder: Path) -> Policy:
     return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
 
 
-def _problems(policy: Policy, work: Work, seed: int) -> list[Problem]:
-    drawn = questions(policy.tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
+def _problems(policy: Policy, work: StepWork, seed: int) -> list[Problem]:
+    drawn = questions(policy.tokenizer, steps_of(work) * work.prompts, work.prompt)
     # A run takes problems by a permutation.
     places = [problem_index(len(drawn), seed, number) for number in range(len(drawn))]
     equal = {place for number, place in enumerate(places) if is_equal(work, number)}
     return [problem(question, number, number in equal) for number, question in enumerate(drawn)]
 
 
-def _step(trainer: Trainer, watched: _Watched, work: Work, number: int) -> TimedStep:
+def _step(trainer: Trainer, watched: _Watched, work: StepWork, number: int) -> TimedStep:
     row = trainer.step(number, (number - 1) * work.prompts)
     check_drawn(work, int(row["completion_tokens"]))
-    if row["silent/completions"] < equal_prompts(work) * work.group:
+    if row["silent/completions"] < equal_prompts(work) * work.group_size:
         raise RuntimeError(f"fewer than {equal_prompts(work)} groups of a step had no gradient: its time says nothing")
     if not row["grad_norm"]:
         raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
@@ -195,7 +194,7 @@ def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
 
 
 def steps_with(
-    base: Policy, work: Work, settings: RunSettings, folder: Path
+    base: Policy, work: StepWork, settings: RunSettings, folder: Path
 ) -> tuple[str, list[TimedStep], StepMemory, GivenUp | None]:
     """The sampler's description, the timed steps, the memory at their highest peak, and what they did without.
 
@@ -235,14 +234,13 @@ def _measured(out: Path, part: StepPart) -> bool:
     if not out.exists():
         return False
     result = read(GrpoStepResult, out)
-    same = (result.work, result.settings) == (StepWork(**part.work.model_dump()), _stored(part.settings))
+    same = (result.work, result.settings) == (part.work, part.settings)
     return same and result.provenance.machine.label == machine()["label"]
 
 
 def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = part.work, part.settings
-    settings = _stored(asked)
     nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
     try:
@@ -255,12 +253,8 @@ def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None
         ):
             sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
     except torch.cuda.OutOfMemoryError as error:
-        return write_out_of_memory(out, system, work, settings, error)
-    write_steps(out, system, sampler, work, settings, steps, memory, given_up)
-
-
-def _stored(asked: GrpoStep) -> EngineStepSettings:
-    return EngineStepSettings(**asked.model_dump())
+        return write_out_of_memory(out, system, work, asked, error)
+    write_steps(out, system, sampler, work, asked, steps, memory, given_up)
 
 
 @contextmanager

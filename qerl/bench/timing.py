@@ -16,13 +16,14 @@ from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
 from qerl.host.gpus import free_memory, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.provenance import check_writable, machine
-from qerl.jobs import WARM_UP, Decoding, enough_runs
+from qerl.jobs import WARM_UP, enough_runs
 from qerl.models.policy import choose_device
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import Ceilings, DecodePoint, DecodeResult, GpuState, GpuStates
 from qerl.results.store import ResultError, read, write
 from qerl.rl.failures import OUT_OF_MEMORY
 from qerl.settings.base import ConfigError
+from qerl.settings.workloads import Decoding
 
 
 def nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -183,27 +184,6 @@ Draw = Callable[[list[list[int]], int, int], int]
 Measure = Callable[[int], DecodePoint]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Decoded tokens/s and seconds of the prompts alone, with one sample per round."""
-
-    samples: list[float]
-    prompt_samples: list[float]
-
-    def point(self, sequences: int, sampler: str, weight_bytes: int, peak_memory_bytes: int | None) -> DecodePoint:
-        """The point of a sampler. The peak is None for an engine that reserves a fixed share of memory."""
-        return DecodePoint(
-            sequences=sequences,
-            status=OK,
-            samples=self.samples,
-            prompt_seconds=median(self.prompt_samples),
-            prompt_samples=self.prompt_samples,
-            sampler=sampler,
-            peak_memory_bytes=peak_memory_bytes,
-            weight_bytes=weight_bytes,
-        )
-
-
 class DecodePoints:
     """The points of a job and their file, which is rewritten after each point.
 
@@ -261,7 +241,7 @@ class DecodePoints:
 
 def _empty(work: Decoding) -> DecodeResult:
     provenance = Provenance.of_now()
-    return DecodeResult(bench="decode", **work.model_dump(), ceilings=None, gpu=None, points=[], provenance=provenance)
+    return DecodeResult(bench="decode", work=work, ceilings=None, gpu=None, points=[], provenance=provenance)
 
 
 def _read(out: Path, work: Decoding) -> DecodeResult:
@@ -271,7 +251,7 @@ def _read(out: Path, work: Decoding) -> DecodeResult:
     except ResultError as error:
         raise ConfigError(f"{error}; {again}") from None
     for name, value in work.model_dump().items():
-        if (measured := getattr(result, name)) != value:
+        if (measured := getattr(result.work, name)) != value:
             raise ConfigError(f"{out} has points of {name}={measured}, not {value}; {again}")
     if result.provenance.machine.label != machine()["label"]:
         raise ConfigError(f"{out} has points of another machine, {result.provenance.machine.label}; {again}")
@@ -323,9 +303,10 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
         raise torch.cuda.OutOfMemoryError(f"the KV cache has {pages} pages, and the sequences need {needed}")
 
 
-def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int) -> Timing:
-    """Time decoding after a warm-up of at most `WARM_UP` tokens. The median time of the prompts alone, whose ids a
-    `vocabulary` of so many tokens has, is subtracted.
+def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int) -> DecodePoint:
+    """The speed of decoding and the prompts' time, after a warm-up of at most `WARM_UP` tokens.
+
+    The median time of the prompts alone, whose ids a `vocabulary` of so many tokens has, is subtracted.
     """
 
     def taken(count: int, round_: int) -> float:
@@ -347,4 +328,10 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int)
     decoding = [whole - prompts for _, whole in both]
     if min(decoding) <= 0:
         raise RuntimeError(f"{tokens} tokens take no longer than the prompts' own time varies; decode more of them")
-    return Timing([sequences * tokens / one for one in decoding], alone)
+    return DecodePoint(
+        sequences=sequences,
+        status=OK,
+        samples=[sequences * tokens / one for one in decoding],
+        prompt_seconds=prompts,
+        prompt_samples=alone,
+    )

@@ -46,12 +46,13 @@ from qerl.bench.workloads import (
 from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.jobs import TrlStep, TrlStepJob, Work
+from qerl.jobs import TrlStepJob
 from qerl.models.random import TEXTS, write_checkpoint
 from qerl.results.speed_readers import byte_parts
-from qerl.results.speeds import StepMemory, TimedStep, TrlStepSettings
+from qerl.results.speeds import StepMemory, TimedStep
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings
+from qerl.settings.workloads import StepWork, TrlStep
 
 #: The version of TRL whose private names `TimedTrainer` uses.
 TRL = "1.16."
@@ -62,7 +63,7 @@ _VLLM_BUFFERS = 5e9
 class TimedTrainer(GRPOTrainer):
     """TRL's trainer that times sampling, and within it the copying of weights to vLLM."""
 
-    def __init__(self, *arguments: Any, work: Work, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, work: StepWork, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.work = work
         self.sampling: list[float] = []
@@ -86,8 +87,8 @@ class TimedTrainer(GRPOTrainer):
         return self._generate_alike(prompts, params, **others)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *arguments: Any) -> Any:
-        if any(len(prompt) != self.work.prompt_tokens for prompt in prompt_ids):
-            raise RuntimeError(f"a prompt hasn't {self.work.prompt_tokens} tokens: TRL's template differs from ours")
+        if any(len(prompt) != self.work.prompt for prompt in prompt_ids):
+            raise RuntimeError(f"a prompt hasn't {self.work.prompt} tokens: TRL's template differs from ours")
         with seconds() as taken:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments)
         check_drawn(self.work, sum(map(len, completion_ids)))
@@ -121,15 +122,15 @@ def _rewards(completions: list[list[dict[str, str]]], equal: list[bool], **_: An
     return [0.0 if same else text_reward(text) for text, same in zip(texts, equal, strict=True)]
 
 
-def vllm_share(work: Work, device_bytes: int) -> float:
+def vllm_share(work: StepWork, device_bytes: int) -> float:
     """The share of the GPU's memory that vLLM needs to decode all completions at once, without queueing."""
-    length = work.prompt_tokens + work.completion_tokens
+    length = work.prompt + work.tokens
     parts = byte_parts(work.base, 0, work.completions, length)
     # The embedding is stored too, and is as large as the head.
     return min((sum(parts.values()) + parts["head"] + _VLLM_BUFFERS) / device_bytes, 1.0)
 
 
-def _share(work: Work, asked: TrlStep) -> float:
+def _share(work: StepWork, asked: TrlStep) -> float:
     """vLLM's share of the GPU's memory: the setting, or the default of `vllm_share`."""
     if asked.vllm_memory is not None:
         return asked.vllm_memory
@@ -139,22 +140,22 @@ def _share(work: Work, asked: TrlStep) -> float:
     return vllm_share(work, total)
 
 
-def _settings(work: Work, asked: TrlStep) -> TrlStepSettings:
+def _settings(work: StepWork, asked: TrlStep) -> TrlStep:
     """TRL's settings as the result stores them."""
-    return TrlStepSettings(**asked.model_dump() | {"vllm_memory": _share(work, asked)})
+    return asked.model_copy(update={"vllm_memory": _share(work, asked)})
 
 
-def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
+def _config(work: StepWork, asked: TrlStep, folder: Path) -> GRPOConfig:
     vllm = asked.sampler == "vllm"
     # `TimedTrainer` gives vLLM the lengths.
-    limits = {"ignore_eos": True, "detokenize": False} if vllm else {"min_new_tokens": work.completion_tokens}
+    limits = {"ignore_eos": True, "detokenize": False} if vllm else {"min_new_tokens": work.tokens}
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps_of(work),
         per_device_train_batch_size=asked.micro_batch,
         gradient_accumulation_steps=work.completions // asked.micro_batch,
-        num_generations=work.group,
-        max_completion_length=work.completion_tokens,
+        num_generations=work.group_size,
+        max_completion_length=work.tokens,
         loss_type="grpo",
         learning_rate=1e-5,
         optim=asked.optimizer,
@@ -165,7 +166,7 @@ def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
         use_liger_kernel=asked.liger,
         use_vllm=vllm,
         vllm_gpu_memory_utilization=_share(work, asked),
-        vllm_max_model_length=work.prompt_tokens + work.completion_tokens,
+        vllm_max_model_length=work.prompt + work.tokens,
         vllm_enable_sleep_mode=asked.sleep,
         vllm_importance_sampling_correction=asked.correction,
         generation_kwargs=limits,
@@ -177,9 +178,9 @@ def _config(work: Work, asked: TrlStep, folder: Path) -> GRPOConfig:
     )
 
 
-def _trainer(work: Work, asked: TrlStep, checkpoint: Path, folder: Path) -> TimedTrainer:
+def _trainer(work: StepWork, asked: TrlStep, checkpoint: Path, folder: Path) -> TimedTrainer:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt_tokens)
+    drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt)
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -250,7 +251,7 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
     return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
 
 
-def _system(work: Work, asked: TrlStep) -> str:
+def _system(work: StepWork, asked: TrlStep) -> str:
     name = f"TRL {trl.__version__} {'QLoRA NF4' if work.weights == 'nf4' else 'BF16 LoRA'}"
     return name if asked.correction or asked.sampler != "vllm" else f"{name} without correction"
 
@@ -263,7 +264,7 @@ def _sampler(trainer: TimedTrainer, weights: str) -> str:
     return f"vLLM {vllm.__version__}, colocated, on merged {'bitsandbytes NF4' if weights == 'nf4' else weights}"
 
 
-def _check(work: Work, asked: TrlStep) -> None:
+def _check(work: StepWork, asked: TrlStep) -> None:
     if not trl.__version__.startswith(TRL):
         raise ConfigError(f"TRL is {trl.__version__}, but this bench needs {TRL}x; install trl==1.16.0")
     if work.median is not None and asked.sampler != "vllm":
@@ -278,7 +279,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(work: Work, asked: TrlStep, checkpoint: Path, out: Path) -> None:
+def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     if asked.sampler == "vllm":
         # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))

@@ -15,15 +15,16 @@ import torch
 from torch import nn
 
 from qerl.bench.timing import DecodePoints, Measure, check_room, nbytes, timed
-from qerl.bench.workloads import MixEngine, Workload, measure
+from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, linear_shapes, vocabulary
 from qerl.checkpoints.tensors import write_tensors
-from qerl.jobs import DecodeJob, DecodePart, Decoding, Mix, RolloutMixJob
+from qerl.jobs import DecodeJob, DecodePart, RolloutMixJob
 from qerl.models.policy import choose_device
 from qerl.models.random import QUANTIZATION, TEXTS, model_config, published_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
 from qerl.results.speeds import DecodePoint
 from qerl.settings.models import Base
+from qerl.settings.workloads import Decoding, Mix
 
 # Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 #
@@ -197,8 +198,9 @@ def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> Decod
     cache = engine.llm_engine.vllm_config.cache_config
     # vLLM reserves one block for itself.
     check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, work.prompt + work.tokens + 1)
-    timing = timed(draw, sequences, work.prompt, work.tokens, vocabulary(work.size))
-    return timing.point(sequences, description(work.weights), engine.apply_model(_weight_bytes)[0], None)
+    point = timed(draw, sequences, work.prompt, work.tokens, vocabulary(work.size))
+    memory = {"weight_bytes": engine.apply_model(_weight_bytes)[0], "peak_memory_bytes": None}
+    return point.model_copy(update={"sampler": description(work.weights), **memory})
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -234,7 +236,7 @@ _CPU_CACHE_BYTES = 2**28
 
 def _options(work: Mix) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "max_model_len": work.prompt_tokens[1] + work.longest,
+        "max_model_len": work.prompt[1] + work.tokens,
         "max_num_seqs": work.sequences,
         "enable_prefix_caching": True,
     }
@@ -244,12 +246,12 @@ def _options(work: Mix) -> dict[str, Any]:
     return options | {"gpu_memory_utilization": 0.85, "compilation_config": {"cudagraph_specialize_lora": False}}
 
 
-def _start_mix(folder: Path, work: Mix, workload: Workload) -> MixEngine:
+def _start_mix(folder: Path, work: Mix, workload: Lengths) -> MixEngine:
     # CUDA is initialized in this process, so a forked process couldn't use it.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import SamplingParams
 
-    engine, adapter = start_engine(folder, Base(work.size, work.weights), work.rank, **_options(work))
+    engine, adapter = start_engine(folder, work.base, work.rank, **_options(work))
     # One request per completion; requests with the same prompt are adjacent, as RL trainers send them.
     params = [
         SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
@@ -259,10 +261,10 @@ def _start_mix(folder: Path, work: Mix, workload: Workload) -> MixEngine:
 
     def rollout(prompts: list[list[int]], _: int) -> list[list[int]]:
         engine.reset_prefix_cache()  # a trace's prompts are those of the round before
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(work.group)]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(work.group_size)]
         outputs = engine.generate(inputs, params, lora_request=adapter, use_tqdm=False)
         drawn = [_length(output.outputs[0]) for output in outputs]
-        return [drawn[start : start + work.group] for start in range(0, len(drawn), work.group)]
+        return [drawn[start : start + work.group_size] for start in range(0, len(drawn), work.group_size)]
 
     return MixEngine(description(work.weights), rollout, close=engine.llm_engine.engine_core.shutdown)
 

@@ -20,27 +20,24 @@ from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import seconds
-from qerl.jobs import Mix, RolloutMixJob, Work
+from qerl.jobs import RolloutMixJob
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
     DraftsVerified,
-    EngineStepSettings,
     GivenUp,
     GpuStates,
     GrpoStepResult,
     MixRun,
-    MixWork,
     PhaseSeconds,
     RolloutMixResult,
     StepMemory,
-    StepWork,
     TimedStep,
     TraceRow,
-    TrlStepSettings,
 )
 from qerl.results.store import read_rows, write
 from qerl.rl.rewards import Answer
 from qerl.settings.base import ConfigError
+from qerl.settings.workloads import EngineStep, Mix, StepWork, TrlStep
 
 
 def lognormal_lengths(
@@ -56,7 +53,7 @@ def lognormal_lengths(
 
 
 @dataclass(frozen=True)
-class Workload:
+class Lengths:
     """The number of tokens of each prompt and of each of its completions; with a trace also the tokens.
 
     Random prompts have ids from the first of `ids` to the one before the second.
@@ -68,16 +65,16 @@ class Workload:
     trace: list[TraceRow] | None = None
 
     @staticmethod
-    def of(work: Mix) -> Workload:
+    def of(work: Mix) -> Lengths:
         """Read the trace of `work`, or draw lengths: uniform for prompts, lognormal and clipped for completions."""
         if work.trace is not None:
             return _traced(work, work.trace)
         numbers = np.random.default_rng(work.seed)
-        least, most = work.prompt_tokens
+        least, most = work.prompt
         prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
-        shape = work.prompts, work.group
-        lengths = lognormal_lengths(numbers, work.median, work.sigma, work.longest, shape)
-        return Workload(prompt_id_range(vocabulary(work.size)), prompts.tolist(), lengths)
+        shape = work.prompts, work.group_size
+        lengths = lognormal_lengths(numbers, work.median, work.sigma, work.tokens, shape)
+        return Lengths(prompt_id_range(vocabulary(work.size)), prompts.tolist(), lengths)
 
     def prompts(self, seed: int, round_: int) -> list[list[int]]:
         """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them."""
@@ -93,16 +90,16 @@ class Workload:
             raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
 
 
-def _traced(work: Mix, trace: Path) -> Workload:
-    rows = [row for row in read_rows(TraceRow, trace) if len(row.completions) >= work.group][: work.prompts]
+def _traced(work: Mix, trace: Path) -> Lengths:
+    rows = [row for row in read_rows(TraceRow, trace) if len(row.completions) >= work.group_size][: work.prompts]
     if len(rows) < work.prompts:
         raise ConfigError(
-            f"{trace} has {len(rows)} prompts of {work.group} completions, not {work.prompts}; lower both"
+            f"{trace} has {len(rows)} prompts of {work.group_size} completions, not {work.prompts}; lower both"
         )
-    cut = [[ids[: work.longest] for ids in row.completions[: work.group]] for row in rows]
+    cut = [[ids[: work.tokens] for ids in row.completions[: work.group_size]] for row in rows]
     kept = [TraceRow(prompt=row.prompt, completions=group) for row, group in zip(rows, cut, strict=True)]
     lengths = [[len(tokens) for tokens in group] for group in cut]
-    return Workload(prompt_id_range(vocabulary(work.size)), [len(row.prompt) for row in rows], lengths, kept)
+    return Lengths(prompt_id_range(vocabulary(work.size)), [len(row.prompt) for row in rows], lengths, kept)
 
 
 @dataclass(frozen=True)
@@ -126,15 +123,15 @@ class _Timed:
     runs: tuple[MixRun, ...]
 
 
-def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
+def measure(job: RolloutMixJob, start: Callable[[Lengths], MixEngine]) -> None:
     """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
-    workload = Workload.of(job.work)
+    workload = Lengths.of(job.work)
     before = gpu_state() if torch.cuda.is_available() else None
     with ExitStack() as running:  # to close an engine takes seconds: the result is written before
         timed = _timed(job.work, workload, start, running)
         result = RolloutMixResult(
             bench="rollout_mix",
-            work=MixWork(**job.work.model_dump(mode="json")),
+            work=job.work,
             prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens,
             status=OK if timed else NO_MEMORY,
@@ -148,7 +145,7 @@ def measure(job: RolloutMixJob, start: Callable[[Workload], MixEngine]) -> None:
         write(job.out, result)
 
 
-def _timed(work: Mix, workload: Workload, start: Callable[[Workload], MixEngine], running: ExitStack) -> _Timed | None:
+def _timed(work: Mix, workload: Lengths, start: Callable[[Lengths], MixEngine], running: ExitStack) -> _Timed | None:
     """Time an engine, which `running` closes; None if memory runs out."""
     try:
         with seconds() as ready:
@@ -161,7 +158,7 @@ def _timed(work: Mix, workload: Workload, start: Callable[[Workload], MixEngine]
     return _Timed(engine.description, ready.value, first, tuple(runs))
 
 
-def _run(work: Mix, workload: Workload, engine: MixEngine, round_: int) -> MixRun:
+def _run(work: Mix, workload: Lengths, engine: MixEngine, round_: int) -> MixRun:
     prompts = workload.prompts(work.seed, round_)
     with seconds() as elapsed:
         drawn = engine.rollout(prompts, round_)
@@ -182,24 +179,24 @@ WARMUP = 1
 _REWARDS = 2**16
 #: The expected answer of a problem whose completions earn the same.
 _EQUAL = "equal"
-SystemSettings = EngineStepSettings | TrlStepSettings
+SystemSettings = EngineStep | TrlStep
 
 
-def steps_of(work: Work) -> int:
+def steps_of(work: StepWork) -> int:
     """The number of steps, warm-up included."""
     return WARMUP + work.repeats
 
 
-def completion_lengths(work: Work) -> tuple[tuple[int, ...], ...]:
+def completion_lengths(work: StepWork) -> tuple[tuple[int, ...], ...]:
     """Tokens of each completion of each prompt of a step; all steps have the same."""
     if work.median is None or work.sigma is None:
-        return ((work.completion_tokens,) * work.group,) * work.prompts
-    numbers, shape = np.random.default_rng(0), (work.prompts, work.group)
-    drawn = lognormal_lengths(numbers, work.median, work.sigma, work.completion_tokens, shape)
+        return ((work.tokens,) * work.group_size,) * work.prompts
+    numbers, shape = np.random.default_rng(0), (work.prompts, work.group_size)
+    drawn = lognormal_lengths(numbers, work.median, work.sigma, work.tokens, shape)
     return tuple(map(tuple, drawn))
 
 
-def check_drawn(work: Work, completion_tokens: int) -> None:
+def check_drawn(work: StepWork, completion_tokens: int) -> None:
     """Raise RuntimeError unless a step drew all its tokens."""
     wanted = sum(map(sum, completion_lengths(work)))
     if completion_tokens != wanted:
@@ -223,12 +220,12 @@ def text_reward(text: str) -> float:
     return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
 
 
-def equal_prompts(work: Work) -> int:
+def equal_prompts(work: StepWork) -> int:
     """The number of a step's prompts whose completions earn the same."""
     return round(work.equal_groups * work.prompts)
 
 
-def is_equal(work: Work, number: int) -> bool:
+def is_equal(work: StepWork, number: int) -> bool:
     """Whether the completions of the question `number`, counted over all steps, earn the same; evenly spread."""
     place = number % work.prompts
     return (place + 1) * equal_prompts(work) // work.prompts > place * equal_prompts(work) // work.prompts
@@ -272,7 +269,7 @@ def write_steps(
     out: Path,
     system: str,
     sampler: str,
-    work: Work,
+    work: StepWork,
     settings: SystemSettings,
     steps: Sequence[TimedStep],
     memory: StepMemory,
@@ -288,7 +285,7 @@ def write_steps(
     result = GrpoStepResult(
         bench="grpo_step",
         system=system,
-        work=_stored(work),
+        work=work,
         settings=settings,
         status=OK,
         sampler=sampler,
@@ -302,21 +299,17 @@ def write_steps(
 
 
 def write_out_of_memory(
-    out: Path, system: str, work: Work, settings: SystemSettings, error: torch.cuda.OutOfMemoryError
+    out: Path, system: str, work: StepWork, settings: SystemSettings, error: torch.cuda.OutOfMemoryError
 ) -> None:
     """Write a result without steps, with the error's message."""
     log.warning("%s: %s", NO_MEMORY, str(error))
     result = GrpoStepResult(
         bench="grpo_step",
         system=system,
-        work=_stored(work),
+        work=work,
         settings=settings,
         status=NO_MEMORY,
         message=str(error),
         provenance=Provenance.of_now(),
     )
     write(out, result)
-
-
-def _stored(work: Work) -> StepWork:
-    return StepWork(**work.model_dump())

@@ -46,7 +46,7 @@ def make_splits(
     seen: set[object] = set()
     held_out: set[object] = set()
     sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
-    splits = {}
+    splits: dict[Split, list[Record]] = {}
     for split, size in sizes.items():
         splits[split] = []
         for _ in range(size):

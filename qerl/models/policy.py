@@ -440,7 +440,7 @@ def _is_stored_as_bfloat16(checkpoint: Path) -> bool:
 
 
 def trained_in_shards(checkpoint: Path, dtype: str, device: torch.device | None = None) -> Policy:
-    """A policy with every weight trainable, in float32, of which this process keeps a shard.
+    """A policy with every weight trainable, in float32. This process keeps a shard of each weight.
 
     The checkpoint's weights are loaded whole before, in bfloat16 if they are stored so. Passes compute in `dtype`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -40,8 +40,8 @@ from qerl.report.speed_tables import (
 )
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema import OK
-from qerl.results.speed_readers import LENGTHS, load_mixes, load_points, load_prompts, load_steps
-from qerl.results.speeds import SERVING, Kind
+from qerl.results.speed_readers import LENGTHS, load
+from qerl.results.speeds import SERVING, Bench, Kind
 from qerl.results.store import read
 
 # Figures of the speed grid, each as stem.svg and stem.png, with a panel per size and the same marker per engine.
@@ -54,7 +54,7 @@ _GREY = "#a8a8a8"
 
 
 def decode_speed(points: pd.DataFrame, stem: Path) -> None:
-    """Median tokens/s with quartiles by sequences, from `speed_readers.load_points` at one rank, and the floors.
+    """Median tokens/s with quartiles by sequences, from `speed_readers.load` at one rank, and the floors.
 
     Failed points are left out; the tables state their reasons.
     """
@@ -183,12 +183,7 @@ _FLOOR = (
 
 
 def write_shapes(job: ShapesJob) -> None:
-    """Make tables and figures of the speed grid."""
-    write_all(job.files, job.out)
-
-
-def write_all(files: Sequence[Path], out: Path) -> None:
-    """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `out`.
+    """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of points, GRPO steps and rollouts to `job.out`.
 
     For lengths such as 128x256 there are decode-<size>-<lengths>, floor-..., ratio-..., crossover-<lengths> and
     adapters-... Their figures are decode-rank<rank>-<lengths> and crossover-rank<rank>-<lengths>.
@@ -197,36 +192,65 @@ def write_all(files: Sequence[Path], out: Path) -> None:
     paper's lengths its tables are there (`qerl.report.paper_page`), with paper-missing and the page paper-tables.md.
     Raises ResultError without any file.
     """
-    kinds = {path: read(Kind, path).bench for path in files}
-    wanted = ("decode", "grpo_step", "rollout_mix", "prompts")
-    decode, steps, mixes, prompts = ([path for path, kind in kinds.items() if kind == one] for one in wanted)
-    points = measured = pd.DataFrame()
-    if mixes:
-        write_mixes(load_mixes(mixes), out)
-    if prompts:
-        write_prompts(load_prompts(prompts), out)
-    if decode or not (steps or mixes or prompts):
-        points = load_points(decode)
+    files, out = job.files, job.out
+    of_bench: dict[Bench, list[Path]] = {}
+    for file in files:
+        of_bench.setdefault(read(Kind, file).bench, []).append(file)
+    frames = {bench: load(some, bench) for bench, some in (of_bench or {"decode": []}).items()}
+    points, steps = (frames.get(bench, pd.DataFrame()) for bench in ("decode", "grpo_step"))
+    if "rollout_mix" in frames:
+        write_mixes(frames["rollout_mix"], out)
+    if "prompts" in frames:
+        write_prompts(frames["prompts"], out)
+    if len(points):
         for lengths, group in points.groupby(LENGTHS, sort=False):
             _write_decode(group, out, "{}x{}".format(*lengths))
         for tokens, group in contexts(points).groupby("tokens"):
             _write_contexts(group, out, f"{tokens}")
-    if steps:
-        measured = load_steps(steps)
-        _write_steps(measured, out)
-    write_missing([*write_rollout_tables(points, out), *write_step_tables(measured, out)], out)
-    if page := paper_page(points, measured, files, out):
+    if len(steps):
+        _write_steps(steps, out)
+    write_missing([*write_rollout_tables(points, out), *write_step_tables(steps, out)], out)
+    if page := paper_page(points, steps, files, out):
         (out / "paper-tables.md").write_text(page, encoding="utf-8")
 
 
+class _Counted(NamedTuple):
+    """A table with a column per number of sequences: its name, its rows, its caption and the text of a number."""
+
+    name: str
+    rows: Callable[..., pd.DataFrame]
+    caption: str
+    text: Callable[[float], str]
+
+
+_OF_SIZE = (
+    _Counted("decode", decode_table, f"Decoded tokens/s of {{}}. {_SAMPLES}. {_DASH}", three_digits),
+    _Counted(
+        "floor", floor_table, f"Floor over measured time of a decode step (%), {{}}; {_FLOOR}. {_SAMPLES}. {_DASH}",
+        lambda percent: f"{percent:.0f}",
+    ),
+    _Counted(
+        "ratio", ratio_table,
+        f"Decode speed of the native engine over vLLM's at the same rank, {{}}. {_INTERVAL}. {_DASH}", times,
+    ),
+)  # fmt: skip
+_CROSSOVER = _Counted(
+    "crossover", crossover, f"Decode speed of NVFP4 over BF16 {{}}. {_INTERVAL}. {_CROSSES}. {_DASH}", times
+)
+_ADAPTERS = _Counted(
+    "adapters", adapters, f"Decode speed with an adapter over the speed without one, {{}}. {_INTERVAL}. {_DASH}", times
+)
+
+
 def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
+    measured = f"by number of sequences; prompts of {points['prompt'].iloc[0]} tokens, "
+    measured += f"{points['tokens'].iloc[0]} tokens decoded"
     for size, group in points.groupby("size", sort=False):
-        _write_size(str(size), group, out, lengths)
-    measured = f"by number of sequences; {_lengths(points)}"
-    title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
-    _write_counts(crossover(points), out / f"crossover-{lengths}", title, points, times)
-    cost = f"Decode speed with an adapter over the speed without one, {measured}. {_INTERVAL}. {_DASH}"
-    _write_counts(adapters(points), out / f"adapters-{lengths}", cost, points, times)
+        for table in _OF_SIZE:
+            rows = table.rows(group, size)
+            _write_counts(table, rows, group, out / f"{table.name}-{size}-{lengths}", f"{size} {measured}")
+    for table in (_CROSSOVER, _ADAPTERS):
+        _write_counts(table, table.rows(points), points, out / f"{table.name}-{lengths}", measured)
     for rank, group in points.groupby("rank"):
         decode_speed(group, out / f"decode-rank{rank}-{lengths}")
         if not crossover(group).empty:
@@ -235,21 +259,10 @@ def _write_decode(points: pd.DataFrame, out: Path, lengths: str) -> None:
 
 def _write_contexts(points: pd.DataFrame, out: Path, tokens: str) -> None:
     measured = f"by prompt length and number of sequences; {tokens} tokens decoded"
-    title = f"Decode speed of NVFP4 over BF16 {measured}. {_INTERVAL}. {_CROSSES}. {_DASH}"
-    _write_counts(crossover(points), out / f"contexts-{tokens}", title, points, times)
+    _write_counts(_CROSSOVER, crossover(points), points, out / f"contexts-{tokens}", measured)
     for rank, group in points.groupby("rank"):
         if not crossover(group).empty:
             crossover_by_context(crossover(group), out / f"contexts-rank{rank}-{tokens}")
-
-
-def _write_size(size: str, points: pd.DataFrame, out: Path, lengths: str) -> None:
-    measured, of = f"{size} by number of sequences; {_lengths(points)}", f"{size}-{lengths}"
-    speed = f"Decoded tokens/s of {measured}. {_SAMPLES}. {_DASH}"
-    _write_counts(decode_table(points, size), out / f"decode-{of}", speed, points, three_digits)
-    share = f"Floor over measured time of a decode step (%), {measured}; {_FLOOR}. {_SAMPLES}. {_DASH}"
-    _write_counts(floor_table(points, size), out / f"floor-{of}", share, points, lambda percent: f"{percent:.0f}")
-    lead = f"Decode speed of the native engine over vLLM's at the same rank, {measured}. {_INTERVAL}. {_DASH}"
-    _write_counts(ratio_table(points, size), out / f"ratio-{of}", lead, points, times)
 
 
 def _write_steps(steps: pd.DataFrame, out: Path) -> None:
@@ -267,20 +280,14 @@ def _write_steps(steps: pd.DataFrame, out: Path) -> None:
     )
 
 
-def _lengths(points: pd.DataFrame) -> str:
-    return f"prompts of {points['prompt'].iloc[0]} tokens, {points['tokens'].iloc[0]} tokens decoded"
-
-
-def _write_counts(
-    table: pd.DataFrame, stem: Path, title: str, points: pd.DataFrame, text: Callable[[float], str]
-) -> None:
-    """Write a table with a column per number of sequences, whose cells are values or the reason why there is none."""
-    if table.empty:
+def _write_counts(table: _Counted, rows: pd.DataFrame, points: pd.DataFrame, stem: Path, measured: str) -> None:
+    """Write a table of points, whose cells are values or the reason why there is none; nothing without a row."""
+    if rows.empty:
         return
-    table = with_gpus(table, points)
-    counts = count_columns(table)
-    keys = [column for column in table if str(column).partition("_")[0] not in counts]
-    shown = present(table[keys])
+    rows = with_gpus(rows, points)
+    counts = count_columns(rows)
+    keys = [column for column in rows if str(column).partition("_")[0] not in counts]
+    shown = present(rows[keys])
     for count in counts:
-        shown[count] = [cell_text(row, count, or_reason(text)) for row in table.to_dict("records")]
-    write_table(table, stem, caption_text(title, points[["machine", "commit"]]), shown)
+        shown[count] = [cell_text(row, count, or_reason(table.text)) for row in rows.to_dict("records")]
+    write_table(rows, stem, caption_text(table.caption.format(measured), points[["machine", "commit"]]), shown)

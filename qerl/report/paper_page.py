@@ -124,7 +124,7 @@ COUNTED = {"sequences": "concurrent sequences", "prompts": f"prompts of {READING
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> list[dict[str, Any]]:
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: from `speed_readers.load_points`; those of other models and lengths are ignored. Returns what
+    points: from `speed_readers.load`; those of other models and lengths are ignored. Returns what
         `write_missing` takes: the measurements that rows lack, of this project's engine and of vLLM; nothing without a
         point.
     """
@@ -154,7 +154,7 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> list[dict[str, Any]]
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
-    measured: from `speed_readers.load_steps`; steps of other models, of other or mixed lengths, under a memory cap
+    measured: from `speed_readers.load`; steps of other models, of other or mixed lengths, under a memory cap
         or with equal rewards are ignored. Returns the measurements of this project that rows lack, as
         `write_rollout_tables` does.
     """
@@ -319,7 +319,7 @@ class _Samples:
 def paper_page(points: pd.DataFrame, measured: pd.DataFrame, files: Sequence[Path], folder: Path) -> str:
     """The page in Markdown, with links to the files, relative to the folder in which it will be.
 
-    points, measured: of `speed_readers.load_points` and `load_steps`, from the files; each may be empty. Without work
+    points, measured: of `speed_readers.load`, from the files; each may be empty. Without work
     of the paper's models and lengths the page is empty.
     """
     points, measured = points_of_paper(points), steps_of_paper(measured)

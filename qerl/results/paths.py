@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from qerl.settings.models import Base, Recipe, WeightFormat
-from qerl.settings.run import Kernels
 
 # Names of the files and folders of results; `qerl.workflow.outputs` has the paths of a configuration's results.
 
@@ -114,11 +113,6 @@ def variant(varied: dict[str, Any]) -> str:
 def training_name(method: str, schedule: str) -> str:
     """The training of a run, named as in the paper's Table 1: full, lora, lora+aqn or full+aqn."""
     return method + ("" if schedule == "off" else "+aqn")
-
-
-def with_kernels(system: str, kernels: Kernels) -> str:
-    """An engine or a system with its kernels, unless the GPU chooses them: native or native-portable."""
-    return system if kernels == "auto" else f"{system}-{kernels}"
 
 
 def decode_name(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,20 +15,19 @@ from qerl.checkpoints.shapes import HALF, SIZES, ModelShape, shape_of
 from qerl.formats.codecs import stored_bytes
 from qerl.results.paths import weights_names
 from qerl.results.speeds import (
-    ENGINES,
     SECONDS,
     SERVING,
+    Bench,
     Ceilings,
     DecodeResult,
-    EngineStepSettings,
     GrpoStepResult,
     MixRun,
     PromptsResult,
     RolloutMixResult,
-    StepWork,
 )
 from qerl.results.store import ResultError, read
-from qerl.settings.models import Base, WeightFormat
+from qerl.settings.models import Base
+from qerl.settings.workloads import EngineStep, StepWork
 
 # The floor of a decode step: its least time, by the bytes that it must move and the FLOPs that it must compute.
 #
@@ -122,60 +122,42 @@ GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
 _MEASURE = "`qerl grid` lists the commands that measure"
 
 
-def load_points(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row per point of decode files, sorted by size, engine, weights, rank, lengths and sequences.
+def load(paths: Sequence[Path], bench: Bench) -> pd.DataFrame:
+    """The files of one bench as a tidy frame with their stamps, sorted by size, engine, weights, rank and lengths.
 
-    Times are in ms, memory is in GB, and `tokens_per_second` is the median with its quartiles. They are NaN for a
-    failed point, as is the floor without ceilings. `engine` is the engine with its kernels. Raises ResultError without
-    points, and if two files have the same point.
+    A row has its samples in `samples` and their medians in other columns. Where there are none, `status` says why, and
+    numbers are NaN. Times end in their unit, memory is in GB. Raises ResultError without rows, and if two files have
+    the same point. The rows are
+
+    * decode: points. `tokens_per_second` has quartiles, `engine` its kernels. Without ceilings floors are NaN.
+    * grpo_step: files, with seconds and memory by part (`<part>/gb`). `GIVEN_UP` tells what was done without.
+    * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases`, `verified` (its drafts) and
+      `phase_seconds` (its time). `samples` are in tokens/s.
+    * prompts: points, with the `milliseconds` of a call.
     """
-    rows = [row for path in paths for row in _point_rows(read(DecodeResult, path))]
+    schema, rows_of, name = _BENCHES[bench]
+    rows = [row for path in paths for row in rows_of(read(schema, path))]
     if not rows:
-        raise ResultError(f"there are no points of decode speed yet; {_MEASURE}")
-    rows.sort(key=_place)
-    points = pd.DataFrame(rows)
-    _check_once(points)
-    return points
+        raise ResultError(f"there are no {name} yet; {_MEASURE}")
+    orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
+    rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in _SORTED[bench]])
+    if bench == "decode":
+        _check_once(rows)
+    return pd.DataFrame(rows)
 
 
-def load_steps(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row per file of GRPO steps: median seconds by part, memory in GB (`<part>/gb`); ResultError without files.
-
-    `samples` are the seconds of each step, `prompt` and `tokens` the lengths of prompts and completions. The columns
-    `GIVEN_UP` tell what this project's step did without for memory.
-
-    Where a system came to no result there are no numbers, and `status` says why.
-    """
-    if not paths:
-        raise ResultError(f"there are no GRPO steps yet; {_MEASURE}")
-    jobs = sorted((read(GrpoStepResult, path) for path in paths), key=lambda job: SIZES.index(job.work.size))
-    return pd.DataFrame([_step_row(job) for job in jobs])
-
-
-def load_mixes(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row per file of rollouts of mixed lengths, by size, engine, weights and rank; `samples` in tokens/s.
-
-    `workload` has the lengths; `phases` and `verified` drafts are those of the median rollout, which took
-    `phase_seconds`. Without runs numbers are NaN.
-    """
-    jobs = [read(RolloutMixResult, path) for path in paths]
-    orders = {"size": SIZES, "engine": ENGINES, "weights": get_args(WeightFormat)}
-    jobs.sort(key=lambda job: [order.index(getattr(job.work, key)) for key, order in orders.items()])
-    return pd.DataFrame([_mix_row(job) for job in jobs])
-
-
-def _mix_row(job: RolloutMixResult) -> dict[str, Any]:
+def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
     work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
     seconds = [run.seconds for run in job.runs]
     samples = [job.drawn / taken for taken in seconds]
     middle, low, high = (float(value) for value in np.quantile(samples or [np.nan], [0.5, 0.25, 0.75]))
     typical = _median_run(job.runs)
-    return {
+    yield {
         **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
-        "work": f"{work.prompts} × {work.group}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
+        "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
         + (", drafts" if work.drafts else ""),
         "drafts": work.drafts,
-        "trace": work.trace or "",
+        "trace": str(work.trace or ""),
         "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
         "status": job.status,
         "samples": samples,
@@ -196,21 +178,19 @@ def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] if runs else None
 
 
-def load_prompts(paths: Sequence[Path]) -> pd.DataFrame:
-    """One row per point of prompts: the median `milliseconds` of a call, NaN for a failed point."""
-    return pd.DataFrame([row for path in paths for row in _prompt_rows(read(PromptsResult, path))])
-
-
 def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
-    identity = job.model_dump(include={"size", "weights", "rank", "sampler"}) | job.provenance.columns
+    identity = (
+        job.work.model_dump(include={"size", "weights", "rank"}) | {"sampler": job.sampler} | job.provenance.columns
+    )
     for point in job.points:
         middle = 1e3 * median(point.samples) if point.samples else np.nan
         yield identity | point.model_dump(exclude={"first"}) | {"milliseconds": middle}
 
 
 def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
-    identity: dict[str, Any] = {"engine": job.serving, "size": job.size, "weights": job.base.weights_name}
-    identity |= job.model_dump(include={"rank", "prompt", "tokens"})
+    work = job.work
+    identity: dict[str, Any] = {"engine": work.serving, "size": work.size, "weights": work.base.weights_name}
+    identity |= work.model_dump(include={"rank", "prompt", "tokens"})
     for point in job.points:
         samples = point.samples or [np.nan]
         middle, low, high = (float(value) for value in np.quantile(samples, [0.5, 0.25, 0.75]))
@@ -235,27 +215,28 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
     if job.ceilings is None:
         return np.nan
-    context = mean_context(job.prompt, job.tokens)
-    moved = step_bytes(job.base, job.rank, sequences, context)
-    return step_floor(moved, step_flops(job.size, job.rank, sequences, context), job.ceilings)
+    work = job.work
+    context = mean_context(work.prompt, work.tokens)
+    moved = step_bytes(work.base, work.rank, sequences, context)
+    return step_floor(moved, step_flops(work.size, work.rank, sequences, context), job.ceilings)
 
 
-def _step_row(job: GrpoStepResult) -> dict[str, Any]:
+def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
     work, cap = job.work, job.settings.memory_gb
     seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in SECONDS}
-    return {
+    yield {
         "system": job.system,
         "sampler": job.sampler,
         "size": work.size,
         "weights": work.base.weights_name,
         "rank": work.rank,
         "prompts": work.prompts,
-        "group_size": work.group,
-        "prompt": work.prompt_tokens,
-        "tokens": work.completion_tokens,
+        "group_size": work.group_size,
+        "prompt": work.prompt,
+        "tokens": work.tokens,
         "median": work.median or 0,
         "equal_groups": float(work.equal_groups),
-        "work": f"{work.prompts} × {work.group}, {work.prompt_tokens} + {_completion_tokens(work)} tokens"
+        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {_completion_tokens(work)} tokens"
         + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
@@ -270,12 +251,12 @@ def _step_row(job: GrpoStepResult) -> dict[str, Any]:
 
 
 def _completion_tokens(work: StepWork) -> str:
-    return f"{work.median} to {work.completion_tokens}" if work.median else f"{work.completion_tokens}"
+    return f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
 
 
 def _given_up(job: GrpoStepResult) -> dict[str, Any]:
     """What this project's step did without for memory, and the settings by which it did; empty where not stored."""
-    given, ours = job.given_up, job.settings if isinstance(job.settings, EngineStepSettings) else None
+    given, ours = job.given_up, job.settings if isinstance(job.settings, EngineStep) else None
     chosen = [f"KV cache of {ours.kv_cache_gib:g} GiB"] if ours and ours.kv_cache_gib is not None else []
     values = (
         f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else "",
@@ -300,15 +281,23 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
     }
 
 
-def _place(row: dict[str, Any]) -> tuple[int, ...]:
-    orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
-    numbers = (row[key] for key in ("rank", *LENGTHS, "sequences"))
-    return (*(order.index(row[key]) for key, order in orders.items()), *numbers)
+def _check_once(rows: Sequence[dict[str, Any]]) -> None:
+    for one, row in pairwise(rows):  # they are sorted
+        if all(one[key] == row[key] for key in _SORTED["decode"]):
+            name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
+            raise ResultError(f"{name} is in two decode files; give one of them")
 
 
-def _check_once(points: pd.DataFrame) -> None:
-    twice = points[points.duplicated(["size", *POLICY, *LENGTHS, "sequences"])]
-    if len(twice):
-        row = twice.iloc[0]
-        name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
-        raise ResultError(f"{name} is in two decode files; give one of them")
+#: The schema of a bench's files, their rows, and what these are.
+_BENCHES: dict[Bench, tuple[type[Any], Callable[[Any], Iterator[dict[str, Any]]], str]] = {
+    "decode": (DecodeResult, _point_rows, "points of decode speed"),
+    "grpo_step": (GrpoStepResult, _step_rows, "GRPO steps"),
+    "rollout_mix": (RolloutMixResult, _mix_rows, "rollouts of mixed lengths"),
+    "prompts": (PromptsResult, _prompt_rows, "times of prompts"),
+}
+_SORTED: dict[Bench, list[str]] = {
+    "decode": ["size", *POLICY, *LENGTHS, "sequences"],
+    "grpo_step": ["size"],
+    "rollout_mix": ["size", "engine", "weights"],
+    "prompts": [],
+}

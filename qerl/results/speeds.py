@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from qerl.checkpoints.shapes import SIZES
-from qerl.results.paths import with_kernels
 from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
-from qerl.settings.models import Base, OnRandomWeights, Recipe, WeightFormat
+from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
+from qerl.settings.workloads import (
+    ENGINES,
+    Decoding,
+    EngineStep,
+    Mix,
+    Prompting,
+    StepWork,
+    TrlStep,
+    Workload,
+    with_kernels,
+)
 
 # Schemas of a configuration's benches: rollout throughput and seconds of a GRPO step.
 
@@ -86,19 +96,9 @@ class StepBenchResult(_Bench):
 
 # Schemas of the speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
 
-Engine = Literal["native", "vllm", "transformers"]
-ENGINES: tuple[str, ...] = get_args(Engine)
+Bench = Literal["decode", "grpo_step", "rollout_mix", "prompts"]
 #: The engines with their kernels, as tables name them; only this project's has a choice.
 SERVING: tuple[str, ...] = (*(with_kernels("native", kernels) for kernels in get_args(Kernels)), *ENGINES[1:])
-
-
-def _known_shape(size: str) -> str:
-    if size not in SIZES:
-        raise ValueError(f"size {size!r} is unknown; use one of {', '.join(SIZES)}")
-    return size
-
-
-Size = Annotated[str, AfterValidator(_known_shape)]
 
 
 class Kind(Stored):
@@ -106,8 +106,25 @@ class Kind(Stored):
 
     model_config = ConfigDict(extra="ignore")
 
-    bench: Literal["decode", "grpo_step", "rollout_mix", "prompts"]
+    bench: Bench
     provenance: Provenance
+
+
+class Measurement(Stored):
+    """A file of the grid: a workload, and what an engine took for it on one machine.
+
+    `bench` names the kind, and every kind has its values in fields of its own.
+    """
+
+    bench: Bench
+    work: Workload
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _shape_is_known(self) -> Self:
+        if self.work.size not in SIZES:
+            raise ValueError(f"work.size {self.work.size!r} is unknown; use one of {', '.join(SIZES)}")
+        return self
 
 
 # --- decode speed ----------------------------------------------------------------------------------------------------
@@ -144,26 +161,15 @@ class DecodePoint(MeasuredPoint):
     prompt_samples: list[float] = Field([])
 
 
-class DecodeResult(OnRandomWeights, Stored):
+class DecodeResult(Measurement):
     """points/decode-*.json, with one file per (engine, kernels, size, weights, rank); a CPU has no ceilings."""
 
     bench: Literal["decode"]
-    engine: Engine
-    size: Size
-    rank: int
-    kernels: Kernels = "auto"
-    prompt: int
-    tokens: int
-    sync_seconds: list[float] = Field([])
+    work: Decoding
+    sync_seconds: list[float] = Field(default=[])
     ceilings: Ceilings | None
     gpu: GpuStates | None = None
     points: list[DecodePoint]
-    provenance: Provenance
-
-    @property
-    def serving(self) -> str:
-        """The engine with its kernels, one of SERVING."""
-        return with_kernels(self.engine, self.kernels)
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -180,17 +186,14 @@ class PromptPoint(Stored):
     reserved_bytes: Number | None = None
 
 
-class PromptsResult(Stored):
+class PromptsResult(Measurement):
     """points/prompts-*.json, with one file per (size, weights, rank)."""
 
     bench: Literal["prompts"]
-    size: Size
-    weights: WeightFormat
-    rank: int
+    work: Prompting
     sampler: str
     gpu: GpuState | None
     points: list[PromptPoint]
-    provenance: Provenance
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class ProductsResult(Stored):
     """kernels/products-*.json: the packed products of a block, by `tests.gpu.time_products`."""
 
     bench: Literal["products"]
-    size: Size
+    size: str
     weights: WeightFormat
     points: list[ProductPoint]
     gpu: GpuState | None
@@ -219,26 +222,6 @@ class ProductsResult(Stored):
 
 
 # --- rollouts of mixed lengths ---------------------------------------------------------------------------------------
-
-
-class MixWork(Stored):
-    """The work of a rollout, as the job states it."""
-
-    engine: Engine
-    size: Size
-    weights: WeightFormat
-    rank: int
-    prompts: int
-    group: int
-    prompt_tokens: tuple[int, int]
-    median: int
-    sigma: float
-    longest: int
-    sequences: int
-    trace: str | None
-    drafts: bool = False
-    seed: int
-    repeats: int
 
 
 class TraceRow(Stored):
@@ -300,7 +283,7 @@ class MixRun(Stored):
     drafts: DraftsVerified | None = None
 
 
-class RolloutMixResult(Stored):
+class RolloutMixResult(Measurement):
     """points/mix-*.json: an engine's rollouts of one workload, or a `status` that says why there are none.
 
     `prompt_tokens` and `completion_tokens` are the drawn lengths, the latter by prompt. `ready_seconds` is the time
@@ -308,7 +291,7 @@ class RolloutMixResult(Stored):
     """
 
     bench: Literal["rollout_mix"]
-    work: MixWork
+    work: Mix
     prompt_tokens: list[int]
     completion_tokens: list[list[int]]
     status: str
@@ -317,7 +300,6 @@ class RolloutMixResult(Stored):
     first_seconds: float | None = None
     runs: tuple[MixRun, ...] = ()
     gpu: GpuStates | None = None
-    provenance: Provenance
 
     @property
     def drawn(self) -> int:
@@ -326,49 +308,6 @@ class RolloutMixResult(Stored):
 
 
 # --- GRPO steps ------------------------------------------------------------------------------------------------------
-
-
-class StepWork(OnRandomWeights, Stored):
-    """The work of each system in a step."""
-
-    size: Size
-    prompts: int
-    group: int
-    prompt_tokens: int
-    completion_tokens: int
-    median: int | None = None
-    sigma: Number | None = None
-    rank: int
-    equal_groups: Number = 0.0
-    repeats: int
-
-
-class EngineStepSettings(Stored):
-    """This project's own settings of a step."""
-
-    kernels: Kernels = "auto"
-    recompute: bool | str
-    micro_batch_tokens: int
-    kv_cache_gib: Number | None
-    sleep: bool = False
-    memory_gb: Number | None = None
-
-
-class TrlStepSettings(Stored):
-    """TRL's own settings of a step."""
-
-    sampler: str
-    micro_batch: int
-    recompute: bool
-    correction: bool
-    liger: bool
-    sleep: bool
-    vllm_memory: Number | None
-    optimizer: str
-
-    @property
-    def memory_gb(self) -> None:
-        """TRL's memory isn't capped."""
 
 
 class TimedStep(Stored):
@@ -408,13 +347,13 @@ class GivenUp(Stored):
     blocks: int
 
 
-class GrpoStepResult(Stored):
+class GrpoStepResult(Measurement):
     """points/step-*.json: steps of this project or of TRL; without steps where `status` says why."""
 
     bench: Literal["grpo_step"]
     system: str
     work: StepWork
-    settings: EngineStepSettings | TrlStepSettings
+    settings: EngineStep | TrlStep
     status: str
     message: str = ""
     """That of the error by which a step failed. PyTorch's says how much memory was allocated and how much reserved."""
@@ -423,7 +362,6 @@ class GrpoStepResult(Stored):
     steps: tuple[TimedStep, ...] = ()
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
-    provenance: Provenance
 
 
 #: A step, and its parts that are timed, in their order; the step has all of them and little else.

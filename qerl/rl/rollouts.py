@@ -271,14 +271,13 @@ class Collector:
     def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> tuple[list[Group], list[float]]:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
         seed = self.settings.seed
-        draws = self.settings.rollout.seed
         chosen = self.task.at(positions, seed)
         prompts = self.task.prompts(self.policy.tokenizer, chosen)
         sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
             **sampling,
             count=self.settings.rollout.group_size,
-            seed=step_seed(seed if draws is None else draws, step, round_),
+            seed=step_seed(_seed_of_draws(seed, self.settings.rollout.repetition), step, round_),
             part=self._part(chosen, prompts, behaviour),
         )
         # Graded where they were drawn, so that the processes share this work too.
@@ -348,6 +347,12 @@ class Collector:
             for group, advantages in zip(groups, advantages_PG.tolist(), strict=True)
             for of_completion in zip(group.completions, group.rewards, advantages, strict=True)
         ]
+
+
+def _seed_of_draws(seed: int, repetition: int) -> int:
+    """The seed of a repetition's draws, below 2^32; the run's own for repetition 0."""
+    # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
+    return (seed + repetition * 0x9E3779B9) % 2**32
 
 
 def step_seed(seed: int, step: int, round_: int = 0) -> int:

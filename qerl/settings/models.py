@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
@@ -153,16 +153,3 @@ class Base:
         """The fields by which results store it."""
         named = {"model": self.model, "weights": self.weights, "recipe": self.recipe}
         return named | {"pack_delta_nets": self.packed_nets}
-
-
-class OnRandomWeights(BaseModel):
-    """The fields by which the speed grid's jobs and files name the base of a size, whose weights are random."""
-
-    size: str
-    weights: WeightFormat
-    pack_delta_nets: bool = False
-
-    @property
-    def base(self) -> Base:
-        """The base, with the size as its model."""
-        return Base(self.size, self.weights, packed_nets=self.pack_delta_nets)

@@ -148,9 +148,9 @@ class RolloutSettings(EngineSettings):
     """Longest prompt of a training problem, in tokens. Problems with longer ones are left out. With none, every prompt
     must fit into the model's context together with `sampling.max_tokens`."""
     sampling: SamplingSettings = SamplingSettings()
-    seed: Seed | None = None
-    """Seed of the draws of completions. None takes the run's. Runs that differ in it alone have the same problems and
-    the same initial adapter, so that they tell how far a run is from its own repetition."""
+    repetition: Annotated[int, Field(ge=0)] = 0
+    """Draws other completions for each number. Runs that differ in it alone have the same problems and the same initial
+    adapter, so that they tell how far a run is from its own repetition."""
 
     @model_validator(mode="after")
     def _draws_at_a_temperature(self) -> RolloutSettings:

@@ -13,6 +13,7 @@ from qerl.settings.data import DatasetSettings, RecordFormat, Split
 from qerl.settings.errors import nearest
 from qerl.settings.models import ModelSettings, PretrainSettings, WeightFormat
 from qerl.settings.run import EngineSettings, Kernels, SamplingSettings, TrackerName
+from qerl.settings.workloads import Engine, MixedLengths, StepLengths
 
 # Settings of evaluations: tasks, harnesses and their sampling.
 
@@ -242,7 +243,7 @@ class DecodeGrid(Settings):
 
     Each engine, size and format is a job, which measures all ranks and lengths. vLLM has a job for each rank."""
 
-    engine: Literal["native", "vllm", "transformers"]
+    engine: Engine
     sizes: NonEmpty[Name]
     """Sizes of Qwen2.5 (1.5B to 32B) or shapes of other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
     weights: NonEmpty[WeightFormat]
@@ -261,7 +262,7 @@ class DecodeGrid(Settings):
     """Number of tokens decoded after the prompt."""
 
 
-class MixGrid(Settings):
+class MixGrid(MixedLengths):
     """Rollouts of completions of mixed lengths on random weights, end to end, of this project's engine or of vLLM.
 
     Lengths of completions are lognormal, those of prompts uniform. Both are functions of the seed."""
@@ -270,30 +271,9 @@ class MixGrid(Settings):
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
-    prompts: PositiveInt = 64
-    """Number of prompts."""
-    group_size: PositiveInt = 8
-    """Number of completions per prompt."""
-    prompt: tuple[PositiveInt, PositiveInt] = (128, 384)
-    """The least and the most tokens of a prompt."""
-    median: PositiveInt = 300
-    """The median length of a completion in tokens."""
-    sigma: Annotated[float, Field(ge=0)] = 0.8
-    """The standard deviation of the logarithm of a length."""
-    tokens: PositiveInt = 2048
-    """The most tokens of a completion."""
-    sequences: PositiveInt = 512
-    """The most completions decoded together."""
-    trace: FilePath | None = None
-    """A file of prompts and completions that `qerl.bench.trace` wrote. This project's engine replays their
-    tokens, and vLLM draws others of the same lengths. None draws prompts and lengths by the keys above."""
-    drafts: bool = False
-    """Whether this project's engine verifies drafts (`native.drafts`). Only a trace has text that drafts can find."""
-    seed: Seed = 0
-    repeats: PositiveInt = 3
 
 
-class StepGrid(Settings):
+class StepGrid(StepLengths):
     """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
 
     system: Literal["qerl", "trl"]
@@ -316,12 +296,6 @@ class StepGrid(Settings):
     """Numbers of prompts per step."""
     group_size: NonEmpty[PositiveInt] = [8]
     """Numbers of completions per prompt."""
-    prompt: PositiveInt = 128
-    """Length of each prompt in tokens."""
-    tokens: PositiveInt = 1024
-    """Length of each completion in tokens, or of the longest with a `median`."""
-    median: PositiveInt | None = None
-    """Median length of completions of mixed lengths in tokens. Lengths are lognormal and equal for all systems."""
     sigma: Annotated[float, Field(ge=0)] = 0.8
     """The standard deviation of the logarithm of a length, for steps with a `median`."""
     equal_groups: NonEmpty[Annotated[float, Field(ge=0, lt=1)]] = [0.0]
@@ -333,7 +307,6 @@ class StepGrid(Settings):
     micro_batch: PositiveInt = 16
     """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
     recomputed. A step with fewer completions has one pass."""
-    repeats: PositiveInt = 3
 
 
 class PromptGrid(Settings):

@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.jobs import DecodePart, Decoding, GrpoStep, Mix, Prompting, StepPart, TrlStep, Work
-from qerl.results.paths import decode_name, step_name, with_kernels
+from qerl.jobs import DecodePart, StepPart
+from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import DecodeResult, GrpoStepResult, PromptsResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.run import Kernels, RunSettings
 from qerl.settings.workflow import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
+from qerl.settings.workloads import (
+    Decoding,
+    EngineStep,
+    Mix,
+    MixedLengths,
+    Prompting,
+    StepLengths,
+    StepWork,
+    TrlStep,
+    with_kernels,
+)
 from qerl.workflow.stages import Decode, GrpoSteps, Point, Prompts, RolloutMix, StepOfTrl
 
 #: The word in `state` for points that aren't measured yet.
@@ -123,9 +134,7 @@ def _keys(job: Point, file: Path) -> list[object]:
     """The keys of the points that a job's file has; none if its step had other settings, which no name tells."""
     if isinstance(job, GrpoSteps):
         [asked] = (part.settings for part in job.parts if part.file == file.name)
-        used = read(GrpoStepResult, file).settings.model_dump()
-        same = all(str(used.get(key)).lower() == str(value).lower() for key, value in asked.model_dump().items())
-        return [None] if same else []  # older files have `recompute` as text
+        return [None] if read(GrpoStepResult, file).settings == asked else []
     if isinstance(job, Decode):
         return [point.sequences for point in read(DecodeResult, file).points]
     if isinstance(job, Prompts):
@@ -174,23 +183,8 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMix]]:
         raise ConfigError("shapes: drafts need engine native and a trace, whose text they repeat; remove drafts")
     for base, rank in product(_bases(grid), grid.ranks):
         _check(grid.engine, base)
-        asked = Mix(
-            engine=grid.engine,
-            size=base.model,
-            weights=base.weights,
-            rank=rank,
-            prompts=grid.prompts,
-            group=grid.group_size,
-            prompt_tokens=grid.prompt,
-            median=grid.median,
-            sigma=grid.sigma,
-            longest=grid.tokens,
-            sequences=grid.sequences,
-            trace=grid.trace,
-            drafts=grid.drafts,
-            seed=grid.seed,
-            repeats=grid.repeats,
-        )
+        policy: dict[str, Any] = {"engine": grid.engine, "size": base.model, "weights": base.weights, "rank": rank}
+        asked = Mix(**policy, **{name: getattr(grid, name) for name in MixedLengths.model_fields})
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         id = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
         id += "-drafts" if grid.drafts else ""
@@ -239,19 +233,16 @@ def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | St
         _check(grid.system, base, kernels)
         if abs(prompts * equal - round(prompts * equal)) > 1e-6:
             raise ConfigError(f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either")
-        asked = Work(
+        asked = StepWork(
             size=base.model,
             weights=base.weights,
             pack_delta_nets=base.packed_nets,
-            prompts=prompts,
-            group=group,
-            prompt_tokens=grid.prompt,
-            completion_tokens=grid.tokens,
-            median=grid.median,
-            sigma=grid.sigma if grid.median else None,
             rank=rank,
+            prompts=prompts,
+            group_size=group,
+            sigma=grid.sigma if grid.median else None,
             equal_groups=equal,
-            repeats=grid.repeats,
+            **{name: getattr(grid, name) for name in StepLengths.model_fields},
         )
         id = _step_id(with_kernels(grid.system, kernels), asked, recompute, cap)
         id += "" if correction else "-no-correction"
@@ -262,9 +253,9 @@ def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | St
             yield id, StepOfTrl(work=asked, settings=settings, out=_out(folder, id))
 
 
-def _step_id(system: str, work: Work, recompute: bool | str, cap: float | None) -> str:
-    tokens = f"{work.median}to{work.completion_tokens}" if work.median else work.completion_tokens
-    lengths = f"{work.prompts}x{work.group}-{work.prompt_tokens}x{tokens}"
+def _step_id(system: str, work: StepWork, recompute: bool | str, cap: float | None) -> str:
+    tokens = f"{work.median}to{work.tokens}" if work.median else work.tokens
+    lengths = f"{work.prompts}x{work.group_size}-{work.prompt}x{tokens}"
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
     equal = f"equal{work.equal_groups:g}-" if work.equal_groups else ""
     limit = f"-{cap:g}gb" if cap else ""
@@ -276,10 +267,10 @@ def _bases(grid: DecodeGrid | MixGrid | PromptGrid | StepGrid, packed_nets: bool
     return [Base(size, weights, packed_nets=packed_nets) for size, weights in product(grid.sizes, grid.weights)]
 
 
-def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> GrpoStep:
+def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> EngineStep:
     default: int = RunSettings.model_fields["micro_batch_tokens"].default
     tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else default
-    return GrpoStep(
+    return EngineStep(
         kernels=kernels,
         recompute=recompute,
         micro_batch_tokens=tokens,
@@ -289,7 +280,7 @@ def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], ca
     )
 
 
-def _trl(grid: StepGrid, work: Work, recompute: bool, correction: bool) -> TrlStep:
+def _trl(grid: StepGrid, work: StepWork, recompute: bool, correction: bool) -> TrlStep:
     return TrlStep(
         sampler="vllm",
         micro_batch=min(grid.micro_batch, work.completions),

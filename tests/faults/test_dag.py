@@ -166,7 +166,6 @@ def test_a_setting_that_decides_no_result_reruns_nothing(tree):
         os.utime(file, ns=(later, later))  # copied, say
     changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
-    assert with_settings(tree, {"optimizer": {"learning_rate": 1e-9}}) == {"train": 1}
     # Other lengths are checked against the model, which isn't quantized anew for them.
     checked = {"check_model": 1, "train": 1}
     assert with_settings(tree, {"rollout": {"sampling": {"max_tokens": 9}}}) == checked

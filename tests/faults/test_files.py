@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import resource
 import shutil
 import sys
@@ -353,11 +352,3 @@ def test_what_is_to_be_there_need_not_be_there_yet(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="can't write to /proc"):
         check_writable(Path("/proc/out.json"))
-
-
-def test_the_page_of_faults_names_existing_tests():
-    root = Path(__file__).parents[2]
-    named = set(re.findall(r"`(\w+/test_\w+\.py)`", (root / "docs/faults.md").read_text()))
-    assert named
-    assert all((root / "tests" / name).is_file() for name in named)
-    assert {f"faults/{file.name}" for file in Path(__file__).parent.glob("test_*.py")} <= named

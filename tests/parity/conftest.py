@@ -5,9 +5,8 @@ import gc
 import pytest
 import torch
 
-from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.quantize import quantize_checkpoint
-from tests.parity.family_models import NORMS
+from tests.parity.family_models import PACKED
 from tests.tiny import tiny_family, tiny_gpt_oss
 
 
@@ -15,9 +14,9 @@ from tests.tiny import tiny_family, tiny_gpt_oss
 def bases(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     tiny_gpt_oss(root / "gpt_oss/mxfp4")
-    for name in [name for name in NORMS if name != "gpt_oss"]:
+    for name, formats in PACKED.items():
         source = tiny_family(root / name / "bf16", name, dtype=torch.bfloat16)
-        for weights in PACKED_FORMATS:
+        for weights in formats:
             quantize_checkpoint(source, root / name / weights, weights)
     return root
 

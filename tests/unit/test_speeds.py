@@ -29,8 +29,8 @@ def test_speeds_are_medians_of_stored_samples():
             rate = median(point["samples"])
         else:
             work = content["work"]
-            assert work["prompts"] * work["group"] == int(row["sequences"])
-            tokens = work["prompts"] * work["group"] * work["completion_tokens"]
+            assert work["prompts"] * work["group_size"] == int(row["sequences"])
+            tokens = work["prompts"] * work["group_size"] * work["tokens"]
             rate = tokens / median(step["update"] for step in content["steps"])
         assert float(row["rollout_tokens_per_second"] or row["update_tokens_per_second"]) == pytest.approx(
             rate, abs=0.5

@@ -180,15 +180,8 @@ def test_a_second_run_does_nothing(finished):
     assert "Nothing to be done" in run.stdout + run.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("qerl/rl/losses.py", "import torch\n", "import torch  # a remark\n"),
-        ("own_reward.py", "def length", "# a remark\ndef length"),
-    ],
-)
-def test_a_comment_reruns_nothing(finished, file, old, new):
-    assert replanned(finished, file, old, new) == {}
+def test_a_comment_reruns_nothing(finished):
+    assert replanned(finished, "own_reward.py", "def length", "# a remark\ndef length") == {}
 
 
 def test_a_changed_setting_reruns_that_run_and_what_depends_on_it(finished):
@@ -207,7 +200,6 @@ def test_a_changed_formula_retrains_but_does_not_quantize_anew(finished):
 @pytest.mark.parametrize(
     ("file", "old", "new", "also"),
     [
-        ("own_reward.py", "float(of(", "-float(of(", {}),
         ("own_lengths.py", "len(text)", "-len(text)", {}),
         ("own_data.py", "n + 1", "n + 2", {"prepare_data": 1}),
     ],

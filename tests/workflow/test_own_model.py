@@ -86,12 +86,6 @@ def test_a_model_without_a_configuration_uses_that_of_real_models(tmp_path, tree
             "`model` must be a path, not 100000.0; a name that reads as a number needs its folder",
         ),
         (
-            "model",
-            "2024_01",
-            "`model` must be a path, not 202401; a name that reads as a number needs its folder",
-        ),
-        ("model", "run{1}", "`model`: Snakemake takes braces for a wildcard, and run{1} has some; rename it"),
-        (
             "problems",
             "sums {a}.jsonl",
             "`problems`: Snakemake takes braces for a wildcard, and sums {a}.jsonl has some",

@@ -266,12 +266,11 @@ def tile_gradient(
     grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """See `reference.tile_gradient`; it overwrites `logits`, which must be contiguous."""
-    both = entropy is not None and grad_entropy is not None
-    # Without a gradient of the entropy the kernel reads neither of its two.
-    spread, of_spread = (entropy.contiguous(), grad_entropy.contiguous()) if both else (lse, lse)
+    # Without a gradient of the entropy the kernel reads neither of the two.
+    spread, of_spread = (lse, lse) if entropy is None or grad_entropy is None else (entropy, grad_entropy)
     _gradient[(len(logits),)](
-        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread, of_spread, first, logits.shape[1],
-        1.0 / temperature, ENTROPY=both, BLOCK=_LOGITS_BLOCK, num_warps=8,
+        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread.contiguous(), of_spread.contiguous(),
+        first, logits.shape[1], 1.0 / temperature, ENTROPY=grad_entropy is not None, BLOCK=_LOGITS_BLOCK, num_warps=8,
     )  # fmt: skip
     return logits
 

@@ -11,7 +11,7 @@ from qerl.checkpoints.shapes import ModelShape, shape_of
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.models.random import model_config
 from qerl.report.paper_page import write_rollout_tables, write_step_tables
-from qerl.results.speed_readers import load_points, load_steps
+from qerl.results.speed_readers import load
 from qerl.settings.base import read_yaml
 from qerl.workflow.grid import committed_files, measured_files, point_jobs, state
 from qerl.workflow.plan import plan_from
@@ -54,7 +54,9 @@ def test_a_hybrid_with_packed_delta_nets_has_a_step_that_fits():
 
 def memory_of(part, shape):
     """The predicted memory of a step under its cap, which doesn't count CUDA's context."""
-    asked = {**part.work.model_dump(), **part.settings.model_dump(), "max_tokens": part.work.completion_tokens}
+    work = part.work
+    lengths = {"group": work.group_size, "prompt_tokens": work.prompt, "max_tokens": work.tokens}
+    asked = {**work.model_dump(), **lengths, **part.settings.model_dump()}
     names = {field.name for field in fields(StepSettings)}
     settings = StepSettings(**{key: value for key, value in asked.items() if key in names})
     return step_memory(shape, settings, part.settings.memory_gb * 1e9 + CONTEXT)
@@ -65,8 +67,8 @@ def test_the_committed_grid_has_all_that_the_papers_tables_ask_for(tmp_path):
     files = committed_files(committed_grid().samples)
     decoded, stepped = (next(file for file in files if file.name.startswith(kind)) for kind in ("decode-", "step-"))
     asked = [
-        *write_rollout_tables(load_points([decoded]), tmp_path),
-        *write_step_tables(load_steps([stepped]), tmp_path),
+        *write_rollout_tables(load([decoded], "decode"), tmp_path),
+        *write_step_tables(load([stepped], "grpo_step"), tmp_path),
     ]
     parts = [(id, part) for id, job in jobs_of(committed_grid()).items() for part in job.parts]
     steps = {part.file for id, part in parts if id.startswith("step-")}

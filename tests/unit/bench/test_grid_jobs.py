@@ -198,7 +198,7 @@ def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_
     ]
     corrected, plain, shared = found.values()
     [ours] = shared.parts
-    assert (ours.work.median, ours.work.sigma, ours.work.completion_tokens) == (300, 0.8, 1024)
+    assert (ours.work.median, ours.work.sigma, ours.work.tokens) == (300, 0.8, 1024)
     assert (corrected.work.sigma, corrected.settings.correction, plain.settings.correction) == (0.5, True, False)
     refused = parse(ShapesSettings, {"samples": ["committed"], "steps": [STEP | {"correction": [False]}]}, "grid")
     with pytest.raises(ConfigError, match="only TRL's steps have correction; remove it from the entry of qerl"):
@@ -233,7 +233,7 @@ def test_steps_are_jobs_by_their_work():
     )
     found = jobs_of(settings)
     assert list(found) == [f"step-trl-tiny-bf16-r16-{w}-256x1024-recompute" for w in ("1x4", "1x8", "2x4", "2x8")]
-    batches = [(job.work.prompts, job.work.group, job.settings.micro_batch) for job in found.values()]
+    batches = [(job.work.prompts, job.work.group_size, job.settings.micro_batch) for job in found.values()]
     assert batches == [(1, 4, 4), (1, 8, 8), (2, 4, 8), (2, 8, 8)]
 
 
@@ -246,7 +246,8 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     assert (job.points, job.work.rank, job.repeats) == ([(1, 16), (8, 64)], 16, 7)
     assert job.module == "qerl.bench.decode"
     point = {"prompts": 8, "tokens": 64, "first": 1.0, "samples": [1.0], "reserved_bytes": None}
-    result = {"bench": "prompts", "size": "tiny", "weights": "nvfp4", "rank": 16, "sampler": "", "gpu": None}
+    work = {"size": "tiny", "weights": "nvfp4", "rank": 16}
+    result = {"bench": "prompts", "work": work, "sampler": "", "gpu": None}
     write_json(tmp_path / "prompts-tiny-nvfp4-r16.json", result | {"points": [point], "provenance": PROVENANCE})
     states = [state(one, settings) for one in jobs.values()]
     assert states == ["missing", "committed, 1 of 2 points missing"]

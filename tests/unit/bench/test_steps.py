@@ -10,19 +10,20 @@ from transformers import AutoTokenizer
 from qerl.bench import steps as grpo_step
 from qerl.bench.workloads import completion_lengths, questions, text_reward
 from qerl.checkpoints.shapes import PUBLISHED
-from qerl.jobs import GrpoStep, GrpoStepJob, StepPart, Work
+from qerl.jobs import GrpoStepJob, StepPart
 from qerl.models.random import TEXTS, random_policy, write_tokenizer
 from qerl.results.speeds import SECONDS
 from qerl.rl import trainer
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine import EngineSampler
+from qerl.settings.workloads import EngineStep, StepWork
 from tests.families import FAMILIES
 
 WORK = {
     "prompts": 2,
-    "group": 4,
-    "prompt_tokens": 80,
-    "completion_tokens": 5,
+    "group_size": 4,
+    "prompt": 80,
+    "tokens": 5,
     "rank": 4,
     "equal_groups": 0.0,
     "repeats": 2,
@@ -33,8 +34,9 @@ def part(file, repeats=2, work=WORK, **settings):
     """Steps on the tiny shape."""
     values = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384}
     values |= {"kv_cache_gib": None, "sleep": False, "memory_gb": None}
-    work = Work(**{"size": "tiny", "weights": "nvfp4", **work, "repeats": repeats})
-    return StepPart(file=file, work=work, settings=GrpoStep(**values | settings))
+    dense = {"size": "tiny", "weights": "nvfp4", "pack_delta_nets": False, "median": None, "sigma": None}
+    work = StepWork(**{**dense, **work, "repeats": repeats})
+    return StepPart(file=file, work=work, settings=EngineStep(**values | settings))
 
 
 def measure(out, *settings, **more):
@@ -169,7 +171,7 @@ def test_a_warm_up_draws_few_tokens_and_updates_on_as_many_as_a_timed_step(tmp_p
     monkeypatch.setattr(grpo_step, "WARM_UP", 3)
     monkeypatch.setattr(grpo_step, "Collector", Kept)
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: Engine(policy, rollout.native))
-    measure(tmp_path / "out.json", repeats=1, work=WORK | {"completion_tokens": 11})
+    measure(tmp_path / "out.json", repeats=1, work=WORK | {"tokens": 11})
     assert asked == [(11, ((3,) * 4,) * 2), (11, None)]
     warm_up, timed = ([sample.completion for sample in rollout.samples] for rollout in rollouts)
     for completion in warm_up:
@@ -223,11 +225,11 @@ def test_completions_of_mixed_lengths_are_those_of_the_work(tmp_path, monkeypatc
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(grpo_step, "Collector", Kept)
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
-    work, out = WORK | {"completion_tokens": 9, "median": 4, "sigma": 0.8}, tmp_path / "out.json"
+    work, out = WORK | {"tokens": 9, "median": 4, "sigma": 0.8}, tmp_path / "out.json"
     measure(out, repeats=1, work=work)
     result = json.loads(out.read_text())
     assert (result["work"]["median"], result["work"]["sigma"]) == (4, 0.8)
-    wanted = completion_lengths(Work(size="tiny", weights="nvfp4", **work))
+    wanted = completion_lengths(StepWork(size="tiny", weights="nvfp4", **work))
     assert len(set(sum(wanted, ()))) > 2
     assert max(sum(wanted, ())) <= 9
     for rollout in rollouts:

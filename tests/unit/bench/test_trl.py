@@ -10,18 +10,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.jobs import TrlStep, TrlStepJob, Work
+from qerl.jobs import TrlStepJob
 from qerl.settings.base import ConfigError
+from qerl.settings.workloads import StepWork, TrlStep
 from tests import forks
 
-trl = pytest.importorskip("trl", reason="TRL isn't installed: pip install trl==1.16.0")
-from qerl.bench import trl as grpo_step_trl  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed: pip install trl==1.16.0")
+
+
+@pytest.fixture(scope="module")
+def grpo_step_trl():
+    """The module; TRL imports vLLM, for which a process that only collects these tests has no use."""
+    from qerl.bench import trl
+
+    return trl
+
 
 WORK = {
     "prompts": 2,
-    "group": 2,
-    "prompt_tokens": 80,
-    "completion_tokens": 3,
+    "group_size": 2,
+    "prompt": 80,
+    "tokens": 3,
     "median": None,
     "sigma": None,
     "rank": 4,
@@ -33,7 +42,7 @@ ADAPTER = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
 
 
 #: Completions of 2, 2, 4 and 2 tokens.
-MIXED = {"completion_tokens": 4, "median": 2, "sigma": 1.0}
+MIXED = {"tokens": 4, "median": 2, "sigma": 1.0}
 
 
 def job(out, weights="bf16", lengths=None, **settings):
@@ -47,7 +56,7 @@ def job(out, weights="bf16", lengths=None, **settings):
         "sleep": False,
     }
     own = TrlStep(**{**values, "vllm_memory": None, "optimizer": "adamw_torch_fused", **settings})
-    return TrlStepJob(work=Work(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
+    return TrlStepJob(work=StepWork(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
 
 
 def assert_timed(result):
@@ -72,14 +81,14 @@ def optimizer_bytes(adapter):
     return 2 * adapter + 28 * 4
 
 
-def test_completions_of_some_questions_earn_the_same():
+def test_completions_of_some_questions_earn_the_same(grpo_step_trl):
     said = [[{"content": text}] for text in ("a", "b", "c", "d")]
     first, second, *others = grpo_step_trl._rewards(said, equal=[False, False, True, True])
     assert first != second
     assert others == [0.0, 0.0]
 
 
-def test_a_step_by_transformers_generation(tmp_path, monkeypatch):
+def test_a_step_by_transformers_generation(grpo_step_trl, tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     out = tmp_path / "out.json"
     grpo_step_trl.measure_step(job(out, "nf4", sampler="transformers"))
@@ -99,6 +108,8 @@ def measure_with_vllm(job):
     Without oneDNN, and on a CPU with AMX without its tiles, they stay as they are on a GPU.
     """
     import vllm._custom_ops
+
+    from qerl.bench import trl as grpo_step_trl
 
     vllm._custom_ops._supports_onednn = False
     torch.cpu._is_amx_tile_supported = lambda: False
@@ -128,7 +139,7 @@ def test_a_step_with_vllm_in_the_process(tmp_path):
     assert parts["sampler_weights"] == parts["weights"]
 
 
-def test_vllm_draws_the_lengths_of_the_work():
+def test_vllm_draws_the_lengths_of_the_work(grpo_step_trl):
     """TRL's own call of vLLM, with what it would generate from as the result."""
 
     class Params(dict):
@@ -148,14 +159,16 @@ def test_vllm_draws_the_lengths_of_the_work():
     assert {one["temperature"] for one in params} == {0.7}
 
 
-def test_transformers_generate_has_one_length(tmp_path):
+def test_transformers_generate_has_one_length(grpo_step_trl, tmp_path):
     with pytest.raises(ConfigError, match="gives all completions one length; use sampler vllm"):
         grpo_step_trl.measure_step(job(tmp_path / "out.json", sampler="transformers", lengths=MIXED))
 
 
-def test_vllm_gets_memory_for_all_completions_at_once():
-    lengths = {"prompt_tokens": 128, "completion_tokens": 1024}
-    work = Work(size="14B", weights="bf16", prompts=16, group=8, rank=16, equal_groups=0.0, repeats=1, **lengths)
+def test_vllm_gets_memory_for_all_completions_at_once(grpo_step_trl):
+    lengths = {"prompt": 128, "tokens": 1024}
+    work = StepWork(
+        size="14B", weights="bf16", prompts=16, group_size=8, rank=16, equal_groups=0.0, repeats=1, **lengths
+    )
     # 14.77 billion weights of 2 bytes; a token's keys and values in 48 layers of 8 heads of 128; 5 GB more.
     needed = 14.77e9 * 2 + 128 * 1152 * 48 * 2 * 8 * 128 * 2 + 5e9
     assert grpo_step_trl.vllm_share(work, 140 * 10**9) == pytest.approx(needed / 140e9, rel=1e-3)
@@ -170,7 +183,9 @@ def test_vllm_gets_memory_for_all_completions_at_once():
         ("unknown quantization", None),
     ],
 )
-def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monkeypatch, message, status):
+def test_a_sampler_without_room_is_a_row_and_another_error_is_not(
+    grpo_step_trl, tmp_path, monkeypatch, message, status
+):
     def fail(*_):
         raise ValueError(message)
 
@@ -183,7 +198,7 @@ def test_a_sampler_without_room_is_a_row_and_another_error_is_not(tmp_path, monk
     assert not status or json.loads(out.read_text())["status"] == status
 
 
-def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatch):
+def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(grpo_step_trl, tmp_path, monkeypatch):
     """TRL alone would give both jobs port 29500."""
 
     def stops(*_):
@@ -200,7 +215,7 @@ def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(tmp_path, monkeypatc
     assert len({*ports, "29500"}) == 3
 
 
-def test_another_release_of_trl_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(trl, "__version__", "1.17.0")
+def test_another_release_of_trl_is_refused(grpo_step_trl, monkeypatch, tmp_path):
+    monkeypatch.setattr("trl.__version__", "1.17.0")
     with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
         grpo_step_trl.measure_step(job(tmp_path / "out.json"))

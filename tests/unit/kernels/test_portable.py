@@ -1,9 +1,4 @@
-"""The portable products: their numbers in Triton's interpreter, and their division among programs."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The portable products: where they are used, and their division among programs (numbers: `test_interpreter.py`)."""
 
 import pytest
 import torch
@@ -12,16 +7,8 @@ from qerl.formats.codecs import quantize
 from qerl.kernels.portable import tile_for, tiles
 from qerl.models.linear import PackedLinear, PortableLinear, W4Linear, product_class
 
-CASES = [Path(__file__).with_name(name) for name in ("portable_cases.py", "grouped_cases.py", "training_cases.py")]
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]
-
-
-def test_products_are_those_of_float64_in_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, CASES)]
-    ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])

@@ -1,6 +1,5 @@
 """Every kernel in Triton compiles for every supported generation of GPUs, within its shared memory; none is run."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -34,7 +33,7 @@ from qerl.kernels.state import (
 )
 from qerl.kernels.triton import attention, delta, experts, linear, norms, prompt_attention, sampling
 from qerl.kernels.triton.linear import dense, multiply
-from tests.conftest import PROFILE
+from tests.conftest import NIGHTLY
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 from tests.unit.kernels.machine_code import loops_with_products, machine_code, overwritten
 
@@ -51,7 +50,7 @@ SHARED_BYTES = {
     (12, 0): 99 * 1024,
     (12, 1): 99 * 1024,
 }
-CPU, NIGHTLY = torch.device("cpu"), os.environ.get(PROFILE) == "nightly"
+CPU = torch.device("cpu")
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
 HIDDEN, HEADS, VOCABULARY = 3584, Heads(28, 4, 128, 128**-0.5), 152064
 

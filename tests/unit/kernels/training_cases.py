@@ -1,4 +1,4 @@
-"""Kernels of updates against float64 and PyTorch, in Triton's interpreter, which `test_portable.py` starts."""
+"""Kernels of updates against float64 and PyTorch, in Triton's interpreter, which `test_interpreter.py` starts."""
 
 import pytest
 import torch

@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from qerl.jobs import ShapesJob
 from qerl.report import grid
 from qerl.report.format import gpu_label
 from tests.synthetic_results import decode_file, moved, step_file
@@ -47,7 +48,7 @@ def test_decode_speeds_of_several_gpus(tmp_path):
             ("vllm", 64, H200),
         )
     ]
-    grid.write_all(files, tmp_path)
+    grid.write_shapes(ShapesJob(files=files, out=tmp_path))
     of_each = ["H100 80GB HBM3"] * 3 + ["H200", "H100 80GB HBM3"] + ["H200"] * 2
     assert gpus_of(tmp_path, "decode-7B-128x256") == gpus_of(tmp_path, "floor-7B-128x256") == of_each
     assert gpus_of(tmp_path, "ratio-7B-128x256") == ["H100 80GB HBM3", "H100 80GB HBM3, H200", "H200"]
@@ -63,7 +64,7 @@ def test_steps_of_several_gpus(tmp_path):
         moved(step_file(tmp_path, "qerl NVFP4 LoRA", size, [2.0], "auto", rest=1e9), machine=machine)
         for size, machine in machines
     ]
-    grid.write_all(files, tmp_path / "all")
+    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "all"))
     for name in ("steps", "memory"):
         assert gpus_of(tmp_path / "all", name) == ["H200", "H100 80GB HBM3", "H100 80GB HBM3", "H200"]
 
@@ -72,7 +73,7 @@ def test_rows_of_one_gpu_have_no_column(tmp_path):
     files = [decode_file(tmp_path, engine, "nvfp4", SPEEDS, machine=H200) for engine in ("native", "vllm")]
     files += [decode_file(tmp_path, "native", "nvfp4", SPEEDS, rank=0, machine=H200)]
     files += [moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H200, memory_gb=12.0)]
-    grid.write_all(files, tmp_path / "out")
+    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     tables = {file: pd.read_csv(file) for file in (tmp_path / "out").glob("*.csv")}
     assert len(tables) >= 6
     assert not [file.name for file, table in tables.items() if {"GPU", "machine"} & set(table)]

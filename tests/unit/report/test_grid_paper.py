@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from qerl.bench.workloads import memory_of, write_out_of_memory, write_steps
-from qerl.jobs import Work
 from qerl.report import paper_page
 from qerl.report.paper_page import write_missing
 from qerl.results import speed_readers
-from qerl.results.speeds import EngineStepSettings, TimedStep
+from qerl.results.speeds import TimedStep
+from qerl.settings.workloads import EngineStep, StepWork
 from tests.synthetic_results import decode_file, moved
 
 OUT_OF_MEMORY = "out of memory"
@@ -38,18 +38,18 @@ def step(
     prompts, group, prompt, completion = work
     seconds = [] if isinstance(told, str) else told
     out = root / f"{system}-{size}-{weights}-{work}-{recompute}-{cap}-{equal_groups}.json"
-    asked = Work(
+    asked = StepWork(
         size=size,
         weights=weights,
         prompts=prompts,
-        group=group,
-        prompt_tokens=prompt,
-        completion_tokens=completion,
+        group_size=group,
+        prompt=prompt,
+        tokens=completion,
         rank=16,
         equal_groups=equal_groups,
-        repeats=len(seconds),
+        repeats=max(1, len(seconds)),
     )
-    settings = EngineStepSettings(recompute=recompute, micro_batch_tokens=16384, kv_cache_gib=None, memory_gb=cap)
+    settings = EngineStep(recompute=recompute, micro_batch_tokens=16384, kv_cache_gib=None, memory_gb=cap)
     if isinstance(told, str):
         write_out_of_memory(out, f"{system} {weights}", asked, settings, torch.OutOfMemoryError(told))
     else:
@@ -61,7 +61,7 @@ def step(
 
 def tables(files: list[Path], out: Path) -> dict[str, pd.DataFrame]:
     """The tables by name, each indexed by model, weights, setting and metric."""
-    paper_page.write_step_tables(speed_readers.load_steps(files), out)
+    paper_page.write_step_tables(speed_readers.load(files, "grpo_step"), out)
     read = {file.stem: pd.read_csv(file) for file in out.glob("*.csv")}
     keys = ["model", "weights", "setting", "metric"]
     return {name: table.fillna({"setting": ""}).set_index(keys).sort_index() for name, table in read.items()}
@@ -123,7 +123,7 @@ def test_table_3_is_made_with_and_without_checkpointing(files, tmp_path):
 
 def test_what_rows_lack_is_listed_by_the_file_that_would_have_it(files, tmp_path):
     """A batch of 8 is one prompt of 8 completions, or 8 prompts of 8; Table 3 alone has NF4, in BF16's batches."""
-    lacking = paper_page.write_step_tables(speed_readers.load_steps(files), tmp_path)
+    lacking = paper_page.write_step_tables(speed_readers.load(files, "grpo_step"), tmp_path)
     names = {(row["file"], row["of"]) for row in lacking}
     assert ("step-qerl-7B-nvfp4-r16-1x2-256x2048-recompute", "table6") not in names
     assert ("step-qerl-7B-nf4-r16-1x2-256x2048-recompute", "table3") not in names
@@ -135,7 +135,7 @@ def test_what_rows_lack_is_listed_by_the_file_that_would_have_it(files, tmp_path
     }.items():
         assert (file, table) in names
     points = [decode_file(tmp_path, "native", "bf16", {1: [1.0], 2: "out of memory"}, prompt=256, tokens=2048)]
-    lacking = paper_page.write_rollout_tables(speed_readers.load_points(points), tmp_path)
+    lacking = paper_page.write_rollout_tables(speed_readers.load(points, "decode"), tmp_path)
     asked = {(row["file"], row["sequences"]) for row in lacking}
     assert {n for file, n in asked if file == "decode-native-7B-bf16-r16-256x2048"} == {8, 16, 64}
     assert {n for file, n in asked if file == "decode-vllm-7B-bf16-r16-256x2048"} == {1, 2, 8, 16, 64}
@@ -199,7 +199,7 @@ def test_each_system_and_each_machine_has_its_own_base(tmp_path):
     ]
     moved(files[-1], "another GPU")
     found = tables(files, tmp_path / "out")
-    lacking = paper_page.write_step_tables(speed_readers.load_steps(files), tmp_path / "out")
+    lacking = paper_page.write_step_tables(speed_readers.load(files, "grpo_step"), tmp_path / "out")
     apart = {(row["file"], row["of"]) for row in lacking if row["why"] != "not run"}
     assert apart == {("step-qerl-7B-nvfp4-r16-1x2-256x2048-recompute", name) for name in ("table3", "table6")}
     trl, qerl = (found[f"table3-{system}-sequences-gc-on"].loc["qwen2.5-7b"] for system in ("trl", "qerl"))
@@ -214,7 +214,7 @@ def test_a_rollout_and_its_base_of_another_machine_are_not_compared(tmp_path):
         decode_file(tmp_path, "native", "bf16", {1: [100.0]}, machine="GPU A", **lengths),
         decode_file(tmp_path, "native", "nvfp4", {1: [150.0]}, machine="GPU B", **lengths),
     ]
-    lacking = paper_page.write_rollout_tables(speed_readers.load_points(files), tmp_path)
+    lacking = paper_page.write_rollout_tables(speed_readers.load(files, "decode"), tmp_path)
     apart = {(row["file"], row["sequences"], row["of"]) for row in lacking if row["why"] != "not run"}
     assert apart == {("decode-native-7B-nvfp4-r16-256x2048", 1, "table9")}
     table = pd.read_csv(tmp_path / "table9-native-sequences.csv").set_index(["model", "weights", "rank", "metric"])

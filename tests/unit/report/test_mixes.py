@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from qerl.jobs import ShapesJob
 from qerl.report import grid, speed_tables
 from qerl.results import speed_readers
 from tests.synthetic_results import MACHINE, PROVENANCE, moved, write_json
@@ -23,12 +24,12 @@ PHASES = {
 
 def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, trace=None, **changes):
     """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
-    work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group": 2}
+    work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group_size": 2}
     work |= {
-        "prompt_tokens": [8, 16],
+        "prompt": [8, 16],
         "median": 300,
         "sigma": 0.8,
-        "longest": 400,
+        "tokens": 400,
         "sequences": 4,
         "seed": 0,
         "trace": trace,
@@ -37,7 +38,7 @@ def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, trac
     phases = PHASES if engine == "native" else None
     value = {
         "bench": "rollout_mix",
-        "work": work | {"repeats": len(seconds)},
+        "work": work | {"repeats": max(1, len(seconds))},
         "prompt_tokens": [8, 16],
         "completion_tokens": lengths,
         "status": "ok",
@@ -65,7 +66,7 @@ def by_engine(table: pd.DataFrame) -> dict:
 
 
 def test_the_lead_is_over_the_faster_of_vllms_formats(files):
-    rows = by_engine(speed_tables.mix_table(speed_readers.load_mixes(files)))
+    rows = by_engine(speed_tables.mix_table(speed_readers.load(files, "rollout_mix")))
     ours = rows[("native", "nvfp4")]
     assert (ours["tokens_per_second"], ours["seconds"], ours["speedup"]) == (250.0, 4.0, 2.0)
     assert ours["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all"
@@ -76,11 +77,11 @@ def test_the_lead_is_over_the_faster_of_vllms_formats(files):
 
 def test_other_workloads_and_machines_are_not_compared(tmp_path, files):
     other = mix_file(tmp_path, "vllm", "bf16", [8.0], lengths=[[1, 2], [3, 4], [5, 6]])
-    rows = by_engine(speed_tables.mix_table(speed_readers.load_mixes([files[0], other, files[2]])))
+    rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], other, files[2]], "rollout_mix")))
     assert (rows[("native", "nvfp4")]["note"], rows[("native", "nvfp4")]["repeats"]) == ("–", 3)
     elsewhere = PROVENANCE | {"machine": MACHINE | {"label": "another"}}
     far = mix_file(tmp_path, "vllm", "bf16", [8.0], provenance=elsewhere)
-    rows = by_engine(speed_tables.mix_table(speed_readers.load_mixes([files[0], far, files[2]])))
+    rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], far, files[2]], "rollout_mix")))
     assert rows[("native", "nvfp4")]["note"] == "different machines"
 
 
@@ -94,10 +95,10 @@ def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatc
     counts = {"steps": 50, "verifications": 100, "rows_per_step": 6.0, "tokens_per_verification": 2.5, "sources": found}
     runs = [{"seconds": 2.0, "phases": PHASES, "drafts": counts}]
     drafted = mix_file(tmp_path, "native", "mxfp4", [2.0], drafts=True, runs=runs)
-    frame = speed_readers.load_mixes([*files, drafted])
+    frame = speed_readers.load([*files, drafted], "rollout_mix")
     row = by_engine(speed_tables.mix_table(frame))[("native", "mxfp4")]
     assert row["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all, drafts"
-    table = speed_tables.phase_table(speed_readers.load_mixes([drafted])).set_index("phase")
+    table = speed_tables.phase_table(speed_readers.load([drafted], "rollout_mix")).set_index("phase")
     assert table.loc["drafts verified, 16 rows", "ms/step"] == pytest.approx(2.5)
     [drafts] = speed_tables.draft_table(frame).to_dict("records")
     assert (drafts["source"], drafts["verified"], drafts["right"], drafts["share"]) == ("sibling", 200, 150, 75.0)
@@ -112,19 +113,19 @@ def test_rollouts_of_several_gpus_are_told_apart(tmp_path, files):
     counts = {"steps": 1, "verifications": 4, "rows_per_step": 1.0, "tokens_per_verification": 2.0, "sources": found}
     runs = [{"seconds": 4.0, "phases": PHASES, "drafts": counts}]
     far = moved(mix_file(tmp_path, "native", "bf16", [4.0], drafts=True, runs=runs), "1x NVIDIA H200")
-    speed_tables.write_mixes(speed_readers.load_mixes([*files, far]), tmp_path / "out")
+    speed_tables.write_mixes(speed_readers.load([*files, far], "rollout_mix"), tmp_path / "out")
     phases = 6
     rows = {"mixes": ["H200", *[MACHINE["label"]] * 3], "mix-phases": ["H200"] * phases + [MACHINE["label"]] * phases}
     rows |= {"mix-drafts": ["H200"]}
     for name, gpus in rows.items():
         assert list(pd.read_csv(tmp_path / f"out/{name}.csv")["GPU"]) == gpus
         assert "| GPU" in (tmp_path / f"out/{name}.md").read_text()
-    speed_tables.write_mixes(speed_readers.load_mixes([far]), tmp_path / "out")
+    speed_tables.write_mixes(speed_readers.load([far], "rollout_mix"), tmp_path / "out")
     assert not any("GPU" in (tmp_path / f"out/{name}.md").read_text() for name in rows)
 
 
 def test_phases_add_up_to_the_rollout(files):
-    table = speed_tables.phase_table(speed_readers.load_mixes(files)).set_index("phase")
+    table = speed_tables.phase_table(speed_readers.load(files, "rollout_mix")).set_index("phase")
     assert table["share"].sum() == pytest.approx(100.0)
     assert table.loc["before and after", "seconds"] == pytest.approx(4.0 - 3.75)
     assert table.loc["decode, batch of 4", "ms/step"] == pytest.approx(1e3 * 2 / 300)
@@ -135,13 +136,13 @@ def test_phases_add_up_to_the_rollout(files):
 
 def test_a_rollout_out_of_memory_is_a_row(tmp_path, files):
     failed = mix_file(tmp_path, "vllm", "bf16", [], status="out of memory", ready_seconds=None, first_seconds=None)
-    rows = by_engine(speed_tables.mix_table(speed_readers.load_mixes([files[0], failed, files[2]])))
+    rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], failed, files[2]], "rollout_mix")))
     assert rows[("vllm", "bf16")]["status"] == "out of memory"
     assert rows[("native", "nvfp4")]["speedup"] == 2.5
 
 
 def test_files_of_rollouts_alone_make_tables(tmp_path, files):
-    grid.write_all(files, tmp_path / "tables")
+    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "tables"))
     assert {file.stem for file in (tmp_path / "tables").glob("*.md")} == {"mixes", "mix-phases"}
     page = (tmp_path / "tables/mixes.md").read_text()
     assert "2.00×" in page

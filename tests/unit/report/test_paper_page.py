@@ -7,10 +7,11 @@ from statistics import median
 
 import pytest
 
-from qerl.report.grid import write_all
+from qerl.jobs import ShapesJob
+from qerl.report.grid import write_shapes
 from qerl.report.paper_page import paper_page
 from qerl.results.paths import decode_name
-from qerl.results.speed_readers import load_points, load_steps
+from qerl.results.speed_readers import load
 from qerl.settings.base import read_yaml
 from qerl.workflow.grid import committed_files
 from tests.synthetic_results import OUT_OF_MEMORY, decode_file
@@ -37,17 +38,17 @@ def expected(file, batch, factor):
     content = json.loads(file.read_text())
     if content["bench"] == "decode":
         [point] = [point for point in content["points"] if point["sequences"] == batch * factor]
-        drawn = batch * factor * content["tokens"]
+        drawn = batch * factor * content["work"]["tokens"]
         return drawn / (drawn / median(point["samples"]) + point["prompt_seconds"])
     work = content["work"]
-    assert (work["prompts"], work["group"]) == ((1, batch) if factor == 1 else (batch, factor))
+    assert (work["prompts"], work["group_size"]) == ((1, batch) if factor == 1 else (batch, factor))
     return OUT_OF_MEMORY if content["status"] == OUT_OF_MEMORY else median(step["step"] for step in content["steps"])
 
 
 def test_every_number_is_that_of_its_committed_samples(tmp_path):
     files = committed_files([ROOT / folder for folder in read_yaml(ROOT / "config/shapes.yaml")["shapes"]["samples"]])
     decode, steps = ([file for file in files if file.name.startswith(kind)] for kind in ("decode-", "step-"))
-    page = paper_page(load_points(decode), load_steps(steps), files, tmp_path)
+    page = paper_page(load(decode, "decode"), load(steps, "grpo_step"), files, tmp_path)
     seen = set()
     for factor, title, row in rows(page):
         for cell in row.values():
@@ -73,7 +74,7 @@ def test_vllm_and_other_machines_stand_beside_ours(tmp_path):
         named(tmp_path, "vllm", "nvfp4", {1: [200.0]}),
         named(tmp_path, "vllm", "bf16", {1: [50.0]}, machine="1x NVIDIA H100 80GB"),
     ]
-    write_all(files, tmp_path / "tables")
+    write_shapes(ShapesJob(files=files, out=tmp_path / "tables"))
     found = {
         (factor, row["weights"]): row
         for factor, title, row in rows((tmp_path / "tables/paper-tables.md").read_text(encoding="utf-8"))
@@ -92,5 +93,5 @@ def test_vllm_and_other_machines_stand_beside_ours(tmp_path):
 
 
 def test_points_of_other_lengths_make_no_page(tmp_path):
-    write_all([decode_file(tmp_path, "native", "bf16", {1: [100.0]})], tmp_path / "tables")
+    write_shapes(ShapesJob(files=[decode_file(tmp_path, "native", "bf16", {1: [100.0]})], out=tmp_path / "tables"))
     assert not (tmp_path / "tables/paper-tables.md").exists()

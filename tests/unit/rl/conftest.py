@@ -43,7 +43,7 @@ def rewarded_lower_case(monkeypatch):
 def forking(monkeypatch):
     """Fork the processes of a run, which spares their imports.
 
-    A run spawns them, as `test_two_processes_make_the_same_loss_and_weights_as_one` does.
+    A run spawns them, as in `tests/workflow/test_kill.py`.
     """
     launch = api.elastic_launch
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
+from qerl.__main__ import main
 from qerl.cli import commands as cli
 from qerl.jobs import KilledError
 from qerl.models.blocks import NoisyRMSNorm
@@ -26,6 +27,7 @@ from qerl.rl.parallel import Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
+from tests.forks import run_program
 from tests.jobs import train_job, write_inputs
 
 SETTINGS = {
@@ -69,7 +71,7 @@ def run(folder, name: str, **changes):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_same_loss_and_weights_as_one(folder, monkeypatch):
+def test_two_processes_make_the_same_loss_and_weights_as_one(folder, monkeypatch, forking):
     monkeypatch.setenv("QERL_COMMIT", "test")
     (one, one_rows), (two, two_rows) = run(folder, "one", processes=1), run(folder, "two", processes=2)
     exact = ("reward", "completion_tokens", "noise/norm", "problems", "learning_rate")
@@ -161,22 +163,30 @@ def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_
 
 
 @pytest.mark.slow
-def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_path):
+def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_path, monkeypatch, forking):
+    """The command and its processes are forks here; `tests/workflow/test_kill.py` starts both anew."""
     own = parse(RunSettings, {**SETTINGS, "processes": 2, "steps": 500, "checkpoint_every": 500}, "test")
     job = train_job(own, folder / "nvfp4", folder / "data", tmp_path / "work", tmp_path / "r")
-    command = [sys.executable, "-P", "-m", "qerl", "rule", job.model_dump_json()]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    pipes = {"stderr": subprocess.PIPE, "text": True, "env": environment}
-    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as process:
-        try:
-            while process.poll() is None and not [*tmp_path.glob("work/*/metrics.jsonl")]:
-                time.sleep(0.1)
-            os.kill(process.pid, signal.SIGTERM)
-            said = process.stderr.read()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 128 + signal.SIGTERM, said
+    monkeypatch.setattr(sys, "argv", ["qerl", "rule", job.model_dump_json()])
+    output = tmp_path / "said"
+    command = os.fork()
+    if command == 0:
+        os.setpgid(0, 0)
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
+        run_program(main, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
+    try:
+        ended = (0, 0)
+        while ended == (0, 0) and not [*tmp_path.glob("work/*/metrics.jsonl")]:
+            time.sleep(0.1)
+            ended = os.waitpid(command, os.WNOHANG)
+        assert ended == (0, 0), output.read_text()
+        os.kill(command, signal.SIGTERM)
+        status = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(command, signal.SIGKILL)
+    said = output.read_text()
+    assert status == 128 + signal.SIGTERM, said
     assert said.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
     [metrics], [checkpoint] = tmp_path.glob("work/*/metrics.jsonl"), tmp_path.glob("work/*/step-*")
     steps = len(metrics.read_text().splitlines())

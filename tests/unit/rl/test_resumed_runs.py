@@ -60,7 +60,15 @@ def test_a_continued_run_takes_the_choices_of_the_run_that_it_continues(checkpoi
 
 
 @pytest.mark.parametrize("announcement", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_path, monkeypatch, capsys, announcement):
+def test_every_signal_that_announces_an_end_is_taken(announcement):
+    with announced() as end:
+        os.kill(os.getpid(), announcement)
+    assert end.number == announcement
+
+
+def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_path, monkeypatch, capsys):
+    announcement = signal.SIGUSR1
+
     def begin(name):
         return trainer(checkpoints, tmp_path / name, checkpoint_every=4)
 
@@ -154,33 +162,6 @@ def test_a_thermostat_sets_the_temperature_of_rollout_and_update(checkpoints, tm
     killed = following(checkpoints, tmp_path / "killed", followed)
     kill_at(3, killed, monkeypatch)
     assert untimed(following(checkpoints, tmp_path / "killed", followed).run()) == untimed(rows)
-
-
-def test_a_truncated_checkpoint_is_named(checkpoints, tmp_path):
-    made = trainer(checkpoints, tmp_path)
-    made.run()
-    newest = sorted(tmp_path.glob("step-*.pt"))[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(ResumeError, match=newest.name):
-        trainer(checkpoints, tmp_path).run()
-
-
-def test_a_full_disk_is_reported_and_the_run_continues_from_the_last_good_checkpoint(checkpoints, tmp_path):
-    whole = trainer(checkpoints, tmp_path / "whole").run()
-    made = trainer(checkpoints, tmp_path / "full")
-    save = made.checkpoints.save
-
-    def save_until_full(step, state):
-        if step == 4:
-            # The kernel's own full disk: every write to it fails with ENOSPC.
-            (tmp_path / "full/partial").symlink_to("/dev/full")
-        save(step, state)
-
-    object.__setattr__(made.checkpoints, "save", save_until_full)
-    with pytest.raises(ResumeError, match=r"step 4.*No space left on device.*make room"):
-        made.run()
-    assert sorted(file.name for file in (tmp_path / "full").iterdir()) == ["m.jsonl", "rollouts", "step-000002.pt"]
-    assert untimed(trainer(checkpoints, tmp_path / "full").run()) == untimed(whole)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

@@ -203,8 +203,8 @@ def test_an_entropy_bonus_trains_every_completion_and_keeps_the_policy_open(chec
     assert all(row["silent/completions"] == 0 for row in rows[1.0])
 
 
-def test_a_seed_of_draws_changes_completions_and_neither_problems_nor_the_adapter(checkpoints, tmp_path):
-    rollouts = [{**BASE["rollout"], "seed": seed} for seed in (None, 0, 1)]
+def test_a_repetition_changes_completions_and_neither_problems_nor_the_adapter(checkpoints, tmp_path):
+    rollouts = [{**BASE["rollout"], "repetition": number} for number in (0, 0, 1)]
     runs = [trainer(checkpoints, tmp_path / str(number), rollout=one) for number, one in enumerate(rollouts)]
     first = [weights(run) for run in runs]
     assert all(torch.equal(first[0][name], first[2][name]) for name in first[0])

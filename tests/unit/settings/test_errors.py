@@ -1,17 +1,20 @@
 """Mistakes in settings: one plain line with the key as written, the accepted values and the nearest known key."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from qerl.settings.base import ConfigError, check_kind, parse, parse_yaml
+from qerl.settings.base import ConfigError, UserError, check_kind, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import RunFile, RunSettings
 from qerl.settings.workflow import Config, EvaluationSettings, Experiment
 from qerl.workflow.plan import plan, plan_from
 from tests.properties.values import PHRASES
+from tests.tiny import tiny_qwen2
 
 MINI = Path(__file__).parents[3] / "config/mini.yaml"
 WHOLE = MINI.read_text()
@@ -161,6 +164,7 @@ def test_a_number_that_yaml_reads_as_text_is_a_number_of_the_grid(tmp_path):
         ({"rest": "evaluation: {tasks: [{dataset: definitions, harness: lm-eval}]}"}, "use harness: lighteval"),
         ({"rest": "evaluation: {tasks: [{dataset: arithmetic, harness: lighteval, task: aime24}]}"}, "format aime"),
         ({"rest": "modls: {}"}, "unknown key `modls`"),
+        ({"arm": "adapter.rank: 0"}, "adapter.rank=0 leaves method=lora nothing to train"),
         ({"rest": "experiment: {}"}, "unknown key `experiment`; did you mean `experiments`?"),
         ({"grid": "optimizer.learning_rate: [1e-5, 1.0e-5]"}, "seed=0, optimizer.learning_rate=1e-05 twice; keep one"),
     ],
@@ -331,3 +335,28 @@ def test_a_name_that_reads_as_a_number_needs_its_folder(tmp_path):
     said = sentence_of(lambda: plan_from({**values, "model": 100000.0}, MINI, []))
     assert "`model` must be a path, not 100000.0" in said
     assert "needs its folder, as in ./NAME" in said
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "changes", "sentence"),
+    [
+        ("models", "miniature", {"hidden_size": 100}, "hidden_size=100 must be a multiple of 64"),
+        ("models", "miniature", {"source": "local", "path": "no/such/folder"}, "no/such/folder"),
+        ("models", "miniature", {"source": "local", "path": "odd"}, "hidden_size=72 is not a multiple of 64"),
+        ("models", "miniature", {"source": "local", "path": "mute"}, "has no chat template"),
+        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "no/such.jsonl"}}, "no/such.jsonl"),
+        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 2 "),
+    ],
+)
+def test_local_files_that_cant_be_used_are_named(tmp_path, monkeypatch, section, name, changes, sentence):
+    monkeypatch.chdir(tmp_path)
+    tiny_qwen2(tmp_path / "mute")
+    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 100, "num_hidden_layers": 1}
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4, **sizes}))
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "four"}]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = yaml.safe_load(WHOLE)
+    values[section][name] = changes if "source" in changes else values[section][name] | changes
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        plan_from(values, MINI)

@@ -51,9 +51,9 @@ def model_of(result):
         weights=work.weights,
         rank=work.rank,
         prompts=work.prompts,
-        group=work.group,
-        prompt_tokens=work.prompt_tokens,
-        max_tokens=work.completion_tokens,
+        group=work.group_size,
+        prompt_tokens=work.prompt,
+        max_tokens=work.tokens,
         recompute={"true": True, "false": False}.get(recompute_of(result), "auto"),
         micro_batch_tokens=settings.micro_batch_tokens,
         kv_cache_gib=settings.kv_cache_gib,
@@ -65,7 +65,7 @@ def model_of(result):
 
 
 def recompute_of(result):
-    """Which blocks a step recomputed, as text, which older files have."""
+    """Which blocks a step recomputed, as text."""
     return str(result.settings.recompute).lower()
 
 

@@ -2,6 +2,7 @@
 
 import dis
 import shutil
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,10 +10,15 @@ import grimp
 import pytest
 
 from qerl.host import provenance
+from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
 from qerl.jobs import Job
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+from qerl.workflow import stage
 from qerl.workflow.stage import Stage
-from qerl.workflow.stages import STAGES, Decode, RolloutMix
+from qerl.workflow.stages import STAGES, Decode, RolloutMix, Train
+from tests.jobs import train_job
 
 #: The functions of the stages, imported.
 IMPORTERS = [stage._function for stage in STAGES if stage not in (Decode, RolloutMix)]
@@ -61,6 +67,21 @@ def subclasses(kind: type) -> list[type]:
 def is_kind(job: type[Job]) -> bool:
     """Whether a class below `Job` is the model of one kind, and no stage."""
     return "kind" in job.__annotations__ and not issubclass(job, Stage)
+
+
+def test_a_training_is_imported_without_the_libraries_that_it_does_without(monkeypatch, tmp_path):
+    seen = []
+
+    @contextmanager
+    def imports(without):
+        seen.append(without)
+        yield
+
+    monkeypatch.setattr(stage, "imports", imports)
+    monkeypatch.setattr(Train, "_function", lambda self: repr)
+    settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")
+    train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out").run()
+    assert seen == [OPTIONAL]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -12,21 +12,22 @@ from qerl.bench import decode
 from qerl.bench import hf as decode_hf
 from qerl.bench import timing as decode_points
 from qerl.bench import vllm as decode_vllm
-from qerl.bench.timing import Timing, ceilings, gpu_state, parse_state
+from qerl.bench.timing import ceilings, gpu_state, parse_state
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
-from qerl.jobs import DecodeJob, DecodePart, Decoding
+from qerl.jobs import DecodeJob, DecodePart
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report import speed_tables
 from qerl.results import speed_readers, speeds
-from qerl.results.speeds import GpuState
+from qerl.results.speeds import DecodePoint, GpuState
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
+from qerl.settings.workloads import Decoding
 from tests.families import FAMILIES
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
-NAMES = {"bench", "engine", "weights", "pack_delta_nets", *SETTINGS, "ceilings", "gpu", "points", "provenance"}
+NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance"}
 PROMPTS = {"prompt_seconds", "prompt_samples"}
 POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_bytes", "weight_bytes"}
 #: Weights of q and o, k and v, gate, up and down in both blocks.
@@ -48,7 +49,7 @@ def read(out):
 def assert_job(result, engine, weights, sequences):
     """The measurement succeeded and states its work."""
     assert result["bench"] == "decode"
-    assert result.items() >= ({"engine": engine, "weights": weights} | SETTINGS).items()
+    assert result["work"].items() >= ({"engine": engine, "weights": weights} | SETTINGS).items()
     assert (result["ceilings"] is None, result["gpu"] is None) == (not GPU, not GPU)
     assert result["provenance"]["commit"] == "test"
     assert [point["sequences"] for point in result["points"]] == sequences
@@ -80,8 +81,8 @@ def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
     work = Decoding(engine="native", weights="nvfp4", **SETTINGS | {"size": "mixture"})
     decode.measure_points(DecodeJob(parts=[DecodePart(file=out.name, work=work, sequences=[2])], out=tmp_path))
     result = read(out)
-    assert (result["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
-    points = speed_readers.load_points([out])
+    assert (result["work"]["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
+    points = speed_readers.load([out], "decode")
     assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().tolist()) == ([8.0], [True])
 
 
@@ -98,9 +99,9 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     numbers = 64 * (96 + 64) + 64 * 64
     saved = dense["points"][0]["weight_bytes"] - packed["points"][0]["weight_bytes"]
     assert saved == pytest.approx(numbers * (2 - 4.5 / 8), rel=0.01)
-    older = {key: value for key, value in dense.items() if key != "pack_delta_nets"}
-    files[0].write_text(json.dumps(older))
-    points = speed_readers.load_points(files)
+    del dense["work"]["pack_delta_nets"]
+    files[0].write_text(json.dumps(dense))
+    points = speed_readers.load(files, "decode")
     assert points["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
     table = speed_tables.decode_table(points, "hybrid")
     assert table["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
@@ -137,7 +138,11 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
     assert {name: (tmp_path / name).read_text() for name in first} == first
     for part in parts:
         result, rank = read(tmp_path / part.file), part.work.rank
-        assert (result["rank"], result["prompt"], bool(result["sync_seconds"])) == (rank, part.work.prompt, rank > 0)
+        assert (result["work"]["rank"], result["work"]["prompt"], bool(result["sync_seconds"])) == (
+            rank,
+            part.work.prompt,
+            rank > 0,
+        )
         assert [point["sequences"] for point in result["points"]] == [1, 2]
         alone = weight_bytes(random_policy(Base("tiny", "nvfp4"), rank, choose_device()))
         assert {point["weight_bytes"] for point in result["points"]} == {alone}
@@ -150,7 +155,8 @@ def job(**other):
 
 
 def point(sequences):
-    return Timing([10.0 * sequences], [1.0]).point(sequences, "s", weight_bytes=1, peak_memory_bytes=2)
+    timed = {"samples": [10.0 * sequences], "prompt_seconds": 1.0, "prompt_samples": [1.0]}
+    return DecodePoint(sequences=sequences, status="ok", sampler="s", weight_bytes=1, peak_memory_bytes=2, **timed)
 
 
 @pytest.fixture(scope="module")

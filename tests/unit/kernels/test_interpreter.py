@@ -1,4 +1,4 @@
-"""The kernels of delta nets in Triton's interpreter."""
+"""Kernels in Triton's interpreter, which is chosen where Triton is imported and so has a process of its own."""
 
 import os
 import subprocess
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+CASES = sorted(Path(__file__).parent.glob("*_cases.py"))
 
+
+@pytest.mark.slow
 def test_kernels_compute_what_pytorch_does_in_the_interpreter():
     pytest.importorskip("triton")
-    cases = Path(__file__).with_name("delta_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, CASES)]
     ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
