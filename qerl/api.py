@@ -86,7 +86,7 @@ from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData, LocalD
 from qerl.settings.models import Base, MergedFormat
 from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
-from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, train_stage, whole
+from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, train_job, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -286,7 +286,7 @@ def train(
                 check_runs(source, [(made.data, settings.rollout)])
                 make_base(settings, source)
                 tell_reward(settings)
-            train_run(train_stage(made.settings, _hub_base(made)))
+            train_run(train_job(made.settings, _hub_base(made)))
     return made
 
 

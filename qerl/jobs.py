@@ -1,20 +1,23 @@
-"""What each stage needs: one model per kind, with its settings and the paths that it reads and writes.
+"""The jobs of the workflow, a class per kind: its settings and paths, its function, and what decides its result.
 
-`qerl.workflow.stages` has the stages themselves, which add the function to run. This module imports no large library,
+The plan makes a job, a rule passes it on as JSON, and `qerl rule` runs it. This module imports no large library,
 because every call of Snakemake reads it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from qerl.host.imports import OPTIONAL
+from qerl.host.imports import OPTIONAL, source_version
 from qerl.host.nodes import own_lock
-from qerl.settings.data import DatasetSettings, FunctionData
+from qerl.host.provenance import code_version
+from qerl.settings.base import ConfigError
+from qerl.settings.data import DatasetSettings, FunctionData, Split
 from qerl.settings.models import Base, PretrainSettings
 from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, RunSettings
 from qerl.settings.workflow import EvaluationSettings, GateSettings, RolloutBench, StepBench
@@ -43,6 +46,11 @@ class Part(BaseModel):
 class Job(Part):
     """The input of one call of `qerl rule`. A job has no default values."""
 
+    #: The function that does the job, as `module:name`: planning doesn't import it. All code that the module imports
+    #: decides the result.
+    does: ClassVar[str]
+    #: Whether the job needs one GPU, if the machine has any.
+    on_gpu: ClassVar[bool] = False
     #: Whether the process runs only on the CPU cores that belong to its GPUs.
     own_cores: ClassVar[bool] = False
     #: Optional libraries that the job doesn't need, and whose import, which takes seconds, is prevented.
@@ -50,12 +58,11 @@ class Job(Part):
 
     out: Path
     """The path of the result: a file, or a folder of files."""
-    kind: str
 
     @property
     def gpus(self) -> int:
         """The number of GPUs that the job needs."""
-        return 0
+        return int(self.on_gpu)
 
     @property
     def joins_free_memory(self) -> bool:
@@ -78,14 +85,25 @@ class Job(Part):
         return self.model_dump_json(exclude=self.undeciding)
 
     @property
-    def functions(self) -> set[str]:
+    def own_functions(self) -> set[str]:
         """The user's functions that the job calls, whose code decides the result too."""
         return set()
 
     @property
     def own_files(self) -> list[Path]:
-        """The user's files that the job reads, of which the content decides, as copies have other times."""
+        """The user's files that the job reads; their content decides, because copies have other times."""
         return []
+
+    @property
+    def function(self) -> str:
+        """The function of this very job."""
+        return self.does
+
+    @property
+    def code(self) -> str:
+        """The version of the code that the job runs."""
+        versions = map(source_version, sorted(self.own_functions))
+        return " ".join([code_version(self.function.partition(":")[0]), *versions])
 
 
 # Jobs that make data sets and bases, and that check them before any long work.
@@ -94,13 +112,14 @@ class Job(Part):
 class DataJob(Job):
     """Prepare a data set: generated, from a local file or from the hub."""
 
+    does: ClassVar[str] = "qerl.data.sources:prepare_data"
     kind: Literal["data"] = "data"
     settings: DatasetSettings
     lock_file: Path | None
     """Compare the hub's files with this lock file."""
 
     @property
-    def functions(self) -> set[str]:
+    def own_functions(self) -> set[str]:
         """The function that gives the problems."""
         origin = self.settings.origin
         return {origin.function} if isinstance(origin, FunctionData) else set()
@@ -114,6 +133,7 @@ class DataJob(Job):
 class CheckJob(Job):
     """Check settings, tokenizer and problems with the model, before any long work."""
 
+    does: ClassVar[str] = "qerl.workflow.preflight:check_problems"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["check"] = "check"
     model: Path
@@ -127,39 +147,39 @@ class CheckJob(Job):
 class PretrainJob(Job):
     """Train the miniature base policy from scratch."""
 
+    does: ClassVar[str] = "qerl.rl.pretrain:pretrain_base"
     without: ClassVar[Collection[str]] = OPTIONAL
+    on_gpu: ClassVar[bool] = True
     kind: Literal["pretrain"] = "pretrain"
     settings: PretrainSettings
     data: dict[str, Path]
-
-    @property
-    def gpus(self) -> int:
-        """One, where there is any."""
-        return 1
 
 
 class FetchJob(Job):
     """Download a model of the hub at a pinned revision."""
 
+    does: ClassVar[str] = "qerl.workflow.bases:fetch_base"
     kind: Literal["fetch"] = "fetch"
     repo: str
     revision: str
     lock_file: Path | None
 
+    @property
+    def code(self) -> str:
+        """None: a download is decided by its commit."""
+        return ""
+
 
 class QuantizeJob(Job):
     """Make a base in one weight format, with a report on size and error."""
 
+    does: ClassVar[str] = "qerl.workflow.bases:quantize_base"
+    on_gpu: ClassVar[bool] = True
     kind: Literal["quantize"] = "quantize"
     base: Base
     source: Path
     data: Path | None
     """The data set on whose texts AWQ measures activations; None for other recipes."""
-
-    @property
-    def gpus(self) -> int:
-        """One, where there is any."""
-        return 1
 
 
 # The job of a training run.
@@ -175,6 +195,7 @@ class HubBase(Part):
 class TrainJob(Job):
     """Train one run. A killed run continues from its last checkpoint in `work`."""
 
+    does: ClassVar[str] = "qerl.rl.train:train_run"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["train"] = "train"
     id: str
@@ -221,7 +242,7 @@ class TrainJob(Job):
         return fields if self.on_failure == "row" else fields | {"time_limit": True}
 
     @property
-    def functions(self) -> set[str]:
+    def own_functions(self) -> set[str]:
         """The reward."""
         return {self.settings.reward.function} if self.settings.reward.function else set()
 
@@ -259,6 +280,7 @@ class StoredPolicy(Part):
 class EvaluateJob(Job):
     """Score a base or a trained policy on every task."""
 
+    does: ClassVar[str] = "qerl.evals.evaluate:evaluate_policy"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["evaluate"] = "evaluate"
     policy: PlannedPolicy | StoredPolicy
@@ -267,6 +289,12 @@ class EvaluateJob(Job):
     trained: Path | None
     """The folder of a run's policy; None for a base."""
     data: dict[str, Path]
+
+    @property
+    def splits(self) -> list[Split]:
+        """The splits that its tasks read. A stock task takes its examples from the training split."""
+        asked = {split for task in self.settings.tasks for split in (task.split, *(("train",) * bool(task.task)))}
+        return [split for split in get_args(Split) if split in asked]
 
     @property
     def gpus(self) -> int:
@@ -285,6 +313,7 @@ class EvaluateJob(Job):
 class RolloutJob(Job):
     """Measure rollout throughput by weight format and LoRA rank."""
 
+    does: ClassVar[str] = "qerl.bench.rollouts:bench_rollout"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["rollout"] = "rollout"
     bench: str
@@ -312,6 +341,7 @@ class TimedRun(Part):
 class StepJob(Job):
     """Measure the time of a training step of several runs."""
 
+    does: ClassVar[str] = "qerl.bench.steps:bench_step"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["step"] = "step"
     bench: str
@@ -329,7 +359,7 @@ class StepJob(Job):
         return {"runs": {"__all__": {"settings": UNDECIDING_OF_STEPS}}}
 
     @property
-    def functions(self) -> set[str]:
+    def own_functions(self) -> set[str]:
         """The rewards."""
         return {run.settings.reward.function for run in self.runs if run.settings.reward.function}
 
@@ -354,17 +384,13 @@ def enough_runs(seconds: Sequence[float]) -> bool:
 class PointJob(Job):
     """A job with a GPU and its share of the cores to itself; it continues the files of a killed job."""
 
+    on_gpu: ClassVar[bool] = True
     own_cores: ClassVar[bool] = True
 
     @property
     def files(self) -> list[Path]:
         """The files that the job writes."""
         return [self.out]
-
-    @property
-    def gpus(self) -> int:
-        """One GPU, if the machine has any."""
-        return 1
 
     @property
     def lock(self) -> Lock:
@@ -386,13 +412,18 @@ class DecodeJob(PointJob):
     `out` is the folder of the parts' files.
     """
 
+    by_engine: ClassVar[dict[str, str]] = {
+        "native": "qerl.bench.decode:measure_points",
+        "vllm": "qerl.bench.vllm:measure_points",
+        "transformers": "qerl.bench.hf:measure_points",
+    }
     kind: Literal["decode"] = "decode"
     parts: list[DecodePart]
 
     @property
-    def engine(self) -> str:
-        """The engine of all parts."""
-        return self.parts[0].work.engine
+    def function(self) -> str:
+        """That of the engine, which all parts share."""
+        return self.by_engine[self.parts[0].work.engine]
 
     @property
     def files(self) -> list[Path]:
@@ -403,8 +434,17 @@ class DecodeJob(PointJob):
 class RolloutMixJob(PointJob):
     """Measure an engine's rollout of completions of mixed lengths, end to end."""
 
+    by_engine: ClassVar[dict[str, str]] = {
+        "native": "qerl.bench.rollouts:measure_mix",
+        "vllm": "qerl.bench.vllm:measure_mix",
+    }
     kind: Literal["rollout_mix"] = "rollout_mix"
     work: Mix
+
+    @property
+    def function(self) -> str:
+        """That of the engine."""
+        return self.by_engine[self.work.engine]
 
     @property
     def own_files(self) -> list[Path]:
@@ -415,6 +455,7 @@ class RolloutMixJob(PointJob):
 class PromptsJob(PointJob):
     """Measure prefill time in this project's engine, with a point for each pair of prompts and tokens per prompt."""
 
+    does: ClassVar[str] = "qerl.bench.decode:measure_prompts"
     kind: Literal["prompts"] = "prompts"
     work: Prompting
     points: list[tuple[int, int]]
@@ -435,6 +476,7 @@ class GrpoStepJob(PointJob):
     `out` is the folder of the parts' files.
     """
 
+    does: ClassVar[str] = "qerl.bench.steps:measure_steps"
     kind: Literal["grpo_step"] = "grpo_step"
     parts: list[StepPart]
 
@@ -452,6 +494,7 @@ class GrpoStepJob(PointJob):
 class TrlStepJob(PointJob):
     """Measure a whole GRPO step of TRL."""
 
+    does: ClassVar[str] = "qerl.bench.trl:measure_step"
     kind: Literal["trl_step"] = "trl_step"
     work: StepWork
     settings: TrlStep
@@ -463,6 +506,7 @@ class TrlStepJob(PointJob):
 class TableJob(Job):
     """Make one table."""
 
+    does: ClassVar[str] = "qerl.report.make:write_table"
     kind: Literal["table"] = "table"
     name: str
     results: Path
@@ -472,6 +516,7 @@ class TableJob(Job):
 class FigureJob(Job):
     """Make one figure."""
 
+    does: ClassVar[str] = "qerl.report.make:write_figure"
     kind: Literal["figure"] = "figure"
     name: str
     results: Path
@@ -481,6 +526,7 @@ class FigureJob(Job):
 class ReportJob(Job):
     """Make the report, one page of all results."""
 
+    does: ClassVar[str] = "qerl.report.page:write_report"
     kind: Literal["report"] = "report"
     name: str
     """The name of the configuration."""
@@ -501,6 +547,7 @@ class ReportJob(Job):
 class SamplesJob(Job):
     """Make the page of samples."""
 
+    does: ClassVar[str] = "qerl.report.samples:write_page"
     kind: Literal["samples"] = "samples"
     name: str
     """The name of the configuration."""
@@ -511,6 +558,7 @@ class SamplesJob(Job):
 class ShapesJob(Job):
     """Make tables and figures of the speed grid."""
 
+    does: ClassVar[str] = "qerl.report.grid:write_shapes"
     kind: Literal["shapes"] = "shapes"
     files: list[Path]
     """Points that are measured, here or elsewhere."""
@@ -534,6 +582,7 @@ class GatheredExperiment(Part):
 class GatherJob(Job):
     """Write the metrics and outcomes of a study's runs to Parquet files."""
 
+    does: ClassVar[str] = "qerl.study.gather:gather_study"
     kind: Literal["gather"] = "gather"
     study: str
     """The name of the configuration."""
@@ -566,6 +615,7 @@ class RealArm(Part):
 class PageJob(Job):
     """Make tables, figures and the page of a study's data."""
 
+    does: ClassVar[str] = "qerl.study.page:write_page"
     kind: Literal["page"] = "page"
     data: list[Path]
     """The folders of the Parquet files. Each has some of the runs."""
@@ -582,6 +632,7 @@ class PageJob(Job):
 class NumericsJob(Job):
     """Compare codecs and graders with stored vectors."""
 
+    does: ClassVar[str] = "qerl.gates.numerics:compare_with_vectors"
     kind: Literal["numerics"] = "numerics"
     vectors: Path
 
@@ -589,6 +640,8 @@ class NumericsJob(Job):
 class SpeedJob(Job):
     """Time this code alternately with that of the machine's baseline."""
 
+    does: ClassVar[str] = "qerl.gates.speed:measure_speed"
+    on_gpu: ClassVar[bool] = True
     kind: Literal["speed"] = "speed"
     checkpoint: Path
     baselines: Path
@@ -597,18 +650,32 @@ class SpeedJob(Job):
     rounds: int
     """The number of rounds, in each of which both are timed."""
 
-    @property
-    def gpus(self) -> int:
-        """One GPU, if the machine has any."""
-        return 1
-
 
 class VerdictJob(Job):
     """Judge all gates."""
 
+    does: ClassVar[str] = "qerl.gates.compare:judge_results"
     kind: Literal["verdict"] = "verdict"
     settings: GateSettings
     key: str
     """A hash of the workload."""
     results: list[Path]
     """Results of the workload's rules."""
+
+
+# What a rule passes on.
+
+#: The class of each kind of job.
+KINDS: dict[str, type[Job]] = {
+    one.model_fields["kind"].default: one
+    for one in (*Job.__subclasses__(), *PointJob.__subclasses__())
+    if one is not PointJob
+}
+
+
+def parse_job(text: str) -> Job:
+    """The job in a rule's parameter."""
+    kind = json.loads(text)["kind"]
+    if kind not in KINDS:
+        raise ConfigError(f"kind {kind!r} is no job; use one of {', '.join(KINDS)}")
+    return KINDS[kind].model_validate_json(text)

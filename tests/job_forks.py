@@ -106,10 +106,10 @@ def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[st
 
 def _modules() -> tuple[str, ...]:
     """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
-    from qerl.workflow.stages import STAGES
+    from qerl.jobs import KINDS
 
-    of_one = [stage.model_construct().module for stage in STAGES if "importer" not in vars(stage)]
-    return (*of_one, "qerl.evals.lm_eval", "qerl.evals.lighteval")
+    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_engine")]
+    return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 
 def _answer(client: socket.socket) -> NoReturn:

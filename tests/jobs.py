@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
+from qerl.jobs import TrainJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
-from qerl.workflow.stages import Train
 from tests.tiny import tiny_qwen2, write_template
 
 #: A run of a tiny policy with a checkpoint after each step, without a reward that its random completions differ in.
@@ -33,7 +33,7 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, out: Path, **changes: Any) -> Train:
+def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, out: Path, **changes: Any) -> TrainJob:
     """A run of the experiment `e`, by the name of its folder."""
     values = {
         "id": out.name,
@@ -46,7 +46,7 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
         "followed": None,
     }
     paths = {"checkpoint": checkpoint, "data": data, "work": work, "tracked": out / "tracked", "out": out}
-    return Train(settings=settings, **{**values, **paths, **changes})
+    return TrainJob(settings=settings, **{**values, **paths, **changes})
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:

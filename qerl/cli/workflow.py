@@ -12,18 +12,18 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from qerl.cli.console import console, print_error, print_table, show
-from qerl.jobs import KilledError
+from qerl.jobs import KilledError, parse_job
 from qerl.settings.base import ConfigError, check_kind, parse, parse_yaml, read_yaml
-from qerl.workflow.stages import parse_stage
+from qerl.workflow.dispatch import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pandas as pd
 
+    from qerl.jobs import PointJob
     from qerl.settings.workflow import ShapesSettings
     from qerl.workflow.runs import Plan
-    from qerl.workflow.stages import Point
 
 
 # `qerl rule`: what the workflow's rules call.
@@ -35,9 +35,9 @@ def rule(
         int | None, typer.Option(help="Lease this part of a GPU and of its memory. Default: the job's GPUs, whole.")
     ] = None,
 ) -> None:
-    """Do a job of the workflow."""
+    """Do a job of the workflow: parse it, and call the function that its kind names."""
     try:
-        parse_stage(job).run(gpu_percent)
+        run(parse_job(job), gpu_percent)
     except KilledError as error:
         print_error(error)
         raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again
@@ -171,7 +171,7 @@ def grid(
         _print_grid(str(config), shapes, jobs, left)
 
 
-def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, Point], left: Mapping[str, Point]) -> None:
+def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob], left: Mapping[str, PointJob]) -> None:
     """The table of jobs, and how many are left."""
     import pandas as pd
 
@@ -198,7 +198,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 @gate_app.command()
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
     """Commit the last measurements of the gates as the baseline of this class of machines."""
-    from qerl.workflow.accept import accept
+    from qerl.gates.accept import accept
 
     typer.echo(accept(_plan(config, keys)))
 

@@ -14,10 +14,9 @@ from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.console import log
 from qerl.host.gpus import peak_memory_bytes
-from qerl.host.imports import source_version
 from qerl.host.interrupt import announced
 from qerl.host.nodes import is_first
-from qerl.host.provenance import NO_ROOM, code_version, flush, write_text, writing
+from qerl.host.provenance import NO_ROOM, flush, write_text, writing
 from qerl.jobs import TrainJob
 from qerl.models.adapter_files import Base
 from qerl.models.loading import check_attention_dropout
@@ -76,22 +75,15 @@ def make_trainer(
     return Trainer(settings, policy, collector, checkpoints, work / METRICS, thermostat)
 
 
-def _fingerprint(settings: RunSettings) -> str:
-    """Hash of all settings and code that decide a run's results."""
-    function = settings.reward.function
-    text = settings.model_dump_json(exclude=UNDECIDING) + code_version("qerl.rl.train")
-    return hashlib.sha256((text + (source_version(function) if function else "")).encode()).hexdigest()[:16]
-
-
 def _state_folder(job: TrainJob) -> Path:
-    """The folder of the run's state, named by its fingerprint and the content of its base and problems.
+    """The folder of the run's state, named by the settings and the code that decide it, its base and its problems.
 
     Files' modification times don't count, because a clock may be wrong, and copies may keep old times.
     """
     check_checkpoint(job.checkpoint)
     files = [*model_files(job.checkpoint), job.data / DATASET, split_file(job.data, "train")]
     files += [job.followed] if job.followed else []
-    text = _fingerprint(job.settings) + "".join(map(hash_of, files))
+    text = job.settings.model_dump_json(exclude=UNDECIDING) + job.code + "".join(map(hash_of, files))
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

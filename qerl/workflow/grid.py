@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.jobs import DecodePart, StepPart
+from qerl.jobs import (
+    DecodeJob,
+    DecodePart,
+    GrpoStepJob,
+    PointJob,
+    PromptsJob,
+    RolloutMixJob,
+    StepPart,
+    TrlStepJob,
+)
 from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import DecodeResult, GrpoStepResult, PromptsResult
 from qerl.results.store import read
@@ -27,7 +36,6 @@ from qerl.settings.workloads import (
     TrlStep,
     with_kernels,
 )
-from qerl.workflow.stages import Decode, GrpoSteps, Point, Prompts, RolloutMix, StepOfTrl
 
 #: The word in `state` for points that aren't measured yet.
 MISSING = "missing"
@@ -40,20 +48,19 @@ _QWEN_ALONE = ("transformers", "trl")
 _ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
 
 
-def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, Point]:
+def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
     """Every job by its id, in the order of measurement. Raises ConfigError for points that can't be measured.
 
     A job writes its files to `folder`/ID, and continues those of an earlier attempt. The entries of `decode` that share
     a set-up are one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
     """
-    by_id: dict[str, Point] = {}
-    made: list[tuple[str, Point]] = [
+    by_id: dict[str, PointJob] = {}
+    for id, job in (
         *(j for grid in settings.mixes for j in _mixes(grid, folder)),
         *_decodes(settings.decode, folder),
         *_steps(settings.steps, folder),
         *(j for grid in settings.prompts for j in _prompts(grid, folder)),
-    ]
-    for id, job in made:
+    ):
         if id in by_id:
             raise _twice(id)
         by_id[id] = job
@@ -94,7 +101,7 @@ def _measured(file: Path, settings: ShapesSettings) -> Path | None:
     return next((one for one in places if one.is_file()), None)
 
 
-def state(job: Point, settings: ShapesSettings) -> str:
+def state(job: PointJob, settings: ShapesSettings) -> str:
     """The state of a job as text, by the points of this machine or by committed ones."""
     missing, asked = len(_missing(job, settings)), len([*_asked(job)])
     if missing == asked:
@@ -104,40 +111,40 @@ def state(job: Point, settings: ShapesSettings) -> str:
     return " and ".join(where) + (f", {missing} of {asked} points {MISSING}" if missing else "")
 
 
-def remaining(job: Point, settings: ShapesSettings) -> Point | None:
+def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
     """The job without the files that have all its points, or None if no file is left."""
     left = {file for file, _ in _missing(job, settings)}
-    if isinstance(job, Decode | GrpoSteps) and left:
+    if isinstance(job, DecodeJob | GrpoStepJob) and left:
         return job.model_copy(update={"parts": [part for part in job.parts if job.out / part.file in left]})
     return job if left else None
 
 
-def _missing(job: Point, settings: ShapesSettings) -> list[tuple[Path, object]]:
+def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object]]:
     """The points of a job that no file has, each with its file."""
     done = {(file, key) for file in job.files if (one := _measured(file, settings)) for key in _keys(job, one)}
     return [point for point in _asked(job) if point not in done]
 
 
-def _asked(job: Point) -> Iterator[tuple[Path, object]]:
+def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
     """The points of a job, each with its file and its key in there. Steps and rollouts have one without a key."""
-    if isinstance(job, GrpoSteps):
+    if isinstance(job, GrpoStepJob):
         yield from ((file, None) for file in job.files)
-    elif isinstance(job, Decode):
+    elif isinstance(job, DecodeJob):
         yield from ((job.out / part.file, count) for part in job.parts for count in part.sequences)
     else:
-        yield from ((job.out, key) for key in (job.points if isinstance(job, Prompts) else [None]))
+        yield from ((job.out, key) for key in (job.points if isinstance(job, PromptsJob) else [None]))
 
 
 # Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
 # the settings that the grid asks for.
-def _keys(job: Point, file: Path) -> list[object]:
+def _keys(job: PointJob, file: Path) -> list[object]:
     """The keys of the points that a job's file has; none if its step had other settings, which no name tells."""
-    if isinstance(job, GrpoSteps):
+    if isinstance(job, GrpoStepJob):
         [asked] = (part.settings for part in job.parts if part.file == file.name)
         return [None] if read(GrpoStepResult, file).settings == asked else []
-    if isinstance(job, Decode):
+    if isinstance(job, DecodeJob):
         return [point.sequences for point in read(DecodeResult, file).points]
-    if isinstance(job, Prompts):
+    if isinstance(job, PromptsJob):
         return [(point.prompts, point.tokens) for point in read(PromptsResult, file).points]
     return [None]
 
@@ -146,7 +153,7 @@ def _out(folder: Path, id: str) -> Path:
     return folder / id / _file_of(id)
 
 
-def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, Decode]]:
+def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, DecodeJob]]:
     """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started for."""
     parts: dict[str, dict[str, DecodePart]] = {}
     for grid in grids:
@@ -171,10 +178,10 @@ def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, D
             )
             shared[id] = DecodePart(file=_file_of(id), work=work, sequences=grid.sequences)
     for id, shared in parts.items():
-        yield id, Decode(parts=[*shared.values()], out=folder / id)
+        yield id, DecodeJob(parts=[*shared.values()], out=folder / id)
 
 
-def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMix]]:
+def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
     if grid.prompt[0] > grid.prompt[1]:
         raise ConfigError(
             f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
@@ -188,23 +195,23 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMix]]:
         lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         id = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
         id += "-drafts" if grid.drafts else ""
-        yield id, RolloutMix(work=asked, out=_out(folder, id))
+        yield id, RolloutMixJob(work=asked, out=_out(folder, id))
 
 
-def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, Prompts]]:
+def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]:
     for base, rank in product(_bases(grid), grid.ranks):
         _check("native", base)
         id = f"prompts-{base.name}-r{rank}"
         asked = Prompting(size=base.model, weights=base.weights, rank=rank)
-        yield id, Prompts(work=asked, points=grid.points, repeats=grid.repeats, out=_out(folder, id))
+        yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(folder, id))
 
 
-def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoSteps | StepOfTrl]]:
+def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
     """A job for each step of TRL and each cap of memory, and one for all other steps with the same weights."""
     shared: dict[str, dict[str, StepPart]] = {}
     for grid in grids:
         for id, one in _steps_of(grid, folder):
-            if isinstance(one, StepOfTrl):
+            if isinstance(one, TrlStepJob):
                 yield id, one
                 continue
             system = with_kernels("qerl", one.settings.kernels)
@@ -214,10 +221,10 @@ def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoS
                 raise _twice(id)
             parts[id] = one
     for id, of_job in shared.items():
-        yield id, GrpoSteps(parts=[*of_job.values()], out=folder / id)
+        yield id, GrpoStepJob(parts=[*of_job.values()], out=folder / id)
 
 
-def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | StepOfTrl]]:
+def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | TrlStepJob]]:
     if grid.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(grid, key)), None)):
         raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
     if False in grid.correction and grid.system == "qerl":
@@ -250,7 +257,7 @@ def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | St
             yield id, StepPart(file=_file_of(id), work=asked, settings=_own(grid, kernels, recompute, cap))
         else:
             settings = _trl(grid, asked, recompute is True, correction)
-            yield id, StepOfTrl(work=asked, settings=settings, out=_out(folder, id))
+            yield id, TrlStepJob(work=asked, settings=settings, out=_out(folder, id))
 
 
 def _step_id(system: str, work: StepWork, recompute: bool | str, cap: float | None) -> str:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from qerl.checkpoints.files import weights_format_of
 from qerl.data.inputs import MadeOf, data_files, hashes_of, model_files, read_record, write_record
 from qerl.host.console import log
 from qerl.host.imports import source_version
-from qerl.host.provenance import code_version, put, writing
-from qerl.jobs import HubBase
+from qerl.host.provenance import put, writing
+from qerl.jobs import DataJob, HubBase, Job, QuantizeJob, TrainJob
 from qerl.results.paths import CHECKPOINT, DATA, REPORT, TRACKED, WORK
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunFile
 from qerl.workflow.bases import link_checkpoint, make_checkpoint
-from qerl.workflow.stage import Stage
-from qerl.workflow.stages import PrepareData, Quantize, Train
 
 #: The record of the inputs of a run, by the keys of its settings: dataset, model, reward.
 INPUTS = "inputs.json"
@@ -83,10 +81,10 @@ def whole(target: Path, make: Callable[[Path], object]) -> None:
     partial.rmdir()
 
 
-def train_stage(settings: RunFile, base: HubBase | None = None) -> Train:
-    """The stage that trains a run by hand, whose failures end it with their message."""
+def train_job(settings: RunFile, base: HubBase | None = None) -> TrainJob:
+    """The job of a run by hand, whose failures end it with their message."""
     folder, name = settings.out, settings.out.name
-    return Train(
+    return TrainJob(
         id=name,
         experiment=name,
         arm="run",
@@ -105,9 +103,8 @@ def train_stage(settings: RunFile, base: HubBase | None = None) -> Train:
 
 
 def _of_data(settings: RunFile) -> MadeOf:
-    stage = PrepareData(settings=settings.dataset, lock_file=None, out=settings.out / DATA)
-    files = {name: value for file in stage.own_files for name, value in hashes_of(data_files(file), file).items()}
-    return _made_of(stage, files)
+    job, file = DataJob(settings=settings.dataset, lock_file=None, out=settings.out / DATA), settings.dataset.own_file
+    return _made_of(job, hashes_of(data_files(file), file) if file else {})
 
 
 def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
@@ -116,17 +113,17 @@ def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
     files = hashes_of(model_files(source), source)
     if base.calibration:
         files |= hashes_of(data_files(data), settings.out)
-    return _made_of(Quantize(base=base, source=source, data=data, out=settings.out), files)
+    return _made_of(QuantizeJob(base=base, source=source, data=data, out=settings.out), files)
 
 
 def _of_reward(settings: RunFile) -> MadeOf:
-    return _made_of(train_stage(settings), {})
+    return _made_of(train_job(settings), {})
 
 
-def _made_of(stage: Stage, files: Mapping[str, str]) -> MadeOf:
-    """The present inputs of which a stage would make its result, by the same code as in a workflow."""
-    functions = {path: source_version(path) for path in sorted(stage.functions)}
-    return MadeOf(files=dict(files), functions=functions, code=code_version(stage.module))
+def _made_of(job: Job, files: dict[str, str]) -> MadeOf:
+    """The present inputs of which a job would make its result, by the same code as in a workflow."""
+    functions = {path: source_version(path) for path in sorted(job.own_functions)}
+    return MadeOf(files=files, functions=functions, code=job.code)
 
 
 def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:

@@ -1,170 +1,142 @@
-"""The stages of the workflow: each with its settings, its paths, and the function that it runs.
-
-A rule, the hash that reruns it, and the command `qerl rule` all take the stage from here.
-"""
+"""The job of every rule, by the values of the rule's wildcards, and all that decides its result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
-from qerl.data.sources import SPLITS
-from qerl.jobs import (
-    CheckJob,
-    DataJob,
-    DecodeJob,
-    EvaluateJob,
-    FetchJob,
-    FigureJob,
-    GatherJob,
-    GrpoStepJob,
-    NumericsJob,
-    PageJob,
-    PlannedPolicy,
-    PretrainJob,
-    PromptsJob,
-    QuantizeJob,
-    ReportJob,
-    RolloutJob,
-    RolloutMixJob,
-    SamplesJob,
-    ShapesJob,
-    SpeedJob,
-    StepJob,
-    StoredPolicy,
-    TableJob,
-    TimedRun,
-    TrainJob,
-    TrlStepJob,
-    VerdictJob,
-)
-from qerl.results.paths import SAMPLES_PAGE
+from qerl import jobs
+from qerl.data.inputs import content_of, hash_of
+from qerl.results.paths import METRICS, POLICY, REPORT, RESULT, RUN, SAMPLES_PAGE, VERDICT
 from qerl.settings.base import ConfigError
-from qerl.settings.models import HubModel, PretrainSettings
-from qerl.settings.workflow import GateSettings, RolloutBench
-from qerl.workflow.checks import evaluation_check, run_check
-from qerl.workflow.outputs import Files
-from qerl.workflow.stage import Function, Stage
+from qerl.settings.models import HubModel, LocalModel, PretrainSettings
+from qerl.settings.workflow import Config, GateSettings, RolloutBench
+from qerl.workflow.checks import ModelCheck, checks, evaluation_check, run_check
+from qerl.workflow.grid import measured_files, point_jobs
+from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED, Files
+from qerl.workflow.runs import Plan
+
+# The key of a workload; gates compare only results with the same key.
+
+#: The path that `workload_key` uses for every local model, because only its content counts. Changing it would change
+#: the key of all committed baselines.
+_ANY_FOLDER = "config/gates/policy"
+
+
+def workload_key(config: Config) -> str:
+    """A hash of everything that makes results comparable.
+
+    It includes the files of the base and of the stored policies, but not settings of timing or paths. Defaults are left
+    out: a key that is added later, or a default that changes, leaves a baseline valid, and the gates compare with it.
+    """
+    assert config.gates is not None
+    values = config.model_dump(mode="json", include={"models", "datasets", "evaluation"}, exclude_defaults=True)
+    for model in values["models"].values():
+        model |= {"path": _ANY_FOLDER} if "path" in model else {}
+    values["experiment"] = config.experiments[config.gates.experiment].model_dump(mode="json", exclude_defaults=True)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    for folder in [getattr(model, "path", None) for model in config.models.values()] + [config.gates.stored]:
+        for file in sorted(folder.rglob("*")) if folder else ():
+            if file.is_file():
+                digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
 
 T = TypeVar("T")
-
-# Data sets and bases, and their check before any long work.
-
-
-def _lock_file(files: Files) -> Path | None:
-    lock = files.plan.config.lock
-    return lock if lock and lock.is_file() else None
+#: A rule, and the name of one of its jobs if it has several.
+Call = tuple[str, ...]
 
 
-class PrepareData(DataJob, Stage):
-    """Prepare a data set."""
+class Jobs:
+    """The jobs of one plan, by their rule."""
 
-    @classmethod
-    def of(cls, files: Files, dataset: str) -> PrepareData:
-        """The stage of a plan's data set."""
-        settings = files.plan.config.datasets[dataset]
-        return cls(settings=settings, lock_file=_lock_file(files), out=files.data(dataset))
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self.files = Files(plan)
+        self._job = cache(lambda rule, *names: getattr(self, rule)(*names))
+        self._decides, self._version = cache(self._all_deciding), cache(self._new_version)
 
-    def _function(self) -> Function:
-        from qerl.data.sources import prepare_data
+    def of(self, rule: str, *names: str) -> jobs.Job:
+        """The job of a rule. Snakemake asks for each a dozen times."""
+        job: jobs.Job = self._job(rule, *names)
+        return job
 
-        return prepare_data
-
-
-class CheckModel(CheckJob, Stage):
-    """Check a model with problems."""
-
-    @classmethod
-    def of(cls, files: Files, id: str) -> CheckModel:
-        """The stage of one of `files.checks`."""
-        check = files.checks[id]
-        return cls(
-            model=files.dense(check.model),
-            runs=list(check.runs),
-            evaluation=check.evaluation,
-            data=files.data_folders(check.datasets),
-            out=files.checked(id),
-        )
-
-    def _function(self) -> Function:
-        from qerl.workflow.preflight import check_problems
-
-        return check_problems
-
-
-class Pretrain(PretrainJob, Stage):
-    """Train the miniature base policy from scratch."""
-
-    @classmethod
-    def of(cls, files: Files, model: str) -> Pretrain:
-        """The stage of a plan's model."""
-        settings = files.plan.config.models[model]
-        assert isinstance(settings, PretrainSettings)
-        return cls(settings=settings, data=files.data_folders(settings.datasets), out=files.dense(model))
-
-    def _function(self) -> Function:
-        from qerl.rl.pretrain import pretrain_base
-
-        return pretrain_base
-
-
-class Fetch(FetchJob, Stage):
-    """Download a model."""
-
-    @classmethod
-    def of(cls, files: Files, model: str) -> Fetch:
-        """The stage of a plan's model."""
-        hub = files.plan.config.models[model]
-        assert isinstance(hub, HubModel)
-        return cls(repo=hub.repo, revision=hub.revision, lock_file=_lock_file(files), out=files.dense(model))
-
-    def _function(self) -> Function:
-        from qerl.workflow.bases import fetch_base
-
-        return fetch_base
+    # --- data and bases
 
     @property
-    def code(self) -> str:
-        """None, since a download has its commit."""
-        return ""
+    def _lock_file(self) -> Path | None:
+        lock = self._config.lock
+        return lock if lock and lock.is_file() else None
 
+    def data(self, dataset: str) -> jobs.DataJob:
+        """Prepare a data set."""
+        settings = self._config.datasets[dataset]
+        return jobs.DataJob(settings=settings, lock_file=self._lock_file, out=self.files.data(dataset))
 
-class Quantize(QuantizeJob, Stage):
-    """Make a base in one weight format."""
+    def pretrain(self, model: str) -> jobs.PretrainJob:
+        """Train the miniature."""
+        settings = self._config.models[model]
+        assert isinstance(settings, PretrainSettings)
+        data = self.files.data_folders(settings.datasets)
+        return jobs.PretrainJob(settings=settings, data=data, out=self.files.dense(model))
 
-    @classmethod
-    def of(cls, files: Files, checkpoint: str) -> Quantize:
-        """The stage of a plan's checkpoint."""
-        base = files.plan.checkpoints[checkpoint]
-        made = base.calibration
-        return cls(
-            base=base,
-            source=files.dense(base.model),
-            data=files.data(str(made.dataset)) if made else None,
-            out=files.quantized(base.name),
+    def fetch(self, model: str) -> jobs.FetchJob:
+        """Download a model."""
+        settings = self._config.models[model]
+        assert isinstance(settings, HubModel)
+        repo, revision = settings.repo, settings.revision
+        return jobs.FetchJob(repo=repo, revision=revision, lock_file=self._lock_file, out=self.files.dense(model))
+
+    @cached_property
+    def checks(self) -> dict[str, ModelCheck]:
+        """The checks of models with their problems, by id."""
+        return checks(self._plan)
+
+    def check(self, id: str) -> jobs.CheckJob:
+        """Check a model with problems."""
+        check = self.checks[id]
+        return jobs.CheckJob(
+            model=self.files.dense(check.model),
+            runs=list(check.runs),
+            evaluation=check.evaluation,
+            data=self.files.data_folders(check.datasets),
+            out=self.files.checked(id),
         )
 
-    def _function(self) -> Function:
-        from qerl.workflow.bases import quantize_base
+    def checked_run(self, run: str) -> list[str]:
+        """The mark that the check of a run's base with its problems passed; none if it needs no check."""
+        return self._checked(run_check(self._plan, self._plan.runs[run])) if self.checks else []
 
-        return quantize_base
+    def checked_evaluation(self, evaluation: str) -> list[str]:
+        """The mark that the check of an evaluation passed."""
+        return self._checked(evaluation_check(self._plan, self._plan.evaluations[evaluation])) if self.checks else []
 
+    def _checked(self, check: ModelCheck) -> list[str]:
+        return [str(self.files.checked(check.id))] if check.id in self.checks else []
 
-# Runs and evaluations.
+    def quantize(self, checkpoint: str) -> jobs.QuantizeJob:
+        """Make a base in one weight format."""
+        base = self._plan.checkpoints[checkpoint]
+        made = base.calibration
+        return jobs.QuantizeJob(
+            base=base,
+            source=self.files.dense(base.model),
+            data=self.files.data(str(made.dataset)) if made else None,
+            out=self.files.quantized(base.name),
+        )
 
+    # --- runs and evaluations
 
-class Train(TrainJob, Stage):
-    """Train a run."""
-
-    @classmethod
-    def of(cls, files: Files, id: str) -> Train:
-        """The stage of a planned run."""
-        run = _planned(files, files.plan.runs, "run", id)
-        experiment = files.plan.config.experiments[run.experiment]
-        return cls(
+    def train(self, id: str) -> jobs.TrainJob:
+        """Train a run."""
+        run = self._planned(self._plan.runs, "run", id)
+        experiment = self._config.experiments[run.experiment]
+        return jobs.TrainJob(
             id=run.id,
             experiment=run.experiment,
             arm=run.arm,
@@ -173,419 +145,241 @@ class Train(TrainJob, Stage):
             on_failure=experiment.on_failure,
             time_limit=experiment.time_limit,
             base=None,
-            checkpoint=files.checkpoint(run.settings.base),
-            data=files.data(run.settings.dataset),
-            work=files.work / id,
-            tracked=files.tracked,
-            followed=files.followed(id),
-            out=files.run(id),
+            checkpoint=self.files.checkpoint(run.settings.base),
+            data=self.files.data(run.settings.dataset),
+            work=self.files.work / id,
+            tracked=self.files.tracked,
+            followed=self.files.followed(id),
+            out=self.files.run(id),
         )
 
-    def inputs(self, files: Files) -> dict[str, list[str]]:
-        """The files that a planned run reads, by name."""
-        check = run_check(files.plan, files.plan.runs[self.id]) if files.checks else None
-        return {
-            "data": files.data_files([self.settings.dataset], ["train"]),
-            "checked": files.checked_by(check),
-            "checkpoint": [str(self.checkpoint)],
-            "other": [str(self.followed)] if self.followed else [],
-        }
-
-    def _function(self) -> Function:
-        from qerl.rl.train import train_run
-
-        return train_run
-
-
-class Evaluate(EvaluateJob, Stage):
-    """Score a base or a trained policy on every task."""
-
-    @classmethod
-    def of(cls, files: Files, id: str) -> Evaluate:
-        """The stage of a planned evaluation."""
-        planned = _planned(files, files.plan.evaluations, "evaluation", id)
-        settings, run = files.plan.config.evaluation, planned.run
-        policy = PlannedPolicy(
+    def evaluate(self, id: str) -> jobs.EvaluateJob:
+        """Evaluate a base or a run's policy."""
+        evaluation = self._planned(self._plan.evaluations, "evaluation", id)
+        tasks = [task for task in self._config.evaluation.tasks if task.dataset in evaluation.tasks]
+        run = evaluation.run
+        policy = jobs.PlannedPolicy(
             eval=id,
-            base=planned.base,
+            base=evaluation.base,
             run=run.id if run else None,
             arm=run.arm if run else None,
             experiment=run.experiment if run else None,
             varied=run.varied if run else {},
         )
-        tasks = [task for task in settings.tasks if task.dataset in planned.tasks]
-        return cls(
+        return jobs.EvaluateJob(
             policy=policy,
-            settings=settings.model_copy(update={"tasks": tasks}),
-            checkpoint=files.checkpoint(planned.base),
-            trained=files.policy(run.id) if run else None,
-            data=files.data_folders(sorted(planned.tasks)),
-            out=files.evaluation(id),
+            settings=self._config.evaluation.model_copy(update={"tasks": tasks}),
+            checkpoint=self.files.checkpoint(evaluation.base),
+            trained=self.files.policy(run.id) if run else None,
+            data=self.files.data_folders(sorted(evaluation.tasks)),
+            out=self.files.evaluation(id),
         )
 
-    @classmethod
-    def of_stored(cls, files: Files, name: str) -> Evaluate:
-        """The stage of a committed adapter, which the gates evaluate."""
-        return cls(
-            policy=StoredPolicy(stored=name),
-            settings=files.plan.config.evaluation,
-            checkpoint=files.gate_checkpoint,
-            trained=_gates(files).stored / name,
-            data=files.data_folders(files.gate_tasks),
-            out=files.stored_evaluation(name),
-        )
+    def _planned(self, planned: Mapping[str, T], what: str, id: str) -> T:
+        if id not in planned:
+            raise ConfigError(f"{self._config.name} has no {what} {id!r}; `qerl plan` lists its runs")
+        return planned[id]
 
-    def inputs(self, files: Files) -> dict[str, list[str]]:
-        """The files that a planned evaluation reads, by name."""
-        # A stock task takes its examples from the training split.
-        asked = {split for task in self.settings.tasks for split in (task.split, *(("train",) * bool(task.task)))}
-        check = evaluation_check(files.plan, files.plan.evaluations[self.out.name]) if files.checks else None
-        return {
-            "data": files.data_files(self.data, [split for split in SPLITS if split in asked]),
-            "checked": files.checked_by(check),
-            "checkpoint": [str(self.checkpoint)],
-            "other": [str(self.trained)] if self.trained else [],
-        }
-
-    def _function(self) -> Function:
-        from qerl.evals.evaluate import evaluate_policy
-
-        return evaluate_policy
-
-
-def _planned(files: Files, planned: Mapping[str, T], what: str, id: str) -> T:
-    if id not in planned:
-        raise ConfigError(f"{files.plan.config.name} has no {what} {id!r}; `qerl plan` lists its runs")
-    return planned[id]
-
-
-# Benches of a configuration.
-
-
-class BenchRollouts(RolloutJob, Stage):
-    """Measure rollout throughput."""
-
-    @classmethod
-    def of(cls, files: Files, bench: str) -> BenchRollouts:
-        """The stage of a plan's bench of rollouts."""
-        settings, bases = files.plan.config.benches[bench], files.plan.bench_bases(bench)
-        assert isinstance(settings, RolloutBench)
-        checkpoints: dict[str, Path] = {base.weights: files.checkpoint(base) for base in bases}
-        return cls(bench=bench, settings=settings, checkpoints=checkpoints, out=files.bench(bench))
-
-    def _function(self) -> Function:
-        from qerl.bench.rollouts import bench_rollout
-
-        return bench_rollout
-
-
-class BenchSteps(StepJob, Stage):
-    """Measure the time of a training step of several runs."""
-
-    @classmethod
-    def of(cls, files: Files, bench: str) -> BenchSteps:
-        """The stage of a plan's bench of steps."""
-        settings = files.plan.config.benches[bench]
-        assert not isinstance(settings, RolloutBench)
+    def profile(self, bench: str) -> jobs.RolloutJob | jobs.StepJob:
+        """Run a bench of rollouts or steps."""
+        settings, out = self._config.benches[bench], self.files.bench(bench)
+        if isinstance(settings, RolloutBench):
+            bases = self._plan.bench_bases(bench)
+            folders: dict[str, Path] = {base.weights: self.files.checkpoint(base) for base in bases}
+            return jobs.RolloutJob(bench=bench, settings=settings, checkpoints=folders, out=out)
         runs = [
-            TimedRun(
+            jobs.TimedRun(
                 id=run.id,
                 arm=run.arm,
                 varied={key: value for key, value in run.varied.items() if key != "seed"},
                 settings=run.settings,
-                checkpoint=files.checkpoint(run.settings.base),
-                data=files.data(run.settings.dataset),
+                checkpoint=self.files.checkpoint(run.settings.base),
+                data=self.files.data(run.settings.dataset),
             )
-            for run in files.plan.step_bench_runs(bench)
+            for run in self._plan.step_bench_runs(bench)
         ]
-        return cls(bench=bench, settings=settings, runs=runs, out=files.bench(bench))
-
-    def _function(self) -> Function:
-        from qerl.bench.steps import bench_step
-
-        return bench_step
-
-
-def profile(files: Files, bench: str) -> BenchRollouts | BenchSteps:
-    """The stage of a bench of rollouts or steps."""
-    of_rollouts = isinstance(files.plan.config.benches[bench], RolloutBench)
-    return BenchRollouts.of(files, bench) if of_rollouts else BenchSteps.of(files, bench)
-
-
-# The speed grid, whose points `qerl.workflow.grid` makes.
-
-
-def _decode_native() -> Function:
-    from qerl.bench.decode import measure_points
-
-    return measure_points
-
-
-def _decode_vllm() -> Function:
-    from qerl.bench.vllm import measure_points
-
-    return measure_points
-
-
-def _decode_transformers() -> Function:
-    from qerl.bench.hf import measure_points
-
-    return measure_points
-
-
-class Decode(DecodeJob, Stage):
-    """Measure an engine's decode speed on one size and weight format."""
-
-    importers: ClassVar = {"native": _decode_native, "vllm": _decode_vllm, "transformers": _decode_transformers}
-
-    @property
-    def importer(self) -> Any:
-        """That of the engine."""
-        return self.importers[self.engine]
-
-    def _function(self) -> Function:
-        function: Function = self.importer()
-        return function
-
-
-def _mix_native() -> Function:
-    from qerl.bench.rollouts import measure_mix
-
-    return measure_mix
-
-
-def _mix_vllm() -> Function:
-    from qerl.bench.vllm import measure_mix
-
-    return measure_mix
-
-
-class RolloutMix(RolloutMixJob, Stage):
-    """Measure an engine's rollout of completions of mixed lengths."""
-
-    importers: ClassVar = {"native": _mix_native, "vllm": _mix_vllm}
-
-    @property
-    def importer(self) -> Any:
-        """That of the engine."""
-        return self.importers[self.work.engine]
-
-    def _function(self) -> Function:
-        function: Function = self.importer()
-        return function
-
-
-class Prompts(PromptsJob, Stage):
-    """Measure prefill time."""
-
-    def _function(self) -> Function:
-        from qerl.bench.decode import measure_prompts
-
-        return measure_prompts
-
-
-class GrpoSteps(GrpoStepJob, Stage):
-    """Measure whole GRPO steps of this project."""
-
-    def _function(self) -> Function:
-        from qerl.bench.steps import measure_steps
-
-        return measure_steps
-
-
-class StepOfTrl(TrlStepJob, Stage):
-    """Measure a whole GRPO step of TRL."""
-
-    def _function(self) -> Function:
-        from qerl.bench.trl import measure_step
-
-        return measure_step
-
-
-#: A stage of the speed grid.
-Point = Decode | RolloutMix | Prompts | GrpoSteps | StepOfTrl
-
-
-class Shapes(ShapesJob, Stage):
-    """Make tables and figures of the speed grid."""
-
-    def _function(self) -> Function:
-        from qerl.report.grid import write_shapes
-
-        return write_shapes
-
-
-# Tables, figures and pages of stored results.
-
-
-class Table(TableJob, Stage):
-    """Make a table."""
-
-    @classmethod
-    def of(cls, files: Files, name: str) -> Table:
-        """The stage of a plan's table."""
-        return cls(name=name, results=files.listed, out=files.tables)
-
-    def _function(self) -> Function:
-        from qerl.report.make import write_table
-
-        return write_table
-
-
-class Figure(FigureJob, Stage):
-    """Make a figure."""
-
-    @classmethod
-    def of(cls, files: Files, name: str) -> Figure:
-        """The stage of a plan's figure."""
-        return cls(name=name, results=files.listed, out=files.figures)
-
-    def _function(self) -> Function:
-        from qerl.report.make import write_figure
-
-        return write_figure
-
-
-class Report(ReportJob, Stage):
-    """Make the report, one page of all results."""
-
-    @classmethod
-    def of(cls, files: Files) -> Report:
-        """The stage of a plan's report."""
-        config = files.plan.config
-        return cls(
-            name=config.name,
+        return jobs.StepJob(bench=bench, settings=settings, runs=runs, out=out)
+
+    # --- report
+
+    def table(self, name: str) -> jobs.TableJob:
+        """Make a table."""
+        return jobs.TableJob(name=name, results=self.files.listed, out=self.files.tables)
+
+    def figure(self, name: str) -> jobs.FigureJob:
+        """Make a figure."""
+        return jobs.FigureJob(name=name, results=self.files.listed, out=self.files.figures)
+
+    def report(self) -> jobs.ReportJob:
+        """Make the report."""
+        files, experiments = self.files, self._config.experiments.items()
+        return jobs.ReportJob(
+            name=self._config.name,
             results=files.listed,
             main=files.tables / "accuracy.csv" if files.scored else None,
             tables=files.table_pages,
             figures=files.figure_stems,
             samples=SAMPLES_PAGE if files.scored else "",
-            omitted={f"{name}: {arm}": why for name, e in config.experiments.items() for arm, why in e.omitted.items()},
+            omitted={f"{name}: {arm}": why for name, e in experiments for arm, why in e.omitted.items()},
             out=files.report,
         )
 
-    def _function(self) -> Function:
-        from qerl.report.page import write_report
+    @property
+    def listed(self) -> list[str]:
+        """All results, of which tables, figures and the report are made."""
+        if self._config.shapes:
+            return list(map(str, self.shapes().files))
+        return [*self.files.stored, *([str(self.files.gates / VERDICT)] if self._config.gates else [])]
 
-        return write_report
+    def samples(self) -> jobs.SamplesJob:
+        """Make the page of samples."""
+        return jobs.SamplesJob(name=self._config.name, results=self.files.listed, out=self.files.samples_page)
 
+    # --- the speed grid
 
-class Samples(SamplesJob, Stage):
-    """Make the page of samples."""
+    @cached_property
+    def points(self) -> dict[str, jobs.PointJob]:
+        """The jobs of the speed grid."""
+        return point_jobs(self._config.shapes, self.files.work) if self._config.shapes else {}
 
-    @classmethod
-    def of(cls, files: Files) -> Samples:
-        """The stage of a plan's page of samples."""
-        return cls(name=files.plan.config.name, results=files.listed, out=files.samples_page)
+    def point(self, id: str) -> jobs.PointJob:
+        """Measure a file of points."""
+        return self.points[id]
 
-    def _function(self) -> Function:
-        from qerl.report.samples import write_page
+    def shapes(self) -> jobs.ShapesJob:
+        """Make tables and figures of the points that are measured, on this machine or elsewhere."""
+        assert self._config.shapes is not None
+        files = measured_files(self._config.shapes, self.files.points)
+        return jobs.ShapesJob(files=files, out=self.files.tables)
 
-        return write_page
+    # --- the study
 
+    def gather(self, scope: str) -> jobs.GatherJob:
+        """Gather the data of a study's runs."""
+        from qerl.workflow.study_jobs import gather_job  # which imports pandas, for studies alone
 
-# The study, whose data and pages `qerl.workflow.study_jobs` names.
+        return gather_job(self._plan, self.files, scope)
 
+    def page(self, scope: str) -> jobs.PageJob:
+        """Make the page of a study's data."""
+        from qerl.workflow.study_jobs import page_job
 
-class GatherStudy(GatherJob, Stage):
-    """Write the metrics and outcomes of a study's runs to Parquet files."""
+        return page_job(self._plan, [self.files.study_folder(scope)], self.files.study(scope))
 
-    def _function(self) -> Function:
-        from qerl.study.gather import gather_study
+    def published(self) -> jobs.PageJob:
+        """Make the page of a study's committed data."""
+        from qerl.workflow.study_jobs import page_job
 
-        return gather_study
+        return page_job(self._plan, self.files.committed_parts, PUBLISHED)
 
+    # --- gates
 
-class StudyPage(PageJob, Stage):
-    """Make tables, figures and the page of a study's data."""
+    @property
+    def _gates(self) -> GateSettings:
+        assert self._config.gates is not None
+        return self._config.gates
 
-    def _function(self) -> Function:
-        from qerl.study.page import write_page
-
-        return write_page
-
-
-# The regression gates.
-
-
-def _gates(files: Files) -> GateSettings:
-    assert files.plan.config.gates is not None
-    return files.plan.config.gates
-
-
-class Numerics(NumericsJob, Stage):
-    """Compare codecs and graders with stored vectors."""
-
-    @classmethod
-    def of(cls, files: Files) -> Numerics:
-        """The stage of a plan with gates."""
-        return cls(vectors=_gates(files).vectors, out=files.numerics)
-
-    def _function(self) -> Function:
-        from qerl.gates.numerics import compare_with_vectors
-
-        return compare_with_vectors
-
-
-class Speed(SpeedJob, Stage):
-    """Time this code alternately with the baseline's."""
-
-    @classmethod
-    def of(cls, files: Files) -> Speed:
-        """The stage of a plan with gates."""
-        gates = _gates(files)
-        return cls(
-            checkpoint=files.gate_checkpoint,
-            baselines=gates.baselines,
-            key=files.workload_key,
-            rounds=gates.rounds,
-            out=files.speed,
+    def stored(self, name: str) -> jobs.EvaluateJob:
+        """Evaluate a committed adapter."""
+        return jobs.EvaluateJob(
+            policy=jobs.StoredPolicy(stored=name),
+            settings=self._config.evaluation,
+            checkpoint=self.files.gate_checkpoint,
+            trained=self._gates.stored / name,
+            data=self.files.data_folders(self.files.gate_tasks),
+            out=self.files.stored_evaluation(name),
         )
 
-    def _function(self) -> Function:
-        from qerl.gates.speed import measure_speed
+    def numerics(self) -> jobs.NumericsJob:
+        """Compare with stored vectors."""
+        return jobs.NumericsJob(vectors=self._gates.vectors, out=self.files.numerics)
 
-        return measure_speed
-
-
-class Verdict(VerdictJob, Stage):
-    """Judge all gates."""
-
-    @classmethod
-    def of(cls, files: Files) -> Verdict:
-        """The stage of a plan with gates."""
-        return cls(
-            settings=_gates(files),
-            key=files.workload_key,
-            results=[Path(file) for file in files.judged],
-            out=files.gates,
+    def speed(self) -> jobs.SpeedJob:
+        """Time this code alternately with the baseline's."""
+        return jobs.SpeedJob(
+            checkpoint=self.files.gate_checkpoint,
+            baselines=self._gates.baselines,
+            key=workload_key(self._config),
+            rounds=self._gates.rounds,
+            out=self.files.speed,
         )
 
-    def _function(self) -> Function:
-        from qerl.gates.compare import judge_results
+    def verdict(self) -> jobs.VerdictJob:
+        """Judge the gates."""
+        return jobs.VerdictJob(
+            settings=self._gates,
+            key=workload_key(self._config),
+            results=[Path(file) for file in self.files.judged],
+            out=self.files.gates,
+        )
 
-        return judge_results
+    # --- what decides a result: the job's own settings and the user's files, and what decides the results that it reads
+    #
+    # Snakemake compares these texts with those of the result it has. So it needs no modification times, which copies of
+    # results to another machine may lose.
+
+    def content(self, rule: str, *names: str) -> list[str]:
+        """Hashes of the user's files that a job reads.
+
+        For the data of finished runs these are their results, which are no input, as they would start runs.
+        """
+        job = self.of(rule, *names)
+        if isinstance(job, jobs.GatherJob):
+            finished = filter(Path.is_file, map(Path, self.files.studied if names[0] == FINISHED else ()))
+            return [f"{file} {hash_of(file)}" for file in finished]
+        models = (path for path in _paths(job) if path in self.files.own_models)
+        return list(map(content_of, (*job.own_files, *models)))
+
+    def deciding(self, rule: str, *names: str) -> str:
+        """All that decides a job's result, but the code that runs it and the user's files that it reads itself."""
+        return self._decides(rule, *names)
+
+    def _all_deciding(self, *call: str) -> str:
+        job = self.of(*call)
+        made = self._made_by(job)
+        return f"{job.deciding} {_hash(map(self._version, made))}" if made else job.deciding
+
+    def _new_version(self, call: Call) -> str:
+        """Hash of all that decides the result of a job."""
+        return _hash([self.deciding(*call), self.of(*call).code, *self.content(*call)])
+
+    def _made_by(self, job: jobs.Job) -> list[Call]:
+        """The jobs that make what a job reads: those of the paths in it."""
+        read = {path for path in _paths(job) if path != job.out}
+        return sorted({call for path in read for call in self._makers.get(path, ())})
+
+    @cached_property
+    def _makers(self) -> dict[Path, list[Call]]:
+        """The jobs that make a file or folder, by its path; all results by that of their list."""
+        files, plan = self.files, self._plan
+        single: dict[Path, Call] = {files.data(name): ("data", name) for name in plan.config.datasets}
+        for name, model in plan.config.models.items():
+            if not isinstance(model, LocalModel):
+                single[files.made_model(name)] = ("fetch" if isinstance(model, HubModel) else "pretrain", name)
+        for name, base in plan.checkpoints.items():
+            single |= dict.fromkeys((files.checkpoint(base), files.quantized(name) / REPORT), ("quantize", name))
+        for id in plan.runs:
+            single |= {files.run(id) / name: ("train", id) for name in (POLICY, METRICS, RUN)}
+        single |= {files.evaluation(id) / RESULT: ("evaluate", id) for id in plan.evaluations}
+        single |= {files.bench(bench): ("profile", bench) for bench in plan.config.benches}
+        if plan.config.gates:
+            single |= {files.stored_evaluation(name) / RESULT: ("stored", name) for name in files.stored_policies}
+            single |= {files.numerics: ("numerics",), files.speed: ("speed",)}
+        if plan.config.study:
+            single |= {files.study_folder(scope): ("gather", scope) for scope in (PLANNED, FINISHED)}
+        every = sorted({single[Path(file)] for file in files.stored})
+        return {path: [call] for path, call in single.items()} | {files.listed: every}
 
 
-# The stages by their kind, as `qerl rule` gets them.
-
-STAGES: tuple[type[Stage], ...] = (
-    *(PrepareData, CheckModel, Pretrain, Fetch, Quantize, Train, Evaluate, BenchRollouts, BenchSteps),
-    *(Decode, RolloutMix, Prompts, GrpoSteps, StepOfTrl, Shapes, Table, Figure, Report, Samples),
-    *(GatherStudy, StudyPage, Numerics, Speed, Verdict),
-)
-_OF_KIND = {stage.model_fields["kind"].default: stage for stage in STAGES}
-
-
-class _Kind(BaseModel):
-    """The field of a stage that tells its class."""
-
-    kind: str
+def _paths(value: Any) -> Iterator[Path]:
+    """All paths in a job, but those in settings, which no job makes."""
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, jobs.Part | dict | list | tuple):
+        parts = vars(value) if isinstance(value, jobs.Part) else value
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from _paths(part)
 
 
-def parse_stage(text: str) -> Stage:
-    """The stage in a rule's parameter."""
-    kind = _Kind.model_validate_json(text).kind
-    if kind not in _OF_KIND:
-        raise ConfigError(f"kind {kind!r} is no stage; use one of {', '.join(_OF_KIND)}")
-    return _OF_KIND[kind].model_validate_json(text)
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qerl.jobs import GatheredExperiment, RealArm
+from qerl.jobs import GatheredExperiment, GatherJob, PageJob, RealArm
 from qerl.settings.base import read_yaml
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import StudySettings
@@ -14,7 +14,6 @@ from qerl.workflow.costs import Costs, evaluation_work, run_work, total
 from qerl.workflow.outputs import FINISHED, Files
 from qerl.workflow.plan import plan_from
 from qerl.workflow.runs import Plan, PlannedRun
-from qerl.workflow.stages import GatherStudy, StudyPage
 
 #: The machine for which hours are computed.
 MACHINE = "h200"
@@ -22,12 +21,12 @@ MACHINE = "h200"
 SEEDS = (12, 21)
 
 
-def gather_job(plan: Plan, files: Files, scope: str) -> GatherStudy:
+def gather_job(plan: Plan, files: Files, scope: str) -> GatherJob:
     """Gather the data of all planned runs, or of the finished ones."""
     study = _study(plan)
     experiments = {s.experiment: GatheredExperiment(role="main", size=s.size) for s in study.experiments}
     experiments |= {s.pilot: GatheredExperiment(role="pilot", size=s.size) for s in study.experiments if s.pilot}
-    return GatherStudy(
+    return GatherJob(
         study=plan.config.name,
         decides=study.decides,
         experiments=experiments,
@@ -39,11 +38,11 @@ def gather_job(plan: Plan, files: Files, scope: str) -> GatherStudy:
     )
 
 
-def page_job(plan: Plan, data: list[Path], out: Path) -> StudyPage:
+def page_job(plan: Plan, data: list[Path], out: Path) -> PageJob:
     """Make the page of the data in some folders."""
     real = _study(plan).real
     arms = real_arms(plan, plan_from(read_yaml(real), real)) if real else []
-    return StudyPage(data=data, real=arms, real_file=real, machine=MACHINE.upper(), out=out)
+    return PageJob(data=data, real=arms, real_file=real, machine=MACHINE.upper(), out=out)
 
 
 def real_arms(plan: Plan, real: Plan) -> list[RealArm]:

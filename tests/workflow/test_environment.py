@@ -50,15 +50,17 @@ def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
 
 
 def test_what_the_workflow_catalog_is_told_is_true():
-    """Each shell rule names its conda environment, results are marked for the report, and named files exist."""
+    """Each shell rule has its conda environment, results are marked for the report, and named files exist."""
     usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
     assert usage["software-stack-deployment"] == {"conda": True}
     assert usage["report"] is True
-    rules = re.split(r"\n *rule ", "".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")))[1:]
+    text = "\n".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk"))
+    rules = re.split(r"\n *(?:use )?rule ", text)[1:]
     jobs = [rule for rule in rules if "python -P -m qerl rule" in rule]
-    assert len(jobs) > 10
+    heirs = [rule for rule in rules if re.match(r"(gpu_)?job as ", rule)]
+    assert len(jobs + heirs) > 10
     assert all(re.search(r'\n +conda:\n +"../../environment.yml"\n', rule) for rule in jobs)
-    assert any("report(" in rule for rule in jobs)
+    assert any("report(" in rule for rule in heirs)
     for file in ("workflow/Snakefile", "workflow/schemas/config.schema.yaml", "config/README.md", "environment.yml"):
         assert (ROOT / file).is_file()
     assert (ROOT / ".test/config/config.yaml").is_file()

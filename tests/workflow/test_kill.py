@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl.jobs import TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.workflow.stages import Train
+from qerl.workflow import dispatch
 from tests import jobs
 from tests.forks import call
 from tests.jobs import train_job, write_inputs
@@ -37,14 +38,14 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "QERL_COMMIT": "test"}
 def job(tmp_path):
     write_inputs(tmp_path)
 
-    def of(name: str) -> Train:
+    def of(name: str) -> TrainJob:
         settings = parse(RunSettings, SETTINGS, "test")
         return train_job(settings, tmp_path / "base", tmp_path / "data", tmp_path / f"work-{name}", tmp_path / name)
 
     return of
 
 
-def start(job: Train) -> subprocess.Popen:
+def start(job: TrainJob) -> subprocess.Popen:
     """Start the job as the workflow does."""
     command = [sys.executable, "-m", "qerl", "rule", job.model_dump_json()]
     return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
@@ -62,10 +63,10 @@ def children(process: subprocess.Popen) -> list[Path]:
     return [Path("/proc") / pid for pid in started]
 
 
-def run_whole(job: Train) -> None:
+def run_whole(job: TrainJob) -> None:
     """An undisturbed run, on one thread like the others."""
     torch.set_num_threads(1)
-    job.run()
+    dispatch.run(job)
 
 
 def test_sigkill_leaves_a_run_that_continues_bit_for_bit(job, tmp_path):

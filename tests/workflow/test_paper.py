@@ -9,8 +9,9 @@ import yaml
 
 from qerl.settings.base import parse, read_yaml
 from qerl.settings.workflow import Config, merged
-from qerl.workflow.graph import Jobs
+from qerl.workflow import dispatch
 from qerl.workflow.plan import plan
+from qerl.workflow.stages import Jobs
 from tests.conftest import nightly
 from tests.small import small, write_small
 from tests.workflow.conftest import ROOT, copy_tree
@@ -134,8 +135,8 @@ def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path, monk
     targets = [*jobs.files.stored, f"{results}/tables/table1.csv", f"{results}/figures/figure4.png"]
     tree.snakemake("--configfile", str(tmp_path / "small.yaml"), "--", *targets)
     monkeypatch.chdir(tree.folder)
-    for job in (jobs.of(rule, name) for rule in ("table", "figure") for name in getattr(plan_, f"{rule}s")):
+    for job in (*map(jobs.table, plan_.tables), *map(jobs.figure, plan_.figures)):
         if not list(job.out.glob(f"{job.name}.*")):
-            job.run()
+            dispatch.run(job)
     for file in expected(plan_, results):
         assert (tree.folder / file).is_file(), file

@@ -117,6 +117,22 @@ def test_a_job_asks_for_the_gpus_that_its_engine_shares(tree, tmp_path):
     }
 
 
+def test_a_run_and_an_evaluation_read_the_splits_that_they_use(tree, tmp_path):
+    values = yaml.safe_load((tree.folder / "config/mini.yaml").read_text())
+    values["evaluation"]["tasks"][1]["split"] = "validation"
+    (tmp_path / "splits.yaml").write_text(yaml.safe_dump(values))
+    run, results = "main-nvfp4-lora-seed0", "results/mini"
+    target = f"{results}/evaluate/{run}/result.json"
+    said = tree.snakemake(target, "--dry-run", "--configfile", str(tmp_path / "splits.yaml")).stdout
+    jobs = {job.partition(":")[0]: job for job in said.split("\nrule ")[1:]}
+    read = {rule: set(found[1].split(", ")) for rule, job in jobs.items() if (found := re.search("input: (.*)", job))}
+    base = f"{results}/quantize/miniature-nvfp4/checkpoint"
+    assert read["train"] == {base, *(f"{results}/data/arithmetic/{file}" for file in ("dataset.json", "train.jsonl"))}
+    asked = {f"{results}/data/{file}.jsonl" for file in ("arithmetic/test", "numbers/validation")}
+    assert read["evaluate"] >= asked | {base, f"{results}/train/{run}/policy"}
+    assert not [file for file in read["evaluate"] if file.endswith("train.jsonl")]
+
+
 def test_jobs_lease_the_part_of_a_gpu_that_their_profile_says(tree):
     """What is timed has the GPU alone."""
     said = tree.snakemake("--dry-run", "--printshellcmds", "--profile", "profiles/shared").stdout

@@ -1,7 +1,8 @@
-# The plan of the configuration, and the functions by which rules look up their jobs in it. All else about plans is in qerl/workflow.
+# The plan of the configuration, and how rules look up their jobs in it. All else about plans is in qerl/workflow.
 import gc
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 # The jobs of a plan stay. Looking for garbage among millions of objects takes a sixth of the planning of 10,000 runs.
@@ -22,98 +23,58 @@ from qerl.host.lease import devices
 from qerl.results import paths
 from qerl.settings.models import HubModel, PretrainSettings
 from qerl.workflow.checks import check_jobs_here
-from qerl.workflow.graph import Jobs, Origins
 from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED
 from qerl.workflow.outputs import figure_category, printed_files, table_category
 from qerl.workflow.plan import check_machines, fitting, launcher, models_of, one_of
 from qerl.workflow.plan import resources_of_machines, with_signature, workflow_plan
+from qerl.workflow.stages import Jobs
 
 
-def read_plan(given: dict):
-    """The plan, or an error that Snakemake prints as a sentence."""
+@contextmanager
+def in_a_sentence():
+    """A mistake in the configuration is an error that Snakemake prints as a sentence."""
     try:
-        return workflow_plan(given, [Path(file) for file in workflow.configfiles], ROOT)
+        yield
     except ValueError as error:
         raise WorkflowError(str(error)) from None
 
 
-def refuse_what_cannot_run() -> None:
-    """Refuse unpinned files, missing engines and unfit local models before any job starts; a dry run doesn't."""
-    try:
-        check_pinned(PLAN.config, " ".join(map(str, workflow.configfiles)))
-        environments = workflow.deployment_settings.deployment_method
-        if not environments:  # else jobs have environments of their own
-            check_jobs_here(PLAN)
-        if workflow.local_exec:
-            check_machines(PLAN)
-    except ValueError as error:
-        raise WorkflowError(str(error)) from None
-    gc.freeze()
-    gc.enable()
-
-
-def print_settings() -> None:
-    """Print the settings that follow from the model, for people to read before any job starts."""
-    for line in fitting(PLAN):
-        print(line, file=sys.stderr)
-
-
-PLAN = read_plan(config)
+with in_a_sentence():
+    PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
-ORIGINS = Origins(PLAN, JOBS)
 FILES = JOBS.files
-# Of runs and evaluations there may be ten thousands, and Snakemake reads a constraint at each use of a file's pattern. So
-# theirs doesn't list the names; `Jobs` refuses others.
-NAME = "[^/]+"
+ONE_GPU = dict(gpu=1, gpu_percent=100)
 
 
-def dense(model: str):
-    """The unquantized model; the user's own is compared by its content, and not by its time."""
-    folder = str(FILES.dense(model))
-    return ancient(folder) if FILES.is_own(model) else folder
+def of(rule: str, value):
+    """A value of a rule's job, by the rule's wildcards."""
+    return with_signature(lambda wildcards: value(JOBS.of(rule, *wildcards)))
 
 
-def own_file(dataset: str) -> list:
-    """The user's own problems, which must be there."""
-    own = PLAN.config.datasets[dataset].own_file
-    return [ancient(str(own))] if own else []
-
-
-def inputs(rule: str):
-    """The files that a stage reads, by name."""
-    return with_signature(lambda wildcards: JOBS.inputs(rule, *wildcards))
-
-
-def stage(rule: str) -> dict:
-    """The parameters of a rule: its stage as JSON, and what decides the stage's result.
-
-    Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does. So a
-    job reruns for its settings (also those of what it reads), its code, and the content of the user's own files.
-    """
-    asked = dict(decides=ORIGINS.deciding, code=JOBS.code)
-    asked |= dict(content=JOBS.content) if rule in JOBS.with_content else {}
-    return {
-        "job": with_signature(lambda wildcards, input: JOBS.json(rule, *wildcards))
-    } | {name: _of(rule, function) for name, function in asked.items()}
-
-
-def _of(rule: str, function):
-    return with_signature(lambda wildcards: function(rule, *wildcards))
+def source(folder: Path):
+    """An unquantized model; the user's own is compared by its content, and not by its time."""
+    return ancient(str(folder)) if folder in FILES.own_models else str(folder)
 
 
 def gpus(rule: str) -> dict:
     """The GPUs that a job takes, and the same in percent of a GPU, of which a profile may give a part (profiles/shared)."""
     return dict(
-        gpu=with_signature(lambda wildcards: JOBS.of(rule, *wildcards).gpus),
-        gpu_percent=with_signature(
-            lambda wildcards: 100 * JOBS.of(rule, *wildcards).gpus
-        ),
+        gpu=of(rule, lambda job: job.gpus),
+        gpu_percent=of(rule, lambda job: 100 * job.gpus),
     )
 
 
-ONE_GPU = dict(gpu=1, gpu_percent=100)
+def job_params(rule: str) -> dict:
+    """The parameters of a rule: its job as JSON, and what decides the job's result.
 
-
-def settings_of(run: str):
-    """The settings of a run."""
-    return PLAN.runs[run].settings
+    Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does. So a
+    job reruns for its settings (also those of what it reads), its code, and the content of the user's own files.
+    """
+    return dict(
+        job=with_signature(
+            lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json()
+        ),
+        decides=with_signature(lambda wildcards: JOBS.deciding(rule, *wildcards)),
+        code=of(rule, lambda job: job.code),
+        content=with_signature(lambda wildcards: JOBS.content(rule, *wildcards)),
+    )

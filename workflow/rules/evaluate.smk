@@ -1,9 +1,13 @@
+# Scores, and benches of time and memory.
+
+
 # lm-eval and lighteval over the project's own sampler; bases and trained policies alike.
-
-
-rule evaluate:
+use rule gpu_job as evaluate with:
     input:
-        unpack(inputs("evaluate")),
+        data=of("evaluate", lambda job: FILES.data_files(job.data, job.splits)),
+        checked=of("evaluate", lambda job: JOBS.checked_evaluation(job.out.name)),
+        checkpoint=of("evaluate", lambda job: str(job.checkpoint)),
+        trained=of("evaluate", lambda job: [str(job.trained)] if job.trained else []),
     output:
         result=FILES.evaluation("{evaluation}") / paths.RESULT,
         samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,
@@ -14,13 +18,28 @@ rule evaluate:
         "<benchmarks>/evaluate/{evaluation}.tsv"
     # On GPUs before further trainings, so that results come as they are ready. train.smk says why not on CPUs.
     priority: 1 if devices() else 0
-    conda:
-        "../../environment.yml"
     resources:
         **gpus("evaluate"),
         mem_mb=2000,
         runtime=720,
     params:
-        **stage("evaluate"),
-    shell:
-        "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
+        **job_params("evaluate"),
+
+
+# This rule takes the whole machine, so that nothing else runs beside what it measures.
+use rule job as profile with:
+    input:
+        lambda wildcards: FILES.bench_inputs(wildcards.bench),
+    output:
+        FILES.bench("{bench}"),
+    log:
+        "<logs>/profile/{bench}.log",
+    benchmark:
+        "<benchmarks>/profile/{bench}.tsv"
+    threads: workflow.cores
+    resources:
+        **gpus("profile"),
+        mem_mb=4000,
+        runtime=240,
+    params:
+        **job_params("profile"),

@@ -1,7 +1,7 @@
 # Regression gates: the workload's results and measurements of their own, judged against the baseline of this machine.
 
 
-rule gate_numerics:
+use rule job as gate_numerics with:
     input:
         vectors=f"{PLAN.config.gates.vectors}/vectors.safetensors",
         answers=f"{PLAN.config.gates.vectors}/answers.jsonl",
@@ -9,18 +9,11 @@ rule gate_numerics:
         FILES.numerics,
     log:
         "<logs>/gates/numerics.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
-        **stage("numerics"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("numerics"),
 
 
-rule gate_stored:
+use rule job as gate_stored with:
     input:
         FILES.data_files(FILES.gate_tasks),
         checkpoint=str(FILES.gate_checkpoint),
@@ -31,21 +24,12 @@ rule gate_stored:
         outcomes=FILES.stored_evaluation("{stored}") / paths.OUTCOMES,
     log:
         "<logs>/gates/stored/{stored}.log",
-    wildcard_constraints:
-        stored=one_of(FILES.stored_policies),
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
-        **stage("stored"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("stored"),
 
 
 # This rule takes the whole machine, so that nothing else runs beside it.
-rule gate_speed:
+use rule job as gate_speed with:
     input:
         baselines=FILES.baselines,
         checkpoint=str(FILES.gate_checkpoint),
@@ -53,20 +37,16 @@ rule gate_speed:
         FILES.speed,
     log:
         "<logs>/gates/speed.log",
-    conda:
-        "../../environment.yml"
     threads: workflow.cores
     resources:
         **ONE_GPU,
         mem_mb=4000,
         runtime=30,
     params:
-        **stage("speed"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("speed"),
 
 
-rule verdict:
+use rule job as verdict with:
     input:
         FILES.baselines,
         str(PLAN.config.gates.file),
@@ -81,15 +61,8 @@ rule verdict:
         ),
     log:
         "<logs>/gates/verdict.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=1000,
-        runtime=10,
     params:
-        **stage("verdict"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("verdict"),
 
 
 # The file exists only if every gate passes.

@@ -1,27 +1,20 @@
-# Data sets and unquantized models.
+# Data sets and bases.
 
 
-rule prepare_data:
+use rule job as prepare_data with:
     input:
-        lambda wildcards: own_file(wildcards.dataset),
+        of("data", lambda job: [ancient(str(file)) for file in job.own_files]),
     output:
         FILES.data_files(["{dataset}"]),
     log:
         "<logs>/prepare_data/{dataset}.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=1000,
-        runtime=30,
     params:
-        **stage("data"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("data"),
 
 
-rule pretrain:
+use rule gpu_job as pretrain with:
     input:
-        lambda wildcards: FILES.data_files(JOBS.of("pretrain", wildcards.model).data),
+        of("pretrain", lambda job: FILES.data_files(job.data)),
     output:
         directory(FILES.made_model("{model}")),
     log:
@@ -30,20 +23,12 @@ rule pretrain:
         "<benchmarks>/pretrain/{model}.tsv"
     wildcard_constraints:
         model=models_of(PLAN, PretrainSettings),
-    conda:
-        "../../environment.yml"
     threads: 2
-    resources:
-        **ONE_GPU,
-        mem_mb=2000,
-        runtime=30,
     params:
-        **stage("pretrain"),
-    shell:
-        "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"
+        **job_params("pretrain"),
 
 
-rule fetch_model:
+use rule job as fetch_model with:
     output:
         directory(FILES.made_model("{model}")),
     log:
@@ -51,32 +36,38 @@ rule fetch_model:
     wildcard_constraints:
         model=models_of(PLAN, HubModel),
     localrule: True
-    conda:
-        "../../environment.yml"
     params:
-        **stage("fetch"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("fetch"),
 
 
 # Runs before all other ready jobs. It is no input of `quantize`, because other lengths would then remake each format and run.
-rule check_model:
+use rule job as check_model with:
     input:
-        model=lambda wildcards: dense(JOBS.checks[wildcards.check].model),
-        data=lambda wildcards: FILES.data_files(JOBS.of("check", wildcards.check).data),
+        model=of("check", lambda job: source(job.model)),
+        data=of("check", lambda job: FILES.data_files(job.data)),
     output:
         FILES.checked("{check}"),
     log:
         "<logs>/check_model/{check}.log",
-    wildcard_constraints:
-        check=one_of(JOBS.checks),
     priority: 2
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=2000,
-        runtime=30,
     params:
-        **stage("check"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("check"),
+
+
+# A base in each weight format, with a report on its size and error. bf16 is a link to the source. AWQ also reads a data set.
+use rule gpu_job as quantize with:
+    input:
+        base=of("quantize", lambda job: source(job.source)),
+        data=of(
+            "quantize",
+            lambda job: FILES.data_files([job.data.name] if job.data else []),
+        ),
+    output:
+        checkpoint=directory(FILES.quantized("{checkpoint}") / paths.CHECKPOINT),
+        report=FILES.quantized("{checkpoint}") / paths.REPORT,
+    log:
+        "<logs>/quantize/{checkpoint}.log",
+    benchmark:
+        "<benchmarks>/quantize/{checkpoint}.tsv"
+    params:
+        **job_params("quantize"),

@@ -24,7 +24,7 @@ rule collect_results:
     localrule: True
 
 
-rule tables:
+use rule job as tables with:
     input:
         FILES.collected,
         lambda wildcards: printed_files(*wildcards),
@@ -41,39 +41,11 @@ rule tables:
         caption=FILES.tables / "{table}.txt",
     log:
         "<logs>/tables/{table}.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=2000,
-        runtime=30,
     params:
-        **stage("table"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("table"),
 
 
-rule samples_page:
-    input:
-        FILES.collected,
-    output:
-        FILES.samples_page,
-    log:
-        "<logs>/samples_page.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=4000,
-        runtime=30,
-    params:
-        **stage("samples"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
-
-
-rule figures:
-    input:
-        FILES.collected,
-        lambda wildcards: printed_files(*wildcards),
+use rule tables as figures with:
     output:
         png=report(
             FILES.figures / "{figure}.png",
@@ -86,19 +58,26 @@ rule figures:
         caption=FILES.figures / "{figure}.txt",
     log:
         "<logs>/figures/{figure}.log",
-    conda:
-        "../../environment.yml"
+    params:
+        **job_params("figure"),
+
+
+use rule job as samples_page with:
+    input:
+        FILES.collected,
+    output:
+        FILES.samples_page,
+    log:
+        "<logs>/samples_page.log",
     resources:
-        mem_mb=2000,
+        mem_mb=4000,
         runtime=30,
     params:
-        **stage("figure"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("samples"),
 
 
 # The page that people open: the main table and its figures first, everything else below.
-rule write_report:
+use rule job as write_report with:
     input:
         FILES.collected,
         FILES.shown,
@@ -106,12 +85,5 @@ rule write_report:
         report(FILES.report, caption="../report/report.rst", category="0 Report"),
     log:
         "<logs>/write_report.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=2000,
-        runtime=30,
     params:
-        **stage("report"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("report"),

@@ -1,9 +1,5 @@
-# The speed grid: each job makes a folder with files of points. Tables and figures use the files that exist, measured here or committed,
-# so that they can be made without a GPU; the target shapes_measure measures.
-
-
-wildcard_constraints:
-    point=one_of(JOBS.points),
+# The speed grid: each job makes a folder with files of points. Tables and figures use the files that exist, measured here or
+# committed, so that they can be made without a GPU; the target shapes_measure measures.
 
 
 # This rule takes one GPU and that GPU's share of the cores, so as many jobs run at a time as `gpu` says. A job continues
@@ -23,13 +19,13 @@ rule shape_point:
         mem_mb=16000,
         runtime=180,
     params:
-        **stage("point"),
+        **job_params("point"),
         points=lambda wildcards: list(map(str, JOBS.points[wildcards.point].files)),
     shell:
         "(python -P -m qerl rule {params.job:q} && mkdir -p {output:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
 
 
-rule shapes:
+use rule job as shapes with:
     output:
         report(
             directory(FILES.tables),
@@ -39,15 +35,8 @@ rule shapes:
         ),
     log:
         "<logs>/shapes.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=2000,
-        runtime=30,
     params:
-        **stage("shapes"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("shapes"),
 
 
 rule shapes_measure:

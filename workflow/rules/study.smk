@@ -2,11 +2,7 @@
 # finished and starts none, and study_published makes the page of docs/results from the committed data.
 
 
-wildcard_constraints:
-    scope=one_of([PLANNED, FINISHED]),
-
-
-rule gather_study:
+use rule job as gather_study with:
     input:
         lambda wildcards: FILES.studied if wildcards.scope == PLANNED else [],
         names=FILES.listed,
@@ -14,51 +10,40 @@ rule gather_study:
         FILES.study_data("{scope}"),
     log:
         "<logs>/study/gather-{scope}.log",
-    conda:
-        "../../environment.yml"
     resources:
         mem_mb=8000,
         runtime=60,
     params:
-        **stage("gather"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("gather"),
 
 
-rule study_page:
+use rule gather_study as study_page with:
     input:
         FILES.study_data("{scope}"),
         printed=printed_files(),
     output:
-        page=FILES.study_page("{scope}"),
+        page=FILES.study("{scope}") / paths.STUDY_PAGE,
         parts=report(
-            directory(FILES.study_parts("{scope}")),
+            directory(FILES.study("{scope}") / paths.STUDY_PARTS),
             patterns=["{name}.png"],
             caption="../report/study.rst",
             category="7 Study",
         ),
     log:
         "<logs>/study/page-{scope}.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        mem_mb=8000,
-        runtime=30,
     params:
-        **stage("page"),
-    shell:
-        "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+        **job_params("page"),
 
 
 rule study_finished:
     input:
-        FILES.study_page(FINISHED),
+        FILES.study(FINISHED) / paths.STUDY_PAGE,
     localrule: True
 
 
 if FILES.committed_study:
 
-    rule study_published:
+    use rule study_page as study_published with:
         input:
             FILES.committed_study,
             printed=printed_files(),
@@ -67,12 +52,5 @@ if FILES.committed_study:
             parts=directory(PUBLISHED / paths.STUDY_PARTS),
         log:
             "<logs>/study/published.log",
-        conda:
-            "../../environment.yml"
-        resources:
-            mem_mb=8000,
-            runtime=30,
         params:
-            **stage("published"),
-        shell:
-            "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
+            **job_params("published"),

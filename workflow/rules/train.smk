@@ -1,11 +1,17 @@
 # Reinforcement learning, one job per run. Checkpoints are in work/, outside of the outputs; a killed job continues from them.
 # A job ended by SIGKILL (137) runs up to three times, as long as its Snakemake lives (the shell's parent). Any other error is
-# final, because it would only occur again. The shell waits while a training that has a signal finishes its step. A run on several machines is one job of SLURM, and `srun` starts it on each.
+# final, because it would only occur again. The shell waits while a training that has a signal finishes its step. A run on
+# several machines is one job of SLURM, and `srun` starts it on each.
 
 
 rule train:
     input:
-        unpack(inputs("train")),
+        data=of(
+            "train", lambda job: FILES.data_files([job.settings.dataset], ["train"])
+        ),
+        checked=of("train", lambda job: JOBS.checked_run(job.id)),
+        checkpoint=of("train", lambda job: str(job.checkpoint)),
+        followed=of("train", lambda job: [str(job.followed)] if job.followed else []),
     output:
         policy=directory(FILES.policy("{run}")),
         metrics=FILES.run("{run}") / paths.METRICS,
@@ -20,17 +26,16 @@ rule train:
     priority: 0 if devices() else 1
     conda:
         "../../environment.yml"
-    threads: with_signature(lambda wildcards: settings_of(wildcards.run).processes_of_node)
+    threads: of("train", lambda job: job.settings.processes_of_node)
     resources:
         **resources_of_machines(PLAN),
+        **gpus("train") | dict(gpu=of("train", lambda job: job.settings.gpus)),
         mem_mb=2000,
         runtime=2880,
-        gpu=with_signature(lambda wildcards: settings_of(wildcards.run).gpus),
-        gpu_percent=gpus("train")["gpu_percent"],
     params:
-        **stage("train"),
+        **job_params("train"),
         launcher=with_signature(
-            lambda wildcards, input: launcher(settings_of(wildcards.run))
+            lambda wildcards, input: launcher(PLAN.runs[wildcards.run].settings)
         ),
     shell:
         "trap : TERM HUP USR1 USR2;"

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from qerl.jobs import parse_job
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import ShapesSettings
-from qerl.workflow.graph import Jobs
 from qerl.workflow.grid import point_jobs, state
 from qerl.workflow.plan import plan_from
-from qerl.workflow.stages import parse_stage
+from qerl.workflow.stages import Jobs
 from tests.synthetic_results import PROVENANCE, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
@@ -41,7 +41,7 @@ def test_ranks_of_a_size_and_format_share_a_job():
     assert one.parts[1].work.model_dump() == work
     assert one.parts[1].sequences == [1, 2]
     assert one.out == Path("work/decode-native-tiny-nvfp4")
-    assert one.module == "qerl.bench.decode"
+    assert one.function == "qerl.bench.decode:measure_points"
 
 
 def test_kernels_are_jobs_of_their_own():
@@ -55,7 +55,7 @@ def test_kernels_are_jobs_of_their_own():
     assert decoding.parts[0].work.kernels == stepping.parts[0].settings.kernels == "portable"
     assert stepping.out.name == "step-qerl-portable-tiny-nvfp4-r16"
     assert stepping.files == [stepping.out / "step-qerl-portable-tiny-nvfp4-r16-16x8-128x1024-recompute.json"]
-    assert parse_stage(stepping.model_dump_json()) == stepping
+    assert parse_job(stepping.model_dump_json()) == stepping
 
 
 def test_packed_delta_nets_are_jobs_of_their_own():
@@ -107,9 +107,9 @@ def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
     assert list(found) == ids
     ours, theirs = found[ids[1]], found[ids[3]]
     assert {**ours.work.model_dump(), "engine": "vllm"} == theirs.work.model_dump()
-    assert ours.module == "qerl.bench.rollouts"
-    assert theirs.module == "qerl.bench.vllm"
-    assert parse_stage(ours.model_dump_json()) == ours
+    assert ours.function == "qerl.bench.rollouts:measure_mix"
+    assert theirs.function == "qerl.bench.vllm:measure_mix"
+    assert parse_job(ours.model_dump_json()) == ours
 
 
 def test_the_content_of_a_trace_decides_its_points(tmp_path):
@@ -181,7 +181,7 @@ def test_steps_of_equal_groups_are_points_of_their_own():
         f"step-qerl-tiny-nvfp4-r16-16x8-128x1024{equal}-recompute" for equal in ("", "-equal0.5")
     ]
     assert (whole.work.equal_groups, half.work.equal_groups) == (0, 0.5)
-    assert parse_stage(job.model_dump_json()) == job
+    assert parse_job(job.model_dump_json()) == job
     assert len(jobs_of(of(equal_groups=[0.7], prompts=[10]))) == 1
     with pytest.raises(ConfigError, match=r"equal_groups=0.5 of 1 prompts is no whole number; change either"):
         jobs_of(of(equal_groups=[0.5], prompts=[1]))
@@ -244,7 +244,7 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     assert list(jobs) == ["prompts-tiny-nvfp4-r0", "prompts-tiny-nvfp4-r16"]
     job = jobs["prompts-tiny-nvfp4-r16"]
     assert (job.points, job.work.rank, job.repeats) == ([(1, 16), (8, 64)], 16, 7)
-    assert job.module == "qerl.bench.decode"
+    assert job.function == "qerl.bench.decode:measure_prompts"
     point = {"prompts": 8, "tokens": 64, "first": 1.0, "samples": [1.0], "reserved_bytes": None}
     work = {"size": "tiny", "weights": "nvfp4", "rank": 16}
     result = {"bench": "prompts", "work": work, "sampler": "", "gpu": None}

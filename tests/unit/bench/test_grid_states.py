@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl.cli.commands import app
+from qerl.jobs import parse_job
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.workflow import Config, ShapesSettings
 from qerl.workflow.grid import measured_files, point_jobs, remaining, state
-from qerl.workflow.stages import parse_stage
 from tests.synthetic_results import decode_file, moved, step_file
 from tests.unit.bench.test_grid_jobs import DECODE, STEP, grid, jobs_of
 
@@ -121,7 +121,7 @@ def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):
     commands = CliRunner().invoke(app, ["grid", str(file), "--missing"]).output.splitlines()
     *rule, text = shlex.split(commands[0])
     assert (len(commands), rule) == (1, ["python", "-P", "-m", "qerl", "rule"])
-    job = parse_stage(text)
+    job = parse_job(text)
     assert (job.kind, job.parts[0].work.size) == ("decode", "tiny")
     assert [str(file) for file in job.files] == [
         "results/speed/points/decode-native-tiny-bf16/decode-native-tiny-bf16-r4-128x256.json"

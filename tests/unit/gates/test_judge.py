@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from qerl.cli import commands as cli
+from qerl.gates.accept import accept
 from qerl.gates.baselines import any_baseline, machine_class, own_baseline, read_baseline, write_baseline
 from qerl.gates.compare import (
     COLUMNS,
@@ -31,9 +32,8 @@ from qerl.results.statistics import paired_ratio_interval
 from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.workflow import Config
-from qerl.workflow.accept import accept
-from qerl.workflow.outputs import workload_key
 from qerl.workflow.plan import plan
+from qerl.workflow.stages import workload_key
 from tests.mutations import MUTATIONS, mutated
 from tests.synthetic_results import NO_METRICS, rollout_point, write_bench, write_evaluation, write_json, write_run
 from tests.vectors import vectors

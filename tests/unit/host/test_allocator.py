@@ -5,8 +5,9 @@ import os
 import pytest
 
 from qerl.host.lease import VARIABLES, join_free_memory
+from qerl.jobs import TrainJob
 from qerl.settings.run import RunSettings
-from qerl.workflow.stages import Train
+from qerl.workflow import dispatch
 from tests.jobs import SETTINGS, train_job
 
 SEEN: dict[str, str | None] = {}
@@ -22,13 +23,13 @@ def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, 
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that what the job sets is taken back after the test
         monkeypatch.delenv(name)
-    monkeypatch.setattr(Train, "_function", lambda self: note)
+    monkeypatch.setattr(TrainJob, "does", f"{__name__}:note")
     rollout = {**SETTINGS["rollout"], "engine": engine}
     adapter = {"rank": 4, "train_norms": False}
     settings = RunSettings.model_validate(
         {**SETTINGS, "rollout": rollout, "adapter": adapter, "noise": {"schedule": "off"}}
     )
-    train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine).run()
+    dispatch.run(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine))
     assert SEEN[engine] == value
 
 

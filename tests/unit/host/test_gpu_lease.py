@@ -266,11 +266,8 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
 #: `qerl rule`, but that functions of the module `probe` do what engines would.
 RULE = """
 import sys
-from qerl.workflow.stages import Decode
-def probe():
-    from probe import measure_points
-    return measure_points
-Decode.importers["native"] = probe
+from qerl.jobs import DecodeJob
+DecodeJob.by_engine["native"] = "probe:measure_points"
 from qerl.__main__ import main
 main()
 """

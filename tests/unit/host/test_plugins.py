@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from qerl.host.imports import check, load, source_version
-from qerl.rl.train import _fingerprint
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings, RunSettings
 from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan_from
+from tests.jobs import train_job
 
 ROOT = Path(__file__).parents[3]
 
@@ -219,14 +219,17 @@ def test_a_function_without_source_is_refused(folder):
         source_version("math:sqrt")
 
 
-def test_a_change_of_the_function_changes_the_fingerprint_of_a_run(folder):
+def test_a_change_of_the_function_changes_the_code_of_a_run(folder):
     values = {"model": "m", "dataset": "d"}
-    plain, own = (parse(RunSettings, {**values, "reward": r}, "test") for r in ({}, {"function": "mine:f"}))
+    plain, own = (
+        train_job(parse(RunSettings, {**values, "reward": reward}, "test"), *[folder] * 4)
+        for reward in ({}, {"function": "mine:f"})
+    )
     version(folder, "def f(answer, problem): return 1")
-    first = _fingerprint(own)
-    assert first == _fingerprint(own) != _fingerprint(plain)
+    first = own.code
+    assert first == own.code != plain.code
     version(folder, "def f(answer, problem): return 2")
-    assert _fingerprint(own) != first
+    assert own.code != first
 
 
 def configuration(reward, origin):

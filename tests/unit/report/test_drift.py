@@ -17,6 +17,7 @@ from qerl.results.store import ResultError
 from qerl.results.study_data import read_study
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
+from qerl.workflow import dispatch
 from qerl.workflow.plan import plan_from
 from tests import jobs
 from tests.jobs import train_job, write_inputs
@@ -156,7 +157,7 @@ def trained(tmp_path_factory):
     for arm, changed in arms.items():
         settings = parse(RunSettings, {**jobs.SETTINGS, "weights": "nvfp4", "steps": 20, **changed}, "test")
         paths = (folder / "nvfp4", folder / "data", folder / "work" / arm, folder / "train" / arm)
-        train_job(settings, *paths, arm=arm).run()
+        dispatch.run(train_job(settings, *paths, arm=arm))
         files.append(folder / "train" / arm / "run.json")
     make_table("drift", files, folder / "tables")
     make_figure("drift", files, folder / "figures")

@@ -16,8 +16,8 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, EvaluationSettings
 from qerl.settings.workloads import Measured
-from qerl.workflow.graph import Jobs
 from qerl.workflow.plan import plan
+from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 

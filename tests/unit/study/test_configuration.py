@@ -10,8 +10,8 @@ import pytest
 from qerl.formats.tiles import fits
 from qerl.settings.base import read_yaml
 from qerl.study.outcomes import MISMATCH, PRIMARY
-from qerl.workflow.graph import Jobs
 from qerl.workflow.plan import plan_from
+from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 PROTOCOL = (ROOT / "docs/exploration-protocol.md").read_text()
@@ -100,4 +100,4 @@ def test_the_small_version_has_the_primary_arms():
         assert experiment.arms == arms
         assert set(experiment.arms) == {arm for pair in PRIMARY.values() for arm in pair}
     jobs = Jobs(small)
-    assert all(jobs.of("train", run).settings.steps <= 10 for run in small.runs)
+    assert all(jobs.train(run).settings.steps <= 10 for run in small.runs)

@@ -7,8 +7,8 @@ import pytest
 from qerl.settings.base import ConfigError, read_yaml
 from qerl.study.outcomes import MISMATCH, NUMBERS, PRIMARY, SECONDARY
 from qerl.workflow.costs import Costs, evaluation_work, run_work, total
-from qerl.workflow.graph import Jobs
 from qerl.workflow.plan import plan_from
+from qerl.workflow.stages import Jobs
 from qerl.workflow.study_jobs import real_arms
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def test_the_numbers_of_arms_and_comparisons_are_those_of_the_protocol(plan):
 def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = Jobs(plan)
-    job = jobs.of("gather", "planned")
+    job = jobs.gather("planned")
     assert set(job.experiments) == {run.experiment for run in plan.runs.values()}
     assert {name for name, of in job.experiments.items() if of.role == "pilot"} == {
         name for name in job.experiments if name.startswith("pilot")
@@ -44,9 +44,9 @@ def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch
     assert all(name.endswith(of.size) for name, of in job.experiments.items())
     assert job.sizes == {name: name.partition("-")[0] for name in plan.config.models}
     assert job.tasks["countdown-validation"] == ("countdown", "validation")
-    assert jobs.of("gather", "finished").only_finished
-    assert jobs.of("page", "planned").data == [job.out]
-    assert jobs.of("published").data == sorted(Path("results/reference/exploration").iterdir()) != []
+    assert jobs.gather("finished").only_finished
+    assert jobs.page("planned").data == [job.out]
+    assert jobs.published().data == sorted(Path("results/reference/exploration").iterdir()) != []
     assert len(job.model_dump_json()) < 100_000  # the shell's limit of an argument is 128 KiB
 
 

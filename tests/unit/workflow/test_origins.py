@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from qerl.settings.base import read_yaml
-from qerl.workflow.graph import Jobs, Origins
 from qerl.workflow.plan import plan_from
+from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 RUN, OTHER = "countdown-nvfp4-modeltiny-0-seed0", "countdown-nvfp4-modeltiny-1-seed0"
@@ -23,8 +23,8 @@ def deciding(change=lambda values: None) -> dict[tuple[str, str], str]:
     values = read_yaml(ROOT / "config/exploration-small.yaml")
     change(values)
     plan = plan_from(values, ROOT / "config/mini.yaml")
-    origins = Origins(plan, Jobs(plan))
-    return {call: origins.deciding(*call) for call in CALLS}
+    jobs = Jobs(plan)
+    return {call: jobs.deciding(*call) for call in CALLS}
 
 
 def changed(change) -> set[tuple[str, str]]:
@@ -67,9 +67,9 @@ def test_what_decides_no_result_changes_nothing():
 )
 def test_the_code_that_made_an_input_decides_too(monkeypatch, module, same):
     """The code of the job itself is a parameter of its own."""
-    monkeypatch.setattr("qerl.workflow.stage.code_version", lambda name: name)
+    monkeypatch.setattr("qerl.jobs.code_version", lambda name: name)
     before = deciding()
-    monkeypatch.setattr("qerl.workflow.stage.code_version", lambda name: "other" if name == module else name)
+    monkeypatch.setattr("qerl.jobs.code_version", lambda name: "other" if name == module else name)
     after = deciding()
     assert {call[0] for call in CALLS if after[call] == before[call]} == same
 
@@ -81,6 +81,6 @@ def test_the_code_of_what_gates_measure_decides_their_verdict(monkeypatch, modul
     monkeypatch.chdir(ROOT)
     found = []
     for other in ("same", "other"):
-        monkeypatch.setattr("qerl.workflow.stage.code_version", lambda name, v=other: v if name == module else name)
-        found.append(Origins(plan, Jobs(plan)).deciding("verdict"))
+        monkeypatch.setattr("qerl.jobs.code_version", lambda name, v=other: v if name == module else name)
+        found.append(Jobs(plan).deciding("verdict"))
     assert found[0] != found[1]

@@ -10,8 +10,8 @@ from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config
 from qerl.workflow.costs import sheet
-from qerl.workflow.graph import Jobs
 from qerl.workflow.plan import plan
+from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ def test_a_thermostat_follows_the_run_at_the_same_point_of_the_grid():
     made = thermostat(cool={"thermostat.arm": "warm"})
     jobs = Jobs(made)
     for run in made.runs.values():
-        followed = jobs.of("train", run.id).followed
+        followed = jobs.train(run.id).followed
         if run.arm == "warm":
             assert followed is None
         else:
@@ -252,7 +252,7 @@ def test_each_run_has_a_random_error_of_its_own_unless_a_seed_is_given():
         **{f"e-a-seed{seed}": f"miniature-bf16-random-nvfp4-seed{seed}" for seed in (0, 1)},
         **{f"e-b-seed{seed}": "miniature-bf16-random-nf4-seed7" for seed in (0, 1)},
     }
-    job = Jobs(made).of("quantize", "miniature-bf16-random-nf4-seed7")
+    job = Jobs(made).quantize("miniature-bf16-random-nf4-seed7")
     assert (job.base.weights, job.base.error.of, job.base.error.seed) == ("bf16", "nf4", 7)
     assert set(sheet(made, "h200").weights) == {"bf16-random"}
 
@@ -262,9 +262,9 @@ def test_a_checkpoint_with_packed_delta_nets_has_its_own_folder():
     made = planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
     assert set(made.checkpoints) == {"miniature-bf16", "miniature-nvfp4", "miniature-nvfp4-delta-nets"}
     jobs = Jobs(made)
-    packed = {name: jobs.of("quantize", name).base.packed_nets for name in made.checkpoints}
+    packed = {name: jobs.quantize(name).base.packed_nets for name in made.checkpoints}
     assert packed == {name: name.endswith("delta-nets") for name in packed}
-    assert jobs.of("evaluate", "base-miniature-nvfp4-delta-nets").policy.base.packed_nets
+    assert jobs.evaluate("base-miniature-nvfp4-delta-nets").policy.base.packed_nets
     assert set(sheet(made, "h200").weights) == {"nvfp4", "nvfp4-delta-nets"}
 
 
@@ -411,7 +411,7 @@ def test_trackers_of_a_configuration_are_those_of_every_run_that_names_none():
         "own": ["mlflow"],
         "none": [],
     }
-    assert Jobs(made).of("train", "e-all-seed0").tracked == Path("results/mini/tracked")
+    assert Jobs(made).train("e-all-seed0").tracked == Path("results/mini/tracked")
 
 
 def test_names_that_are_not_planned_are_one_sentence():
@@ -420,20 +420,3 @@ def test_names_that_are_not_planned_are_one_sentence():
     for rule, what in (("train", "run"), ("evaluate", "evaluation")):
         with pytest.raises(ConfigError, match=f"^mini has no {what} 'nope'; `qerl plan` lists its runs$"):
             jobs.of(rule, "nope")
-
-
-def test_a_run_and_an_evaluation_read_the_splits_that_they_use():
-    given = values()
-    given["evaluation"]["tasks"][1]["split"] = "validation"
-    jobs = Jobs(planned(given))
-    run = "main-nvfp4-lora-seed0"
-    folder = "results/mini/data"
-    read = jobs.inputs("train", run)
-    assert read["data"] == [f"{folder}/arithmetic/{file}" for file in ("dataset.json", "train.jsonl")]
-    assert read["checkpoint"] == ["results/mini/quantize/miniature-nvfp4/checkpoint"]
-    assert (read["other"], read["checked"]) == ([], [])
-    read = jobs.inputs("evaluate", run)
-    assert read["other"] == [f"results/mini/train/{run}/policy"]
-    asked = {f"{folder}/{name}/{split}.jsonl" for name, split in (("arithmetic", "test"), ("numbers", "validation"))}
-    assert asked <= set(read["data"])
-    assert not [file for file in read["data"] if "train" in file]

@@ -1,6 +1,5 @@
 """A rule's version covers all code that its job runs."""
 
-import dis
 import shutil
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,26 +11,21 @@ import pytest
 from qerl.host import provenance
 from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
-from qerl.jobs import Job
+from qerl.jobs import KINDS, DecodeJob, RolloutMixJob, TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.workflow import stage
-from qerl.workflow.stage import Stage
-from qerl.workflow.stages import STAGES, Decode, RolloutMix, Train
+from qerl.workflow import dispatch
 from tests.jobs import train_job
 
-#: The functions of the stages, imported.
-IMPORTERS = [stage._function for stage in STAGES if stage not in (Decode, RolloutMix)]
-IMPORTERS += [*Decode.importers.values(), *RolloutMix.importers.values()]
-#: The module of each stage's function.
-ENTRIES = sorted({one.argval for i in IMPORTERS for one in dis.get_instructions(i) if one.opname == "IMPORT_NAME"})
+#: The module of each rule's job.
+FUNCTIONS = [kind.does for kind in KINDS.values() if kind not in (DecodeJob, RolloutMixJob)]
+FUNCTIONS += [*DecodeJob.by_engine.values(), *RolloutMixJob.by_engine.values()]
+ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
-PLANNING = (
-    *("checks", "costs", "accept", "graph", "grid", "outputs", "plan", "runs", "stage", "stages", "study_jobs"),
-)
+PLANNING = (*("checks", "costs", "dispatch", "grid", "outputs", "plan", "runs", "stages", "study_jobs"),)
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
-    *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
+    *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
     "qerl.bench.trace",
     "qerl.report.summary",
@@ -52,21 +46,10 @@ def copy(tmp_path_factory):
     return root
 
 
-def test_every_kind_is_one_stage_with_one_function():
-    kinds = [stage.model_fields["kind"].default for stage in STAGES]
-    assert len(set(kinds)) == len(kinds) == len([job for job in subclasses(Job) if is_kind(job)])
-    for module in ENTRIES:
-        assert find_spec(module), module
-
-
-def subclasses(kind: type) -> list[type]:
-    """All classes below one."""
-    return [one for below in kind.__subclasses__() for one in (below, *subclasses(below))]
-
-
-def is_kind(job: type[Job]) -> bool:
-    """Whether a class below `Job` is the model of one kind, and no stage."""
-    return "kind" in job.__annotations__ and not issubclass(job, Stage)
+def test_every_job_has_a_function():
+    for path in FUNCTIONS:
+        module, _, name = path.partition(":")
+        assert f"\ndef {name}(job: " in Path(find_spec(module).origin).read_text(), path
 
 
 def test_a_training_is_imported_without_the_libraries_that_it_does_without(monkeypatch, tmp_path):
@@ -77,10 +60,10 @@ def test_a_training_is_imported_without_the_libraries_that_it_does_without(monke
         seen.append(without)
         yield
 
-    monkeypatch.setattr(stage, "imports", imports)
-    monkeypatch.setattr(Train, "_function", lambda self: repr)
+    monkeypatch.setattr(dispatch, "imports", imports)
+    monkeypatch.setattr(TrainJob, "does", "builtins:repr")
     settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")
-    train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out").run()
+    dispatch.run(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out"))
     assert seen == [OPTIONAL]
 
 
