@@ -186,9 +186,7 @@ class ShardedCheckpoints:
             for old in self._folders()[:-KEEP]:
                 shutil.rmtree(old)
 
-    def load(
-        self, trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any] | None:
+    def load(self, trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Read the newest state into weights and optimizer, and return its progress; None without a checkpoint."""
         folders = self._folders()
         if not folders:

@@ -53,7 +53,9 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
         assert torch.equal(tensor, weights(continued)[name]), name
 
 
-@pytest.mark.parametrize("method", [{}, {"weights": "bf16", "method": "full", "dtype": "bfloat16"}], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "method", [{}, {"weights": "bf16", "method": "full", "dtype": "bfloat16"}], ids=["lora", "full"]
+)
 def test_discovery_is_the_share_of_problems_that_any_step_has_solved(checkpoints, tmp_path, monkeypatch, method):
     """Counted anew from stored completions, also over a kill; about every fourth is called right."""
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", reward_parts)  # the real ones
