@@ -6,6 +6,7 @@ use rule job as gather_study with:
     input:
         lambda wildcards: FILES.studied if wildcards.scope == PLANNED else [],
         names=FILES.listed,
+        protocol=PLAN.config.study.protocol if PLAN.config.study else [],
     output:
         FILES.study_data("{scope}"),
     log:
