@@ -280,7 +280,6 @@ def train(
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
             with FileLock(made.folder / WORK / "parts"):
                 records.write()
-                _forget_parts(made, settings)
                 _write_run_file(settings)
                 make_data(settings)
                 check_runs(source, [(made.data, settings.rollout)])
@@ -405,20 +404,6 @@ def _check_same(folder: Path, settings: RunFile) -> None:
 def _trained(run: Run) -> bool:
     """Whether at least one step of the run is done."""
     return run.finished or any(run.folder.glob(f"{WORK}/*/{METRICS}"))
-
-
-def _forget_parts(run: Run, settings: RunFile) -> None:
-    """Remove data and checkpoint that an earlier, failed start made by other settings. Files are compared elsewhere."""
-    if not (run.folder / RUN_FILE).is_file():
-        return
-    before = Run(run.folder).settings
-    if not run.checkpoint.exists() or before.dataset != settings.dataset:
-        shutil.rmtree(run.data, ignore_errors=True)
-    if before.settings.base != settings.settings.base:
-        if run.checkpoint.is_symlink():
-            run.checkpoint.unlink()
-        else:
-            shutil.rmtree(run.checkpoint, ignore_errors=True)
 
 
 def _write_run_file(settings: RunFile) -> None:

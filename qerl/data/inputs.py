@@ -94,7 +94,7 @@ def _keep(kept: Path, digest: str) -> None:
 
 
 class MadeOf(BaseModel):
-    """The inputs that determine a part of a run, besides the settings in its run.yaml."""
+    """The inputs that determine a part of a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -103,7 +103,9 @@ class MadeOf(BaseModel):
     functions: dict[str, str] = {}
     """The version of each of the user's functions by its import path."""
     code: str
-    """The version of the package's code."""
+    """The version of the code."""
+    settings: str = ""
+    """The part's own settings as JSON."""
 
     def changes(self, now: MadeOf) -> list[str]:
         """Names of the user's files and functions that have changed."""

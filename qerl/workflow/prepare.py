@@ -104,7 +104,8 @@ def train_job(settings: RunFile, base: HubBase | None = None) -> TrainJob:
 
 def _of_data(settings: RunFile) -> MadeOf:
     job, file = DataJob(settings=settings.dataset, lock_file=None, out=settings.out / DATA), settings.dataset.own_file
-    return _made_of(job, hashes_of(data_files(file), file) if file else {})
+    own = settings.dataset.model_dump_json().replace(f"{settings.out}/", "")  # a run's folder may be moved
+    return _made_of(job, hashes_of(data_files(file), file) if file else {}, own)
 
 
 def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
@@ -113,17 +114,18 @@ def _of_checkpoint(settings: RunFile, source: Path) -> MadeOf:
     files = hashes_of(model_files(source), source)
     if base.calibration:
         files |= hashes_of(data_files(data), settings.out)
-    return _made_of(QuantizeJob(base=base, source=source, data=data, out=settings.out), files)
+    job = QuantizeJob(base=base, source=source, data=data, out=settings.out)
+    return _made_of(job, files, job.model_dump_json(include={"base"}))
 
 
 def _of_reward(settings: RunFile) -> MadeOf:
     return _made_of(train_job(settings), {})
 
 
-def _made_of(job: Job, files: dict[str, str]) -> MadeOf:
+def _made_of(job: Job, files: dict[str, str], settings: str = "") -> MadeOf:
     """The present inputs of which a job would make its result, by the same code as in a workflow."""
     functions = {path: source_version(path) for path in sorted(job.own_functions)}
-    return MadeOf(files=files, functions=functions, code=job.code)
+    return MadeOf(files=files, functions=functions, code=job.code, settings=settings)
 
 
 def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[Path], object]) -> None:
@@ -133,8 +135,9 @@ def _make(settings: RunFile, key: str, name: str, made: MadeOf, make: Callable[[
     if target.exists() and record.get(key) == made:
         return
     if target.exists():
-        changes = record[key].changes(made) if key in record else []
-        log.info("%s is made anew: %s changed", target, ", ".join(changes) or "the code")
+        before = record.get(key, made)
+        other = "the code" if before.settings == made.settings else "the settings"
+        log.info("%s is made anew: %s changed", target, ", ".join(before.changes(made)) or other)
         # First remove the record, so that after a kill it never describes a folder that isn't there.
         write_record(file, {other: of for other, of in record.items() if other != key})
         shutil.rmtree(target)
