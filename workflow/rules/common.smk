@@ -43,7 +43,6 @@ with in_a_sentence():
     PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
 FILES = JOBS.files
-ONE_GPU = dict(gpu=1, gpu_percent=100)
 
 
 def of(rule: str, value):

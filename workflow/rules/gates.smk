@@ -39,7 +39,7 @@ use rule job as gate_speed with:
         "<logs>/gates/speed.log",
     threads: workflow.cores
     resources:
-        **ONE_GPU,
+        **gpus("speed"),
         mem_mb=4000,
         runtime=30,
     params:

@@ -19,7 +19,8 @@ rule gpu_job:
     conda:
         "../../environment.yml"
     resources:
-        **ONE_GPU,
+        gpu=1,
+        gpu_percent=100,
         mem_mb=2000,
         runtime=120,
     shell:

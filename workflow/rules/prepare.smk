@@ -16,13 +16,11 @@ use rule gpu_job as pretrain with:
     input:
         of("pretrain", lambda job: FILES.data_files(job.data)),
     output:
-        directory(FILES.made_model("{model}")),
+        directory(FILES.made_model("{pretrained}")),
     log:
-        "<logs>/pretrain/{model}.log",
+        "<logs>/pretrain/{pretrained}.log",
     benchmark:
-        "<benchmarks>/pretrain/{model}.tsv"
-    wildcard_constraints:
-        model=models_of(PLAN, PretrainSettings),
+        "<benchmarks>/pretrain/{pretrained}.tsv"
     threads: 2
     params:
         **job_params("pretrain"),
@@ -30,11 +28,9 @@ use rule gpu_job as pretrain with:
 
 use rule job as fetch_model with:
     output:
-        directory(FILES.made_model("{model}")),
+        directory(FILES.made_model("{fetched}")),
     log:
-        "<logs>/fetch_model/{model}.log",
-    wildcard_constraints:
-        model=models_of(PLAN, HubModel),
+        "<logs>/fetch_model/{fetched}.log",
     localrule: True
     params:
         **job_params("fetch"),

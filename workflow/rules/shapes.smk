@@ -15,12 +15,12 @@ rule shape_point:
         "../../environment.yml"
     threads: max(1, workflow.cores // max(1, len(devices())))
     resources:
-        **ONE_GPU,
+        **gpus("point"),
         mem_mb=16000,
         runtime=180,
     params:
         **job_params("point"),
-        points=lambda wildcards: list(map(str, JOBS.points[wildcards.point].files)),
+        points=of("point", lambda job: list(map(str, job.files))),
     shell:
         "(python -P -m qerl rule {params.job:q} && mkdir -p {output:q} && cp {params.points:q} {output:q}) > {log:q} 2>&1"
 
