@@ -33,8 +33,8 @@ class PretrainSettings(Settings):
     batch_size: PositiveInt = 32
     learning_rate: float = 5e-3
     target_accuracy: Fraction = 0.50
-    """Training stops when the policy solves this share of the first data set's validation problems, checked every
-    `check_every` steps. A final accuracy outside `accepted` is an error."""
+    """Training stops at this accuracy on the first data set's validation problems. A final accuracy outside `accepted`
+    is an error."""
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
     seed: Seed = 0
@@ -62,7 +62,7 @@ class HubModel(Settings):
     source: Literal["hub"]
     repo: str
     revision: str
-    """A commit. A branch or tag needs a lock file (the key `lock`) that resolves it to a commit."""
+    """A commit, or a branch or tag that a lock file (`lock`) resolves to one."""
 
 
 class LockedRepo(Settings):
@@ -87,7 +87,7 @@ class CalibrationSettings(Settings):
     dataset: str | None = None
     """Data set of the texts. None takes the run's own."""
     samples: PositiveInt = 256
-    """Number of texts. A smaller data set is used whole."""
+    """Number of texts."""
     length: PositiveInt = 2048
     """Longest text, in tokens. Longer ones are cut."""
     seed: Seed = 0
@@ -105,7 +105,7 @@ class RandomErrorSettings(Settings):
     variance: Annotated[float, Field(gt=0)] = 1.0
     """The error's variance, in multiples of that of rounding."""
     seed: Seed | None = None
-    """Seed of the draw. None takes the run's, so that paired runs have different errors."""
+    """None takes the run's, so that paired runs have different errors."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
