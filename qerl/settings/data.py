@@ -23,9 +23,7 @@ CountdownUse = Literal["all", "some"]
 
 
 class GeneratedSplits(Settings):
-    """Seed and number of problems of each split of generated data. No two problems share a question.
-
-    The shares of flawed and short solutions, which some generators have as keys, hold for training problems alone."""
+    """Seed and number of problems of each split of generated data. Shares of flawed solutions hold for training alone."""
 
     seed: Seed = 0
     train: PositiveInt = 4096
@@ -60,10 +58,10 @@ class CountdownData(GeneratedSplits):
 
 
 class ComparisonData(GeneratedSplits):
-    """Chains of comparisons made by `qerl.data.generated`.
+    """Chains of comparisons made by `qerl.data.generated`, for `format: math`.
 
-    They need `format: math`. In a problem some comparisons are turned around: "Mia has 4 more than Tom" asks for a
-    subtraction to find Tom's number. The obvious short way takes the words in their order, and its answer is wrong."""
+    Some are turned around: "Mia has 4 more than Tom" asks for a subtraction to find Tom's number.
+    """
 
     source: Literal["comparisons"]
     clauses: NonEmpty[Annotated[int, Field(ge=1, le=6)]] = [2, 3]
@@ -103,8 +101,8 @@ class HubData(Settings):
 class FunctionData(Settings):
     """Records that a function of the user returns.
 
-    It returns a list, which is split by a hash of the question, or a mapping from split names (train, validation, test)
-    to lists. A change of its file reruns all that depends on it."""
+    It returns a list, split by a hash of the question, or a mapping from split names (train, validation, test) to lists.
+    """
 
     source: Literal["python"]
     function: FunctionPath
@@ -118,7 +116,7 @@ Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class FilterSettings(Settings):
-    """Conditions on training records. Records that fail one are dropped. Validation and test are never filtered."""
+    """Conditions on training records, of which all must hold. Validation and test are never filtered."""
 
     max_characters: PositiveInt | None = None
     """Longest question that is kept (1024 on BigMath in the released scripts)."""
@@ -170,8 +168,9 @@ Delimiter = Annotated[str, Field(min_length=1)]
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers.
 
-    Each question counts once, in the first of test, validation and train that has it. A question with contradictory
-    answers is dropped with a warning."""
+    Each question counts once, in the first of test, validation and train that has it. One with contradictory answers is
+    dropped with a warning.
+    """
 
     format: RecordFormat
     columns: dict[str, str] = {}

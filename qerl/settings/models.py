@@ -66,9 +66,7 @@ class HubModel(Settings):
 
 
 class LockedRepo(Settings):
-    """An entry of a lock file, which maps each repository of the hub to these keys.
-
-    Data sets have names such as `datasets/org/name`. `qerl lock CONFIG` writes the file."""
+    """An entry of a lock file (`qerl lock CONFIG`), by the repository's name, such as `datasets/org/name` of a data set."""
 
     revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
     """The commit."""
@@ -95,10 +93,7 @@ class CalibrationSettings(Settings):
 
 
 class RandomErrorSettings(Settings):
-    """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16.
-
-    It is drawn once, from a normal distribution whose variance in each group is the mean square of rounding's error
-    there, times `variance` (`qerl.models.quantize`)."""
+    """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16 (docs/algorithms.md)."""
 
     of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     """The format whose rounding is imitated."""

@@ -297,9 +297,7 @@ class NoiseSettings(Settings):
 
 
 class ThermostatSettings(Settings):
-    """A sampling temperature that follows the token entropy of another run (`qerl.rl.trainer`).
-
-    The first step has `rollout.sampling.temperature`. Evaluations have their own."""
+    """A sampling temperature that follows the token entropy of another run (docs/algorithms.md)."""
 
     arm: str | None = None
     """Arm of the same experiment whose run at the same point of the grid is followed. It is trained first."""
@@ -322,10 +320,9 @@ class ThermostatSettings(Settings):
 
 
 class PPOSettings(Settings):
-    """Value function and advantages of PPO (`qerl.rl.value` has the formulas). The paper has no PPO.
+    """Value function and advantages of PPO (docs/algorithms.md). The paper has no PPO.
 
-    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for rewards at the
-    end of a text.
+    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for text.
     """
 
     gamma: Fraction = 1.0
@@ -347,9 +344,7 @@ class PPOSettings(Settings):
 
 
 class LossSettings(Settings):
-    """The policy's loss (`qerl.rl.losses` has the formulas).
-
-    The default is GRPO (paper Eq. 3) without a KL term (Appendix E)."""
+    """The policy's loss (docs/algorithms.md has the formulas). The default is GRPO without a KL term."""
 
     name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
     """The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
@@ -602,8 +597,7 @@ class RunSettings(Settings):
 class RunFile(RunSettings):
     """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
-    Relative paths count from the working directory and are stored as absolute paths. `~` is the user's folder. A path
-    with a variable, such as `$HOME`, is refused.
+    Relative paths count from the working directory, and `~` is the user's folder. Variables, such as `$HOME`, are refused.
     """
 
     model: str

@@ -261,9 +261,7 @@ class DecodeGrid(Settings):
 
 
 class MixGrid(MixedLengths):
-    """Rollouts of completions of mixed lengths on random weights, end to end, of this project's engine or of vLLM.
-
-    Lengths of completions are lognormal, those of prompts uniform. Both are functions of the seed."""
+    """Rollouts of completions of mixed lengths on random weights, end to end."""
 
     engine: Literal["native", "vllm"]
     sizes: NonEmpty[Name]
@@ -304,9 +302,7 @@ class StepGrid(StepLengths):
 
 
 class PromptGrid(Settings):
-    """Prefill time of this project's engine on random weights: each call draws one token after each prompt.
-
-    Each size, format and rank is a job of its own."""
+    """Prefill time of this project's engine on random weights: each call draws one token after each prompt."""
 
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
@@ -323,8 +319,8 @@ class PromptGrid(Settings):
 class ShapesSettings(Settings):
     """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
 
-    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures all jobs,
-    and `qerl grid --missing` lists the commands of those with points that no file has."""
+    The target `shapes_measure` measures all jobs, and `qerl grid --missing` lists the commands of those that lack points.
+    """
 
     samples: list[Path] = []
     """Folders of the committed points. Of files with the same name, that of the first folder counts."""
@@ -408,11 +404,9 @@ class Config(Settings):
     """A configuration is one YAML file, which describes the science. Files in `profiles/` describe cores and GPUs.
 
     Each file of this folder begins with what it is for. `qerl plan CONFIG` prints its runs with their cost and state.
-    An unknown key, or one given twice, is an error, also once with dots and once nested. So is a number that YAML reads
-    otherwise than by its digits, such as `0123` (83) and `1:30` (90), and a second trained arm with the same settings.
-    Where a setting can be off, `off`, `none` and `false` all mean off, or the empty list. `qerl keys` prints this page,
-    and `qerl keys --schema` the JSON schema in `workflow/schemas/config.schema.yaml`, by which an editor checks a file
-    that begins with `# yaml-language-server: $schema=PATH`.
+    An unknown key, or one given twice, is an error, as is a number that YAML reads otherwise than by its digits, such as
+    `0123` (83) and `1:30` (90). Where a setting can be off, `off`, `none` and `false` all mean off. `qerl keys --schema`
+    prints the schema by which an editor checks a file that begins with `# yaml-language-server: $schema=PATH`.
 
     Another workflow imports the rules of a clone. Results go to its working directory:
 
