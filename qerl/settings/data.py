@@ -23,7 +23,7 @@ CountdownUse = Literal["all", "some"]
 
 
 class GeneratedSplits(Settings):
-    """Seed and number of problems of each split of generated data. Shares of flawed solutions hold for training alone."""
+    """Seed and number of problems of each split. Shares of flawed solutions hold for training alone."""
 
     seed: Seed = 0
     train: PositiveInt = 4096
@@ -101,7 +101,7 @@ class HubData(Settings):
 class FunctionData(Settings):
     """Records that a function of the user returns.
 
-    It returns a list, split by a hash of the question, or a mapping from split names (train, validation, test) to lists.
+    It returns a list, split by a hash of the question, or a mapping from split names to lists.
     """
 
     source: Literal["python"]

@@ -66,7 +66,7 @@ class HubModel(Settings):
 
 
 class LockedRepo(Settings):
-    """An entry of a lock file (`qerl lock CONFIG`), by the repository's name, such as `datasets/org/name` of a data set."""
+    """An entry of a lock file (`qerl lock CONFIG`), by the name of its repository."""
 
     revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
     """The commit."""

@@ -597,7 +597,7 @@ class RunSettings(Settings):
 class RunFile(RunSettings):
     """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
-    Relative paths count from the working directory, and `~` is the user's folder. Variables, such as `$HOME`, are refused.
+    Relative paths count from the working directory, `~` is the user's folder, and variables are refused.
     """
 
     model: str

@@ -319,7 +319,7 @@ class PromptGrid(Settings):
 class ShapesSettings(Settings):
     """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
 
-    The target `shapes_measure` measures all jobs, and `qerl grid --missing` lists the commands of those that lack points.
+    The target `shapes_measure` measures all jobs; `qerl grid --missing` lists those that lack points.
     """
 
     samples: list[Path] = []
@@ -404,9 +404,10 @@ class Config(Settings):
     """A configuration is one YAML file, which describes the science. Files in `profiles/` describe cores and GPUs.
 
     Each file of this folder begins with what it is for. `qerl plan CONFIG` prints its runs with their cost and state.
-    An unknown key, or one given twice, is an error, as is a number that YAML reads otherwise than by its digits, such as
-    `0123` (83) and `1:30` (90). Where a setting can be off, `off`, `none` and `false` all mean off. `qerl keys --schema`
-    prints the schema by which an editor checks a file that begins with `# yaml-language-server: $schema=PATH`.
+    An unknown key, or one given twice, is an error, as is a number that YAML reads otherwise than by its digits, such
+    as `0123` (83) and `1:30` (90). Where a setting can be off, `off`, `none` and `false` all mean off. `qerl keys
+    --schema` prints the schema by which an editor checks a file that begins with `# yaml-language-server:
+    $schema=PATH`.
 
     Another workflow imports the rules of a clone. Results go to its working directory:
 
