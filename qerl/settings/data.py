@@ -116,7 +116,7 @@ Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class FilterSettings(Settings):
-    """Conditions on training records, of which all must hold. Validation and test are never filtered."""
+    """Conditions that all training records must meet. Validation and test are never filtered."""
 
     max_characters: PositiveInt | None = None
     """Longest question that is kept (1024 on BigMath in the released scripts)."""
@@ -174,7 +174,7 @@ class DatasetSettings(Settings):
 
     format: RecordFormat
     columns: dict[str, str] = {}
-    """Maps the format's column names to those of the records, where they differ: `{problem: prompt, answer:
+    """Maps the format's column names to the records', where they differ: `{problem: prompt, answer:
     solution}`."""
     filter: FilterSettings = FilterSettings()
     origin: Annotated[

@@ -98,7 +98,7 @@ class RandomErrorSettings(Settings):
     of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     """The format whose rounding is imitated."""
     variance: Annotated[float, Field(gt=0)] = 1.0
-    """The error's variance, in multiples of that of rounding."""
+    """The error's variance, in multiples of rounding's."""
     seed: Seed | None = None
     """None takes the run's, so that paired runs have different errors."""
 

@@ -61,7 +61,7 @@ class TaskSettings(Settings):
     split: Split = "test"
     """Split whose problems are asked. Choose settings such as a learning rate on `validation`."""
     name: str = ""
-    """Name of the task in results, by default that of the data set."""
+    """Name of the task in results, by default the data set's."""
     task: StockTask | None = None
     """A stock task of the harness, with its own prompt, gold answer and metric. Without one, prompts are those of
     training, and only the metric is the harness's."""
@@ -323,7 +323,7 @@ class ShapesSettings(Settings):
     """
 
     samples: list[Path] = []
-    """Folders of the committed points. Of files with the same name, that of the first folder counts."""
+    """Folders of the committed points. Of files with the same name, the first folder's counts."""
     decode: list[DecodeGrid] = []
     mixes: list[MixGrid] = []
     steps: list[StepGrid] = []

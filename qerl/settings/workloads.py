@@ -57,7 +57,7 @@ class Prompting(Workload):
 
 
 class MixedLengths(Settings):
-    """Prompts and completions of a rollout. Lengths of completions are lognormal, those of prompts uniform."""
+    """Prompts and completions of a rollout. Lengths of completions are lognormal, lengths of prompts uniform."""
 
     prompts: PositiveInt = 64
     group_size: PositiveInt = 8
