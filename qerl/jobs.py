@@ -499,8 +499,12 @@ class GatherJob(Job):
     experiments: dict[str, GatheredExperiment]
     sizes: dict[str, str]
     """The size of each base that runs train, by the name of its model."""
-    tasks: dict[str, tuple[str, str]]
-    """The data set and the split of each task of the evaluation."""
+    protocol: Path
+    """The file that says what is compared."""
+    pretrained: dict[str, Path]
+    """The report of each base that is trained from scratch, by the name of its model."""
+    tasks: dict[str, tuple[str, str, float]]
+    """Data set, split and temperature of each task of the evaluation."""
     results: Path
     """A file with the path of a stored result a line."""
     only_finished: bool

@@ -377,14 +377,37 @@ def _gpus() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
+def _driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _host(gpus: int) -> str:
+    """A hash of the host's name and of its GPUs' identifiers; container hosts often share a name."""
+    names = [platform.node(), *(str(sys.modules["torch"].cuda.get_device_properties(i).uuid) for i in range(gpus))]
+    return hashlib.sha256("\0".join(names).encode()).hexdigest()[:8]
+
+
 def machine() -> dict[str, Any]:
-    """CPU, cores this process may use, GPUs, memory in GiB, and a short label for captions."""
+    """CPU, cores this process may use, GPUs with their driver, memory in GiB, and a short label for captions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     kinds = " + ".join(f"{count}x {name}" for name, count in Counter(gpus).items())
     label = kinds or f"{_cpu_name()}, {cores} cores"
-    return {"cpu": _cpu_name(), "cores": cores, "memory_gib": round(memory, 1), "gpu": gpus or None, "label": label}
+    return {
+        "cpu": _cpu_name(),
+        "cores": cores,
+        "memory_gib": round(memory, 1),
+        "gpu": gpus or None,
+        "driver": _driver() if gpus else None,
+        "cuda": sys.modules["torch"].version.cuda if gpus else None,
+        "host": _host(len(gpus)),
+        "label": label,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -54,12 +54,19 @@ class Stored(BaseModel):
 
 
 class Machine(Stored):
-    """The machine of a result. `label` is one line for captions."""
+    """The machine of a result. `label` is one line for captions.
+
+    `host` is a hash that tells machines of a kind apart, `driver` the version of the GPU's driver, and `cuda` the
+    version for which PyTorch is built.
+    """
 
     cpu: str = ""
     cores: int = 0
     memory_gib: Number | None = None
     gpu: list[str] | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    host: str = ""
     label: str
 
 
@@ -200,8 +207,8 @@ class StepMetrics(Stored):
     """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
 
     `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
-    `grading/timeouts` counts completions whose comparison with the answer exceeded the grader's limits; a step without
-    such completions lacks it.
+    `discovery` is the share of the training problems that some completion has solved so far. `grading/timeouts` counts
+    completions whose comparison with the answer exceeded the grader's limits; a step without such completions lacks it.
     `silent/` is of completions without a gradient: their number, and the sample that stands for them in `entropy`,
     `mismatch/` and `ess/`. `seconds/idle` is of several processes: for how long a rank waited in the rollout for the
     others, as the mean of all ranks, and as the longest.
@@ -216,6 +223,7 @@ class StepMetrics(Stored):
     reward_overlong: Number = _named("reward/overlong")
     reward_custom: Number | None = _maybe("reward/custom")
     reward_equal_groups: Number = _named("reward/equal_groups")
+    discovery: Number | None = None
     completion_tokens: Number
     completion_length: Number
     truncated: Number

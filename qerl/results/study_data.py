@@ -25,8 +25,10 @@ from qerl.results.store import ResultError
 MAIN, PILOT, BASE = "main", "pilot", "base"
 
 _TEXT = pa.string()
-#: A run with its stamp and that of its evaluation. An untrained base has no arm, seed and rate. A run that failed has
-#: its error as `status`. `settings` and `versions` are JSON.
+#: A stamp's columns: `host` is a hash, and `files` one of the package's files.
+STAMP = ("commit", "files", "machine", "host", "driver", "cuda", "time")
+#: A run with its stamp and that of its evaluation. An untrained base has the stamp of its pretraining, and no arm, seed
+#: and rate. A run that failed has its error as `status`. `settings` and `versions` are JSON.
 RUNS = pa.schema(
     [
         ("run", _TEXT),
@@ -42,13 +44,9 @@ RUNS = pa.schema(
         ("reason", _TEXT),
         ("seconds", pa.float64()),
         ("settings", _TEXT),
-        ("commit", _TEXT),
-        ("machine", _TEXT),
-        ("time", _TEXT),
         ("versions", _TEXT),
-        ("evaluated_commit", _TEXT),
-        ("evaluated_machine", _TEXT),
-        ("evaluated_time", _TEXT),
+        *((name, _TEXT) for name in STAMP),
+        *((f"evaluated_{name}", _TEXT) for name in STAMP),
     ]
 )
 #: The metrics of a step that the study uses, under their names in metrics.jsonl.
@@ -56,6 +54,7 @@ METRICS = (
     "reward",
     "reward/correct",
     "reward/equal_groups",
+    "discovery",
     "entropy",
     "entropy/sampler",
     "temperature",
@@ -71,12 +70,14 @@ METRICS = (
     "truncated",
 )
 STEPS = pa.schema([("run", _TEXT), ("step", pa.int32()), *((name, pa.float32()) for name in METRICS)])
-#: A problem of an evaluation: `right` of `drawn` completions are right, in `distinct` ways (countdown only).
+#: A problem of an evaluation: `right` of `drawn` completions are right, in `distinct` ways (countdown only). A problem
+#: that is asked at several temperatures has a row of each.
 OUTCOMES = pa.schema(
     [
         ("run", _TEXT),
         ("task", _TEXT),
         ("split", _TEXT),
+        ("temperature", pa.float32()),
         ("problem", _TEXT),
         ("right", pa.int16()),
         ("drawn", pa.int16()),
@@ -86,10 +87,14 @@ OUTCOMES = pa.schema(
 
 
 class StudyHeader(Stored):
-    """The metadata of each of a study's files. `decides` is false for a run of the pipeline alone."""
+    """The metadata of each of a study's files. `decides` is false for a run of the pipeline alone.
+
+    `protocol` is the SHA-256 of the file that says what is compared; the first study's data lack it.
+    """
 
     study: str
     decides: bool
+    protocol: str = ""
     provenance: Provenance
 
 
@@ -151,8 +156,10 @@ def read_studies(folders: Sequence[Path]) -> Study:
     Raises ResultError if the folders are of several studies, or if two of them have the same run.
     """
     parts = [read_study(folder) for folder in folders]
-    if len({(part.header.study, part.header.decides) for part in parts}) > 1:
-        raise ResultError(f"{_listed(folders)} are of several studies; keep each study's data in a folder of its own")
+    if len({(part.header.study, part.header.decides, part.header.protocol) for part in parts}) > 1:
+        raise ResultError(
+            f"{_listed(folders)} are of several studies or protocols; keep each study's data in a folder of its own"
+        )
     frames = [pd.concat(frames, ignore_index=True) for frames in zip(*(part.tables() for part in parts), strict=True)]
     runs = frames[0]["run"]
     if runs.duplicated().any():

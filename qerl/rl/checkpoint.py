@@ -154,10 +154,10 @@ class ShardedCheckpoints:
         return sorted(self.folder.glob("step-*/"))
 
     def save(
-        self, trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, rows: list[dict[str, float]]
+        self, step: int, trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, progress: dict[str, Any]
     ) -> None:
-        """Write the state after the last of `rows`, then delete all checkpoints but the last two."""
-        partial, step = self.folder / "partial", len(rows)
+        """Write the state after `step`, then delete all checkpoints but the last two. `progress` becomes JSON."""
+        partial = self.folder / "partial"
         state, numbers = _flat(trained, optimizer)
         try:
             if self.processes.writes:
@@ -173,7 +173,7 @@ class ShardedCheckpoints:
             with _alone_without_warning():
                 dcp.save(state, checkpoint_id=partial)
             if self.processes.writes:
-                content = {"fingerprint": self.fingerprint, "rows": rows, "numbers": numbers}
+                content = {"fingerprint": self.fingerprint, "progress": progress, "numbers": numbers}
                 write_json(partial / _STATE, {**content, "digests": dict(_digests(partial))})
                 put(partial, self.folder / f"step-{step:06d}")
         except (OSError, CheckpointException) as error:
@@ -186,10 +186,8 @@ class ShardedCheckpoints:
             for old in self._folders()[:-KEEP]:
                 shutil.rmtree(old)
 
-    def load(
-        self, trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> list[dict[str, float]] | None:
-        """Read the newest state into weights and optimizer, and return its metrics; None without a checkpoint."""
+    def load(self, trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Read the newest state into weights and optimizer, and return its progress; None without a checkpoint."""
         folders = self._folders()
         if not folders:
             return None
@@ -200,8 +198,8 @@ class ShardedCheckpoints:
         with _alone_without_warning():
             dcp.load(state, storage_reader=_Index(newest))
         _restore(optimizer, state, content["numbers"])
-        rows: list[dict[str, float]] = content["rows"]
-        return rows
+        progress: dict[str, Any] = content["progress"]
+        return progress
 
     def _checked(self, newest: Path) -> dict[str, Any]:
         """The content of state.json, after all files are compared with their digests."""

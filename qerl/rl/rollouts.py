@@ -183,6 +183,11 @@ class Group:
         """Whether the rewards differ. Equal rewards have zero advantages and give no gradient."""
         return bool(differ(torch.tensor([self.rewards])))
 
+    @property
+    def solved(self) -> bool:
+        """Whether a completion is right."""
+        return any(part["correct"] for part in self.parts)
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -217,6 +217,8 @@ class Trainer:
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
         self.temperature = settings.rollout.sampling.temperature
+        #: The ids of the problems that some completion has solved.
+        self.solved: set[str] = set()
         #: The lines of the metrics file.
         self._lines: list[str] = []
 
@@ -286,6 +288,7 @@ class Trainer:
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
             self.updater.weights.end_rollout(self.collector.sampler)
+            self.solved |= {group.problem.id for group in rollout.groups if group.solved}
             stored = store.begin(step, rollout) if store else None
             with seconds() as update_time, _remedied():
                 update = self.updater.update(step, rollout.samples, self.temperature, stored)
@@ -296,6 +299,7 @@ class Trainer:
         return {
             "step": step,
             **rollout.metrics,
+            "discovery": len(self.solved) / len(self.collector.task.problems),
             **update,
             "temperature": self.temperature,
             "noise/sigma": report.sigma,
@@ -335,26 +339,29 @@ class Trainer:
     def _save(self, rows: list[dict[str, float]]) -> None:
         """Save a checkpoint. Every process calls this, because each may have a part of the state."""
         trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
+        progress = {"rows": rows, "solved": sorted(self.solved)}
         if self._shared:
-            self._shared.save(trained, optimizer, rows)
+            self._shared.save(len(rows), trained, optimizer, progress)
         elif self.processes.writes:
             weights = {name: parameter.detach() for name, parameter in trained.items()}
             choices = self.updater.choices and asdict(self.updater.choices)
-            state = {"trained": weights, "optimizer": optimizer.state_dict(), "rows": rows, "choices": choices}
+            state = {"trained": weights, "optimizer": optimizer.state_dict(), **progress, "choices": choices}
             self.checkpoints.save(len(rows), state)
 
     def _resume(self) -> list[dict[str, float]]:
         trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
-        rows = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        progress = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        rows: list[dict[str, float]] = progress["rows"] if progress else []
+        self.solved = set(progress["solved"] if progress else ())
         # Passes compute with rounded copies of weights that are trained in 16 bits; the checkpoint has the exact ones.
         self.policy.use_trained()
         if rows and self.processes.writes:
             log.info("continuing from step %d of %d", len(rows), self.settings.steps)
-        return rows or []
+        return rows
 
     def _restore(
         self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> list[dict[str, float]] | None:
+    ) -> dict[str, Any] | None:
         state = self._stored()
         if state is None:
             return None
@@ -364,8 +371,7 @@ class Trainer:
         optimizer.load_state_dict(state["optimizer"])
         # What free memory decided at first holds for the whole run: it changes the last bits.
         self.updater.choices = state["choices"] and Choices(**state["choices"])
-        rows: list[dict[str, float]] = state["rows"]
-        return rows
+        return state
 
     def _stored(self) -> dict[str, Any] | None:
         """The newest state. Machines need not share its folder, so there it is the first process's."""

@@ -165,13 +165,15 @@ class StudiedExperiment(Settings):
 
 
 class StudySettings(Settings):
-    """The comparison of paired arms by docs/exploration-protocol.md, with its data, tables, figures and page.
+    """The comparison of paired arms by a protocol, with its data, tables, figures and page.
 
     The workflow writes them to the folder `study` of the results.
     """
 
     decides: bool
     """Whether the numbers decide anything. False marks the page as a run of the pipeline alone."""
+    protocol: FilePath
+    """File that says what is compared, and what follows from which outcome. The data have its SHA-256."""
     experiments: NonEmpty[StudiedExperiment]
     """The experiments that answer the question, with their sizes and pilots."""
     committed: Path | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from qerl.jobs import GatherJob
 from qerl.results.paths import METRICS as METRICS_FILE
 from qerl.results.paths import OUTCOMES as OUTCOMES_FILE
 from qerl.results.paths import RESULT, RUN
-from qerl.results.schema import OK, EvaluationResult, OutcomeRow, Provenance, RunResult, StepMetrics
+from qerl.results.schema import OK, EvaluationResult, OutcomeRow, PretrainReport, Provenance, RunResult, StepMetrics
 from qerl.results.store import ResultError, read, read_rows
 from qerl.results.study_data import BASE, METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 
@@ -50,7 +51,8 @@ def gathered(job: GatherJob) -> Study:
         if base.run is None and base.model in job.sizes:
             runs.append(_base(job, base))
             outcomes += _outcomes(job, name, file, base)
-    header = StudyHeader(study=job.study, decides=job.decides, provenance=Provenance.of_now())
+    protocol = hashlib.sha256(job.protocol.read_bytes()).hexdigest()
+    header = StudyHeader(study=job.study, decides=job.decides, protocol=protocol, provenance=Provenance.of_now())
     frames = ((runs, RUNS), (steps, STEPS), (outcomes, OUTCOMES))
     return Study(header, *(pd.DataFrame(rows, columns=schema.names) for rows, schema in frames))
 
@@ -84,12 +86,13 @@ def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
         "reason": run.reason,
         "seconds": float(run.summary.seconds) if run.summary else None,
         "settings": settings.model_dump_json(),
-        **_stamp(run.provenance),
+        **_trained(run.provenance),
         **_evaluated(scored.provenance),
     }
 
 
 def _base(job: GatherJob, scored: EvaluationResult) -> Row:
+    pretrained = job.pretrained.get(scored.model)
     return {
         "run": scored.eval,
         "role": BASE,
@@ -99,18 +102,23 @@ def _base(job: GatherJob, scored: EvaluationResult) -> Row:
         "model": scored.model,
         "weights": scored.base.weights_name,
         "status": scored.status,
+        **(_trained(read(PretrainReport, pretrained).provenance) if pretrained else {}),
         **_evaluated(scored.provenance),
     }
 
 
-def _stamp(stamp: Provenance) -> Row:
-    versions = json.dumps(stamp.versions, sort_keys=True)
-    return {**stamp.columns, "time": stamp.time, "versions": versions}
+def _trained(stamp: Provenance) -> Row:
+    return {"versions": json.dumps(stamp.versions, sort_keys=True), **_columns(stamp)}
 
 
 def _evaluated(stamp: Provenance) -> Row:
-    columns = {**stamp.columns, "time": stamp.time}
-    return {f"evaluated_{key}": value for key, value in columns.items()}
+    return {f"evaluated_{key}": value for key, value in _columns(stamp).items()}
+
+
+def _columns(stamp: Provenance) -> Row:
+    machine = stamp.machine
+    about = {"files": stamp.files, "host": machine.host, "driver": machine.driver, "cuda": machine.cuda}
+    return {**stamp.columns, **about, "time": stamp.time}
 
 
 def _steps(file: Path, run: RunResult) -> list[Row]:
@@ -127,7 +135,7 @@ def _outcomes(job: GatherJob, run: str, file: Path, scored: EvaluationResult) ->
     return [
         {
             "run": run,
-            **dict(zip(("task", "split"), job.tasks[row.dataset], strict=True)),
+            **dict(zip(("task", "split", "temperature"), job.tasks[row.dataset], strict=True)),
             **row.model_dump(exclude={"dataset"}),
         }
         for row in rows

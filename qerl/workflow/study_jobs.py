@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qerl.jobs import GatheredExperiment, GatherJob, PageJob, RealArm
+from qerl.results.paths import PRETRAIN
 from qerl.settings.base import read_yaml
+from qerl.settings.models import PretrainSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import StudySettings
 from qerl.study.outcomes import MISMATCH, NUMBERS, PRIMARY
@@ -31,7 +33,16 @@ def gather_job(plan: Plan, files: Files, scope: str) -> GatherJob:
         decides=study.decides,
         experiments=experiments,
         sizes={r.settings.model: experiments[r.experiment].size for r in _runs(plan, experiments)},
-        tasks={task.label: (task.dataset, task.split) for task in plan.config.evaluation.tasks},
+        protocol=study.protocol,
+        pretrained={
+            name: files.dense(name) / PRETRAIN
+            for name in sorted({run.settings.model for run in _runs(plan, experiments)})
+            if isinstance(plan.config.models[name], PretrainSettings)
+        },
+        tasks={
+            task.label: (task.dataset, task.split, plan.config.evaluation.sampling_of(task).temperature)
+            for task in plan.config.evaluation.tasks
+        },
         results=files.listed,
         only_finished=scope == FINISHED,
         out=files.study_folder(scope),

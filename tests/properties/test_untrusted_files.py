@@ -295,8 +295,8 @@ def test_the_state_of_a_full_fine_tuning_is_no_code(tmp_path, canary):
     states = ShardedCheckpoints(tmp_path, "fingerprint", Processes())
     weights = {"w": torch.nn.Parameter(torch.ones(2))}
     optimizer = torch.optim.AdamW(weights.values())
-    states.save(weights, optimizer, [{"step": 1.0}])
-    assert states.load(weights, optimizer) == [{"step": 1.0}]
+    states.save(1, weights, optimizer, {"rows": []})
+    assert states.load(weights, optimizer) == {"rows": []}
     index, state = tmp_path / "step-000001/.metadata", tmp_path / "step-000001/state.json"
     # By its own module, by a name that a module of DCP imports, and by an attribute of a class of the index.
     through_dcp = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x05false\x85R."

@@ -10,6 +10,7 @@ rule gather_study:
     input:
         lambda wildcards: FILES.studied if wildcards.scope == PLANNED else [],
         names=FILES.listed,
+        protocol=PLAN.config.study.protocol if PLAN.config.study else [],
     output:
         FILES.study_data("{scope}"),
     log:

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from qerl.host.interrupt import Interrupted, announced, interruptible
+from qerl.results.paths import rollouts_file
+from qerl.results.schema import RolloutRow
+from qerl.results.store import read_rows
 from qerl.rl.checkpoint import Checkpoints, ResumeError
+from qerl.rl.rewards import reward_parts
 from qerl.rl.trainer import Thermostat, followed_entropies
 from qerl.rl.update import Choices
 from qerl.settings.run import ThermostatSettings
-from tests.unit.rl.tiny_trainer import CPU, PPO, kill_at, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import CPU, PPO, PROBLEMS, kill_at, trainer, untimed, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
@@ -47,6 +51,26 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
     ]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
+
+
+@pytest.mark.parametrize(
+    "method", [{}, {"weights": "bf16", "method": "full", "dtype": "bfloat16"}], ids=["lora", "full"]
+)
+def test_discovery_is_the_share_of_problems_that_any_step_has_solved(checkpoints, tmp_path, monkeypatch, method):
+    """Counted anew from stored completions, also over a kill; about every fourth is called right."""
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", reward_parts)  # the real ones
+    monkeypatch.setattr("qerl.rl.rewards.is_correct", lambda text, *_: sum(map(ord, text)) % 4 == 0)
+    changes = {**method, "stored_rollouts": {"every": 1}, "steps": 5}
+    kill_at(4, trainer(checkpoints, tmp_path, **changes), monkeypatch)
+    rows = trainer(checkpoints, tmp_path, **changes).run()
+    solved: set[str] = set()
+    expected = []
+    for step in range(1, 6):
+        for row in read_rows(RolloutRow, tmp_path / "rollouts" / rollouts_file(step)):
+            solved |= {row.problem for completion in row.completions if completion.parts["correct"]}
+        expected.append(len(solved) / len(PROBLEMS))
+    assert [row["discovery"] for row in rows] == expected
+    assert 0 < expected[0] < expected[-1]
 
 
 def test_a_continued_run_takes_the_choices_of_the_run_that_it_continues(checkpoints, tmp_path, monkeypatch):

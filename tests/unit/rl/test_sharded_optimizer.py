@@ -42,13 +42,13 @@ def train(folder: Path, last: int, out: Path, device: str) -> None:
     weights = {name: torch.nn.Parameter(w) for name, w in sharded(drawn(0, device), processes.count).items()}
     optimizer = ShardedAdamW8bit(weights.values(), **SETTINGS)
     checkpoints = ShardedCheckpoints(folder, "", processes)
-    rows = checkpoints.load(weights, optimizer) or []
+    rows = (checkpoints.load(weights, optimizer) or {"rows": []})["rows"]
     while len(rows) < last:
         rows.append({"step": len(rows) + 1})
         for name, gradient in sharded(drawn(len(rows), device), processes.count).items():
             weights[name].grad = gradient
         optimizer.step()
-    checkpoints.save(weights, optimizer, rows)
+    checkpoints.save(len(rows), weights, optimizer, {"rows": rows})
     if processes.count > 1:
         check_bytes(weights, optimizer)
     whole = {n: (w.full_tensor() if isinstance(w, DTensor) else w).detach() for n, w in weights.items()}

@@ -59,7 +59,8 @@ def study(
         for split in splits:
             # Rounding to whole completions, the same rounding for all, leaves planted effects exact on average.
             right = np.floor(rate * drawn + (np.arange(problems) + 0.5) / problems).astype(int).clip(0, drawn)
-            frame = pd.DataFrame({"run": row["run"], "task": "countdown", "split": split, "right": right})
+            asked = {"task": "countdown", "split": split, "temperature": 1.0}
+            frame = pd.DataFrame({"run": row["run"], **asked, "right": right})
             outcomes.append(
                 frame.assign(problem=[f"p{n:03d}" for n in range(problems)], drawn=drawn, distinct=(right > 0) * 1)
             )

@@ -63,13 +63,16 @@ def store_evaluation(folder: Path, name: str, run: str | None, status: str = "ok
 
 
 def job(folder: Path, paths: list[Path], **changes) -> GatherJob:
+    (folder / "protocol.md").write_text("Compared are arms.\n")
     (folder / "results.txt").write_text("".join(f"{path}\n" for path in paths))
     values = {
         "study": "s",
         "decides": True,
         "experiments": {"e": GatheredExperiment(role="main", size="3m")},
         "sizes": {"tiny": "3m"},
-        "tasks": {"countdown": ("countdown", "test"), "checks": ("countdown", "validation")},
+        "protocol": folder / "protocol.md",
+        "pretrained": {},
+        "tasks": {"countdown": ("countdown", "test", 1.0), "checks": ("countdown", "validation", 0.5)},
         "results": folder / "results.txt",
         "only_finished": False,
         "out": folder / "study",

@@ -43,7 +43,7 @@ def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch
     }
     assert all(name.endswith(of.size) for name, of in job.experiments.items())
     assert job.sizes == {name: name.partition("-")[0] for name in plan.config.models}
-    assert job.tasks["countdown-validation"] == ("countdown", "validation")
+    assert job.tasks["countdown-validation"] == ("countdown", "validation", 1.0)
     assert jobs.gather("finished").only_finished
     assert jobs.page("planned").data == [job.out]
     assert jobs.published().data == sorted(Path("results/reference/exploration").iterdir()) != []
@@ -91,8 +91,11 @@ def test_hours_are_those_of_the_plan(plan):
     assert set(arm.hours) == {1, 3, 12, 21}
 
 
+STUDY = {"decides": False, "protocol": "docs/dose-protocol.md"}
+
+
 def test_a_study_of_an_unknown_experiment_is_refused():
-    study = {"decides": False, "experiments": [{"experiment": "countdwn", "size": "tiny"}]}
+    study = {**STUDY, "experiments": [{"experiment": "countdwn", "size": "tiny"}]}
     with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.experiment names 'countdwn'.*countdown"):
         planned("exploration-small", study=study)
 
@@ -109,4 +112,4 @@ def test_a_study_of_an_experiment_that_is_not_scored_is_refused_before_it_runs()
 def test_an_experiment_that_is_compared_is_no_pilot():
     compared = [{"experiment": name, "size": "tiny", "pilot": "countdown"} for name in ("comparisons", "countdown")]
     with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.pilot=countdown is itself compared"):
-        planned("exploration-small", study={"decides": False, "experiments": compared})
+        planned("exploration-small", study={**STUDY, "experiments": compared})
