@@ -756,7 +756,7 @@ def _check_asked(run: Run, split: Split, problems: int) -> None:
 
 
 def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, problems: int) -> None:
-    from qerl.evals.evaluate import merge_loss
+    from qerl.evals.divergence import merge_loss
     from qerl.models.adapter_files import CARD
     from qerl.models.export import merge
     from qerl.publishing import merged_card

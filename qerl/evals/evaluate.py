@@ -1,4 +1,4 @@
-"""The evaluation of one policy, and of a merge against the policy that it was made from."""
+"""The evaluation of one policy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import usable_length
-from qerl.data.grading import Verdict, extract, is_correct, solution_key, verdict
-from qerl.data.prompts import Thinking, prompt_ids, prompts_ids
+from qerl.data.grading import Verdict, extract, solution_key, verdict
+from qerl.data.prompts import prompts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals.policy import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
@@ -30,12 +26,12 @@ from qerl.jobs import EvaluateJob
 from qerl.models.blocks import noise_norm
 from qerl.models.policy import Policy, load_policy
 from qerl.results.paths import OUTCOMES, RESULT, SAMPLES
-from qerl.results.schema import MergeLoss, OutcomeRow, SampleRow, TaskScore, evaluation_of
-from qerl.results.statistics import KS, Scores, accuracy_interval, difference_interval, mean_interval, pass_at_k
+from qerl.results.schema import OutcomeRow, SampleRow, TaskScore, evaluation_of
+from qerl.results.statistics import KS, pass_at_k
 from qerl.results.store import write
 from qerl.rl.failures import failed
 from qerl.rollout.factory import make_sampler
-from qerl.rollout.sampler import Completion, Sampler, SamplingParams
+from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
@@ -289,97 +285,3 @@ def score_policy(
     # The result states the measured noise, which should be 0.
     noise = noise_norm(policy.lm)
     write(out / RESULT, evaluation_of(row, settings.seed, tasks=tasks, sampler=sampler.served, noise_norm=noise))
-
-
-# The loss of a merge: a policy against the one checkpoint that it was merged into, on the same problems.
-
-#: Positions whose distributions are compared at once: the vocabulary makes each of them large.
-_POSITIONS = 64
-
-
-def merge_loss(
-    policy: Policy, merged: Policy, data: Path, settings: EvaluationSettings, most: int | None = None
-) -> MergeLoss:
-    """Measure KL, agreement and accuracy of `merged` against `policy` (see `MergeLoss`).
-
-    The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems are asked,
-    by the prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
-    so that the cache of one sampler is released before the other draws.
-    """
-    [task] = settings.tasks
-    asked = open_task(task, {task.dataset: data})
-    asked = replace(asked, problems=asked.problems[:most])
-    ask = partial(prompt_ids, policy.tokenizer, instruction=asked.instruction, date=asked.date)
-    prompts = [ask(problem.question) for problem in asked.problems]
-    drawn, others = _draw(policy, prompts, settings), _draw(merged, prompts, settings)
-    shares, merged_shares = (_right(policy, asked, prompts, each) for each in (drawn, others))
-    kl, same, tokens = _compare(policy, merged, prompts, drawn)
-    return MergeLoss(
-        split=task.split,
-        problems=len(prompts),
-        repeats=settings.repeats,
-        tokens=tokens,
-        kl=mean_interval(kl),
-        same_token=same,
-        accuracy=accuracy_interval(shares[None]),
-        accuracy_merged=accuracy_interval(merged_shares[None]),
-        difference=difference_interval(merged_shares[None], shares),
-        dtype=settings.dtype,
-        sampling=settings.sampling,
-    )
-
-
-def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
-    """The completions of each prompt."""
-    params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
-    context = usable_length(policy.lm.config.to_dict(), settings)
-    return EvaluatedPolicy(make_sampler(policy, settings), policy.tokenizer, params, context).complete(prompts)
-
-
-def _right(
-    policy: Policy, asked: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
-) -> Scores:
-    """The share of right completions of each problem, [problems]."""
-    form = (asked.format, asked.answer, asked.units)
-    thinking = Thinking(policy.tokenizer, asked.thinking)
-    shares = []
-    for problem, prompt, completions in zip(asked.problems, prompts, drawn, strict=True):
-        begun = str(policy.tokenizer.decode(prompt))
-        texts = [thinking.text(completion.token_ids, begun) for completion in completions]
-        shares.append(np.mean([is_correct(text, problem.answer, *form) for text in texts]))
-    return np.array(shares)
-
-
-def _compare(
-    policy: Policy, merged: Policy, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
-) -> tuple[Scores, float, int]:
-    """KL per token of each problem [problems], the share of tokens with the same most likely one, and their number."""
-    kl, same = [], []
-    for prompt, completions in zip(prompts, drawn, strict=True):
-        pairs = [_of_tokens(policy, merged, prompt, completion.token_ids) for completion in completions]
-        kl.append(torch.cat([divergence for divergence, _ in pairs]).mean().item())
-        same += [agreement for _, agreement in pairs]
-    agreements = torch.cat(same)
-    return np.array(kl), agreements.double().mean().item(), len(agreements)
-
-
-@torch.no_grad()
-def _of_tokens(policy: Policy, merged: Policy, prompt: list[int], tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """KL(policy || merged), float64 [T], and whether both find the same token most likely, bool [T]."""
-    logits, others = (_logits(model, prompt, tokens) for model in (policy, merged))
-    parts = zip(logits.split(_POSITIONS), others.split(_POSITIONS), strict=True)
-    kl = torch.cat([_kl(ours, theirs) for ours, theirs in parts])
-    return kl.cpu(), (logits.argmax(-1) == others.argmax(-1)).cpu()
-
-
-def _logits(policy: Policy, prompt: list[int], tokens: list[int]) -> Tensor:
-    """The logits [T, vocabulary] from which each of the completion's tokens is drawn."""
-    ids = torch.tensor([prompt + tokens], device=policy.device)
-    with policy.autocast():
-        return policy.lm(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
-
-
-def _kl(logits: Tensor, others: Tensor) -> Tensor:
-    """KL divergence of two distributions in nats, float64 [T], from their logits [T, vocabulary]."""
-    ours, theirs = (torch.log_softmax(part.double(), -1) for part in (logits, others))
-    return (ours.exp() * (ours - theirs)).sum(-1)

@@ -377,10 +377,11 @@ def _driver() -> str | None:
         return None
 
 
-def _host(gpus: int) -> str:
-    """A hash of the host's name and of its GPUs' identifiers; container hosts often share a name."""
-    names = [platform.node(), *(str(sys.modules["torch"].cuda.get_device_properties(i).uuid) for i in range(gpus))]
-    return hashlib.sha256("\0".join(names).encode()).hexdigest()[:8]
+def _host() -> str:
+    """A hash that is the same for all processes of a machine, whatever container they are in, until it boots anew."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    identity = boot.read_text(encoding="utf-8") if boot.is_file() else platform.node()
+    return hashlib.sha256(identity.strip().encode()).hexdigest()[:8]
 
 
 def machine() -> dict[str, Any]:
@@ -397,7 +398,7 @@ def machine() -> dict[str, Any]:
         "gpu": gpus or None,
         "driver": _driver() if gpus else None,
         "cuda": sys.modules["torch"].version.cuda if gpus else None,
-        "host": _host(len(gpus)),
+        "host": _host(),
         "label": label,
     }
 

@@ -462,6 +462,30 @@ class MergeLoss(Stored):
     sampling: Annotated[SamplingSettings, PlainSerializer(whole)]
 
 
+class Dose(Stored):
+    """How far an error of the weights moves a policy before training, on completions of the policy at temperature 1.
+
+    `kl` is KL(policy || perturbed) of a whole completion in nats, the sum over its tokens. `entropy` is the policy's
+    entropy of a token in nats, and `entropy_change` the perturbed policy's at the same tokens, less it. Intervals are
+    over problems.
+    """
+
+    problems: int
+    completions: int
+    tokens: int
+    kl: Interval
+    entropy: Interval
+    entropy_change: Interval
+
+
+class DoseReport(Stored):
+    """dose-<model>.json: the dose of each arm on an untrained base, against the base in BF16."""
+
+    model: str
+    arms: dict[str, Dose]
+    provenance: Provenance
+
+
 class MergedExport(Stored):
     """merged.json beside a merged checkpoint: the run, its base's format and the checkpoint's, and the loss."""
 

@@ -23,9 +23,7 @@ CountdownUse = Literal["all", "some"]
 
 
 class GeneratedSplits(Settings):
-    """Seed and number of problems of each split of generated data. No two problems share a question.
-
-    The shares of flawed and short solutions, which some generators have as keys, hold for training problems alone."""
+    """Seed and number of problems of each split. Shares of flawed solutions hold for training alone."""
 
     seed: Seed = 0
     train: PositiveInt = 4096
@@ -56,15 +54,14 @@ class CountdownData(GeneratedSplits):
     use: CountdownUse = "all"
     """`all`: a solution uses each given number exactly once. `some`: at most once."""
     missed: Fraction = 0.75
-    """Share of the training solutions that compute correctly and miss the target. A policy that imitates them searches
-    without success for that share of problems."""
+    """Share of the training solutions that compute correctly and miss the target."""
 
 
 class ComparisonData(GeneratedSplits):
-    """Chains of comparisons made by `qerl.data.generated`.
+    """Chains of comparisons made by `qerl.data.generated`, for `format: math`.
 
-    They need `format: math`. In a problem some comparisons are turned around: "Mia has 4 more than Tom" asks for a
-    subtraction to find Tom's number. The obvious short way takes the words in their order, and its answer is wrong."""
+    Some are turned around: "Mia has 4 more than Tom" asks for a subtraction to find Tom's number.
+    """
 
     source: Literal["comparisons"]
     clauses: NonEmpty[Annotated[int, Field(ge=1, le=6)]] = [2, 3]
@@ -72,8 +69,7 @@ class ComparisonData(GeneratedSplits):
     turned: Fraction = 0.7
     """Probability that a comparison is turned around. At least one of a problem is."""
     hasty: Fraction = 0.5
-    """Probability that a training solution takes a turned comparison in the order of its words. The final answer is
-    then wrong."""
+    """Probability that a training solution takes a turned comparison in the order of its words, with a wrong answer."""
 
 
 class LocalData(Settings):
@@ -92,27 +88,26 @@ class HubData(Settings):
     source: Literal["hub"]
     repo: str
     revision: str | None = None
-    """A commit. It may be a branch or tag, or be left out, if a lock file (the key `lock`) resolves it to a commit."""
+    """A commit, or a branch, a tag or none if a lock file (`lock`) resolves it to a commit."""
     subset: str | None = None
     """The repository's name of the subset, such as `main` of openai/gsm8k."""
     splits: dict[Split, str] = {"train": "train", "test": "test"}
-    """Maps each split of this project to one of the repository. `{test: train}` tests on a repository's only split,
-    called train."""
+    """Maps each split to one of the repository. `{test: train}` tests on a repository's only split, called train."""
     folder: FilePath | None = None
-    """A local copy of the repository, read in place of the hub. `hf download --repo-type dataset REPO --local-dir
-    FOLDER` makes one."""
+    """A local copy of the repository, read in place of the hub (`hf download --repo-type dataset REPO --local-dir
+    FOLDER`)."""
 
 
 class FunctionData(Settings):
     """Records that a function of the user returns.
 
-    It returns a list, which is split by a hash of the question, or a mapping from split names (train, validation, test)
-    to lists. A change of its file reruns all that depends on it."""
+    It returns a list, split by a hash of the question, or a mapping from split names to lists.
+    """
 
     source: Literal["python"]
     function: FunctionPath
-    """`module:function`, importable from the working directory or installed. It is called without an argument. It may
-    also be a generator, or return a `datasets.Dataset`."""
+    """`module:function`, importable from the working directory or installed, called without an argument. It may be a
+    generator, or return a `datasets.Dataset`."""
     validation_fraction: Fraction = 0.1
     test_fraction: Fraction = 0.2
 
@@ -121,15 +116,15 @@ Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class FilterSettings(Settings):
-    """Conditions on training records. Records that fail one are dropped. Validation and test are never filtered."""
+    """Conditions that all training records must meet. Validation and test are never filtered."""
 
     max_characters: PositiveInt | None = None
-    """Longest question that is kept, in characters. The released scripts use 1024 on BigMath."""
+    """Longest question that is kept (1024 on BigMath in the released scripts)."""
     levels: list[int] | None = None
     """Levels (column `level`) that are kept. A record without a level is dropped."""
     within: dict[str, tuple[Bound, Bound]] = {}
     """Columns whose number must lie between two bounds, inclusive, as `{llama8b_solve_rate: [0, 0.5]}`. A record
-    without that number is dropped."""
+    without it is dropped."""
 
 
 #: The default instruction of a data set, by answer form and record format. Without an instruction, a policy may state
@@ -173,37 +168,34 @@ Delimiter = Annotated[str, Field(min_length=1)]
 class DatasetSettings(Settings):
     """A set of problems with verifiable answers.
 
-    Each question counts once, in the first of test, validation and train that has it. A question with contradictory
-    answers is dropped with a warning."""
+    Each question counts once, in the first of test, validation and train that has it. One with contradictory answers is
+    dropped with a warning.
+    """
 
     format: RecordFormat
     columns: dict[str, str] = {}
-    """Maps the format's column names to those of the records, where they differ: `{problem: prompt, answer:
+    """Maps the format's column names to the records', where they differ: `{problem: prompt, answer:
     solution}`."""
     filter: FilterSettings = FilterSettings()
     origin: Annotated[
         Generated | CountdownData | ComparisonData | LocalData | HubData | FunctionData, Field(discriminator="source")
     ]
     answer: AnswerForm = "native"
-    """How completions state their answer. `native` reads it as the records state it (`#### n`, `\\boxed{}`). `tags`
-    reads `<think>...</think><answer>...</answer>`, which the instruction must ask for. The records don't change.
-    Formulas of countdown count as they are, without units, boxes or an equality."""
+    """How completions state their answer: `native` as the records do (`#### n`, `\\boxed{}`), `tags` as
+    `<think>...</think><answer>...</answer>`, which the instruction must ask for."""
     instruction: str = Field(default_factory=_instruction_of)
-    """Text appended to each question, on a line of its own, that tells the policy how to state the answer. The default
-    asks for what the grader of the format reads: `#### n` (gsm8k), `#### (8-3)*4` (countdown), `\\boxed{}` (math,
-    aime), or the tags. An empty text appends nothing."""
+    """Text appended to each question on a line of its own, which tells the policy how to state the answer. The default
+    asks for what the grader of the format reads. An empty text appends nothing."""
     units: list[str] = []
-    """Words and signs that may follow a number without changing it, such as `["%", points]`. They add to the built-in
-    units (docs/evaluation.md). A number followed by any other word doesn't count as an answer."""
+    """Words and signs that may follow a number without changing it, such as `["%", points]`, besides the built-in units
+    (docs/evaluation.md)."""
 
     thinking: tuple[Delimiter, Delimiter] | None = None
-    """What begins and ends the model's thinking, such as `["<plan>", "</plan>"]`. By default its tokenizer and chat
-    template tell. `<think>` and `</think>` always do so, too. `qerl train` says before it starts what ends the model's
-    thinking. A completion whose thinking hasn't ended states no answer."""
+    """What begins and ends the model's thinking, such as `["<plan>", "</plan>"]`, besides `<think>` and `</think>`.
+    None takes it from tokenizer and chat template. A completion whose thinking hasn't ended states no answer."""
     date: Annotated[datetime.date, BeforeValidator(_no_number)] | None = None
     """The date that the model's chat template states, if it states one. None takes the day on which the data are
-    prepared, which is kept with them, so that runs and evaluations that start or continue later have the same
-    prompts."""
+    prepared, which is kept with them."""
 
     @property
     def own_file(self) -> Path | None:

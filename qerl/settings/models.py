@@ -33,8 +33,8 @@ class PretrainSettings(Settings):
     batch_size: PositiveInt = 32
     learning_rate: float = 5e-3
     target_accuracy: Fraction = 0.50
-    """Training stops when the policy solves this share of the first data set's validation problems, checked every
-    `check_every` steps. A final accuracy outside `accepted` is an error."""
+    """Training stops at this accuracy on the first data set's validation problems. A final accuracy outside `accepted`
+    is an error."""
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
     seed: Seed = 0
@@ -62,13 +62,11 @@ class HubModel(Settings):
     source: Literal["hub"]
     repo: str
     revision: str
-    """A commit. A branch or tag needs a lock file (the key `lock`) that resolves it to a commit."""
+    """A commit, or a branch or tag that a lock file (`lock`) resolves to one."""
 
 
 class LockedRepo(Settings):
-    """An entry of a lock file, which maps each repository of the hub to these keys.
-
-    Data sets have names such as `datasets/org/name`. `qerl lock CONFIG` writes the file."""
+    """An entry of a lock file (`qerl lock CONFIG`), by the name of its repository."""
 
     revision: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
     """The commit."""
@@ -87,7 +85,7 @@ class CalibrationSettings(Settings):
     dataset: str | None = None
     """Data set of the texts. None takes the run's own."""
     samples: PositiveInt = 256
-    """Number of texts. A smaller data set is used whole."""
+    """Number of texts."""
     length: PositiveInt = 2048
     """Longest text, in tokens. Longer ones are cut."""
     seed: Seed = 0
@@ -95,17 +93,14 @@ class CalibrationSettings(Settings):
 
 
 class RandomErrorSettings(Settings):
-    """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16.
-
-    It is drawn once, from a normal distribution whose variance in each group is the mean square of rounding's error
-    there, times `variance` (`qerl.models.quantize`)."""
+    """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16 (docs/algorithms.md)."""
 
     of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     """The format whose rounding is imitated."""
     variance: Annotated[float, Field(gt=0)] = 1.0
-    """The error's variance, in multiples of that of rounding."""
+    """The error's variance, in multiples of rounding's."""
     seed: Seed | None = None
-    """Seed of the draw. None takes the run's, so that paired runs have different errors."""
+    """None takes the run's, so that paired runs have different errors."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -34,12 +34,10 @@ class SamplingSettings(Settings):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits. 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Tokens are drawn from the fewest likeliest ones that have this share of the probability that `top_k` keeps. 1
-    keeps all."""
+    """Draw from the fewest likeliest tokens that have this share of the probability that `top_k` keeps."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Tokens are drawn from this many likeliest ones. 0 keeps all."""
+    """Draw from this many likeliest tokens. 0 keeps all."""
     max_tokens: PositiveInt = 4096
-    """The most tokens of a completion."""
 
     @model_validator(mode="after")
     def _logits_do_not_overflow(self) -> SamplingSettings:
@@ -55,21 +53,19 @@ class VllmSettings(Settings):
     """vLLM as the sampler."""
 
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for the engine (weights, cache, CUDA graphs). The trainer needs the rest. In a
-    job that has a part of the GPU, this is a share of that part."""
+    """Share of the GPU's memory, or of the job's part of it, for the engine (weights, cache, CUDA graphs)."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Size of the KV cache in GiB. None takes what `utilization` leaves, on a CPU 1 GiB."""
     max_model_len: PositiveInt | None = None
     """Longest prompt with its completion, in tokens. None takes the model's context."""
     max_sequences: PositiveInt = 256
-    """Largest number of sequences that are decoded together."""
+    """Most sequences decoded together."""
     sleep: bool = False
-    """Release the engine's memory between rollouts: weights move to host memory, the cache is dropped."""
+    """Release the engine's memory between rollouts: weights move to the host, the cache is dropped."""
     eager: bool = False
-    """Neither compile nor capture CUDA graphs. The engine starts faster and runs slower."""
+    """Neither compile nor capture CUDA graphs, for a faster start and slower steps."""
     tensor_parallel: PositiveInt = 1
-    """Number of GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first
-    one."""
+    """GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,26 +84,21 @@ class NativeSettings(Settings):
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
-    it. If that limit is reached, the cache's memory is released after each rollout, as with `sleep`."""
+    it. If that limit is reached, the cache is released after each rollout, as with `sleep`."""
     kv_cache_dtype: KvCacheDtype = "auto"
-    """Dtype of the KV cache. `auto` is the model's dtype. `fp8` (E4M3 with a scale for each token and head) holds 1.9
-    times as many tokens in the same memory. The sampler's distribution then differs more from the trainer's, which
-    `mismatch/kl` logs. It needs a GPU of compute capability 8.9."""
+    """`auto` is the model's dtype. `fp8` (E4M3 with a scale for each token and head) holds 1.9 times as many tokens,
+    needs compute capability 8.9, and makes the sampler differ more from the trainer, which `mismatch/kl` logs."""
     sleep: bool = False
     """Release the cache's memory after each rollout. The next rollout takes about a second longer."""
     batch_invariant: bool = False
-    """Make each completion independent of its batch, to the bit. Prompts are then computed one by one and every step
-    has the size of a full batch, which is slower."""
+    """Make each completion independent of its batch, to the bit, which is slower."""
     drafts: bool = False
-    """Let a step verify several guessed tokens of each sequence where few sequences are left. Guesses come from the
-    prompt, the completion so far, and other completions of the prompt. The tokens are those without guesses, except
-    where roundings of a larger batch change a draw. With `batch_invariant` all bits are the same, also in a run that
-    was killed and has forgotten the completions of its earlier steps.
-    Models with delta nets have no drafts, because their states can't be rolled back."""
+    """Let steps of fewer than 128 sequences verify guessed tokens: of the prompt, the completion and its siblings.
+    Tokens are those without guesses, except where roundings of a larger batch change a draw. Models with delta nets
+    have no drafts."""
     kernels: Kernels = "auto"
-    """Kernels of the products with NVFP4 and MXFP4 weights. `auto` takes those that were written for the GPU's
-    generation, which is Hopper alone, and otherwise the portable ones in Triton. `portable` takes the latter
-    everywhere."""
+    """Kernels of the products with NVFP4 and MXFP4 weights. `auto` takes those written for Hopper where the GPU is one,
+    and otherwise the portable ones in Triton. `portable` takes the latter everywhere."""
 
 
 class EngineSettings(Settings):
@@ -142,15 +133,15 @@ class RolloutSettings(EngineSettings):
     prompts: PositiveInt = 16
     group_size: PositiveInt = 8
     resample: Annotated[int, Field(ge=0, lt=256)] = 0
-    """Number of further rounds of DAPO's dynamic sampling. Each round replaces problems whose completions all earn the
-    same reward by the next problems."""
+    """Further rounds of DAPO's dynamic sampling, each of which replaces groups of equal rewards by the next
+    problems."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longest prompt of a training problem, in tokens. Problems with longer ones are left out. With none, every prompt
-    must fit into the model's context together with `sampling.max_tokens`."""
+    """Leave out training problems with longer prompts, in tokens. With none, every prompt must fit into the model's
+    context together with `sampling.max_tokens`."""
     sampling: SamplingSettings = SamplingSettings()
     repetition: Annotated[int, Field(ge=0)] = 0
-    """Draws other completions for each number. Runs that differ in it alone have the same problems and the same initial
-    adapter, so that they tell how far a run is from its own repetition."""
+    """Draws other completions for each number, from the same problems and initial adapter, to tell how far a run is
+    from its own repetition."""
 
     @model_validator(mode="after")
     def _draws_at_a_temperature(self) -> RolloutSettings:
@@ -185,24 +176,22 @@ class RewardSettings(Settings):
     """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
     preset: RewardPreset | None = None
-    """Sets `correct` and `format` to the released scripts' values. Keys given beside it win. Grading stays this
-    project's, because the scripts' graders have defects."""
+    """Sets `correct` and `format` to the released scripts' values; keys given beside it win. Grading stays this
+    project's."""
     correct: float = 1.0
     format: float = 0.1
     custom: float = 1.0
     """Weight of `function`."""
     function: FunctionPath | None = None
-    """A reward of your own, `module:function`, importable from the working directory or installed. It is called as
-    `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)` and returns a number
-    between -1e15 and 1e15."""
+    """A reward of your own, `module:function`, called as `function(answer: qerl.rl.rewards.Answer, problem:
+    qerl.data.records.Problem)`. It returns a number between -1e15 and 1e15."""
     timeout: Annotated[float, Field(gt=0)] | None = 300.0
-    """Longest time that a call of `function` may take, in seconds. A longer call stops the run with the function's
-    position. A start with a higher limit continues from the last checkpoint. None sets no limit."""
+    """Seconds that a call of `function` may take before it stops the run; a start with a higher limit continues. None
+    sets no limit."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the penalty for long completions."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Number of tokens before the limit over which DAPO's soft penalty goes from 0 to -1. With 0 there is no
-    penalty."""
+    """Tokens before the limit over which DAPO's soft penalty goes from 0 to -1. With 0 there is none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -229,21 +218,17 @@ class AdapterSettings(Settings):
     rank: Annotated[int, Field(ge=0)] = 32
     alpha: PositiveInt = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that an update drops. The mask is a function of seed, step, completion and layer,
-    not of how the batch is split into micro-batches or among processes.
-    """
+    """Share of the adapters' inputs that an update drops, by a function of seed, step, completion and layer."""
     train_norms: bool = True
-    """Whether the RMSNorms whose outputs projections read, two in each block, are trained too, as in the released
+    """Whether the two RMSNorms of each block whose outputs projections read are trained too, as in the released
     scripts."""
     # The seven names of the default mean all layers outside of experts, so names of their own (experts.up_proj) are the
     # only ones that nobody gives by accident; Qwen3-30B-A3B's experts have 60 times as many adapter weights as its
     # attention.
     targets: NonEmpty[Target] = list(LAYERS)
-    """The linear layers of the blocks that get an adapter, by the ends of their names in the model, such as
-    `query_key_value`. The seven of the default together mean every linear layer of the blocks outside of a mixture's
-    experts, whatever its name. All parts of a fused layer together, such as q, k and v of `qkv_proj`, mean that layer.
-    Each expert of a mixture has an adapter of its own only where `experts.…` names its projections, gate and up
-    together."""
+    """Linear layers of the blocks that get an adapter, by the ends of their names. The default means every linear layer
+    outside of a mixture's experts, whatever its name, and all parts of a fused layer mean that layer. `experts.…` gives
+    each expert an adapter of its own."""
 
     @property
     def of_experts(self) -> list[str]:
@@ -279,20 +264,18 @@ class NoiseSettings(Settings):
     sigma_start: Annotated[float, Field(ge=0)] = 1e-2
     sigma_end: Annotated[float, Field(ge=0)] = 5e-4
     stages: PositiveInt = 10
-    """K of Eq. 8. The first stage has no noise. In a run with fewer steps than stages each step is a stage, and the
-    last stages are left out."""
+    """K of Eq. 8. The first stage has no noise. With fewer steps than stages each step is a stage."""
     mode: Literal["sampler", "consistent"] = "sampler"
     """`sampler` adds noise to the behaviour policy only (Algorithm 1). `consistent` adds the same z in the training
     forward pass too."""
     norms: NonEmpty[Literal["attention", "mlp"]] = ["attention", "mlp"]
-    """Norms of a block that carry noise: the norm before attention (`attention`) and the norm before the MLP (`mlp`).
-    The paper has both."""
+    """Norms of a block that carry noise: before attention (`attention`) and before the MLP (`mlp`). The paper has
+    both."""
     per: Literal["step", "completion"] = "step"
-    """`step` draws z once for all completions of a step. `completion` draws it for each number of a completion within
-    its group, so that no two completions of a problem share it. It needs `mode: sampler`, and draws a step in as many
-    parts as a group has completions."""
+    """Draw z once for all completions of a `step`, or for each number of a `completion` within its group, which needs
+    `mode: sampler` and a call for each number."""
     placebo: bool = False
-    """Follow the schedule with z = 0. The log has the sigma of the schedule and a norm of 0."""
+    """Follow the schedule with z = 0."""
 
     @model_validator(mode="after")
     def _mode_is_possible(self) -> NoiseSettings:
@@ -314,23 +297,18 @@ class NoiseSettings(Settings):
 
 
 class ThermostatSettings(Settings):
-    """A sampling temperature that follows the token entropy of another run (`qerl.rl.trainer`).
-
-    The first step has `rollout.sampling.temperature`. Evaluations have their own."""
+    """A sampling temperature that follows the token entropy of another run (docs/algorithms.md)."""
 
     arm: str | None = None
     """Arm of the same experiment whose run at the same point of the grid is followed. It is trained first."""
     metrics: FilePath | None = None
     """File metrics.jsonl of the run that is followed, in place of an arm."""
     gain: Annotated[float, Field(gt=0, le=2)] = 0.1
-    """Exponent by which the temperature of a step corrects the ratio of the wanted to the reached entropy. The ratio
-    counts as e or 1 / e at most."""
+    """Exponent by which a step's temperature corrects the ratio of the wanted to the reached entropy."""
     average_steps: Annotated[float, Field(ge=1)] = 4
-    """Steps over which both entropies are averaged: each counts 1 − 1 / `average_steps` of the one after it."""
+    """Steps over which both entropies are averaged (docs/algorithms.md has the formula)."""
     lowest: Annotated[float, Field(gt=0)] = 0.25
-    """Lowest temperature."""
     highest: Annotated[float, Field(gt=0)] = 4.0
-    """Highest temperature."""
 
     @model_validator(mode="after")
     def _one_run_is_followed(self) -> ThermostatSettings:
@@ -342,10 +320,9 @@ class ThermostatSettings(Settings):
 
 
 class PPOSettings(Settings):
-    """Value function and advantages of PPO (`qerl.rl.value` has the formulas). The paper has no PPO.
+    """Value function and advantages of PPO (docs/algorithms.md). The paper has no PPO.
 
-    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for rewards at the
-    end of a text.
+    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for text.
     """
 
     gamma: Fraction = 1.0
@@ -353,50 +330,43 @@ class PPOSettings(Settings):
     lam: Fraction = 0.95
     """Lambda of the generalized advantage estimation (arXiv 1506.02438, Eq. 16)."""
     whiten: bool = True
-    """Scale advantages to mean 0 and variance 1 over the tokens of each step's batch."""
+    """Scale advantages to mean 0 and variance 1 over the tokens of a step."""
     value_clip: Annotated[float, Field(gt=0)] = 0.2
-    """Largest change of a value that the loss counts, from the value before the first update on the rollout (as
-    `clip_low`)."""
+    """Largest change of a value that the loss counts, as `clip_low`."""
     value_coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the value's loss, which already has a factor of 0.5. The value function shares no trained weight with
-    the policy."""
+    """Weight of the value's loss, which already has a factor of 0.5."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """Learning rate of the value function, with the policy's schedule. The default is ten times the policy's. In
-    OpenRLHF it is nine times."""
+    """Learning rate of the value function, with the policy's schedule: ten times the policy's default (nine in
+    OpenRLHF)."""
     rank: PositiveInt = 32
-    """Rank of the value function's LoRA adapter. The adapter has the policy's targets, no dropout and no trained
-    norms."""
+    """Rank of the value function's adapter, which has the policy's targets, no dropout and no trained norms."""
     alpha: PositiveInt = 64
 
 
 class LossSettings(Settings):
-    """The policy's loss (`qerl.rl.losses` has the formulas).
-
-    The default is GRPO (paper Eq. 3) without a KL term (Appendix E)."""
+    """The policy's loss (docs/algorithms.md has the formulas). The default is GRPO without a KL term."""
 
     name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
-    """Name of the loss. The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
+    """The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from the reference, which is the base without the adapter."""
+    """Weight of the KL divergence from the base without the adapter."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus: the loss falls by it times the entropy of each token's distribution at the sampling
-    temperature, in nats. The paper has none."""
+    """Weight of the bonus for each token's entropy at the sampling temperature, in nats. The paper has none."""
     scale_advantages: bool = True
     """Divide advantages by the group's standard deviation (Eq. 4). The default of `dr_grpo` is false."""
     mask_truncated: bool = False
-    """Exclude completions that reached the length limit from the loss (DAPO's overlong filtering)."""
+    """Exclude completions that reached the length limit (DAPO's overlong filtering)."""
     updates_per_rollout: PositiveInt = 1
-    """Number of passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
+    """Passes over one rollout, each with an optimizer step (mu of Algorithm 1)."""
     correction: Literal["off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = "off"
-    """Importance weights that correct for the difference between sampler and trainer. The paper has none."""
+    """Importance weights between sampler and trainer. The paper has none."""
     correction_cap: Annotated[float, Field(ge=1)] = 2.0
-    """Largest importance weight. Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
+    """Above it, `-truncate` cuts the weight and `-mask` drops the token or sequence."""
     silent_sample: Annotated[float, Field(gt=0, le=1)] = 0.125
-    """Share of the silent completions, whose gradient is zero, that an update reads. Metrics of entropy and mismatch
-    count it for all of them. 1 reads all: more time, no change of the policy. With `kl`, `entropy` or `ppo` none are
-    silent."""
+    """Share of the completions without a gradient that an update reads, for the metrics of entropy and mismatch. It
+    changes no policy. With `kl`, `entropy` or `ppo` none are silent."""
     ppo: PPOSettings = PPOSettings()
     """Settings that only `ppo` uses."""
 
@@ -481,12 +451,11 @@ class StoredRollouts(Settings):
     every: Annotated[int, Field(ge=0)] = 10
     """Store the rollouts of the first step, of every n-th and of the last one. 0 stores none."""
     problems: PositiveInt = 8
-    """Largest number of problems of a stored step."""
+    """Most problems of a stored step."""
     completions: PositiveInt = 8
-    """Largest number of completions of each problem."""
+    """Most completions of each problem."""
     tokens: PositiveInt = 65536
-    """Largest number of completion tokens of a stored step. A token takes about five bytes on disk. Completions of a
-    problem from the first that would exceed the number on are left out."""
+    """Most completion tokens of a stored step, of about five bytes each on disk."""
 
 
 class RunSettings(Settings):
@@ -496,17 +465,17 @@ class RunSettings(Settings):
     dataset: str
     weights: WeightFormat = "nvfp4"
     recipe: Recipe = "rtn"
-    """How weights are quantized. `rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels
-    by their activations on calibration texts. `random` (bf16) adds a random error as large as that of rounding."""
+    """`rtn` rounds to nearest, without data. `awq` (nvfp4 and mxfp4) first scales channels by their activations on
+    calibration texts. `random` (bf16) adds a random error as large as that of rounding."""
     # Published hybrids keep delta nets in higher precision, and nobody has measured here what 4 bits cost. vLLM runs
     # in_proj_qkv and in_proj_z as one layer, so both get one scale.
     pack_delta_nets: bool = False
-    """Whether a hybrid's delta nets are packed in 4 bits too: their `in_proj_qkv`, `in_proj_z` and `out_proj`. `false`
-    keeps them bf16, as published hybrids do. The effect on quality isn't measured here."""
+    """Whether `in_proj_qkv`, `in_proj_z` and `out_proj` of a hybrid's delta nets are packed in 4 bits too. The effect
+    on quality isn't measured here."""
     calibration: CalibrationSettings = CalibrationSettings()
-    """Settings that only `recipe: awq` uses."""
+    """For `recipe: awq`."""
     random_error: RandomErrorSettings = RandomErrorSettings()
-    """Settings that only `recipe: random` uses."""
+    """For `recipe: random`."""
     method: Literal["full", "lora"] = "lora"
     adapter: AdapterSettings = AdapterSettings()
     noise: NoiseSettings = NoiseSettings()
@@ -518,33 +487,26 @@ class RunSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     steps: PositiveInt = 200
     micro_batch_tokens: PositiveInt = 16384
-    """Largest number of tokens in one forward and backward pass. A prompt counts once for all its completions there.
-    Gradients accumulate over as many passes as the batch needs."""
+    """Most tokens in one forward and backward pass. A prompt counts once for all its completions there."""
     gradient_checkpointing: bool | Literal["auto"] = False
-    """Keep only the input of each block and compute the rest again in the backward pass, for less memory and more time.
-    `auto` does so for as many blocks as the GPU's free memory requires, and for none on a CPU. With memory to spare it
-    also keeps logits, and unpacks weights once per update."""
+    """Keep only the input of each block and compute the rest again in the backward pass. `auto` does so for as many
+    blocks as the GPU's free memory requires, and for none on a CPU."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     checkpoint_every: PositiveInt = 10
     on_no_signal: Literal["warn", "stop"] = "warn"
-    """What happens to a run whose rewards give no gradient: no completion of the first step states a readable answer,
-    or rewards are equal within every group for three steps. `warn` prints one warning with a completion. `stop` ends
-    the run.
-    """
+    """What follows if no completion of the first step states a readable answer, or rewards are equal within every group
+    for three steps: a warning that shows a completion, or the end of the run."""
     stored_rollouts: StoredRollouts = StoredRollouts()
     track: list[TrackerName] = []
-    """Trackers that get each step's metrics, besides metrics.jsonl. Each needs its library, the extra of its name. All
-    work offline if not told otherwise (docs/tracking.md). A tracker that fails is dropped with a warning."""
+    """Trackers that get each step's metrics, besides metrics.jsonl (docs/tracking.md)."""
     processes: PositiveInt = 1
-    """Number of processes that share each step's work (data parallelism), on as many GPUs. The result is that of one
-    process up to the order in which gradients are added. With `method: full` each process has a shard of weights and
-    optimizer (docs/scaling.md)."""
+    """Processes that share each step's work, on as many GPUs (docs/scaling.md). The result is that of one process up to
+    the order in which gradients are added."""
     nodes: PositiveInt = 1
-    """Number of machines that the processes are divided among equally. The run is started on each of them
-    (docs/scaling.md)."""
+    """Machines that the processes are divided among equally. The run is started on each (docs/scaling.md)."""
     node_timeout: PositiveInt = 1800
-    """Seconds that a process of several machines waits for the others before the run ends. It is the limit of PyTorch's
-    process group, so it must be longer than the time by which one machine's rollout may outlast another's."""
+    """Seconds that a process of several machines waits for the others before the run ends. It must exceed the time by
+    which one machine's rollout may outlast another's."""
     # 32 bits: a step's 64-bit seed has the run's seed in its upper half, and Philox, torch and NumPy accept no negative
     # seeds.
     seed: Seed = 0
@@ -635,17 +597,16 @@ class RunSettings(Settings):
 class RunFile(RunSettings):
     """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
-    Relative paths count from the working directory and are stored as absolute paths. `~` is the user's folder. A path
-    with a variable, such as `$HOME`, is refused.
+    Relative paths count from the working directory, `~` is the user's folder, and variables are refused.
     """
 
     model: str
-    """A folder in the hub's layout, dense or already quantized to `weights`, or `org/name` of the hub. `@revision`
-    after the name takes another revision than the main branch."""
+    """A folder in the hub's layout, dense or already quantized to `weights`, or `org/name` of the hub, with `@revision`
+    for another revision than the main branch."""
     dataset: DatasetSettings  # type: ignore[assignment]
     """A file or folder of records, or a mapping with the keys of DatasetSettings."""
     out: FilePath
-    """A new folder for all that the run makes. A killed run continues from its content."""
+    """A new folder for all that the run makes."""
 
     @field_validator("calibration", mode="after")
     @classmethod

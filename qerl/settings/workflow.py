@@ -57,22 +57,21 @@ class TaskSettings(Settings):
     dataset: str
     harness: Harness
     """`lm-eval` scores gsm8k, `lighteval` math and aime, each by its own metric. `qerl` scores every format by the
-    grader of training, which is fast where a problem has many completions."""
+    grader of training, which is fast."""
     split: Split = "test"
-    """Split whose problems are asked. Settings such as a learning rate are chosen on `validation`."""
+    """Split whose problems are asked. Choose settings such as a learning rate on `validation`."""
     name: str = ""
-    """Name of the task in results, by default that of the data set. Two tasks on one data set need different names."""
+    """Name of the task in results, by default the data set's."""
     task: StockTask | None = None
-    """A stock task of the harness, with its own prompt, gold answer and metric. Without one, prompts are the data
-    set's, as in training, and only the metric is the harness's."""
+    """A stock task of the harness, with its own prompt, gold answer and metric. Without one, prompts are those of
+    training, and only the metric is the harness's."""
     chat: bool = True
-    """Give the prompt as a user's message in the chat template. False gives a stock task its prompt as plain text, as
-    `lm_eval` does without `--apply_chat_template`."""
+    """False gives a stock task its prompt as plain text, as `lm_eval` does without `--apply_chat_template`."""
     fewshot: Annotated[int | None, Field(ge=0)] = None
-    """Number of solved examples before a stock task's question, from the training split. None takes the task's own
-    number: 5 for gsm8k, 0 for the others."""
+    """Number of solved training examples before a stock task's question. None takes the task's own number: 5 for gsm8k,
+    0 for the others."""
     repeats: PositiveInt | None = None
-    """Number of completions of each problem. None takes the evaluation's."""
+    """None takes the evaluation's."""
     sampling: TaskSampling = TaskSampling()
 
     @model_validator(mode="after")
@@ -199,9 +198,8 @@ class RolloutBench(EngineSettings):
     completion_tokens: PositiveInt = 2048
     repeats: PositiveInt = 3
     interleave: bool = True
-    """Keep all points in memory and time them round by round, so that other load on the machine affects all alike.
-    False times one point after another, each alone in memory, which large models and exact memory peaks need.
-    """
+    """Keep all points in memory and time them round by round, so that other load affects all alike. False times each
+    alone in memory, which large models and exact memory peaks need."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     seed: Seed = 0
 
@@ -233,11 +231,11 @@ class GateSettings(Settings):
     experiment: str
     """Experiment whose runs are compared with the baseline's, seed by seed."""
     stored: FilePath
-    """Folder with one folder per trained policy. These policies are evaluated without training."""
+    """Folder with one folder per trained policy, which is evaluated without training."""
     bench: str
     """A bench of kind `rollout` with bf16 and one other weight format."""
     rounds: PositiveInt = 10
-    """Number of rounds in which this code and the baseline's are timed, for rollouts and for updates."""
+    """Rounds in which this code and the baseline's are timed, for rollouts and for updates."""
 
 
 class DecodeGrid(Settings):
@@ -250,24 +248,22 @@ class DecodeGrid(Settings):
     """Sizes of Qwen2.5 (1.5B to 32B) or shapes of other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
     weights: NonEmpty[WeightFormat]
     pack_delta_nets: bool = False
-    """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
+    """As `pack_delta_nets` of a run."""
     ranks: NonEmpty[Annotated[int, Field(ge=0)]]
-    """Ranks of the adapter. 0 means no adapter."""
+    """Ranks of the adapter. 0 means none."""
     kernels: NonEmpty[Kernels] = ["auto"]
-    """Kernels of this project's engine (`native.kernels` of a run), one job each."""
+    """As `native.kernels` of a run, one job each."""
     sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
     """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
     number."""
     prompt: NonEmpty[PositiveInt] = [128]
-    """Lengths of the prompts in tokens."""
+    """Lengths of the prompts."""
     tokens: PositiveInt = 256
-    """Number of tokens decoded after the prompt."""
+    """Tokens decoded after the prompt."""
 
 
 class MixGrid(MixedLengths):
-    """Rollouts of completions of mixed lengths on random weights, end to end, of this project's engine or of vLLM.
-
-    Lengths of completions are lognormal, those of prompts uniform. Both are functions of the seed."""
+    """Rollouts of completions of mixed lengths on random weights, end to end."""
 
     engine: Literal["native", "vllm"]
     sizes: NonEmpty[Name]
@@ -282,44 +278,38 @@ class StepGrid(StepLengths):
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     pack_delta_nets: bool = False
-    """Whether 4-bit weights of a hybrid have packed delta nets (`pack_delta_nets` of a run)."""
+    """As `pack_delta_nets` of a run."""
     ranks: NonEmpty[PositiveInt] = [16]
     kernels: NonEmpty[Kernels] = ["auto"]
-    """Kernels of this project's engine (`native.kernels` of a run), one job each."""
+    """As `native.kernels` of a run, one job each."""
     recompute: NonEmpty[bool | Literal["auto"]] = [True]
-    """Values of gradient checkpointing. Only this project has `auto`, which decides by measured memory."""
+    """Values of gradient checkpointing. Only this project has `auto`."""
     memory_gb: list[Annotated[float, Field(gt=0)]] = []
-    """Caps on the GPU's memory in GB, one job each, for this project only. Without a cap, a job may use all memory."""
+    """Caps on the GPU's memory in GB, one job each, for this project only."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """`native.kv_cache_gib` of a run, for this project only."""
+    """As `native.kv_cache_gib` of a run, for this project only."""
     sleep: bool = False
-    """`native.sleep` of a run, for this project only."""
+    """As `native.sleep` of a run, for this project only."""
     prompts: NonEmpty[PositiveInt] = [16]
-    """Numbers of prompts per step."""
     group_size: NonEmpty[PositiveInt] = [8]
-    """Numbers of completions per prompt."""
     sigma: Annotated[float, Field(ge=0)] = 0.8
-    """The standard deviation of the logarithm of a length, for steps with a `median`."""
+    """Standard deviation of the logarithm of a length, for steps with a `median`."""
     equal_groups: NonEmpty[Annotated[float, Field(ge=0, lt=1)]] = [0.0]
-    """Shares of a step's groups whose completions earn the same, so that they have no gradient. These groups are spread
-    evenly over the step."""
+    """Shares of a step's groups whose completions earn the same and thus have no gradient."""
     correction: NonEmpty[bool] = [True]
-    """Whether TRL weights tokens by the ratio of its probabilities to vLLM's. That is its default and takes one more
-    forward pass. This project's steps here have no such weights."""
+    """Whether TRL weights tokens by the ratio of its probabilities to vLLM's, its default, which takes one more forward
+    pass."""
     micro_batch: PositiveInt = 16
-    """Number of completions in a forward pass of TRL, and of this project where measured memory decides what is
-    recomputed. A step with fewer completions has one pass."""
+    """Completions in a forward pass of TRL, and of this project with `recompute: auto`."""
 
 
 class PromptGrid(Settings):
-    """Prefill time of this project's engine on random weights: each call draws one token after each prompt.
-
-    Each size, format and rank is a job of its own."""
+    """Prefill time of this project's engine on random weights: each call draws one token after each prompt."""
 
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
-    """Ranks of the adapter. 0 means no adapter."""
+    """Ranks of the adapter. 0 means none."""
     points: NonEmpty[tuple[PositiveInt, PositiveInt]] = [
         *((1, tokens) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024)),
         *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
@@ -331,12 +321,11 @@ class PromptGrid(Settings):
 class ShapesSettings(Settings):
     """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
 
-    Tables and figures show all measured points, new and committed ones. The target `shapes_measure` measures all jobs,
-    and `qerl grid --missing` lists the commands of those with points that no file has."""
+    The target `shapes_measure` measures all jobs; `qerl grid --missing` lists those that lack points.
+    """
 
     samples: list[Path] = []
-    """Folders of the committed points, none on a GPU that has none. Of files with the same name, that of the first
-    folder counts."""
+    """Folders of the committed points. Of files with the same name, the first folder's counts."""
     decode: list[DecodeGrid] = []
     mixes: list[MixGrid] = []
     steps: list[StepGrid] = []
@@ -370,15 +359,14 @@ class Experiment(Settings):
     train: bool = True
     """False leaves training out: the runs are only timed, by benches of kind `step`."""
     tasks: list[str] | None = None
-    """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all. With an empty
-    list, only the training curves are reported."""
+    """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all, an empty list
+    none."""
     on_failure: Literal["stop", "row"] = "stop"
-    """What happens to a run that is out of memory, over `time_limit` or diverges, or whose followed run did. With
-    `stop` its job fails. With `row` the failure is its result, which tables show as a row, and the workflow continues.
-    To try again on another machine, delete the run's folder `train/<run>` in the results."""
+    """What follows if a run is out of memory, over `time_limit` or diverges, or its followed run did: `stop` fails its
+    job, `row` makes the failure a row of the tables. To try such a run again, delete its folder `train/<run>` in the
+    results."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
-    """Hours that the steps of a run may take in all attempts together, checked before each step. A start with a higher
-    limit continues where the lower one stopped."""
+    """Hours that the steps of a run may take in all attempts together. A start with a higher limit continues."""
     omitted: dict[str, str] = {}
     """Arms of the paper that this experiment leaves out, each with the reason. `qerl plan` shows them."""
 
@@ -418,11 +406,10 @@ class Config(Settings):
     """A configuration is one YAML file, which describes the science. Files in `profiles/` describe cores and GPUs.
 
     Each file of this folder begins with what it is for. `qerl plan CONFIG` prints its runs with their cost and state.
-    An unknown key, or one given twice, is an error, also once with dots and once nested. So is a number that YAML reads
-    otherwise than by its digits, such as `0123` (83) and `1:30` (90), and a second trained arm with the same settings.
-    Where a setting can be off, `off`, `none` and `false` all mean off, or the empty list. `qerl keys` prints this page,
-    and `qerl keys --schema` the JSON schema in `workflow/schemas/config.schema.yaml`, by which an editor checks a file
-    that begins with `# yaml-language-server: $schema=PATH`.
+    An unknown key, or one given twice, is an error, as is a number that YAML reads otherwise than by its digits, such
+    as `0123` (83) and `1:30` (90). Where a setting can be off, `off`, `none` and `false` all mean off. `qerl keys
+    --schema` prints the schema by which an editor checks a file that begins with `# yaml-language-server:
+    $schema=PATH`.
 
     Another workflow imports the rules of a clone. Results go to its working directory:
 
@@ -436,18 +423,16 @@ class Config(Settings):
     """
 
     name: str
-    """Name of the folder of results, results/NAME. It has letters, digits, - and _."""
+    """Name of the folder of results, results/NAME, of letters, digits, - and _."""
     protocol: Protocol = "paper"
-    """The source to follow where paper and scripts disagree. `paper` uses the file unchanged. Another protocol
-    overrides keys by its entry of `protocols` and has its own folder of results.
-    """
+    """The source to follow where paper and scripts disagree. Another than `paper` overrides keys by its entry of
+    `protocols` and has its own folder of results."""
     # paper.yaml follows the paper; `protocols` has the keys in which the released scripts differ, and the results of
     # each side have a folder of their own.
     protocols: dict[Protocol, dict[str, Any]] = {}
     """The keys in which each other protocol differs, placed as in the whole file."""
     lock: FilePath | None = None
-    """File of the commits and SHA-256 hashes of everything from the hub, which `qerl lock CONFIG` writes. A workflow
-    doesn't start with a branch or tag that isn't locked."""
+    """File of the commits and SHA-256 hashes of everything from the hub, which `qerl lock CONFIG` writes."""
     models: dict[Name, ModelSettings]
     datasets: dict[Name, DatasetSettings]
     experiments: dict[Name, Experiment]
@@ -455,22 +440,20 @@ class Config(Settings):
     benches: dict[Name, BenchSettings] = {}
     gates: GateSettings | None = None
     shapes: ShapesSettings | None = None
-    """Benches of speed and memory. With this key, models, data sets, experiments and evaluation may be left
-    out."""
+    """Benches of speed and memory. With this key, the four required ones may be left out."""
     drift: bool = False
-    """Also report the drift of each run: whether the KL divergence of sampler and trainer grows over its steps. Runs
-    then need at least 20 steps."""
+    """Also report whether the KL divergence of sampler and trainer grows over a run's steps, at least 20."""
     study: StudySettings | None = None
     """The comparison of paired arms, with a page of its own."""
     track: list[TrackerName] = []
     """Trackers of all runs whose experiment doesn't name its own."""
     fit_to_model: bool = False
     """Choose missing settings of runs and evaluation by the size and context of each experiment's local checkpoint, and
-    by whether there is a GPU. They replace the defaults below (`qerl/workflow/plan.py`)."""
+    by whether there is a GPU, in place of the defaults below."""
     model: FilePath | None = None
-    """Checkpoint folder for every run. It is given on the command line."""
+    """Checkpoint folder for every run, given on the command line."""
     problems: FilePath | None = None
-    """File of problems for every run. It is given on the command line."""
+    """File of problems for every run, given on the command line."""
 
     @model_validator(mode="before")
     @classmethod

@@ -57,27 +57,26 @@ class Prompting(Workload):
 
 
 class MixedLengths(Settings):
-    """Prompts and completions of a rollout. Lengths of completions are lognormal, those of prompts uniform."""
+    """Prompts and completions of a rollout. Lengths of completions are lognormal, lengths of prompts uniform."""
 
     prompts: PositiveInt = 64
-    """Number of prompts."""
     group_size: PositiveInt = 8
-    """Number of completions per prompt."""
+    """Completions per prompt."""
     prompt: tuple[PositiveInt, PositiveInt] = (128, 384)
-    """The least and the most tokens of a prompt."""
+    """Least and most tokens of a prompt."""
     median: PositiveInt = 300
-    """The median length of a completion in tokens."""
+    """Median length of a completion."""
     sigma: Annotated[float, Field(ge=0)] = 0.8
-    """The standard deviation of the logarithm of a length."""
+    """Standard deviation of the logarithm of a length."""
     tokens: PositiveInt = 2048
-    """The most tokens of a completion."""
+    """Most tokens of a completion."""
     sequences: PositiveInt = 512
-    """The most completions decoded together."""
+    """Most completions decoded together."""
     trace: FilePath | None = None
-    """A file of prompts and completions that `qerl.bench.trace` wrote. This project's engine replays their
-    tokens, and vLLM draws others of the same lengths. None draws prompts and lengths by the keys above."""
+    """A file of `qerl.bench.trace`, whose tokens this project's engine replays; vLLM draws others of the same lengths.
+    None draws lengths by the keys above."""
     drafts: bool = False
-    """Whether this project's engine verifies drafts (`native.drafts`). Only a trace has text that drafts can find."""
+    """As `native.drafts` of a run. Only a trace has text that drafts can find."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 
@@ -92,13 +91,13 @@ class StepLengths(Settings):
     """Prompts and completions of a GRPO step."""
 
     prompt: PositiveInt = 128
-    """Length of each prompt in tokens."""
+    """Length of each prompt."""
     tokens: PositiveInt = 1024
-    """Length of each completion in tokens, or of the longest with a `median`."""
+    """Length of each completion, or of the longest with a `median`."""
     median: PositiveInt | None = None
-    """Median length of completions of mixed lengths in tokens. Lengths are lognormal and equal for all systems."""
+    """Median of lognormal lengths of completions, equal for all systems."""
     repeats: PositiveInt = 3
-    """Number of timed steps, besides the warm-up."""
+    """Timed steps, besides the warm-up."""
 
 
 class StepWork(Workload, StepLengths):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from qerl.host.provenance import write_text
 from qerl.jobs import PageJob
-from qerl.report.format import cell_text, percent, points, three_digits
+from qerl.report.format import cell_text, percent, points
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.store import ResultError
 from qerl.results.study_data import BASE, MAIN, Study, read_studies
@@ -51,17 +50,9 @@ from qerl.study.comparisons import (
     trend_table,
 )
 from qerl.study.outcomes import LEVEL, MISMATCH, NUMBERS, PRIMARY
+from qerl.study.parts import Columns, Row, column, number, p_value, section, signed, table
 
-# The parts of a study's page in Markdown: tables, figures, links and numbers.
-
-Row = dict[Any, Any]
-Columns = Mapping[str, Callable[[Row], str]]
-
-
-def table(frame: pd.DataFrame, columns: Columns) -> str:
-    """A Markdown table with the text of each column from a row."""
-    rows = [{name: make(row) for name, make in columns.items()} for row in frame.to_dict("records")]
-    return str(pd.DataFrame(rows, columns=list(columns)).to_markdown(index=False, disable_numparse=True))
+# Figures and tables beside the page.
 
 
 def figure(name: str, caption: str) -> str:
@@ -72,38 +63,6 @@ def figure(name: str, caption: str) -> str:
 def link(name: str, words: str) -> str:
     """A link to a table beside the page."""
     return f"[{words}]({STUDY_PARTS}/{name}.csv)"
-
-
-def section(*parts: str) -> str:
-    """The parts of a section that aren't empty."""
-    return "\n\n".join(filter(None, parts))
-
-
-def column(name: str) -> Callable[[Row], str]:
-    """The text of a column as it is."""
-    return lambda row: str(row[name])
-
-
-def plain(value: float) -> str:
-    """A number with three digits."""
-    size = abs(value)
-    text = f"{size:.1e}" if 0 < size < 1e-4 else three_digits(size)
-    return ("−" if value < 0 else "") + text
-
-
-def signed(value: float) -> str:
-    """A number with its sign."""
-    return ("+" if value > 0 else "") + plain(value)
-
-
-def number(name: str, text: Callable[[float], str] = plain) -> Callable[[Row], str]:
-    """The text of a column of numbers, with its interval if it has one; a dash where it is missing."""
-    return lambda row: cell_text(row, name, text) or "–"
-
-
-def p_value(value: float) -> str:
-    """A p value."""
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 # The sections of a study's page on what stands behind its results: rates, power, calibration, failures, data.

@@ -9,7 +9,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 from qerl.data.prompts import prompt_ids
 from qerl.data.sources import local_dataset, prepare, read_meta, read_split
-from qerl.evals.evaluate import merge_loss
+from qerl.evals.divergence import merge_loss
 from qerl.models.policy import load_policy
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.sampler import SamplingParams
@@ -59,7 +59,7 @@ def odd(policy, completion):
 
 @torch.no_grad()
 def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, monkeypatch):
-    monkeypatch.setattr("qerl.evals.evaluate.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
+    monkeypatch.setattr("qerl.evals.divergence.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
     loss = merge_loss(*policies, data, SETTINGS, most=3)
     problems, instruction = read_split(data, "test")[:3], read_meta(data).instruction
     prompts = [prompt_ids(policies[0].tokenizer, problem.question, instruction) for problem in problems]

@@ -1,0 +1,172 @@
+"""How far a policy is from another on completions of the first: the loss of a merge, the dose of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.checkpoints.files import usable_length
+from qerl.data.grading import is_correct
+from qerl.data.prompts import Thinking, prompt_ids
+from qerl.evals.evaluate import open_task
+from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
+from qerl.models.policy import Policy
+from qerl.results.schema import Dose, MergeLoss
+from qerl.results.statistics import Scores, accuracy_interval, difference_interval, mean_interval
+from qerl.rl.noise import Noise
+from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.settings.run import NoiseSettings
+from qerl.settings.workflow import EvaluationSettings
+
+#: Positions whose distributions are compared at once: the vocabulary makes each of them large.
+_POSITIONS = 64
+
+
+def _asked(
+    policy: Policy, data: Path, settings: EvaluationSettings, most: int | None
+) -> tuple[EvaluationSet, list[list[int]]]:
+    """The first `most` problems of the one task of `settings`, and their prompts as in training."""
+    [task] = settings.tasks
+    asked = open_task(task, {task.dataset: data})
+    asked = replace(asked, problems=asked.problems[:most])
+    ask = partial(prompt_ids, policy.tokenizer, instruction=asked.instruction, date=asked.date)
+    return asked, [ask(problem.question) for problem in asked.problems]
+
+
+def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
+    """The completions of each prompt."""
+    params = SamplingParams(**settings.sampling.model_dump(), count=settings.repeats, seed=settings.seed)
+    context = usable_length(policy.lm.config.to_dict(), settings)
+    return EvaluatedPolicy(make_sampler(policy, settings), policy.tokenizer, params, context).complete(prompts)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Two policies at the positions [T] of a completion of the first, in float64 nats."""
+
+    #: KL(policy || other).
+    kl: Tensor
+    entropy: Tensor
+    other_entropy: Tensor
+    #: Whether both find the same token most likely, bool.
+    same: Tensor
+
+
+@torch.no_grad()
+def _of_tokens(policy: Policy, other: Policy, prompt: list[int], tokens: list[int]) -> _Tokens:
+    parts = zip(*(_logits(model, prompt, tokens).split(_POSITIONS) for model in (policy, other)), strict=True)
+    return _Tokens(*(torch.cat(values).cpu() for values in zip(*(_compared(*pair) for pair in parts), strict=True)))
+
+
+def _logits(policy: Policy, prompt: list[int], tokens: list[int]) -> Tensor:
+    """The logits [T, vocabulary] from which each of the completion's tokens is drawn."""
+    ids = torch.tensor([prompt + tokens], device=policy.device)
+    with policy.autocast():
+        return policy.lm(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
+
+
+def _compared(logits: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL, both entropies and agreement [T] of the distributions at temperature 1 of logits [T, vocabulary]."""
+    ours, theirs = (torch.log_softmax(part.double(), -1) for part in (logits, others))
+    kl = (ours.exp() * (ours - theirs)).sum(-1)
+    entropy, other = (-(each.exp() * each).sum(-1) for each in (ours, theirs))
+    return kl, entropy, other, logits.argmax(-1) == others.argmax(-1)
+
+
+# The loss of a merge: a policy against the one checkpoint that it was merged into, on the same problems.
+
+
+def merge_loss(
+    policy: Policy, merged: Policy, data: Path, settings: EvaluationSettings, most: int | None = None
+) -> MergeLoss:
+    """Measure KL, agreement and accuracy of `merged` against `policy` (see `MergeLoss`).
+
+    The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems are asked,
+    by the prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
+    so that the cache of one sampler is released before the other draws.
+    """
+    asked, prompts = _asked(policy, data, settings, most)
+    drawn, others = _draw(policy, prompts, settings), _draw(merged, prompts, settings)
+    shares, merged_shares = (_right(policy, asked, prompts, each) for each in (drawn, others))
+    tokens = [
+        [_of_tokens(policy, merged, prompt, completion.token_ids) for completion in completions]
+        for prompt, completions in zip(prompts, drawn, strict=True)
+    ]
+    same = torch.cat([each.same for group in tokens for each in group])
+    return MergeLoss(
+        split=settings.tasks[0].split,
+        problems=len(prompts),
+        repeats=settings.repeats,
+        tokens=len(same),
+        kl=mean_interval(np.array([torch.cat([each.kl for each in group]).mean().item() for group in tokens])),
+        same_token=same.double().mean().item(),
+        accuracy=accuracy_interval(shares[None]),
+        accuracy_merged=accuracy_interval(merged_shares[None]),
+        difference=difference_interval(merged_shares[None], shares),
+        dtype=settings.dtype,
+        sampling=settings.sampling,
+    )
+
+
+def _right(
+    policy: Policy, asked: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
+) -> Scores:
+    """The share of right completions of each problem, [problems]."""
+    form = (asked.format, asked.answer, asked.units)
+    thinking = Thinking(policy.tokenizer, asked.thinking)
+    shares = []
+    for problem, prompt, completions in zip(asked.problems, prompts, drawn, strict=True):
+        begun = str(policy.tokenizer.decode(prompt))
+        texts = [thinking.text(completion.token_ids, begun) for completion in completions]
+        shares.append(np.mean([is_correct(text, problem.answer, *form) for text in texts]))
+    return np.array(shares)
+
+
+# The dose of an error of the weights (docs/dose-protocol.md): how far it moves a policy before any training.
+
+
+class Assay:
+    """Completions of a policy at temperature 1, on which others are compared with it.
+
+    `data` and `most` are as in `merge_loss`; `settings` gives the number and length of completions.
+    """
+
+    def __init__(self, policy: Policy, data: Path, settings: EvaluationSettings, most: int | None = None) -> None:
+        self.policy = policy
+        _, self.prompts = _asked(policy, data, settings, most)
+        plain = settings.sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
+        self.drawn = _draw(policy, self.prompts, settings.model_copy(update={"sampling": plain}))
+
+    def dose(self, perturbed: Policy, sigma: float = 0.0, draws: int = 1) -> Dose:
+        """The dose of a policy's weights, and with `sigma` of AQN on its norms, the mean of some `draws` of z."""
+        noise = Noise(perturbed.lm, NoiseSettings(schedule="constant" if sigma else "off", sigma_start=sigma), seed=0)
+        measured = []
+        for draw in range(1, draws + 1):
+            with noise.at(draw, draws):
+                measured.append(
+                    [self._group(perturbed, *asked) for asked in zip(self.prompts, self.drawn, strict=True)]
+                )
+        kl, entropy, change = np.mean(measured, axis=0).T
+        return Dose(
+            problems=len(self.prompts),
+            completions=sum(map(len, self.drawn)),
+            tokens=sum(len(completion.token_ids) for group in self.drawn for completion in group),
+            kl=mean_interval(kl),
+            entropy=mean_interval(entropy),
+            entropy_change=mean_interval(change),
+        )
+
+    def _group(self, perturbed: Policy, prompt: list[int], drawn: Sequence[Completion]) -> tuple[float, float, float]:
+        """KL of a completion, entropy of a token and its change, as means over a problem's completions."""
+        group = [_of_tokens(self.policy, perturbed, prompt, completion.token_ids) for completion in drawn]
+        entropy = torch.cat([each.entropy for each in group])
+        change = torch.cat([each.other_entropy for each in group]) - entropy
+        kl = torch.stack([each.kl.sum() for each in group])
+        return kl.mean().item(), entropy.mean().item(), change.mean().item()

@@ -1,0 +1,380 @@
+"""The study of dose and response: its comparisons, its decision by docs/dose-protocol.md, its figure and its page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from qerl.host.provenance import write_text
+from qerl.report.figures import PALETTE, figure_axes
+from qerl.results.paths import STUDY_FILES
+from qerl.results.schema import DoseReport
+from qerl.results.store import ResultError, read
+from qerl.results.study_data import MAIN, Study, read_studies
+from qerl.study.outcomes import (
+    LEVEL,
+    PairedDifference,
+    differences,
+    holm,
+    means,
+    outcomes,
+    paired_difference,
+)
+from qerl.study.parts import Columns, column, number, p_value, section, table
+
+Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
+#: The arms of the protocol by their role; all are compared with `BASE_LINE`.
+ROLES: dict[Role, tuple[str, ...]] = {
+    "repetition": ("bf16-again",),
+    "positive control": ("hot-1.2", "hot-1.5", "entropy", "clip-higher"),
+    "dose": ("nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-8"),
+    "mismatch": ("aqn-truncated", "aqn-consistent"),
+    "the paper's rates": ("paper-bf16", "paper-aqn"),
+}
+BASE_LINE = "bf16"
+#: The measures by name, each with the effect that counts for it, as a fraction.
+DISCOVERY, WIDEST, FIRST = "discovery", "pass@256", "pass@1"
+EFFECTS = {DISCOVERY: 0.03, WIDEST: 0.02, FIRST: 0.02}
+_KS = {WIDEST: 256, FIRST: 1}
+
+Verdict = Literal["repetition differs", "blind", "helps", "as entropy", "no help", "undecided"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm less the base line on one measure; `p` is corrected over the arms of its role."""
+
+    arm: str
+    role: Role
+    difference: PairedDifference
+    p: float
+
+    @property
+    def rises(self) -> bool:
+        """Whether the difference is above 0 after correction."""
+        return self.difference.interval.mean > 0 and self.p < LEVEL
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The comparisons of one experiment, thus of one size and rate, on one measure.
+
+    `frame` has the value of each run and problem. `entropies` are the arms' mean entropies over all steps, in nats a token.
+    """
+
+    experiment: str
+    size: str
+    rate: float
+    measure: str
+    frame: pd.DataFrame
+    entropies: Mapping[str, float]
+
+    @cached_property
+    def comparisons(self) -> dict[str, Comparison]:
+        """The comparisons with the base line, by arm."""
+        made: dict[str, Comparison] = {}
+        for role, arms in ROLES.items():
+            pairs = {arm: differences(self.frame, arm, BASE_LINE) for arm in arms}
+            found = {arm: paired_difference(of_arm) for arm, of_arm in pairs.items() if of_arm}
+            adjusted = holm({arm: difference.p for arm, difference in found.items()})
+            made |= {arm: Comparison(arm, role, difference, adjusted[arm]) for arm, difference in found.items()}
+        return made
+
+    def of(self, role: Role) -> list[Comparison]:
+        """The comparisons of the arms of a role."""
+        return [comparison for comparison in self.comparisons.values() if comparison.role == role]
+
+    @property
+    def effect(self) -> float:
+        """The effect that counts."""
+        return EFFECTS[self.measure]
+
+    def nearest_control(self, arm: str) -> str:
+        """The positive control whose entropy is nearest to an arm's."""
+        controls = [control.arm for control in self.of("positive control")]
+        return min(controls, key=lambda control: abs(self.entropies[control] - self.entropies[arm]))
+
+    @cached_property
+    def above_control(self) -> dict[str, Comparison]:
+        """Each dose less its nearest control, with p corrected over the doses."""
+        doses = [dose.arm for dose in self.of("dose")]
+        found = {arm: paired_difference(differences(self.frame, arm, self.nearest_control(arm))) for arm in doses}
+        adjusted = holm({arm: difference.p for arm, difference in found.items()})
+        return {arm: Comparison(arm, "dose", difference, adjusted[arm]) for arm, difference in found.items()}
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The first of the protocol's decisions that holds."""
+        repetition = self.comparisons["bf16-again"].difference.interval
+        if not repetition.low <= 0 <= repetition.high:
+            return "repetition differs"
+        controls = self.of("positive control")
+        if not any(one.rises and one.difference.interval.mean >= self.effect for one in controls):
+            return "blind"
+        rising = [dose.arm for dose in self.of("dose") if dose.rises]
+        if any(self.above_control[arm].rises for arm in rising):
+            return "helps"
+        if rising:
+            return "as entropy"
+        if all(dose.difference.interval.high < self.effect for dose in self.of("dose")):
+            return "no help"
+        return "undecided"
+
+
+def discovered(runs: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """Each run's discovery at its last step, in the column `value`; runs that failed are left out."""
+    last = steps.loc[steps.groupby("run")["step"].idxmax(), ["run", "discovery"]].rename(columns={"discovery": "value"})
+    return runs[runs["status"] == "ok"].merge(last, on="run", validate="one_to_one").assign(problem="")
+
+
+def envelope(runs: pd.DataFrame, counts: pd.DataFrame, k: int) -> pd.DataFrame:
+    """pass@k of each run and problem at the temperature that is best for its arm, in the column `value`."""
+    by_temperature = [
+        outcomes(runs, of_one, k).assign(temperature=temperature)
+        for temperature, of_one in counts.groupby("temperature")
+    ]
+    every = pd.concat(by_temperature)
+    mean = every.groupby(["arm", "temperature"])["value"].mean().unstack()
+    best = every["arm"].map(mean.idxmax(axis=1))
+    return every[every["temperature"] == best]
+
+
+def all_outcomes(study: Study) -> list[Outcome]:
+    """The outcomes of all experiments that have the base line, its repetition and a positive control."""
+    found = []
+    for experiment, runs in study.runs[study.runs["role"] == MAIN].groupby("experiment", sort=False):
+        if not {BASE_LINE, "bf16-again"} < set(runs["arm"]) or not set(ROLES["positive control"]) & set(runs["arm"]):
+            continue
+        counts = study.outcomes[study.outcomes["run"].isin(runs["run"]) & (study.outcomes["split"] == "test")]
+        frames = {DISCOVERY: discovered(runs, study.steps)}
+        frames |= {measure: envelope(runs, counts, min(k, int(counts["drawn"].min()))) for measure, k in _KS.items()}
+        entropies = means(runs, study.steps, "entropy").groupby("arm")["value"].mean().to_dict()
+        line = runs[runs["arm"] == BASE_LINE].iloc[0]
+        about = {
+            "experiment": str(experiment),
+            "size": line["size"],
+            "rate": float(line["rate"]),
+            "entropies": entropies,
+        }
+        found += [Outcome(measure=measure, frame=frame, **about) for measure, frame in frames.items()]
+    return found
+
+
+# The doses: KL of a completion from the exact base, measured on the untrained bases.
+
+
+def dose_table(reports: Sequence[DoseReport]) -> pd.DataFrame:
+    """One row an arm: the means over bases of KL a completion, of entropy and of its change, in nats."""
+    rows = [
+        {"size": report.model.partition("-")[0], "arm": arm, "kl": dose.kl.mean, "entropy": dose.entropy.mean}
+        | {"entropy_change": dose.entropy_change.mean}
+        for report in reports
+        for arm, dose in report.arms.items()
+    ]
+    frame = pd.DataFrame(rows, columns=["size", "arm", "kl", "entropy", "entropy_change"])
+    return frame.groupby(["size", "arm"], sort=False).mean().reset_index()
+
+
+# The page.
+
+_SENTENCES: dict[Verdict, str] = {
+    "repetition differs": "a run differs from its own repetition, so nothing is concluded",
+    "blind": "the assay can't see an effect: no positive control raises it by {effect} points, so this says nothing about noise",
+    "helps": "noise helps: a dose raises it, and more than a control of the same entropy",
+    "as entropy": "noise acts as entropy does: a dose raises it, and no more than a control of the same entropy",
+    "no help": "noise doesn't help in this regime: the interval of every dose ends below {effect} points",
+    "undecided": "undecided: no rule of the protocol applies",
+}
+
+
+def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.DataFrame:
+    """One row per size, rate and arm, with its dose, its entropy, and its difference on each measure as a fraction."""
+    known = {(row["size"], row["arm"]): row for row in doses.to_dict("records")}
+    rows: dict[tuple[str, float, str], dict[str, Any]] = {}
+    for outcome in primary:
+        for arm, comparison in outcome.comparisons.items():
+            dose = known.get((outcome.size, arm), {})
+            identity = {"size": outcome.size, "rate": outcome.rate, "arm": arm, "role": comparison.role}
+            row = rows.setdefault((outcome.experiment, outcome.rate, arm), identity)
+            row |= {"pairs": comparison.difference.pairs, "dose": dose.get("kl"), "entropy": outcome.entropies[arm]}
+            interval = comparison.difference.interval
+            name = outcome.measure
+            row |= {
+                name: interval.mean,
+                f"{name}_low": interval.low,
+                f"{name}_high": interval.high,
+                f"{name}_p": comparison.p,
+            }
+    return pd.DataFrame(list(rows.values()))
+
+
+def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
+    """One row per size, rate and measure: the verdict, the best positive control and the best dose."""
+    rows = []
+    for outcome in primary:
+        if outcome.measure == FIRST:
+            continue
+        best = {
+            role: max(outcome.of(role), key=lambda one: one.difference.interval.mean)
+            for role in ("positive control", "dose")
+        }
+        row = {"size": outcome.size, "rate": outcome.rate, "measure": outcome.measure, "verdict": outcome.verdict}
+        for role, one in best.items():
+            interval = one.difference.interval
+            row |= {
+                role: one.arm,
+                f"{role} mean": interval.mean,
+                f"{role} low": interval.low,
+                f"{role} high": interval.high,
+            }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def write_dose_page(data: Sequence[Path], out: Path, name: str) -> None:
+    """Write the page `name`.md of the data in some folders to `out`, and its tables and figure to a folder beside it."""
+    study = read_studies(data)
+    primary = all_outcomes(study)
+    if not primary:
+        raise ResultError(
+            f"the data in {' and '.join(map(str, data))} have no experiment with a base line and controls"
+        )
+    reports = [read(DoseReport, file) for folder in data for file in sorted(folder.glob("dose-*.json"))]
+    tables = {"decisions": decision_table(primary), "doses": dose_table(reports)}
+    tables["comparisons"] = comparison_table(primary, tables["doses"])
+    runs = study.runs.drop(columns=["settings", "versions"])
+    tables["runs"] = runs.merge(discovered(study.runs, study.steps)[["run", "value"]], on="run", how="left").rename(
+        columns={"value": "discovery"}
+    )
+    parts = out / name
+    shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir(parents=True)
+    for file, frame in tables.items():
+        frame.to_csv(parts / f"{file}.csv", index=False, float_format="%.6g")
+    draw_response(primary, tables["doses"], parts / "response")
+    files = [Path(os.path.relpath(folder / file, out)) for folder in data for file in STUDY_FILES]
+    write_text(out / f"{name}.md", _page(study, primary, tables, files, name))
+
+
+def draw_response(primary: Sequence[Outcome], doses: pd.DataFrame, stem: Path) -> None:
+    """Draw each measure's difference against the measured dose; controls, which have no dose, stand at the left."""
+    shown = [outcome for outcome in primary if outcome.measure != FIRST]
+    with figure_axes(len(shown), stem, height=2.6) as axes:
+        for axis, outcome in zip(axes, shown, strict=True):
+            _response(axis, outcome, doses)
+
+
+def _response(axis: Axes, outcome: Outcome, doses: pd.DataFrame) -> None:
+    kl = doses[doses["size"] == outcome.size].set_index("arm")["kl"].to_dict()
+    least = min([value for value in kl.values() if value > 0], default=1e-3)
+    band = 100 * outcome.effect
+    axis.axhspan(-band, band, color="#dddddd", alpha=0.5, linewidth=0, zorder=0)
+    axis.axhline(0, color="#555555", linewidth=0.6)
+    kinds: dict[Role, str] = {"dose": PALETTE[3], "positive control": PALETTE[2], "repetition": "#555555"}
+    for role, colour in kinds.items():
+        for place, one in enumerate(outcome.of(role)):
+            x = kl.get(one.arm, least / 4 * (1 + 0.35 * place) / (2 if role == "repetition" else 1))
+            interval = one.difference.interval
+            mean, low, high = (100 * value for value in (interval.mean, interval.low, interval.high))
+            axis.errorbar(
+                x, mean, yerr=[[mean - low], [high - mean]], fmt="o", markersize=3, capsize=1.5, color=colour,
+                label=role if place == 0 else None,
+            )  # fmt: skip
+            axis.annotate(one.arm, (x, mean), xytext=(2, 2), textcoords="offset points", fontsize=4.5)
+    axis.set_xscale("log")
+    axis.set_xlabel("measured dose: KL of a completion (nats); controls at the left have none")
+    axis.set_ylabel(f"{outcome.measure}, less bf16 (points)")
+    axis.set_title(f"{outcome.size} at rate {outcome.rate:g}; grey: ±{band:.0f} points", loc="left")
+    axis.legend(frameon=False, fontsize=5.5)
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f}".replace("-", "−")
+
+
+def _answer(outcome: Outcome) -> str:
+    says = _SENTENCES[outcome.verdict].format(effect=f"{100 * outcome.effect:.0f}")
+    return f"* **{outcome.size}, rate {outcome.rate:g}, {outcome.measure}**: {says}."
+
+
+def _best(outcome: Outcome, role: Role) -> str:
+    one = max(outcome.of(role), key=lambda each: each.difference.interval.mean)
+    interval = one.difference.interval
+    return f"{_points(interval.mean)} points ({_points(interval.low)} to {_points(interval.high)}; `{one.arm}`)"
+
+
+def _opening(primary: Sequence[Outcome]) -> str:
+    """What the study says, in a few lines."""
+    decided = [outcome for outcome in primary if outcome.measure != FIRST]
+    found = next(outcome for outcome in primary if outcome.measure == DISCOVERY)
+    first = next(outcome for outcome in primary if outcome.measure == FIRST and outcome.experiment == found.experiment)
+    repeated, rates = found.comparisons["bf16-again"].difference.interval, found.of("the paper's rates")
+    lines = [
+        *map(_answer, decided),
+        f"* At {found.size} and rate {found.rate:g}, the best positive control moves discovery by {_best(found, 'positive control')}, "
+        f"the best dose by {_best(found, 'dose')}, and a repetition of bf16 by {_points(repeated.mean)} "
+        f"({_points(repeated.low)} to {_points(repeated.high)}).",
+    ]
+    if rates:
+        slow = max(rates, key=lambda one: one.difference.interval.mean)
+        cost = first.comparisons[slow.arm].difference.interval.mean
+        lines.append(
+            f"* What moves discovery is how little a policy learns: at the paper's rate `{slow.arm}` discovers "
+            f"{_points(slow.difference.interval.mean)} points more than bf16, with a pass@1 of {_points(cost)} points."
+        )
+    lines.append(
+        "* A positive control that raises discovery by 3 points at one rate, or a base on which rounding moves the policy as it "
+        "moves one of web-scale pretraining, would change this answer."
+    )
+    return "\n".join(lines)
+
+
+def _page(
+    study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.DataFrame], files: Sequence[Path], name: str
+) -> str:
+    columns: Columns = {
+        "arm": lambda row: f"`{row['arm']}`",
+        "role": column("role"),
+        "dose (nats)": number("dose"),
+        "entropy": number("entropy"),
+        **{f"{measure} (points)": number(measure, _points) for measure in (DISCOVERY, FIRST, WIDEST)},
+        "p, discovery": number(f"{DISCOVERY}_p", p_value),
+        "p, pass@256": number(f"{WIDEST}_p", p_value),
+    }
+    compared = tables["comparisons"]
+    by_experiment = [
+        section(f"### {size} at rate {rate:g}", table(frame, columns))
+        for (size, rate), frame in compared.groupby(["size", "rate"], sort=False)
+    ]
+    stamps = study.runs[study.runs["role"] == MAIN].groupby(
+        ["commit", "files", "machine", "host", "driver", "cuda"], sort=False
+    )
+    stamped = stamps.agg(runs=("run", "count"), first=("time", "min"), last=("time", "max")).reset_index()
+    failed = study.runs[(study.runs["role"] == MAIN) & (study.runs["status"] != "ok")]
+    links = ", ".join(f"[{file.parent.name}/{file.name}]({file.as_posix()})" for file in files)
+    sections = [
+        "# Does an error of the weights help a policy to find solutions?",
+        _opening(primary),
+        f"![Difference to bf16 by measured dose]({name}/response.png)",
+        f"Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have 95 % "
+        "intervals of a hierarchical bootstrap over bases, seeds and problems; p is corrected by Holm's method over the arms of a "
+        "role. pass@k is the best of the temperatures 0.7, 1 and 1.3. [The protocol](../dose-protocol.md) "
+        f"(SHA-256 `{study.header.protocol[:16]}`) has the rules and was committed before the runs.",
+        "## All arms",
+        *by_experiment,
+        f"[Comparisons]({name}/comparisons.csv), [decisions]({name}/decisions.csv), [doses]({name}/doses.csv) and "
+        f"[runs with their stamps]({name}/runs.csv) in full precision.",
+        "## What was run",
+        f"{len(study.runs[study.runs['role'] == MAIN])} runs, of which {len(failed)} failed.",
+        table(stamped, {each: column(each) for each in stamped}),
+        f"Data: {links}. `snakemake study_published --configfile config/dose.yaml` makes this page.",
+    ]
+    return "\n\n".join(sections) + "\n"
