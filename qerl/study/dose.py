@@ -67,7 +67,7 @@ class Comparison:
 class Outcome:
     """The comparisons of one experiment, thus of one size and rate, on one measure.
 
-    `frame` has the value of each run and problem. `entropies` are the arms' mean entropies over all steps, in nats a token.
+    `frame` has the value of each run and problem. `entropies` are the arms' means over all steps, in nats a token.
     """
 
     experiment: str
@@ -137,11 +137,8 @@ def discovered(runs: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 def envelope(runs: pd.DataFrame, counts: pd.DataFrame, k: int) -> pd.DataFrame:
     """pass@k of each run and problem at the temperature that is best for its arm, in the column `value`."""
-    by_temperature = [
-        outcomes(runs, of_one, k).assign(temperature=temperature)
-        for temperature, of_one in counts.groupby("temperature")
-    ]
-    every = pd.concat(by_temperature)
+    asked = counts.groupby("temperature")
+    every = pd.concat([outcomes(runs, of_one, k).assign(temperature=temperature) for temperature, of_one in asked])
     mean = every.groupby(["arm", "temperature"])["value"].mean().unstack()
     best = every["arm"].map(mean.idxmax(axis=1))
     return every[every["temperature"] == best]
@@ -158,13 +155,8 @@ def all_outcomes(study: Study) -> list[Outcome]:
         frames |= {measure: envelope(runs, counts, min(k, int(counts["drawn"].min()))) for measure, k in _KS.items()}
         entropies = means(runs, study.steps, "entropy").groupby("arm")["value"].mean().to_dict()
         line = runs[runs["arm"] == BASE_LINE].iloc[0]
-        about = {
-            "experiment": str(experiment),
-            "size": line["size"],
-            "rate": float(line["rate"]),
-            "entropies": entropies,
-        }
-        found += [Outcome(measure=measure, frame=frame, **about) for measure, frame in frames.items()]
+        about = (str(experiment), line["size"], float(line["rate"]))
+        found += [Outcome(*about, measure, frame, entropies) for measure, frame in frames.items()]
     return found
 
 
@@ -187,9 +179,10 @@ def dose_table(reports: Sequence[DoseReport]) -> pd.DataFrame:
 
 _SENTENCES: dict[Verdict, str] = {
     "repetition differs": "a run differs from its own repetition, so nothing is concluded",
-    "blind": "the assay can't see an effect: no positive control raises it by {effect} points, so this says nothing about noise",
-    "helps": "noise helps: a dose raises it, and more than a control of the same entropy",
-    "as entropy": "noise acts as entropy does: a dose raises it, and no more than a control of the same entropy",
+    "blind": "the assay can't see an effect, because no positive control raises it by {effect} points; so it says "
+    "nothing about noise",
+    "helps": "noise helps: a dose raises it, and more than a control of nearly its entropy",
+    "as entropy": "noise acts as entropy does: a dose raises it, and no more than a control of nearly its entropy",
     "no help": "noise doesn't help in this regime: the interval of every dose ends below {effect} points",
     "undecided": "undecided: no rule of the protocol applies",
 }
@@ -205,15 +198,13 @@ def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.Data
             identity = {"size": outcome.size, "rate": outcome.rate, "arm": arm, "role": comparison.role}
             row = rows.setdefault((outcome.experiment, outcome.rate, arm), identity)
             row |= {"pairs": comparison.difference.pairs, "dose": dose.get("kl"), "entropy": outcome.entropies[arm]}
-            interval = comparison.difference.interval
-            name = outcome.measure
-            row |= {
-                name: interval.mean,
-                f"{name}_low": interval.low,
-                f"{name}_high": interval.high,
-                f"{name}_p": comparison.p,
-            }
+            row |= {**_columns(outcome.measure, comparison), f"{outcome.measure}_p": comparison.p}
     return pd.DataFrame(list(rows.values()))
+
+
+def _columns(name: str, comparison: Comparison) -> dict[str, float]:
+    interval = comparison.difference.interval
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
@@ -228,32 +219,27 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
         }
         row = {"size": outcome.size, "rate": outcome.rate, "measure": outcome.measure, "verdict": outcome.verdict}
         for role, one in best.items():
-            interval = one.difference.interval
-            row |= {
-                role: one.arm,
-                f"{role} mean": interval.mean,
-                f"{role} low": interval.low,
-                f"{role} high": interval.high,
-            }
+            row |= {role: one.arm, **_columns(f"{role} difference", one)}
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def write_dose_page(data: Sequence[Path], out: Path, name: str) -> None:
-    """Write the page `name`.md of the data in some folders to `out`, and its tables and figure to a folder beside it."""
+    """Write the page `name`.md of the data in some folders to `out`, and its tables and figure to a folder beside it.
+
+    A folder may have the doses of bases (`DoseReport`). Raises ResultError if no experiment can be compared.
+    """
     study = read_studies(data)
     primary = all_outcomes(study)
     if not primary:
-        raise ResultError(
-            f"the data in {' and '.join(map(str, data))} have no experiment with a base line and controls"
-        )
+        folders = " and ".join(map(str, data))
+        raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition and a control")
     reports = [read(DoseReport, file) for folder in data for file in sorted(folder.glob("dose-*.json"))]
     tables = {"decisions": decision_table(primary), "doses": dose_table(reports)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
     runs = study.runs.drop(columns=["settings", "versions"])
-    tables["runs"] = runs.merge(discovered(study.runs, study.steps)[["run", "value"]], on="run", how="left").rename(
-        columns={"value": "discovery"}
-    )
+    discovery = discovered(study.runs, study.steps)[["run", "value"]].rename(columns={"value": "discovery"})
+    tables["runs"] = runs.merge(discovery, on="run", how="left")
     parts = out / name
     shutil.rmtree(parts, ignore_errors=True)
     parts.mkdir(parents=True)
@@ -306,7 +292,10 @@ def _answer(outcome: Outcome) -> str:
 
 
 def _best(outcome: Outcome, role: Role) -> str:
-    one = max(outcome.of(role), key=lambda each: each.difference.interval.mean)
+    return _told(max(outcome.of(role), key=lambda each: each.difference.interval.mean))
+
+
+def _told(one: Comparison) -> str:
     interval = one.difference.interval
     return f"{_points(interval.mean)} points ({_points(interval.low)} to {_points(interval.high)}; `{one.arm}`)"
 
@@ -319,27 +308,43 @@ def _opening(primary: Sequence[Outcome]) -> str:
     repeated, rates = found.comparisons["bf16-again"].difference.interval, found.of("the paper's rates")
     lines = [
         *map(_answer, decided),
-        f"* At {found.size} and rate {found.rate:g}, the best positive control moves discovery by {_best(found, 'positive control')}, "
-        f"the best dose by {_best(found, 'dose')}, and a repetition of bf16 by {_points(repeated.mean)} "
-        f"({_points(repeated.low)} to {_points(repeated.high)}).",
+        f"* At {found.size} and rate {found.rate:g}, the best positive control moves discovery by "
+        f"{_best(found, 'positive control')}, the best dose by {_best(found, 'dose')}, and a repetition of bf16 by "
+        f"{_points(repeated.mean)} ({_points(repeated.low)} to {_points(repeated.high)}).",
+        *_significant(decided),
     ]
     if rates:
         slow = max(rates, key=lambda one: one.difference.interval.mean)
         cost = first.comparisons[slow.arm].difference.interval.mean
         lines.append(
-            f"* What moves discovery is how little a policy learns: at the paper's rate `{slow.arm}` discovers "
-            f"{_points(slow.difference.interval.mean)} points more than bf16, with a pass@1 of {_points(cost)} points."
+            f"* The learning rate moves discovery more than any arm does: at the paper's rate, `{slow.arm}` has "
+            f"{_points(slow.difference.interval.mean)} points of discovery and {_points(cost)} points of pass@1, less bf16's."
         )
     lines.append(
-        "* A positive control that raises discovery by 3 points at one rate, or a base on which rounding moves the policy as it "
-        "moves one of web-scale pretraining, would change this answer."
+        "* A positive control that raises discovery by 3 points at one rate, or a base that rounding moves as far as one "
+        "of web-scale pretraining, would change this answer."
     )
     return "\n".join(lines)
+
+
+def _significant(decided: Sequence[Outcome]) -> list[str]:
+    """A line on the doses that differ from the base line, whatever the assay can see; none without any."""
+    lines = []
+    for outcome in decided:
+        for one in outcome.of("dose"):
+            if one.p < LEVEL:
+                near = outcome.nearest_control(one.arm)
+                lines.append(
+                    f"* `{one.arm}` moves {outcome.measure} at {outcome.size} and rate {outcome.rate:g} by {_told(one)}; "
+                    f"the control nearest in entropy by {_told(outcome.comparisons[near])}."
+                )
+    return lines
 
 
 def _page(
     study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.DataFrame], files: Sequence[Path], name: str
 ) -> str:
+    """The page as Markdown."""
     columns: Columns = {
         "arm": lambda row: f"`{row['arm']}`",
         "role": column("role"),
@@ -354,26 +359,26 @@ def _page(
         section(f"### {size} at rate {rate:g}", table(frame, columns))
         for (size, rate), frame in compared.groupby(["size", "rate"], sort=False)
     ]
-    stamps = study.runs[study.runs["role"] == MAIN].groupby(
-        ["commit", "files", "machine", "host", "driver", "cuda"], sort=False
-    )
+    trained = study.runs[study.runs["role"] == MAIN]
+    stamps = trained.groupby(["commit", "files", "machine", "host", "driver", "cuda"], sort=False)
     stamped = stamps.agg(runs=("run", "count"), first=("time", "min"), last=("time", "max")).reset_index()
-    failed = study.runs[(study.runs["role"] == MAIN) & (study.runs["status"] != "ok")]
+    failed = trained[trained["status"] != "ok"]
     links = ", ".join(f"[{file.parent.name}/{file.name}]({file.as_posix()})" for file in files)
     sections = [
         "# Does an error of the weights help a policy to find solutions?",
         _opening(primary),
         f"![Difference to bf16 by measured dose]({name}/response.png)",
-        f"Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have 95 % "
-        "intervals of a hierarchical bootstrap over bases, seeds and problems; p is corrected by Holm's method over the arms of a "
-        "role. pass@k is the best of the temperatures 0.7, 1 and 1.3. [The protocol](../dose-protocol.md) "
-        f"(SHA-256 `{study.header.protocol[:16]}`) has the rules and was committed before the runs.",
+        "Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have "
+        "95 % intervals of a hierarchical bootstrap over bases, seeds and problems, and p is corrected by Holm's method "
+        "over the arms of a role. Discovery is the share of training problems that a run has solved. pass@k is the best "
+        "of the temperatures 0.7, 1 and 1.3. [The protocol](../dose-protocol.md) has the rules and was committed before "
+        f"the runs (SHA-256 `{study.header.protocol[:16]}`).",
         "## All arms",
         *by_experiment,
         f"[Comparisons]({name}/comparisons.csv), [decisions]({name}/decisions.csv), [doses]({name}/doses.csv) and "
         f"[runs with their stamps]({name}/runs.csv) in full precision.",
         "## What was run",
-        f"{len(study.runs[study.runs['role'] == MAIN])} runs, of which {len(failed)} failed.",
+        f"{len(trained)} runs, {len(failed)} failed.",
         table(stamped, {each: column(each) for each in stamped}),
         f"Data: {links}. `snakemake study_published --configfile config/dose.yaml` makes this page.",
     ]
