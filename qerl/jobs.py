@@ -602,6 +602,29 @@ class GatherJob(Job):
     """Leave out runs without a result. False refuses them."""
 
 
+class DosedArm(Part):
+    """An arm's error of the weights: its base, and the σ with which the noise on its norms starts."""
+
+    checkpoint: Path
+    sigma: float
+
+
+class DoseJob(Job):
+    """Measure how far each arm's error moves an untrained base."""
+
+    does: ClassVar[str] = "qerl.evals.divergence:measure_doses"
+    on_gpu: ClassVar[bool] = True
+    kind: Literal["dose"] = "dose"
+    model: str
+    checkpoint: Path
+    """The base in BF16."""
+    arms: dict[str, DosedArm]
+    data: Path
+    settings: EvaluationSettings
+    """The number and the length of completions. The one task names the split of the problems."""
+    problems: int
+
+
 class RealArm(Part):
     """An arm of a configuration of real models, with the GPU-hours that it costs."""
 
@@ -616,8 +639,19 @@ class RealArm(Part):
     """The GPU-hours of training and evaluation by the number of seeds; numbers after ~ are estimates."""
 
 
+class DosePageJob(Job):
+    """Make tables, the figure and the page of a study of doses."""
+
+    does: ClassVar[str] = "qerl.study.dose:write_page"
+    kind: Literal["dose_page"] = "dose_page"
+    data: list[Path]
+    """The folders of the Parquet files. Each has some of the runs."""
+    doses: list[Path]
+    """The doses of the bases."""
+
+
 class PageJob(Job):
-    """Make tables, figures and the page of a study's data."""
+    """Make tables, figures and the page of the first study's data."""
 
     does: ClassVar[str] = "qerl.study.page:write_page"
     kind: Literal["page"] = "page"

@@ -16,15 +16,19 @@ from qerl.data.grading import is_correct
 from qerl.data.prompts import Thinking, prompt_ids
 from qerl.evals.evaluate import open_task
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
-from qerl.models.policy import Policy
-from qerl.results.schema import Dose, MergeLoss
+from qerl.jobs import DosedArm, DoseJob
+from qerl.models.policy import Policy, load_policy
+from qerl.results.schema import Dose, DoseReport, MergeLoss, Provenance
 from qerl.results.statistics import Scores, accuracy_interval, difference_interval, mean_interval
+from qerl.results.store import write
 from qerl.rl.noise import Noise
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.settings.run import NoiseSettings
 from qerl.settings.workflow import EvaluationSettings
 
+#: Draws of noise over which a dose is the mean.
+NOISE_DRAWS = 2
 #: Positions whose distributions are compared at once: the vocabulary makes each of them large.
 _POSITIONS = 64
 
@@ -130,6 +134,19 @@ def _right(
 
 
 # The dose of an error of the weights (docs/dose-protocol.md): how far it moves a policy before any training.
+
+
+def measure_doses(job: DoseJob) -> None:
+    """Measure the dose of each arm on an untrained base and write them to `job.out`."""
+    assay = Assay(load_policy(job.checkpoint, None, job.settings.dtype), job.data, job.settings, job.problems)
+    known: dict[DosedArm, Dose] = {}
+    for arm in job.arms.values():
+        if arm not in known:
+            # A draw of z is one of many, and its KL differs from another's.
+            draws = NOISE_DRAWS if arm.sigma else 1
+            known[arm] = assay.dose(load_policy(arm.checkpoint, None, job.settings.dtype), arm.sigma, draws)
+    doses = {name: known[arm] for name, arm in job.arms.items()}
+    write(job.out, DoseReport(model=job.model, arms=doses, provenance=Provenance.of_now(job.settings.seed)))
 
 
 class Assay:

@@ -59,14 +59,14 @@ TRACKED = "tracked"
 STORED = "stored"
 #: Folder of the token ids of logged completions.
 TRACES = "traces"
-#: Folder of a study; its files of runs, steps and outcomes; its page, and the folder of the page's tables and figures.
+#: Folder of a study, and its files of runs, steps and outcomes.
 STUDY = "study"
 STUDY_RUNS = "runs.parquet"
 STUDY_STEPS = "steps.parquet"
 STUDY_OUTCOMES = "outcomes.parquet"
 STUDY_FILES = (STUDY_RUNS, STUDY_STEPS, STUDY_OUTCOMES)
-STUDY_PAGE = "exploration.md"
-STUDY_PARTS = "exploration"
+#: The folder of the doses of untrained bases in a study, and the file of one of them.
+DOSES = "doses"
 #: The file that lists the paths of the results from which tables are made.
 LISTED = "results.txt"
 #: The mark that all results exist, from which tables, figures and the report are made.
@@ -130,3 +130,8 @@ def step_name(system: str, size: str, weights: str, rank: int, work: str, varian
     "1x8-256x2048". variant: what is recomputed, and limits.
     """
     return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"
+
+
+def dose_file(model: str) -> str:
+    """The name of the file of a base's doses."""
+    return f"dose-{model}.json"

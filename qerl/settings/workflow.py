@@ -170,6 +170,8 @@ class StudySettings(Settings):
     The workflow writes them to the folder `study` of the results.
     """
 
+    question: Literal["exploration", "dose"] = "exploration"
+    """The page that is made: the verdict of docs/exploration-protocol.md, or the response of docs/dose-protocol.md."""
     decides: bool
     """Whether the numbers decide anything. False marks the page as a run of the pipeline alone."""
     protocol: FilePath

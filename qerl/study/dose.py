@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from qerl.host.provenance import write_text
+from qerl.jobs import DosePageJob
 from qerl.report.figures import PALETTE, figure_axes
 from qerl.results.paths import STUDY_FILES
 from qerl.results.schema import DoseReport
@@ -232,17 +233,18 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def write_dose_page(data: Sequence[Path], out: Path, name: str) -> None:
-    """Write the page `name`.md of the data in some folders to `out`, and its tables and figure to a folder beside it.
+def write_page(job: DosePageJob) -> None:
+    """Write the page to `job.out`, and its tables and figure to a folder beside it.
 
-    A folder may have the doses of bases (`DoseReport`). Raises ResultError if no experiment can be compared.
+    Raises ResultError if no experiment can be compared.
     """
+    data, out, name = job.data, job.out, "dose"
     study = read_studies(data)
     primary = all_outcomes(study)
     if not primary:
         folders = " and ".join(map(str, data))
         raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition and a control")
-    reports = [read(DoseReport, file) for folder in data for file in sorted(folder.glob("dose-*.json"))]
+    reports = [read(DoseReport, file) for file in job.doses]
     tables = {"decisions": decision_table(primary), "doses": dose_table(reports)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
     runs = study.runs.drop(columns=["settings", "versions"])

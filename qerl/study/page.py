@@ -13,7 +13,7 @@ import pandas as pd
 from qerl.host.provenance import write_text
 from qerl.jobs import PageJob
 from qerl.report.format import cell_text, percent, points
-from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
+from qerl.results.paths import STUDY_FILES
 from qerl.results.store import ResultError
 from qerl.results.study_data import BASE, MAIN, Study, read_studies
 from qerl.study import figures
@@ -51,6 +51,10 @@ from qerl.study.comparisons import (
 )
 from qerl.study.outcomes import LEVEL, MISMATCH, NUMBERS, PRIMARY
 from qerl.study.parts import Columns, Row, column, number, p_value, section, signed, table
+
+#: The page, and the folder of its tables and figures beside it.
+STUDY_PAGE = "exploration.md"
+STUDY_PARTS = "exploration"
 
 # Figures and tables beside the page.
 

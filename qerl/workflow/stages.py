@@ -260,17 +260,24 @@ class Jobs:
 
         return gather_job(self._plan, self.files, scope)
 
-    def page(self, scope: str) -> jobs.PageJob:
+    def dose(self, model: str) -> jobs.DoseJob:
+        """Measure the doses of a study on an untrained base."""
+        from qerl.workflow.study_jobs import dose_job
+
+        return dose_job(self._plan, self.files, model)
+
+    def page(self, scope: str) -> jobs.PageJob | jobs.DosePageJob:
         """Make the page of a study's data."""
         from qerl.workflow.study_jobs import page_job
 
-        return page_job(self._plan, [self.files.study_folder(scope)], self.files.study(scope))
+        folder = self.files.study_folder(scope)
+        return page_job(self._plan, [folder], self.files.all_doses(scope), self.files.study(scope))
 
-    def published(self) -> jobs.PageJob:
+    def published(self) -> jobs.PageJob | jobs.DosePageJob:
         """Make the page of a study's committed data."""
         from qerl.workflow.study_jobs import page_job
 
-        return page_job(self._plan, self.files.committed_parts, PUBLISHED)
+        return page_job(self._plan, self.files.committed_parts, self.files.committed_doses, PUBLISHED)
 
     # --- gates
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qerl.jobs import GatheredExperiment, GatherJob, PageJob, RealArm
+from qerl.jobs import DosedArm, DoseJob, DosePageJob, GatheredExperiment, GatherJob, PageJob, RealArm
 from qerl.results.paths import PRETRAIN
 from qerl.settings.base import read_yaml
-from qerl.settings.models import PretrainSettings
+from qerl.settings.models import Base, PretrainSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import StudySettings
 from qerl.study.outcomes import MISMATCH, NUMBERS, PRIMARY
@@ -49,8 +49,37 @@ def gather_job(plan: Plan, files: Files, scope: str) -> GatherJob:
     )
 
 
-def page_job(plan: Plan, data: list[Path], out: Path) -> PageJob:
-    """Make the page of the data in some folders."""
+#: Problems and completions of each on which doses are measured.
+DOSE_PROBLEMS, DOSE_COMPLETIONS = 128, 4
+
+
+def dose_job(plan: Plan, files: Files, model: str) -> DoseJob:
+    """Measure the dose of each arm that has another base than BF16, or noise, as its run of the least seed begins."""
+    named = {studied.experiment for studied in _study(plan).experiments}
+    exact = Base(model, "bf16")
+    arms: dict[str, DosedArm] = {}
+    for run in sorted(_runs(plan, named), key=lambda run: run.settings.seed):
+        noise = run.settings.noise
+        sigma = 0.0 if noise.schedule == "off" else noise.sigma_start
+        if run.settings.model == model and (sigma or run.settings.base.name != exact.name):
+            arms.setdefault(run.arm, DosedArm(checkpoint=files.checkpoint(run.settings.base), sigma=sigma))
+    task = plan.config.evaluation.tasks[0]
+    changes = {"tasks": [task], "repeats": DOSE_COMPLETIONS, "dtype": "float32"}
+    return DoseJob(
+        model=model,
+        checkpoint=files.checkpoint(exact),
+        arms=arms,
+        data=files.data(task.dataset),
+        settings=plan.config.evaluation.model_copy(update=changes),
+        problems=DOSE_PROBLEMS,
+        out=files.doses(model),
+    )
+
+
+def page_job(plan: Plan, data: list[Path], doses: list[Path], out: Path) -> PageJob | DosePageJob:
+    """Make the page of the data in some folders, and of the doses of bases."""
+    if _study(plan).question == "dose":
+        return DosePageJob(data=data, doses=doses, out=out)
     real = _study(plan).real
     arms = real_arms(plan, plan_from(read_yaml(real), real)) if real else []
     return PageJob(data=data, real=arms, real_file=real, machine=MACHINE.upper(), out=out)

@@ -18,14 +18,32 @@ use rule job as gather_study with:
         **job_params("gather"),
 
 
+# How far each arm's error moves an untrained base.
+use rule gpu_job as measure_dose with:
+    input:
+        data=of("dose", lambda job: FILES.data_files([job.data.name], ["test"])),
+        checkpoints=of("dose", lambda job: sorted({str(job.checkpoint), *(str(arm.checkpoint) for arm in job.arms.values())})),
+    output:
+        FILES.doses("{model}"),
+    log:
+        "<logs>/study/dose-{model}.log",
+    resources:
+        **gpus("dose"),
+        mem_mb=8000,
+        runtime=60,
+    params:
+        **job_params("dose"),
+
+
 use rule gather_study as study_page with:
     input:
         FILES.study_data("{scope}"),
+        doses=lambda wildcards: FILES.all_doses(wildcards.scope),
         printed=printed_files(),
     output:
-        page=FILES.study("{scope}") / paths.STUDY_PAGE,
+        page=FILES.study("{scope}") / FILES.study_page,
         parts=report(
-            directory(FILES.study("{scope}") / paths.STUDY_PARTS),
+            directory(FILES.study("{scope}") / FILES.study_parts),
             patterns=["{name}.png"],
             caption="../report/study.rst",
             category="7 Study",
@@ -38,7 +56,7 @@ use rule gather_study as study_page with:
 
 rule study_finished:
     input:
-        FILES.study(FINISHED) / paths.STUDY_PAGE,
+        FILES.study(FINISHED) / FILES.study_page,
     localrule: True
 
 
@@ -49,8 +67,8 @@ if FILES.committed_study:
             FILES.committed_study,
             printed=printed_files(),
         output:
-            page=PUBLISHED / paths.STUDY_PAGE,
-            parts=directory(PUBLISHED / paths.STUDY_PARTS),
+            page=PUBLISHED / FILES.study_page,
+            parts=directory(PUBLISHED / FILES.study_parts),
         log:
             "<logs>/study/published.log",
         params:

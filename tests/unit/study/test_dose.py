@@ -7,11 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qerl.jobs import DosePageJob
 from qerl.results.schema import Dose, DoseReport
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
 from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
-from qerl.study.dose import DISCOVERY, WIDEST, all_outcomes, envelope, write_dose_page
+from qerl.study.dose import DISCOVERY, WIDEST, all_outcomes, envelope, write_page
 from tests.unit.study.studies import STAMP, run_row
 
 ARMS = ("bf16", "bf16-again", "hot-1.2", "entropy", "nvfp4", "aqn-4", "aqn-8", "paper-bf16")
@@ -82,8 +83,9 @@ def test_the_page_has_the_dose_of_each_arm_and_says_what_was_decided(tmp_path):
     measured = Dose(
         problems=1, completions=4, tokens=9, **dict.fromkeys(("kl", "entropy", "entropy_change"), _at(0.25))
     )
-    write(tmp_path / "data" / "dose-3m-0.json", DoseReport(model="3m-0", arms={"aqn-8": measured}, provenance=STAMP))
-    write_dose_page([tmp_path / "data"], tmp_path / "out", "dose")
+    write(tmp_path / "dose-3m-0.json", DoseReport(model="3m-0", arms={"aqn-8": measured}, provenance=STAMP))
+    doses = [tmp_path / "dose-3m-0.json"]
+    write_page(DosePageJob(data=[tmp_path / "data"], doses=doses, out=tmp_path / "out"))
     page = (tmp_path / "out/dose.md").read_text()
     table = pd.read_csv(tmp_path / "out/dose/comparisons.csv").set_index("arm")
     assert table.loc["aqn-8", "dose"] == 0.25
@@ -102,7 +104,7 @@ def _at(value: float) -> Interval:
 def test_data_without_a_control_are_refused(tmp_path):
     write_study(tmp_path / "data", study(arms=("bf16", "bf16-again", "nvfp4")))
     with pytest.raises(ResultError, match="no experiment with a base line, its repetition and a control"):
-        write_dose_page([tmp_path / "data"], tmp_path / "out", "dose")
+        write_page(DosePageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize("folder", sorted(Path("results/reference/dose").glob("*/")), ids=lambda folder: folder.name)
