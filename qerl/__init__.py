@@ -18,6 +18,7 @@ __all__ = [
     "export",
     "export_merged",
     "load",
+    "measure_dose",
     "publish",
     "quantize",
     "sample",

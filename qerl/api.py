@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shutil
@@ -63,6 +64,7 @@ from qerl.results.paths import (
     WORK,
 )
 from qerl.results.schema import (
+    Dose,
     MergedExport,
     OwnEvaluationResult,
     PreparedDataset,
@@ -617,6 +619,45 @@ def evaluate(
     with writing(folder):
         score_policy(policy, settings, row, {_TASK: data}, folder)
     return Evaluation(folder)
+
+
+def measure_dose(
+    model: PathLike,
+    problems: Problems,
+    *,
+    weights: Packed = "nvfp4",
+    sigmas: Sequence[float] = (),
+    count: int = 64,
+    completions: int = 4,
+    max_tokens: int = 1024,
+    seed: int = 0,
+    dtype: Dtype = "bfloat16",
+) -> dict[float, Dose]:
+    """How far rounding to `weights` moves a dense `model` before training, by each σ of noise on its norms; 0 is none.
+
+    The first `count` of `problems`, which are what `evaluate` takes, are asked, with some `completions` each of the
+    exact model at temperature 1. A dose has KL(exact || rounded) of a completion and the change of its tokens' entropy,
+    in nats (docs/dose-protocol.md).
+    """
+    check_installed("train")
+    for key, value in {"count": count, "completions": completions, "max_tokens": max_tokens}.items():
+        check_count(value, key)
+    if any(not isinstance(sigma, (int, float)) or not 0 < sigma < math.inf for sigma in sigmas):
+        raise ConfigError(f"sigmas={[*sigmas]!r} must be positive numbers")
+    with TemporaryDirectory(prefix="qerl-dose-") as temporary:
+        folder = Path(temporary)
+        check_evaluation(problems, folder / "problems")
+        data = _problem_folder(problems, {}, folder / "problems")
+        packed = quantize(model, folder / "packed", weights)
+        exact, rounded = load(model, dtype), load(packed, dtype)
+        task = {"dataset": _TASK, "harness": "qerl"}
+        settings = _evaluation_settings(task, completions, seed, dtype, {"max_tokens": max_tokens})
+        # The engine's cache is freed before the models are compared.
+        native = settings.native.model_copy(update={"sleep": True})
+        from qerl.evals.divergence import Assay
+
+        assay = Assay(exact, data, settings.model_copy(update={"native": native}), count)
+        return {sigma: assay.dose(rounded, sigma) for sigma in (0.0, *sigmas)}
 
 
 _TASK = "problems"

@@ -26,6 +26,7 @@ from qerl.host.interrupt import interruptible
 from qerl.host.provenance import check_writable
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema import QuantizationReport
+from qerl.results.statistics import Interval
 from qerl.results.store import read
 from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
@@ -219,6 +220,40 @@ def evaluate(
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
     print_table(str(out), [{**measures, **interval, "completion_tokens": about["completion_tokens"]}])
+
+
+@app.command()
+def measure_dose(
+    model: Model,
+    problems: Annotated[Path, typer.Option(help="A file of records, whose questions are asked.")],
+    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+    sigma: Annotated[
+        list[float] | None, typer.Option(help="A σ of noise on the norms of the rounded model; may be repeated.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="The most problems that are asked.")] = 64,
+    completions: Annotated[int, typer.Option(min=1, help="Number of completions per problem.")] = 4,
+    max_tokens: MaxTokens = 1024,
+    seed: Seed = 0,
+    dtype: api.Dtype = "bfloat16",
+) -> None:
+    """Measure how far rounding and noise move a model: KL of a completion, and change of entropy, in nats."""
+    from qerl.data.sources import check_problem_file
+
+    check_problem_file(problems)
+    asked = {"count": count, "completions": completions, "max_tokens": max_tokens, "seed": seed, "dtype": dtype}
+    with quiet():
+        doses = api.measure_dose(model, problems, weights=weights, sigmas=sigma or (), **asked)
+    rows = [
+        {"weights": weights, "sigma": noise, "completions": dose.completions, "entropy": dose.entropy.mean}
+        | _with_ends("kl", dose.kl)
+        | _with_ends("entropy_change", dose.entropy_change)
+        for noise, dose in doses.items()
+    ]
+    print_table(str(model), rows)
+
+
+def _with_ends(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:

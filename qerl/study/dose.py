@@ -188,6 +188,14 @@ _SENTENCES: dict[Verdict, str] = {
 }
 
 
+_METHOD = """\
+Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have 95 %
+intervals of a hierarchical bootstrap over bases, seeds and problems, and p is corrected by Holm's method over the arms
+of a role. Discovery is the share of training problems that a run has solved. pass@k is the best of the temperatures
+0.7, 1 and 1.3. Entropy is the mean over all steps, in nats a token.
+[The protocol](../dose-protocol.md) has the rules and was committed before the runs"""
+
+
 def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.DataFrame:
     """One row per size, rate and arm, with its dose, its entropy, and its difference on each measure as a fraction."""
     known = {(row["size"], row["arm"]): row for row in doses.to_dict("records")}
@@ -317,12 +325,12 @@ def _opening(primary: Sequence[Outcome]) -> str:
         slow = max(rates, key=lambda one: one.difference.interval.mean)
         cost = first.comparisons[slow.arm].difference.interval.mean
         lines.append(
-            f"* The learning rate moves discovery more than any arm does: at the paper's rate, `{slow.arm}` has "
-            f"{_points(slow.difference.interval.mean)} points of discovery and {_points(cost)} points of pass@1, less bf16's."
+            f"* The learning rate moves discovery more than any arm: with the paper's rate, `{slow.arm}` is "
+            f"{_points(slow.difference.interval.mean)} points from bf16 in discovery and {_points(cost)} in pass@1."
         )
     lines.append(
-        "* A positive control that raises discovery by 3 points at one rate, or a base that rounding moves as far as one "
-        "of web-scale pretraining, would change this answer."
+        "* A positive control that raises discovery by 3 points at one rate, or a base that rounding moves as far as "
+        "one of web-scale pretraining, would change this answer."
     )
     return "\n".join(lines)
 
@@ -333,10 +341,11 @@ def _significant(decided: Sequence[Outcome]) -> list[str]:
     for outcome in decided:
         for one in outcome.of("dose"):
             if one.p < LEVEL:
-                near = outcome.nearest_control(one.arm)
+                near = outcome.comparisons[outcome.nearest_control(one.arm)]
+                where = f"at {outcome.size} and rate {outcome.rate:g}"
                 lines.append(
-                    f"* `{one.arm}` moves {outcome.measure} at {outcome.size} and rate {outcome.rate:g} by {_told(one)}; "
-                    f"the control nearest in entropy by {_told(outcome.comparisons[near])}."
+                    f"* A dose moves {outcome.measure} {where} by {_told(one)}, and the control nearest in entropy by "
+                    f"{_told(near)}."
                 )
     return lines
 
@@ -368,11 +377,7 @@ def _page(
         "# Does an error of the weights help a policy to find solutions?",
         _opening(primary),
         f"![Difference to bf16 by measured dose]({name}/response.png)",
-        "Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have "
-        "95 % intervals of a hierarchical bootstrap over bases, seeds and problems, and p is corrected by Holm's method "
-        "over the arms of a role. Discovery is the share of training problems that a run has solved. pass@k is the best "
-        "of the temperatures 0.7, 1 and 1.3. [The protocol](../dose-protocol.md) has the rules and was committed before "
-        f"the runs (SHA-256 `{study.header.protocol[:16]}`).",
+        f"{_METHOD} (SHA-256 `{study.header.protocol[:16]}`).",
         "## All arms",
         *by_experiment,
         f"[Comparisons]({name}/comparisons.csv), [decisions]({name}/decisions.csv), [doses]({name}/doses.csv) and "

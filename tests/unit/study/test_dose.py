@@ -1,0 +1,123 @@
+"""The dose study on synthetic data with a planted truth, and on the committed data against an independent script."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl.results.schema import Dose, DoseReport
+from qerl.results.statistics import Interval
+from qerl.results.store import ResultError, write
+from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
+from qerl.study.dose import DISCOVERY, WIDEST, all_outcomes, envelope, write_dose_page
+from tests.unit.study.studies import STAMP, run_row
+
+ARMS = ("bf16", "bf16-again", "hot-1.2", "entropy", "nvfp4", "aqn-4", "aqn-8", "paper-bf16")
+
+
+def study(
+    discovery: Mapping[str, float] = {}, entropy: Mapping[str, float] = {}, noise=0.005, seeds=4, problems=4, arms=ARMS
+) -> Study:
+    """Runs of three bases whose discovery is 0.5 + its arm's, + `noise` a run (SD)."""
+    generator = np.random.default_rng(0)
+    runs, steps, counts = [], [], []
+    for arm in arms:
+        for model in ("3m-0", "3m-1", "3m-2"):
+            for seed in range(seeds):
+                name = f"{arm}-{model}-{seed}"
+                runs.append(run_row(name, "main", "dose-3m", "3m", arm, model, seed, 5e-4))
+                found = 0.5 + discovery.get(arm, 0.0) + noise * generator.normal()
+                values = dict.fromkeys(METRICS, 0.0) | {"entropy": 0.1 + entropy.get(arm, 0.0)}
+                steps += [{"run": name, "step": step, **values, "discovery": found * step / 3} for step in (1, 2, 3)]
+                for temperature in (0.7, 1.0, 1.3):
+                    asked = {"run": name, "task": "countdown", "split": "test", "temperature": temperature}
+                    for problem in range(problems):
+                        right = int(temperature == 1.0) + (problem % 2)
+                        counts.append({**asked, "problem": f"p{problem}", "right": right, "drawn": 4, "distinct": 1})
+    frames = [(runs, RUNS), (steps, STEPS), (counts, OUTCOMES)]
+    header = StudyHeader(study="dose", decides=True, protocol="a" * 64, provenance=STAMP)
+    return Study(header, *(pd.DataFrame(rows, columns=schema.names) for rows, schema in frames))
+
+
+@pytest.mark.parametrize(
+    ("discovery", "entropy", "verdict"),
+    [
+        ({}, {}, "blind"),
+        ({"bf16-again": 0.1}, {}, "repetition differs"),
+        ({"entropy": 0.05}, {}, "no help"),
+        ({"entropy": 0.05, "aqn-4": 0.1}, {"entropy": 0.1, "aqn-4": 0.1}, "helps"),
+        ({"entropy": 0.1, "aqn-4": 0.1}, {"entropy": 0.1, "aqn-4": 0.1}, "as entropy"),
+        # The control of its entropy is another one, which raises nothing.
+        ({"entropy": 0.1, "aqn-4": 0.1}, {"entropy": 0.1, "aqn-4": 0.0}, "helps"),
+        ({"entropy": 0.01, "aqn-4": 0.1}, {}, "blind"),  # a control that rises, by less than what counts
+    ],
+)
+def test_the_decision_is_that_of_the_planted_truth(discovery, entropy, verdict):
+    [found] = [outcome for outcome in all_outcomes(study(discovery, entropy)) if outcome.measure == DISCOVERY]
+    assert found.verdict == verdict
+    for arm, effect in discovery.items():
+        interval = found.comparisons[arm].difference.interval
+        assert interval.mean == pytest.approx(effect, abs=0.01)
+        assert interval.low < effect < interval.high or abs(interval.mean - effect) < 0.01
+
+
+def test_differences_too_wide_for_a_sentence_are_undecided():
+    spread = study({"entropy": 0.3}, noise=0.15)
+    [found] = [outcome for outcome in all_outcomes(spread) if outcome.measure == DISCOVERY]
+    assert found.verdict == "undecided"
+
+
+def test_the_envelope_takes_each_arms_best_temperature():
+    data = study()
+    # At temperature 1 each problem has one right completion more, of four.
+    best = envelope(data.runs, data.outcomes, 1)
+    assert set(best["temperature"]) == {1.0}
+    assert best["value"].mean() == pytest.approx((1 / 4 + 2 / 4) / 2)
+
+
+def test_the_page_has_the_dose_of_each_arm_and_says_what_was_decided(tmp_path):
+    write_study(tmp_path / "data", study({"aqn-8": 0.2}))
+    measured = Dose(
+        problems=1, completions=4, tokens=9, **dict.fromkeys(("kl", "entropy", "entropy_change"), _at(0.25))
+    )
+    write(tmp_path / "data" / "dose-3m-0.json", DoseReport(model="3m-0", arms={"aqn-8": measured}, provenance=STAMP))
+    write_dose_page([tmp_path / "data"], tmp_path / "out", "dose")
+    page = (tmp_path / "out/dose.md").read_text()
+    table = pd.read_csv(tmp_path / "out/dose/comparisons.csv").set_index("arm")
+    assert table.loc["aqn-8", "dose"] == 0.25
+    assert table["dose"].notna().sum() == 1
+    assert table.loc["aqn-8", "discovery"] == pytest.approx(0.2, abs=0.01)
+    # An effect of noise is said also where the assay is blind.
+    assert "can't see an effect" in page
+    assert "A dose moves discovery at 3m" in page
+    assert (tmp_path / "out/dose/response.png").is_file()
+
+
+def _at(value: float) -> Interval:
+    return Interval(value, value, value)
+
+
+def test_data_without_a_control_are_refused(tmp_path):
+    write_study(tmp_path / "data", study(arms=("bf16", "bf16-again", "nvfp4")))
+    with pytest.raises(ResultError, match="no experiment with a base line, its repetition and a control"):
+        write_dose_page([tmp_path / "data"], tmp_path / "out", "dose")
+
+
+@pytest.mark.parametrize("folder", sorted(Path("results/reference/dose").glob("*/")), ids=lambda folder: folder.name)
+def test_the_published_estimates_are_those_of_a_script_that_shares_no_code(folder):
+    """tests/recompute_dose.py reads the Parquet files with pandas alone."""
+    from tests.recompute_dose import estimates
+
+    published = pd.read_csv("docs/results/dose/comparisons.csv").set_index(["size", "rate", "arm"])
+    own = estimates(folder).set_index(["size", "rate", "arm"])
+    both = published.join(own, rsuffix="_own", how="inner")
+    assert len(both) == len(own) > 10
+    for measure in (DISCOVERY, "pass@1", WIDEST):
+        assert both[measure].to_numpy() == pytest.approx(both[f"{measure}_own"].to_numpy(), abs=1e-6)
+        # Bootstraps of other draws.
+        for end in ("low", "high"):
+            assert both[f"{measure}_{end}"].to_numpy() == pytest.approx(
+                both[f"{measure}_{end}_own"].to_numpy(), abs=0.006
+            )
