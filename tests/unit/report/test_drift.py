@@ -173,9 +173,3 @@ def test_the_kl_of_runs_is_that_of_rounding_unless_the_sampler_has_noise(trained
     assert table.loc["rounded", "kl_last"] < 1e-3
     assert table.loc["noisy", "kl_last"] > 100 * table.loc["exact", "kl_last"]
     assert set(table["steps"]) == {20}
-
-
-def test_the_figure_has_every_arm(trained):
-    shown = (trained / "figures/drift.svg").read_text()
-    assert "KL(sampler‖trainer) (nats/token)" in shown
-    assert all(f">{arm}</text>" in shown for arm in ("exact", "rounded", "NVFP4 LoRA + AQN"))

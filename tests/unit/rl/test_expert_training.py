@@ -11,10 +11,9 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.rollouts import Collector, Task
 from qerl.rollout.engine import EngineSampler
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import NativeSettings, RunSettings
+from qerl.settings.run import NativeSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
-from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, kill_at, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import PROBLEMS, SHARP, kill_at, trainer, untimed, weights
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 ALONE = {"rank": 4, "dropout": 0.0, "targets": EXPERTS, "train_norms": False}
@@ -112,9 +111,3 @@ def test_in_16_bits_products_are_those_of_the_autocast(mixture, tmp_path):
     for rough, fine in zip(found, expected, strict=True):
         assert rough.dtype == torch.float32
         assert (rough - fine).norm() < 0.1 * fine.norm()
-
-
-def test_ppo_has_no_value_function_of_experts():
-    asked = {**BASE, "adapter": ALONE, "loss": {"name": "ppo"}}
-    with pytest.raises(ConfigError, match=r"loss\.name=ppo has no value function with adapters of experts; leave"):
-        parse(RunSettings, asked, "test")

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from qerl.models.loading import load_model
 from qerl.models.lora import register_lora
-from qerl.models.policy import load_policy, trained_in_full, with_adapter
+from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
@@ -237,10 +237,3 @@ def test_it_learns_a_function_of_the_prompt(checkpoints, weights, dtype):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.05 * losses[0]
-
-
-def test_a_missing_or_impossible_value_function_is_an_error(checkpoints):
-    with pytest.raises(ValueError, match="call add_value first"):
-        values(make(checkpoints, value=False), batch())
-    with pytest.raises(ValueError, match="method=lora"):
-        add_value(trained_in_full(checkpoints / "bf16", "float32", CPU), PPO)

@@ -12,14 +12,14 @@ from qerl.bench import decode
 from qerl.bench import hf as decode_hf
 from qerl.bench import timing as decode_points
 from qerl.bench import vllm as decode_vllm
-from qerl.bench.timing import ceilings, gpu_state, parse_state
+from qerl.bench.timing import ceilings, gpu_state
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.jobs import DecodeJob, DecodePart
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report import speed_tables
 from qerl.results import speed_readers, speeds
-from qerl.results.speeds import DecodePoint, GpuState
+from qerl.results.speeds import DecodePoint
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
@@ -318,9 +318,3 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
 def test_a_cpu_has_neither_ceilings_nor_state():
     assert ceilings(torch.device("cpu")) is None
     assert gpu_state() is None
-
-
-def test_figures_that_a_driver_does_not_tell_are_none():
-    state = GpuState(sm_mhz=1980.0, memory_mhz=3201.0, celsius=40.0, watts=305.61)
-    assert parse_state("1980, 3201, 40, 305.61\n") == state
-    assert parse_state("1980, 3201, 40, [N/A]\n").watts is None
