@@ -122,11 +122,6 @@ def test_stamp_names_code_machine_and_versions(monkeypatch):
     assert {"python", "torch", "transformers"} <= made["versions"].keys()
 
 
-def test_the_label_has_every_kind_of_gpu(monkeypatch):
-    monkeypatch.setattr(stamps, "_gpus", lambda: ["A", "B", "A"])
-    assert stamps.machine()["label"] == "2x A + 1x B"
-
-
 def test_json_is_written_whole_or_not_at_all(tmp_path):
     target = tmp_path / "result.json"
     provenance.write_json(target, {"a": 1})
