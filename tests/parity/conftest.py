@@ -10,15 +10,26 @@ from tests.parity.family_models import PACKED
 from tests.tiny import tiny_family, tiny_gpt_oss
 
 
+class Bases:
+    """The folder of the families' folders, each of which is made when it is first asked for."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def __truediv__(self, path):
+        name = str(path).partition("/")[0]
+        if name == "gpt_oss" and not (self.root / name).exists():
+            tiny_gpt_oss(self.root / "gpt_oss/mxfp4")
+        elif name in PACKED and not (self.root / name).exists():
+            source = tiny_family(self.root / name / "bf16", name, dtype=torch.bfloat16)
+            for weights in PACKED[name]:
+                quantize_checkpoint(source, self.root / name / weights, weights)
+        return self.root / path
+
+
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    tiny_gpt_oss(root / "gpt_oss/mxfp4")
-    for name, formats in PACKED.items():
-        source = tiny_family(root / name / "bf16", name, dtype=torch.bfloat16)
-        for weights in formats:
-            quantize_checkpoint(source, root / name / weights, weights)
-    return root
+    return Bases(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")

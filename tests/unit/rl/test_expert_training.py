@@ -12,6 +12,7 @@ from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.rollouts import Collector, Task
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.run import NativeSettings
+from tests.conftest import in_nightly
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
 from tests.unit.rl.tiny_trainer import PROBLEMS, SHARP, kill_at, trainer, untimed, weights
 
@@ -41,7 +42,7 @@ def learning(mixture, work, **changes):
     return trainer(mixture, work, **{**settings, **changes})
 
 
-@pytest.mark.parametrize("engine", [False, True], ids=["eager", "engine"])
+@pytest.mark.parametrize("engine", [True, *in_nightly(False)])
 def test_the_reward_rises_by_the_experts_alone(mixture, tmp_path, engine):
     """The base stays as it is, bit for bit, and the stored adapter is the policy."""
     run = learning(mixture, tmp_path, steps=40)
