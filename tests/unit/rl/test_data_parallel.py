@@ -36,7 +36,7 @@ SETTINGS = {
     "dataset": "arithmetic",
     "weights": "nvfp4",
     "dtype": "float32",
-    "steps": 4,
+    "steps": 2,
     # Three groups for two processes; dynamic sampling, a second update, the reference, dropout and noise take part.
     "rollout": {"prompts": 3, "group_size": 4, "resample": 1, "sampling": {"max_tokens": 40}},
     # The length of a completion is what those of an untrained policy differ in.

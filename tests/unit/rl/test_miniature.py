@@ -45,7 +45,7 @@ class Silent(Greedy):
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     for record_format in ("gsm8k", "math"):
-        origin = Generated(train=400, validation=6, test=6)
+        origin = Generated(train=400, validation=3, test=3)
         prepare(DatasetSettings(format=record_format, origin=origin, instruction="Go."), root / record_format)
     return {record_format: root / record_format for record_format in ("gsm8k", "math")}
 
