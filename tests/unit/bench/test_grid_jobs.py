@@ -44,23 +44,6 @@ def test_ranks_of_a_size_and_format_share_a_job():
     assert function_of(one) == ("qerl.bench.decode", "measure_points")
 
 
-def test_packed_delta_nets_are_jobs_of_their_own():
-    decode, step = DECODE | {"sizes": ["qwen3.5-27b"], "weights": ["nvfp4"]}, STEP | {"sizes": ["qwen3.5-27b"]}
-    packed = [[one, one | {"pack_delta_nets": True}] for one in (decode, decode | {"engine": "vllm"}, step)]
-    asked = {"samples": ["committed"], "decode": packed[0] + packed[1], "steps": packed[2]}
-    found = jobs_of(parse(ShapesSettings, asked, "grid"))
-    assert files_of(found) == [
-        f"{name.format(weights)}"
-        for name in (
-            "decode-native-qwen3.5-27b-{}-r4-128x256",
-            "decode-vllm-qwen3.5-27b-{}-r4-128x256",
-            "step-qerl-qwen3.5-27b-{}-r16-16x8-128x1024-recompute",
-        )
-        for weights in ("nvfp4", "nvfp4-delta-nets")
-    ]
-    assert [part.work.pack_delta_nets for job in found.values() for part in job.parts] == [False, True] * 3
-
-
 @pytest.mark.parametrize(("size", "weights", "told"), [("qwen3.5-27b", "bf16", "bf16"), ("tiny", "nvfp4", "in tiny")])
 def test_packed_delta_nets_of_a_grid_need_some_and_a_packed_format(size, weights, told):
     for asked in ({"decode": [DECODE]}, {"steps": [STEP]}):
@@ -79,18 +62,6 @@ def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():
         "decode-vllm-tiny-bf16-r4": [8, 16],
         "decode-vllm-tiny-bf16-r8": [8],
     }
-
-
-def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
-    mixes = [{"engine": engine, "sizes": ["tiny"], "weights": ["bf16", "nvfp4"]} for engine in ("native", "vllm")]
-    found = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": mixes}, "grid"))
-    ids = [f"mix-{e}-tiny-{w}-r32-64x8-300to2048-seed0" for e in ("native", "vllm") for w in ("bf16", "nvfp4")]
-    assert list(found) == ids
-    ours, theirs = found[ids[1]], found[ids[3]]
-    assert {**ours.work.model_dump(), "engine": "vllm"} == theirs.work.model_dump()
-    assert function_of(ours) == ("qerl.bench.rollouts", "measure_mix")
-    assert function_of(theirs) == ("qerl.bench.vllm", "measure_mix")
-    assert parse_job(ours.model_dump_json()) == ours
 
 
 def test_the_content_of_a_trace_decides_its_points(tmp_path):
@@ -190,20 +161,6 @@ def test_trl_has_no_settings_of_our_engine(key):
     steps = [STEP | {"system": "trl", "weights": ["bf16"], key: value[key]}]
     with pytest.raises(ConfigError, match=f"only this project's steps have {key}"):
         jobs_of(parse(ShapesSettings, {"samples": ["committed"], "steps": steps}, "grid"))
-
-
-def test_steps_are_jobs_by_their_work():
-    """TRL's forward pass takes no more completions than a step has."""
-    work = {"weights": ["bf16"], "prompts": [1, 2], "group_size": [4, 8], "micro_batch": 8}
-    settings = parse(
-        ShapesSettings,
-        {"samples": ["committed"], "decode": [], "steps": [STEP | work | {"system": "trl", "prompt": 256}]},
-        "grid",
-    )
-    found = jobs_of(settings)
-    assert list(found) == [f"step-trl-tiny-bf16-r16-{w}-256x1024-recompute" for w in ("1x4", "1x8", "2x4", "2x8")]
-    batches = [(job.work.prompts, job.work.group_size, job.settings.micro_batch) for job in found.values()]
-    assert batches == [(1, 4, 4), (1, 8, 8), (2, 4, 8), (2, 8, 8)]
 
 
 def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):

@@ -13,12 +13,9 @@ import yaml
 
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_meta, read_records, read_split
-from qerl.settings.base import parse, read_yaml
+from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.run import RunFile
-from qerl.settings.workflow import Config, EvaluationSettings
-from qerl.workflow.checks import check_inputs
-from qerl.workflow.plan import plan
+from qerl.settings.workflow import EvaluationSettings
 from tests.hub_layouts import COMMIT, REPOSITORIES, SETTINGS, SOLVE_RATES, cached, settings
 
 BIG_MATH, RAW = "open-r1/Big-Math-RL-Verified-Processed", "SynthLabsAI/Big-Math-RL-Verified"
@@ -168,13 +165,6 @@ def test_a_wrong_setting_is_an_error_that_names_the_right_one(copy, tmp_path, re
     assert "\n" not in str(error.value)
 
 
-def test_a_copy_without_its_card_is_an_error(copy, tmp_path):
-    folder = copy("openai/gsm8k")
-    (folder / "README.md").unlink()
-    with pytest.raises(DataError, match=r"no subset 'main', and .* lacks the README\.md"):
-        prepared(settings("openai/gsm8k", folder), tmp_path / "out")
-
-
 def test_the_error_for_a_missing_folder_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(DataError) as error:
         prepared(settings("openai/gsm8k", tmp_path / "gsm8k"), tmp_path / "out")
@@ -182,31 +172,11 @@ def test_the_error_for_a_missing_folder_names_the_command_that_makes_it(tmp_path
     assert f"`{command}`" in str(error.value)
 
 
-def test_the_plan_names_a_missing_folder(tmp_path):
-    values = read_yaml(Path(__file__).parents[3] / "config" / "mini.yaml")
-    values["datasets"]["more"] = settings("openai/gsm8k", tmp_path / "no")
-    with pytest.raises(DataError, match="hf download"):
-        check_inputs(plan(parse(Config, values, "mini")))
-
-
-def test_a_run_by_hand_finds_the_folder_from_anywhere(copy, tmp_path, monkeypatch):
-    copy("openai/gsm8k")
-    monkeypatch.chdir(tmp_path)
-    values = {"model": "none", "out": "out", "dataset": settings("openai/gsm8k", Path("openai/gsm8k"))}
-    assert parse(RunFile, values, "run.yaml").dataset.origin.folder == tmp_path / "openai/gsm8k"
-
-
 def test_a_repository_without_a_revision_is_an_error(tmp_path):
     values = settings("openai/gsm8k")
     values["origin"]["revision"] = None
     with pytest.raises(DataError, match=r"set origin\.revision to a commit"):
         prepared(values, tmp_path / "out")
-
-
-def test_local_data_does_not_join_subsets(copy, tmp_path):
-    origin = {"source": "local", "path": copy("openai/gsm8k")}
-    with pytest.raises(DataError, match=r"several files for the split train: .*main.*socratic"):
-        prepared({"format": "gsm8k", "origin": origin}, tmp_path / "out")
 
 
 # --- lock ------------------------------------------------------------------------------------------------------------
@@ -223,13 +193,6 @@ def locked(copy):
         for split in ("train", "test")
     }
     return {"revision": COMMIT, "files": files}
-
-
-def test_files_as_locked_are_accepted_and_recorded(locked, tmp_path):
-    values = settings("openai/gsm8k", tmp_path / "openai/gsm8k")
-    values["origin"]["revision"] = None
-    meta = read_meta(prepared(values, tmp_path / "out", locked))
-    assert meta.repository_files == {p: digest for p, digest in locked["files"].items() if p.startswith("main/")}
 
 
 def test_another_file_than_the_locked_one_is_an_error(locked, tmp_path):
@@ -287,12 +250,6 @@ def test_the_cache_of_the_hub_serves_offline_what_a_local_copy_does(copy, tmp_pa
     assert [meta.origin["folder"] for meta in metas] == [None, str(tmp_path / "openai/gsm8k")]
     assert len({meta.model_copy(update={"origin": {}}).model_dump_json() for meta in metas}) == 1
     assert read_records(local, "test") == read_records(tmp_path / "a", "test")
-
-
-@pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_a_set_that_is_nowhere_names_the_command_that_fetches_it(tmp_path, network):
-    [line] = in_new_process(tmp_path, tmp_path / "out", **network).splitlines()
-    assert f"`hf download --repo-type dataset openai/gsm8k --revision {COMMIT}`" in line
 
 
 def test_the_documented_configuration_is_valid():

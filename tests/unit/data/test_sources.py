@@ -1,9 +1,6 @@
 import hashlib
 import json
-import subprocess
 import sys
-from datetime import date, datetime
-from decimal import Decimal
 
 import pandas as pd
 import pyarrow as pa
@@ -247,13 +244,6 @@ def test_a_folder_whose_splits_are_unclear_is_an_error(tmp_path, names, message)
         prepared(tmp_path, LocalData(source="local", path=tmp_path))
 
 
-def test_shards_of_a_split_are_joined(tmp_path):
-    for shard in range(2):
-        write_lines(tmp_path / f"train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
-    folder = prepared(tmp_path, LocalData(source="local", path=tmp_path))
-    assert questions(folder)["train"] == [r["question"] for r in gsm8k(6)]
-
-
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", "{}\r\n"), ("a.json", "[{}]")])
 def test_a_mark_of_byte_order_is_no_part_of_a_record(tmp_path, name, content):
     path = tmp_path / name
@@ -265,15 +255,6 @@ def test_a_mark_of_byte_order_is_no_part_of_a_record(tmp_path, name, content):
 def test_a_good_file_yields_its_format(tmp_path):
     assert check_problem_file(write_lines(tmp_path / "a.jsonl", gsm8k(3))) == "gsm8k"
     assert check_problem_file(write_lines(tmp_path / "b.jsonl", [{"problem": "Two?", "answer": 2}])) == "aime"
-
-
-def test_other_columns_of_parquet_may_hold_dates_and_decimals(tmp_path):
-    stamps = {"made": datetime(2024, 5, 1, 12), "day": date(2024, 5, 1), "cost": Decimal("1.50")}
-    path = tmp_path / "a.parquet"
-    pd.DataFrame([{**record, **stamps} for record in gsm8k(1)]).to_parquet(path)
-    folder = prepared(tmp_path, held_out(path))
-    [record] = read_records(folder, "test")
-    assert [record[name] for name in stamps] == ["2024-05-01T12:00:00", "2024-05-01", "1.50"]
 
 
 def test_numbers_of_parquet_are_those_that_were_written(tmp_path):
@@ -289,12 +270,6 @@ def test_numbers_of_parquet_are_those_that_were_written(tmp_path):
     folder = prepared(tmp_path, origin, "math")
     assert [problem.answer for problem in read_split(folder, "test")] == ["0.1", "2.7"]
     assert [record["big"] for record in read_records(folder, "test")] == [2**53 + 1, None]
-
-
-def test_an_index_of_parquet_is_a_column(tmp_path):
-    path = tmp_path / "a.parquet"
-    pd.DataFrame(gsm8k(3)).set_index("question").to_parquet(path)
-    assert check_problem_file(path) == "gsm8k"
 
 
 def test_a_value_without_json_is_named_by_its_column(tmp_path):
@@ -319,13 +294,6 @@ def test_files_in_hidden_folders_are_no_splits(tmp_path):
     write_lines(tmp_path / ".ipynb_checkpoints/train-checkpoint.jsonl", gsm8k(1))
     write_lines(tmp_path / "train.jsonl", gsm8k(3))
     assert read_meta(prepared(tmp_path, LocalData(source="local", path=tmp_path))).rows["train"] == 3
-
-
-def test_checking_a_file_imports_no_torch(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", gsm8k(3))
-    code = "import sys; from pathlib import Path; from qerl.data.sources import check_problem_file; "
-    code += f"check_problem_file(Path({str(path)!r})); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 # --- a function of the user ------------------------------------------------------------------------------------------

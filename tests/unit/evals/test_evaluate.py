@@ -17,7 +17,7 @@ from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
-from qerl.settings.base import ConfigError, parse
+from qerl.settings.base import ConfigError
 from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, TaskSettings
@@ -193,11 +193,6 @@ def test_countdown_is_scored_with_pass_at_k_and_distinct_solutions(tokenizer, co
 def test_the_validation_split_can_be_asked(tokenizer, countdown, tmp_path):
     score = graded(tokenizer, countdown, tmp_path, lambda problem, repeat: problem.solution, "validation")
     assert (score.problems, score.accuracy) == (3, 1)
-
-
-def test_no_harness_draws_a_progress_bar(run, problems, capsys):
-    run(lambda name, i, repeat: stated(name, problems[name][i].answer))
-    assert "%|" not in capsys.readouterr().err
 
 
 def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
@@ -433,11 +428,6 @@ def test_greedy_with_one_repeat(run, problems):
     metrics, _, sampler = run(lambda name, n, repeat: problems[name][n].solution, repeats=1, temperature=0.0)
     assert all(task.accuracies == [1.0] for task in metrics.values())
     assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
-
-
-def test_greedy_repeats_are_an_error():
-    with pytest.raises(ConfigError, match=r"repeats=2 at sampling\.temperature=0"):
-        parse(EvaluationSettings, {"tasks": [], "sampling": {"temperature": 0}, "repeats": 2}, "evaluation")
 
 
 def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):

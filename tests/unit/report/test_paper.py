@@ -6,13 +6,9 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
 
-from qerl.report import make, paper, paper_figures
-from qerl.report.figures import COLOURS
-from qerl.results import printed, readers
-from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
+from qerl.report import make, paper
+from qerl.results.printed import FOLDER, NAMES, TABLES, read_cells
 from qerl.results.statistics import average_interval, ratio_interval
 from qerl.results.store import ResultError
 from tests.synthetic_results import (
@@ -315,40 +311,3 @@ def test_files_of_every_figure(tmp_path, tree, name):
     assert "nothing is measured" in told or re.search(
         r"^The paper's Figure .* Machine: .*Seeds per arm: .*Commit: ", told
     )
-
-
-def drawn(paths: list, figure: str, panel: int):
-    """The axes of a figure with one panel."""
-    metrics, identities, reference = make.StoredResults(paths).curves(figure)
-    asked = CURVE_FIGURES[figure][panel]
-    axis = Figure().subplots()
-    paper_figures._panel_beside(axis, asked, paper_figures._groups(asked, metrics, identities), reference, window=1)
-    return axis
-
-
-def test_our_curve_is_the_mean_of_the_seeds(tree):
-    axis = drawn(tree, "figure12", 0)
-    metrics = readers.load_metrics([p for p in tree if p.name == "run.json" and "bigmath-7b-bf16-lora" in str(p)])
-    by_step = metrics.groupby("step")["reward/correct"].mean()
-    colour = COLOURS["bf16", "lora"]
-    (line,) = [line for line in axis.lines if to_rgba(line.get_color()) == to_rgba(colour)]
-    np.testing.assert_allclose(line.get_ydata(), by_step)
-
-
-def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
-    def runs(arm, **settings):
-        base = {"model": "qwen2.5-3b", "dataset": "gsm8k", **settings}
-        return write_run(tmp_path, arm, 0, experiment=str(len(list(tmp_path.rglob("run.json")))), base=base)
-
-    paths = [runs("nvfp4-lora-aqn", adapter={"rank": rank}) for rank in (64, 16)]
-    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name, "sigma_start": 5e-2}) for name in ("cosine", "linear")]
-    paths += [runs("nvfp4-lora-aqn", noise={"schedule": "logarithmic", "sigma_start": 1e-2})]
-    paths += [runs("nvfp4-lora-aqn", model=MODEL, optimizer={"learning_rate": 3e-5})]
-    paths += [FOLDER / printed.CURVES]
-    told = {
-        figure: [text.get_text() for text in drawn(paths, figure, 0).get_legend().get_texts()]
-        for figure in ("figure9", "figure10", "figure16")
-    }
-    assert told["figure9"] == ["linear", "exponential, not run", "cosine", "logarithmic, not run"]
-    assert told["figure10"] == ["rank 16", "rank 32, not run", "rank 64", "rank 128, not run"]
-    assert told["figure16"] == ["rate 3e-05", "rate 5e-06, not run"]

@@ -1,8 +1,5 @@
 """The table of runs on several GPUs: that of the page, by hand, and of a run of two processes on the CPU."""
 
-import json
-from pathlib import Path
-
 from tests.scaling import CASES, PAGE, RESULTS, page
 
 
@@ -16,13 +13,3 @@ def test_every_case_is_a_run_on_as_many_gpus():
     for case in CASES.values():
         assert case.run().gpus == case.gpus
         assert case.compared is None or CASES[case.compared[0]].size == case.size
-
-
-def change(folder: Path, name: str, seconds: list[float], idle: float | None) -> None:
-    """A copy of a run with other seconds."""
-    rows = [json.loads(line) for line in (folder / "real/metrics.jsonl").read_text().splitlines()]
-    for row, taken in zip(rows, seconds, strict=True):
-        row |= {"seconds/step": taken, "seconds/idle": idle, "seconds/idle_max": idle and 2 * idle}
-    (folder / name).mkdir()
-    (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / name / "run.json").write_text((folder / "real/run.json").read_text())
