@@ -17,6 +17,7 @@ from qerl.rl import trainer
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.workloads import EngineStep, StepWork
+from tests.conftest import nightly
 from tests.families import FAMILIES
 
 WORK = {
@@ -181,6 +182,7 @@ def test_a_warm_up_draws_few_tokens_and_updates_on_as_many_as_a_timed_step(tmp_p
     assert any(completion.token_ids != (completion.token_ids[:3] * 4)[:11] for completion in timed)
 
 
+@nightly
 def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, written):
     """The base is shared, and what the steps before did to it isn't seen. A killed job goes on with the next file."""
     monkeypatch.setenv("QERL_COMMIT", "test")

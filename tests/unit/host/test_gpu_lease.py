@@ -18,6 +18,7 @@ from qerl.host.lease import alone, devices, lease, percent_of_each
 from qerl.jobs import DecodeJob, DecodePart
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Decoding
+from tests.conftest import nightly
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
@@ -321,6 +322,7 @@ def measure_points(job):
 """
 
 
+@nightly
 def test_an_engine_takes_no_more_than_the_part_of_its_job(node, tmp_path):
     """60 % of the 200 bytes of its part, not of the 900 that are free, in a process that `qerl rule` starts."""
     node(1)

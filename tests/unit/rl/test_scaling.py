@@ -1,4 +1,4 @@
-"""The table of runs on several GPUs: that of the page, by hand, and of a run of two processes on the CPU."""
+"""The table of runs on several GPUs is that of the page, and of the stored results."""
 
 from tests.scaling import CASES, PAGE, RESULTS, page
 

@@ -21,6 +21,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
+from tests.conftest import in_nightly
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
@@ -49,7 +50,11 @@ def checkpoints(tmp_path_factory):
     return {name: write(tmp_path_factory.mktemp(name)) for name, write in MODELS.items()}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: Those without a mechanism of their own: `tests/parity/test_families.py` has the engine's draws of each.
+LIKE_OTHERS = ("qwen3", "llama", "mistral", "mistral-sliding", "qwen3_5")
+
+
+@pytest.fixture(scope="module", params=[*(n for n in MODELS if n not in LIKE_OTHERS), *in_nightly(*LIKE_OTHERS)])
 def any_policy(request, checkpoints):
     """A policy of each architecture whose adapter and norms have an effect."""
     return perturbed(with_adapter(checkpoints[request.param], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
