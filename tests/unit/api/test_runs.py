@@ -258,13 +258,6 @@ def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
     assert not begun.folder.exists()
 
 
-def test_a_file_of_the_user_is_not_taken_for_that_of_a_run(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    (tmp_path / "inputs.json").write_text("{}")
-    assert qerl.train(tmp_path / "run.yaml").folder == tmp_path / "run"
-
-
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     whole = qerl.train(values, out=tmp_path / "whole")
     train_until("qerl.workflow.prepare.link_checkpoint", values)
@@ -391,26 +384,6 @@ def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
     (folder / "chat_template.jinja").write_text("assistant:")
     with pytest.raises(DataError, match="drops the question of a user's message"):
         qerl.load(folder)
-
-
-@pytest.mark.parametrize("key", ["model", "dataset", "out"])
-def test_an_empty_path_is_not_the_working_directory(values, tmp_path, monkeypatch, key):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"`{key}`: this is empty; give a path"):
-        qerl.train({**values, key: ""})
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "model").symlink_to(values["model"])
-    run = parse_run({**values, "model": "~/model", "dataset": "~/sums.jsonl", "out": "~/run"}, "run")
-    assert run.out == tmp_path / "run"
-    assert run.dataset.origin.path == tmp_path / "sums.jsonl"
-    assert run.model == str((tmp_path / "model").resolve())
-    with pytest.raises(ConfigError, match="`out`: ~nobody-here names no user of this machine"):
-        parse_run({**values, "out": "~nobody-here/run"}, "run")
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

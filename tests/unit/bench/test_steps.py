@@ -295,17 +295,6 @@ def test_questions_have_the_length_that_was_asked_for(tokenizer):
         questions(tokenizer, 1, 8)
 
 
-def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
-    def too_much(*_):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(grpo_step, "steps_with", too_much)
-    measure(tmp_path / "out.json")
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert (told["status"], told["work"]["size"]) == ("out of memory", "tiny")
-    assert told["provenance"]
-
-
 def test_a_shape_of_few_tokens_takes_a_step(tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setitem(PUBLISHED, "mistral-7b", FAMILIES["mistral"].config().to_dict() | {"vocab_size": 3000})
