@@ -8,7 +8,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
@@ -21,7 +20,7 @@ NIGHTLY = os.environ.get(PROFILE) == "nightly"
 nightly = pytest.mark.skipif(not NIGHTLY, reason=f"runs with {PROFILE}=nightly")
 
 
-def in_nightly(*cases: object) -> list[ParameterSet]:
+def in_nightly(*cases: object) -> list[object]:
     """Cases of a parametrized test for nightly runs alone; each is a tuple, or the value of a single parameter."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=nightly) for case in cases]
 
