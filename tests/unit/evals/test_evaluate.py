@@ -21,6 +21,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, TaskSettings
+from tests.conftest import nightly
 
 PROBLEMS = 8
 HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}
@@ -505,6 +506,7 @@ print(*(task.accuracy for task in metrics.values()))
 """
 
 
+@nightly
 def test_runs_without_network_and_leaves_nothing_in_the_home_folder(datasets, tmp_path):
     root = next(iter(datasets.values())).parent
     root_of_tests = str(Path(__file__).parents[3])
