@@ -20,6 +20,7 @@ from qerl import api
 from qerl.host import imports as module
 from qerl.host.imports import OPTIONAL, absent, imports
 from qerl.settings.base import ConfigError
+from tests.conftest import nightly
 from tests.tiny import tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
@@ -173,7 +174,7 @@ def of_a_bare_installation():
     return {name for name, *_ in found}
 
 
-@pytest.mark.slow
+@nightly
 def test_without_extras_a_dense_checkpoint_is_sampled_and_trained(tmp_path):
     """Every module of another distribution is hidden, as in an environment of its own."""
     brought = of_a_bare_installation() | {"qerl"}

@@ -16,6 +16,7 @@ from qerl.host.imports import check_trackers
 from qerl.results.schema import StepMetrics
 from qerl.settings.base import ConfigError
 from qerl.trackers import NAMES, TRL, Record, Trackers, tracked
+from tests.conftest import in_nightly
 
 ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
 #: A metric of which each tracker has a name of TRL's, and one in another unit.
@@ -97,7 +98,7 @@ def mlflow_values(record: Record, name: str) -> list[tuple[int, float]]:
 READERS = dict(zip(ALL, (tensorboard_values, wandb_values, trackio_values, mlflow_values), strict=True))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", *in_nightly("trackio", "mlflow")])
 def test_a_killed_run_goes_on_in_its_record_with_each_step_once(record, name):
     """Killed after steps 3 and 5, it continues from checkpoints of steps 4 and 3.
 
