@@ -30,7 +30,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.vllm import VllmSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import AdapterSettings, NoiseSettings, RunSettings
-from tests.conftest import in_nightly
+from tests.conftest import in_nightly, nightly
 from tests.families import FAMILIES
 from tests.parity.family_models import NORMS, forced
 from tests.parity.vllm_models import (
@@ -206,6 +206,7 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
     assert_logprobs(draw(sampler), policy.lm)
 
 
+@nightly
 def test_two_ranks_hold_their_parts_of_adapter_and_norms(policy, checkpoint, tmp_path, monkeypatch):
     """Each rank is a process; what it holds is cut by vLLM's own rule and compared with what was sent."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # in this process `_no_compiler` says so
