@@ -18,6 +18,13 @@ PROFILE = "QERL_TEST_PROFILE"
 NIGHTLY = os.environ.get(PROFILE) == "nightly"
 #: For tests that take long and guard what a change seldom breaks, such as how times grow with sizes.
 nightly = pytest.mark.skipif(not NIGHTLY, reason=f"runs with {PROFILE}=nightly")
+
+
+def in_nightly(*cases: object) -> list[object]:
+    """Cases of a parametrized test for nightly runs alone; each is a tuple, or the value of a single parameter."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=nightly) for case in cases]
+
+
 #: The number of modules when objects were last exempted from garbage collection, and by how many more it is done again.
 MODULES, MANY = pytest.StashKey[int](), 50
 

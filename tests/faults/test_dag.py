@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from qerl.settings.workflow import merged
+from tests.conftest import in_nightly
 from tests.jobs import processes_of
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import CORES, Tree, copy_tree
@@ -118,9 +119,12 @@ def test_snakemake_is_killed_while_it_trains(tree):
     assert tree.planned(*ARGUMENTS) == {}
 
 
-@pytest.mark.parametrize("lost", ["the process", "its node"])
+@pytest.mark.parametrize("lost", [*in_nightly("the process"), "its node"])
 def test_a_killed_training_is_tried_again_from_its_checkpoint(tree, lost):
-    """By its rule, or, where nothing of the job is left, as after the loss of its node, by Snakemake's `retries`."""
+    """By its rule, or, where nothing of the job is left, as after the loss of its node, by Snakemake's `retries`.
+
+    The tries of the rule's command are `tests/unit/test_tries.py`'s.
+    """
     shutil.rmtree(tree.folder / OTHER_RUN, ignore_errors=True)
     (tree.folder / "waits").touch()
     options = ["--retries", "1"] if lost == "its node" else []

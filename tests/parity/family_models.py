@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qerl.models.export import write_dense
+from tests.conftest import in_nightly
 
 CPU = torch.device("cpu")
 #: The norms whose outputs q, k, v and gate, up read, by family.
@@ -36,6 +37,11 @@ PACKED = {name: ("nvfp4", "nf4" if name in _IN_NF4 else "mxfp4") for name in NOR
 PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
 families = pytest.mark.parametrize("name", NORMS)
+
+
+def some_families(*names):
+    """Families with a mechanism of their own; the others in nightly runs."""
+    return pytest.mark.parametrize("name", [*names, *in_nightly(*(name for name in NORMS if name not in names))])
 
 
 def perturbed(policy):

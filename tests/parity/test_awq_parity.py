@@ -28,9 +28,10 @@ from qerl.models.quantize import (
 )
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
+from tests.conftest import NIGHTLY
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3, write_template
 
-BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+BUILDERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3} | ({"llama": tiny_llama} if NIGHTLY else {})
 SETTINGS = CalibrationSettings(samples=6, length=96)
 
 

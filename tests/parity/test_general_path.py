@@ -17,6 +17,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
+from tests.conftest import in_nightly
 from tests.parity.family_models import CPU, PROMPTS, TOKENS, exact, forced, perturbed
 from tests.tiny import edit_config, tiny_decoder, tiny_family
 
@@ -61,6 +62,10 @@ MODELS = {
 }
 
 
+#: Models whose mechanisms others have, too.
+ALIKE = ("nemotron", "minicpm3", "cohere2", "vaultgemma", "nanochat", "deepseek_v3", "exaone_moe")
+
+
 def written(folder, kind):
     values, norms = MODELS[kind]
     file = tiny_decoder(folder, kind, dtype=torch.float32, **values) / "model.safetensors"
@@ -70,7 +75,7 @@ def written(folder, kind):
     return folder, norms
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*(kind for kind in MODELS if kind not in ALIKE), *in_nightly(*ALIKE)])
 def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_path, kind):
     """Groups share their prompt in the packed row, and completions of one token have no piece of it."""
     base, norms = written(tmp_path / "base", kind)

@@ -35,6 +35,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, PPOSettings
+from tests.conftest import in_nightly
 from tests.parity.test_published_parity import by_library
 from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
 
@@ -61,7 +62,7 @@ CASES = {
     "mistral3": Case("mistral3", "mistral", ("AutoModelForImageTextToText",)),
     "ministral3": Case("mistral3", "ministral3", ("AutoModelForImageTextToText",)),
 }
-cases = pytest.mark.parametrize("name", CASES)
+cases = pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "ministral3", *in_nightly("qwen3_5_moe", "mistral3")])
 towers = pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("qwen3_5")])
 
 
@@ -227,7 +228,7 @@ def test_quantize_writes_the_text_model_which_stock_transformers_reads(sources, 
     [
         ("gemma3", "language_model.model."),
         ("mistral3", "model.language_model."),
-        ("ministral3", "language_model.model."),
+        *in_nightly(("ministral3", "language_model.model.")),
     ],
 )
 def test_a_checkpoint_that_llmcompressor_publishes_of_the_whole_loads(sources, tmp_path, name, prefix):

@@ -13,6 +13,7 @@ from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from tests.conftest import in_nightly
 from tests.parity.test_grpo_parity import IN_TRL
 from tests.tiny import tiny_family, tiny_qwen2, write_template
 
@@ -105,7 +106,7 @@ def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated)
 
 
-@pytest.mark.parametrize("family", ["mistral-sliding", "phi3", "gemma3"])
+@pytest.mark.parametrize("family", ["gemma3", *in_nightly("mistral-sliding", "phi3")])
 def test_a_step_of_another_family_equals_trl(tmp_path, monkeypatch, family):
     """With a window of four tokens, which is shorter than prompts with their completions."""
     folder = tiny_family(tmp_path / "dense", family, sliding_window=4)

@@ -30,6 +30,7 @@ from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.vllm import VllmSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import AdapterSettings, NoiseSettings, RunSettings
+from tests.conftest import in_nightly, nightly
 from tests.families import FAMILIES
 from tests.parity.family_models import NORMS, forced
 from tests.parity.vllm_models import (
@@ -205,6 +206,7 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
     assert_logprobs(draw(sampler), policy.lm)
 
 
+@nightly
 def test_two_ranks_hold_their_parts_of_adapter_and_norms(policy, checkpoint, tmp_path, monkeypatch):
     """Each rank is a process; what it holds is cut by vLLM's own rule and compared with what was sent."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # in this process `_no_compiler` says so
@@ -223,7 +225,7 @@ def test_two_ranks_hold_their_parts_of_adapter_and_norms(policy, checkpoint, tmp
     assert_logprobs(groups, model)
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("weights", ["nvfp4", *in_nightly("mxfp4", "nf4")])
 def test_packed_weights_are_served_unpacked_on_a_cpu(checkpoint, tmp_path, caplog, weights):
     quantize_checkpoint(checkpoint, tmp_path / weights, weights)
     policy = with_adapter(
@@ -238,7 +240,7 @@ def test_packed_weights_are_served_unpacked_on_a_cpu(checkpoint, tmp_path, caplo
     sampler.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "mistral-sliding", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3", *in_nightly("qwen3", "llama", "mistral", "mistral-sliding")])
 def test_other_families_draw_as_peft_does_with_adapter_norms_and_noise(tmp_path, name):
     """Norms of q and k, fused layers, windows of 8 tokens that texts pass, and norms of the form 1 + w."""
     rope = FAMILIES["phi3"].values["rope_parameters"]  # of heads of 16
@@ -255,7 +257,7 @@ def test_other_families_draw_as_peft_does_with_adapter_norms_and_noise(tmp_path,
     sampler.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", *in_nightly("qwen3")])
 def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     """Noise of 5e-4 on weights near 1 is under half the spacing of bfloat16 there: rounding would lose it."""
     heads = HEADS | {"head_dim": 32}
@@ -365,7 +367,7 @@ def assert_draws_as(engine, model, adapter=None):
         np.testing.assert_allclose(drawn, forced(model, prompt, list(choice.token_ids)), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2", *in_nightly("qwen3", "llama")])
 @pytest.mark.usefixtures("in_this_process")
 def test_trained_adapters_load_in_stock_vllm(tmp_path, name):
     """With norms through `export`, without them as they are; engine and requests as anyone would write them."""

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 import qerl
 
 
@@ -19,8 +17,3 @@ def test_import_is_free_of_torch():
 def test_the_documented_names_are_listed():
     assert {"load", "train", "sample", "evaluate", "quantize", "export", "publish", "Run"} <= set(dir(qerl))
     assert all(hasattr(qerl, name) for name in dir(qerl))
-
-
-def test_an_unknown_attribute_is_an_error():
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        qerl.trian  # noqa: B018

@@ -4,13 +4,10 @@ import re
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.image import imread
 
 from qerl.report import grid
-from qerl.report.grid import decode_speed
 from qerl.report.speed_tables import mix_table
 from qerl.results.speed_readers import load
 from qerl.settings.base import read_yaml
@@ -133,12 +130,3 @@ def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
         for size in ("7B", "8B", "14B", "32B")
     ]
     assert readme_row("memory cap under which 7B / 8B / 14B / 32B")[0] == [cap.removesuffix(" GB") for cap in least]
-
-
-def test_the_figure_of_the_readme_is_of_the_committed_points(points, tmp_path):
-    shown = {("7B", "native", "nvfp4"), ("7B", "vllm", "bf16"), ("7B", "vllm", "nvfp4")}
-    keys = zip(points["size"], points["engine"], points["weights"], strict=True)
-    decode_speed(points[[key in shown for key in keys]], tmp_path / "decode")
-    made, stored = (imread(folder / "decode.png") for folder in (tmp_path, ROOT / "docs/img"))
-    assert made.shape == stored.shape
-    assert np.abs(made - stored).mean() < 1e-3, f"copy {tmp_path / 'decode.png'} to docs/img"

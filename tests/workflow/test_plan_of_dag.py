@@ -5,6 +5,7 @@ import re
 import pytest
 import yaml
 
+from tests.conftest import in_nightly
 from tests.tiny import tiny_decoder, tiny_qwen2
 
 MINI = {"prepare_data": 3, "pretrain": 1, "quantize": 4, "train": 18, "evaluate": 22, "profile": 2}
@@ -98,7 +99,7 @@ def test_settings_that_do_not_fit_a_local_model_are_named_before_any_job(tree, t
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("profile", ["gpu", "node"])
+@pytest.mark.parametrize("profile", ["gpu", *in_nightly("node")])
 def test_the_profiles_of_one_machine_plan_the_same(tree, profile):
     """That of a shared GPU has a test of its own."""
     assert MINI.items() <= tree.planned("--profile", f"profiles/{profile}").items()

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import yaml
 
+from tests.conftest import nightly
 from tests.workflow.conftest import copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -14,6 +15,7 @@ MIX |= {"prompt": [4, 8], "median": 4, "tokens": 8, "repeats": 1}
 ARGUMENTS = ("--configfile", "speed.yaml")
 
 
+@nightly
 def test_points_are_measured_once_and_tables_use_existing_points(tmp_path):
     tree = copy_tree(tmp_path / "qerl")
     values = {

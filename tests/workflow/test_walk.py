@@ -7,6 +7,7 @@ import yaml
 
 from qerl.settings.base import read_yaml
 from qerl.settings.workflow import merged
+from tests.conftest import nightly
 from tests.walk import write_walk
 from tests.workflow.conftest import ROOT, copy_tree
 
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RUN = "main-nvfp4-lora-aqn-seed0"
 
 
+@nightly
 def test_the_walk_reaches_a_trained_score(tmp_path):
     values = read_yaml(ROOT / "config/walk.yaml")
     short = {"steps": 1, "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}}}

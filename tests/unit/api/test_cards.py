@@ -71,24 +71,6 @@ def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
     check_private({"README.md": (tmp_path / "README.md").read_text()})
 
 
-def test_an_adapter_without_norms_tells_of_none(tmp_path):
-    base = BaseModel("org/base", True, "v1", True)
-    made = card(run_card(facts(base, adapter={"train_norms": False, "rank": 16}), "me/mine"), tmp_path)
-    assert "norms" not in made.text.partition("## Scores")[0]
-
-
-def test_another_recipe_is_told_by_its_settings(tmp_path):
-    made = card(run_card(facts(BaseModel("org/base", True, None, False), recipe="awq"), "me/mine"), tmp_path)
-    assert "with the recipe `awq` and the settings below" in made.text
-    assert "recipe: awq" in made.text
-
-
-def test_packed_delta_nets_are_an_option_of_the_command(tmp_path):
-    base = BaseModel("org/base", True, None, False)
-    made = card(run_card(facts(base, weights="mxfp4", pack_delta_nets=True), "me/mine"), tmp_path)
-    assert "qerl quantize org/base --weights mxfp4 --pack-delta-nets --out" in made.text
-
-
 def test_the_settings_have_no_path_of_what_a_thermostat_followed(tmp_path):
     thermostat = {"metrics": "/home/me/other/metrics.jsonl"}
     text = run_card(facts(BaseModel("org/base", True, None, True), thermostat=thermostat), "me/mine")

@@ -14,7 +14,6 @@ from qerl.data.hub import CONFIG_FILES
 from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
 from tests.hub_layouts import into_cache
-from tests.tiny import edit_config
 
 
 def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
@@ -72,16 +71,6 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_its_weights_are_
         assert asked == [CONFIG_FILES]
         asked.clear()
     assert not Path(values["out"]).exists()
-
-
-@pytest.mark.parametrize("use", [qerl.load, lambda model: qerl.quantize(model, "nowhere")])
-def test_a_model_of_the_hub_of_another_structure_is_not_downloaded(model, tmp_path, monkeypatch, use):
-    (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    edit_config(tmp_path, model_type="gpt2")
-    asked = hub_of(tmp_path, monkeypatch)
-    with pytest.raises(CheckpointError, match="model_type='gpt2'"):
-        use("org/name")
-    assert asked == [CONFIG_FILES]
 
 
 def test_a_repository_without_a_model_is_a_sentence(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -191,22 +190,6 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
         qerl.train({**values, "dataset": ROWS[:20]})
 
 
-def test_numbers_of_numpy_stay_as_they_are_written(values, monkeypatch):
-    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
-    rows = [{"problem": f"{n}?", "answer": np.float32(0.1), (1, 2): n} for n in range(9)]
-    run = qerl.train({**values, "dataset": {"format": "math", "origin": {"train": rows}}})
-    assert (run.data / "train.jsonl").read_text().splitlines()[0] == '{"problem": "0?", "answer": 0.1, "(1, 2)": 0}'
-
-
-def test_other_records_are_taken_while_a_run_is_not_finished(values, monkeypatch):
-    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
-    rows = [
-        sum(1 for file in qerl.train({**values, "dataset": given}).data.glob("*.jsonl") for _ in file.open())
-        for given in (ROWS, ROWS[:20])
-    ]
-    assert rows == [40, 20]
-
-
 @pytest.mark.parametrize(
     ("dataset", "sentence"),
     [
@@ -273,13 +256,6 @@ def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
     assert run.metrics.loc[0].equals(before.loc[0])  # with its seconds: not done again
     assert qerl.train(asked, out=moved).finished
     assert not begun.folder.exists()
-
-
-def test_a_file_of_the_user_is_not_taken_for_that_of_a_run(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    (tmp_path / "inputs.json").write_text("{}")
-    assert qerl.train(tmp_path / "run.yaml").folder == tmp_path / "run"
 
 
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
@@ -389,32 +365,6 @@ def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, 
     assert not list(tmp_path.iterdir())
 
 
-def test_records_of_python_need_a_folder(values):
-    for out in ({}, {"out": None}, {"out": 7}):
-        given = {key: value for key, value in values.items() if key != "out"} | out
-        with pytest.raises(ConfigError, match="run: `out` must be the path of a new folder"):
-            qerl.train({**given, "dataset": ROWS})
-
-
-def test_a_model_may_be_a_path_of_python(values):
-    assert parse_run({**values, "model": Path(values["model"])}, "run") == parse_run(values, "run")
-
-
-@pytest.mark.parametrize("run", [None, 7, ["model"]])
-def test_what_is_no_run_is_a_sentence(run):
-    with pytest.raises(ValueError, match="a run is a RunFile, a mapping of its keys or a path of a YAML file, not "):
-        qerl.train(run)
-
-
-def test_wrong_records_are_named_with_their_line(values, tmp_path):
-    file = tmp_path / "wrong.jsonl"
-    file.write_text('{"question": "1 and 1?", "answer": "two"}\n')
-    with pytest.raises(ValueError, match=r"wrong.jsonl, line 1 states no answer"):
-        qerl.train({**values, "dataset": str(file)})
-    with pytest.raises(DataError, match=r"wrong.jsonl, line 1 states no answer"):
-        qerl.train({**values, "dataset": {"format": "gsm8k", "origin": {"source": "local", "path": str(file)}}})
-
-
 def test_a_checkpoint_without_tokenizer_or_of_another_kind_is_refused(values, tmp_path):
     folder = tiny_qwen2(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="no chat template"):
@@ -436,36 +386,6 @@ def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
         qerl.load(folder)
 
 
-@pytest.mark.parametrize("key", ["model", "dataset", "out"])
-def test_an_empty_path_is_not_the_working_directory(values, tmp_path, monkeypatch, key):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"`{key}`: this is empty; give a path"):
-        qerl.train({**values, key: ""})
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_problems_that_all_contradict_each_other_say_so(values):
-    with pytest.raises(DataError, match="no training problems, since all were dropped, as their answers contradict"):
-        qerl.train({**values, "dataset": {"train": [ROWS[0], {**ROWS[0], "answer": "#### 99"}]}})
-
-
-def test_a_tilde_is_the_users_folder(values, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "model").symlink_to(values["model"])
-    run = parse_run({**values, "model": "~/model", "dataset": "~/sums.jsonl", "out": "~/run"}, "run")
-    assert run.out == tmp_path / "run"
-    assert run.dataset.origin.path == tmp_path / "sums.jsonl"
-    assert run.model == str((tmp_path / "model").resolve())
-    with pytest.raises(ConfigError, match="`out`: ~nobody-here names no user of this machine"):
-        parse_run({**values, "out": "~nobody-here/run"}, "run")
-
-
-def test_a_file_whose_problems_are_all_held_out_says_so(values, tmp_path):
-    with pytest.raises(DataError, match="no training problems, since all 1 are held out; give it more problems"):
-        qerl.train({**values, "dataset": {"validation": ROWS[:1]}})
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_training_without_gradients_is_not_the_models_fault(values, tmp_path, mode):
     with mode(), pytest.raises(ConfigError, match=r"training needs gradients, which torch.inference_mode\(\) or "):
@@ -477,15 +397,3 @@ def test_a_packed_policy_is_loaded_and_sampled_in_inference_mode(packed):
     with torch.inference_mode():
         [inside] = qerl.sample(qerl.load(packed, "float32"), ["a"], max_tokens=4)
     assert [inside] == qerl.sample(qerl.load(packed, "float32"), ["a"], max_tokens=4)
-
-
-def test_the_folder_of_a_run_points_to_its_file(run):
-    with pytest.raises(
-        ConfigError, match=rf"{run.folder} is the folder of a run; .*: qerl train {run.folder}/run.yaml"
-    ):
-        qerl.train(run.folder)
-
-
-def test_a_configuration_of_the_workflow_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"mini\.yaml is a configuration of the workflow, with experiments"):
-        qerl.train(Path(__file__).parents[3] / "config/mini.yaml", tmp_path / "run")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.checkpoints.shapes import ModelShape, shape_of
+from qerl.checkpoints.shapes import ModelShape
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.models.random import model_config
 from qerl.report.paper_page import write_rollout_tables, write_step_tables
@@ -25,11 +25,6 @@ def committed_grid(name="shapes"):
     return plan_from(read_yaml(Path(f"config/{name}.yaml")), Path("config/mini.yaml")).config.shapes
 
 
-def test_the_grid_beside_peers_begins_with_the_headline():
-    first = [id.partition("-r32")[0] for id in [*jobs_of(committed_grid("peers"))][:2]]
-    assert first == ["mix-native-7B-nvfp4", "mix-native-7B-bf16"]
-
-
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [("families", ["H200", "H100"]), ("cards", ["H200"]), ("shapes", ["H200"]), ("peers", ["H200", "H100"])],
@@ -44,12 +39,6 @@ def test_the_committed_points_are_of_these_gpus(name, gpus):
 def test_what_readme_states_is_committed(name):
     settings = committed_grid(name)
     assert not [id for id, job in jobs_of(settings).items() if state(job, settings) != "committed"]
-
-
-def test_a_hybrid_with_packed_delta_nets_has_a_step_that_fits():
-    jobs = [job for job in jobs_of(committed_grid("families")).values() if job.kind == "grpo_step"]
-    [part] = [part for job in jobs for part in job.parts if part.work.base.packed_nets]
-    assert memory_of(part, shape_of(part.work.size).with_packed_nets()).verdict == "fits"
 
 
 def memory_of(part, shape):

@@ -44,37 +44,6 @@ def test_ranks_of_a_size_and_format_share_a_job():
     assert one.function == "qerl.bench.decode:measure_points"
 
 
-def test_kernels_are_jobs_of_their_own():
-    decode, step = (DECODE | {"weights": ["nvfp4"]}, STEP)
-    asked = {"decode": [decode], "steps": [step]} | {"samples": ["committed"]}
-    forced = {key: [one | {"kernels": ["auto", "portable"]} for one in asked[key]] for key in ("decode", "steps")}
-    alone, both = (jobs_of(parse(ShapesSettings, asked | more, "grid")) for more in ({}, forced))
-    assert {id: job for id, job in both.items() if "portable" not in id} == alone
-    decoding, stepping = (job for id, job in both.items() if id not in alone)
-    assert [file.name for file in decoding.files] == ["decode-native-portable-tiny-nvfp4-r4-128x256.json"]
-    assert decoding.parts[0].work.kernels == stepping.parts[0].settings.kernels == "portable"
-    assert stepping.out.name == "step-qerl-portable-tiny-nvfp4-r16"
-    assert stepping.files == [stepping.out / "step-qerl-portable-tiny-nvfp4-r16-16x8-128x1024-recompute.json"]
-    assert parse_job(stepping.model_dump_json()) == stepping
-
-
-def test_packed_delta_nets_are_jobs_of_their_own():
-    decode, step = DECODE | {"sizes": ["qwen3.5-27b"], "weights": ["nvfp4"]}, STEP | {"sizes": ["qwen3.5-27b"]}
-    packed = [[one, one | {"pack_delta_nets": True}] for one in (decode, decode | {"engine": "vllm"}, step)]
-    asked = {"samples": ["committed"], "decode": packed[0] + packed[1], "steps": packed[2]}
-    found = jobs_of(parse(ShapesSettings, asked, "grid"))
-    assert files_of(found) == [
-        f"{name.format(weights)}"
-        for name in (
-            "decode-native-qwen3.5-27b-{}-r4-128x256",
-            "decode-vllm-qwen3.5-27b-{}-r4-128x256",
-            "step-qerl-qwen3.5-27b-{}-r16-16x8-128x1024-recompute",
-        )
-        for weights in ("nvfp4", "nvfp4-delta-nets")
-    ]
-    assert [part.work.pack_delta_nets for job in found.values() for part in job.parts] == [False, True] * 3
-
-
 @pytest.mark.parametrize(("size", "weights", "told"), [("qwen3.5-27b", "bf16", "bf16"), ("tiny", "nvfp4", "in tiny")])
 def test_packed_delta_nets_of_a_grid_need_some_and_a_packed_format(size, weights, told):
     for asked in ({"decode": [DECODE]}, {"steps": [STEP]}):
@@ -93,23 +62,6 @@ def test_vllm_starts_for_each_rank_and_entries_share_its_jobs():
         "decode-vllm-tiny-bf16-r4": [8, 16],
         "decode-vllm-tiny-bf16-r8": [8],
     }
-
-
-def test_jobs_of_a_size_with_a_point_in_its_name_have_locks_of_their_own():
-    jobs = jobs_of(grid(engine="vllm", sizes=["qwen3.5-27b"], weights=["bf16", "nvfp4"])).values()
-    assert len({(job.lock.folder, job.lock.name) for job in jobs}) == 2
-
-
-def test_rollouts_of_mixed_lengths_are_jobs_by_engine_and_format():
-    mixes = [{"engine": engine, "sizes": ["tiny"], "weights": ["bf16", "nvfp4"]} for engine in ("native", "vllm")]
-    found = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": mixes}, "grid"))
-    ids = [f"mix-{e}-tiny-{w}-r32-64x8-300to2048-seed0" for e in ("native", "vllm") for w in ("bf16", "nvfp4")]
-    assert list(found) == ids
-    ours, theirs = found[ids[1]], found[ids[3]]
-    assert {**ours.work.model_dump(), "engine": "vllm"} == theirs.work.model_dump()
-    assert ours.function == "qerl.bench.rollouts:measure_mix"
-    assert theirs.function == "qerl.bench.vllm:measure_mix"
-    assert parse_job(ours.model_dump_json()) == ours
 
 
 def test_the_content_of_a_trace_decides_its_points(tmp_path):
@@ -135,12 +87,6 @@ def test_drafts_need_our_engine_and_a_trace(changes):
     assert id.endswith("-miniature-seed0-drafts")
     with pytest.raises(ConfigError, match="drafts need engine native and a trace"):
         jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": [mix | changes]}, "grid"))
-
-
-def test_prompts_of_no_length_are_an_error():
-    mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "prompt": [8, 4]}]
-    with pytest.raises(ConfigError, match="swap the two numbers"):
-        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": mixes}, "grid"))
 
 
 def test_steps_are_jobs_by_recomputation_and_cap():
@@ -217,26 +163,6 @@ def test_trl_has_no_settings_of_our_engine(key):
         jobs_of(parse(ShapesSettings, {"samples": ["committed"], "steps": steps}, "grid"))
 
 
-def test_trl_does_not_choose_what_it_recomputes():
-    steps = [STEP | {"system": "trl", "weights": ["bf16"], "recompute": ["auto"]}]
-    with pytest.raises(ConfigError, match="doesn't support recompute: auto"):
-        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "decode": [], "steps": steps}, "grid"))
-
-
-def test_steps_are_jobs_by_their_work():
-    """TRL's forward pass takes no more completions than a step has."""
-    work = {"weights": ["bf16"], "prompts": [1, 2], "group_size": [4, 8], "micro_batch": 8}
-    settings = parse(
-        ShapesSettings,
-        {"samples": ["committed"], "decode": [], "steps": [STEP | work | {"system": "trl", "prompt": 256}]},
-        "grid",
-    )
-    found = jobs_of(settings)
-    assert list(found) == [f"step-trl-tiny-bf16-r16-{w}-256x1024-recompute" for w in ("1x4", "1x8", "2x4", "2x8")]
-    batches = [(job.work.prompts, job.work.group_size, job.settings.micro_batch) for job in found.values()]
-    assert batches == [(1, 4, 4), (1, 8, 8), (2, 4, 8), (2, 8, 8)]
-
-
 def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     asked = {"sizes": ["tiny"], "weights": ["nvfp4"], "ranks": [0, 16], "points": [[1, 16], [8, 64]]}
     settings = parse(ShapesSettings, {"samples": [str(tmp_path)], "prompts": [asked]}, "grid")
@@ -251,12 +177,6 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     write_json(tmp_path / "prompts-tiny-nvfp4-r16.json", result | {"points": [point], "provenance": PROVENANCE})
     states = [state(one, settings) for one in jobs.values()]
     assert states == ["missing", "committed, 1 of 2 points missing"]
-
-
-def test_prompts_of_several_lengths_are_files_of_a_job():
-    [job] = jobs_of(grid(prompt=[1024, 16384])).values()
-    assert [file.name for file in job.files] == [f"decode-native-tiny-bf16-r4-{p}x256.json" for p in (1024, 16384)]
-    assert [part.work.prompt for part in job.parts] == [1024, 16384]
 
 
 @pytest.mark.parametrize(
@@ -274,14 +194,3 @@ def test_prompts_of_several_lengths_are_files_of_a_job():
 def test_what_cannot_be_measured_is_one_sentence(changes, message):
     with pytest.raises(ConfigError, match=message):
         jobs_of(grid(**changes))
-
-
-def test_vllm_serves_experts_that_are_published_in_mxfp4():
-    assert [*jobs_of(grid(engine="vllm", sizes=["gpt-oss-20b"], weights=["mxfp4"]))] == [
-        "decode-vllm-gpt-oss-20b-mxfp4-r4"
-    ]
-
-
-def test_an_empty_list_is_an_error():
-    with pytest.raises(ConfigError, match="sizes"):
-        grid(sizes=[])

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from qerl.cli.commands import app
 from qerl.jobs import parse_job
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.workflow import Config, ShapesSettings
+from qerl.settings.workflow import ShapesSettings
 from qerl.workflow.grid import measured_files, point_jobs, remaining, state
 from tests.synthetic_results import decode_file, moved, step_file
 from tests.unit.bench.test_grid_jobs import DECODE, STEP, grid, jobs_of
@@ -91,24 +91,6 @@ def test_the_first_folder_with_a_file_counts(tmp_path):
     assert measured_files(settings, tmp_path / "own") == [first / names[0], second / names[1], *others]
     assert state(job, settings) == "committed, 1 of 3 points missing"
     assert [file.name for file in remaining(job, settings).files] == names[2:]
-
-
-def test_a_job_whose_points_exist_has_nothing_left(tmp_path):
-    settings = grid(tmp_path)
-    [job] = point_jobs(settings, tmp_path / "own").values()
-    assert remaining(job, settings) == job
-    [file] = job.files
-    decode_file(tmp_path, "native", "bf16", {1: [1.0], 2: "out of memory"}, rank=4, size="tiny").rename(
-        tmp_path / file.name
-    )
-    assert (remaining(job, settings), state(job, settings)) == (None, "committed")
-
-
-def test_a_configuration_of_shapes_needs_nothing_else():
-    config = parse(Config, {"name": "speed", "shapes": {"samples": ["committed"], "decode": [DECODE]}}, "file")
-    assert config.shapes
-    with pytest.raises(ConfigError, match="models"):
-        parse(Config, {"name": "speed"}, "file")
 
 
 def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from qerl.jobs import PromptsJob, ShapesJob
 from qerl.report.grid import write_shapes
 from qerl.results import readers
 from qerl.settings.workloads import Prompting
-from tests.synthetic_results import moved
 
 POINTS = [(1, 8), (2, 4)]
 
@@ -77,16 +76,6 @@ def test_calls_without_memory_are_rows(tmp_path, calls, monkeypatch):
     assert [(point["status"], len(point["samples"])) for point in points] == [("ok", 2), ("out of memory", 0)]
 
 
-def test_a_model_without_memory_is_rows_of_failures(tmp_path, calls, monkeypatch):
-    def too_large(*_):
-        raise torch.cuda.OutOfMemoryError("tried to allocate 100 GiB")
-
-    monkeypatch.setattr(decode, "random_policy", too_large)
-    result = measure(tmp_path / "out.json")
-    assert [point["status"] for point in result["points"]] == ["out of memory"] * 2
-    assert result["sampler"] == ""
-
-
 def test_the_table_has_medians_in_milliseconds_by_policy(tmp_path, calls, monkeypatch):
     measure(tmp_path / "r4.json")
     monkeypatch.setattr(decode, "random_policy", lambda *_: _out_of_memory())
@@ -94,15 +83,6 @@ def test_the_table_has_medians_in_milliseconds_by_policy(tmp_path, calls, monkey
     write_shapes(ShapesJob(files=[tmp_path / "r4.json", tmp_path / "r0.json"], out=tmp_path / "tables"))
     lines = (tmp_path / "tables/prompts-tiny.csv").read_text().splitlines()
     assert lines == ["prompts,tokens,NVFP4 r0,NVFP4 r4", "1,8,out of memory,8.0", "2,4,out of memory,8.0"]
-
-
-def test_columns_of_several_gpus_name_them(tmp_path, calls):
-    for rank in (0, 4):
-        measure(tmp_path / f"r{rank}.json", rank=rank)
-    files = [moved(tmp_path / "r0.json", "1x NVIDIA H200"), moved(tmp_path / "r4.json", "1x NVIDIA H100 80GB HBM3")]
-    write_shapes(ShapesJob(files=files, out=tmp_path / "tables"))
-    head = (tmp_path / "tables/prompts-tiny.md").read_text().splitlines()[0]
-    assert [cell.strip() for cell in head.split("|")[3:5]] == ["NVFP4 r0, H200", "NVFP4 r4, H100 80GB HBM3"]
 
 
 def _out_of_memory():

@@ -14,6 +14,7 @@ from qerl.jobs import TrlStepJob
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import StepWork, TrlStep
 from tests import forks
+from tests.conftest import nightly
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed: pip install trl==1.16.0")
 
@@ -117,7 +118,7 @@ def measure_with_vllm(job):
         grpo_step_trl.measure_step(job)
 
 
-@pytest.mark.slow
+@nightly
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed: requirements-vllm-cpu.txt")
 def test_a_step_with_vllm_in_the_process(tmp_path):
     out = tmp_path / "out.json"

@@ -19,6 +19,7 @@ from qerl.rollout.eager import NativeSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Mix
+from tests.conftest import nightly
 
 WORK = {
     "engine": "native",
@@ -160,6 +161,7 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
     assert result.work.trace == TRACE
 
 
+@nightly
 def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, monkeypatch):
     """The test uses the GPU's engine, which runs on a CPU without graphs."""
     monkeypatch.setattr(

@@ -17,10 +17,11 @@ from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
 from qerl.rollout.sampler import Completion
-from qerl.settings.base import ConfigError, parse
+from qerl.settings.base import ConfigError
 from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, TaskSettings
+from tests.conftest import nightly
 
 PROBLEMS = 8
 HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}
@@ -193,11 +194,6 @@ def test_countdown_is_scored_with_pass_at_k_and_distinct_solutions(tokenizer, co
 def test_the_validation_split_can_be_asked(tokenizer, countdown, tmp_path):
     score = graded(tokenizer, countdown, tmp_path, lambda problem, repeat: problem.solution, "validation")
     assert (score.problems, score.accuracy) == (3, 1)
-
-
-def test_no_harness_draws_a_progress_bar(run, problems, capsys):
-    run(lambda name, i, repeat: stated(name, problems[name][i].answer))
-    assert "%|" not in capsys.readouterr().err
 
 
 def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
@@ -435,11 +431,6 @@ def test_greedy_with_one_repeat(run, problems):
     assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
 
 
-def test_greedy_repeats_are_an_error():
-    with pytest.raises(ConfigError, match=r"repeats=2 at sampling\.temperature=0"):
-        parse(EvaluationSettings, {"tasks": [], "sampling": {"temperature": 0}, "repeats": 2}, "evaluation")
-
-
 def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
     from lm_eval.evaluator import evaluate as harness_evaluate
     from lm_eval.tasks import TaskManager
@@ -515,6 +506,7 @@ print(*(task.accuracy for task in metrics.values()))
 """
 
 
+@nightly
 def test_runs_without_network_and_leaves_nothing_in_the_home_folder(datasets, tmp_path):
     root = next(iter(datasets.values())).parent
     root_of_tests = str(Path(__file__).parents[3])

@@ -18,6 +18,7 @@ from qerl.host.lease import alone, devices, lease, percent_of_each
 from qerl.jobs import DecodeJob, DecodePart
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Decoding
+from tests.conftest import nightly
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
@@ -140,12 +141,6 @@ def test_a_third_waits_until_one_is_killed(node, hold):
     assert holders[0].poll() is None
 
 
-def test_many_at_once_are_served_one_after_another(node, hold):
-    node(2)
-    processes = [hold(2, seconds=0.2) for _ in range(4)]
-    assert [held(process) for process in processes] == [{"0", "1"}] * 4
-
-
 def test_the_users_choice_of_gpus_is_kept(node, hold):
     node(4)
     assert held(hold(2, CUDA_VISIBLE_DEVICES="3,1")) == {"3", "1"}
@@ -193,23 +188,6 @@ def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
     assert held(waiting) == {"0"}
 
 
-def test_a_part_waits_until_as_much_is_free(node, hold):
-    """And a whole GPU waits for all of its parts."""
-    node(1)
-    small, large = hold(1, percent=20), hold(1, percent=50)
-    assert (held(small), held(large)) == ({"0"}, {"0"})
-    third = hold(1, percent=40)
-    assert all(waits(third) for _ in range(2))
-    small.kill()
-    assert held(third) == {"0"}
-    whole = hold(1)
-    large.kill()
-    large.wait()
-    assert all(waits(whole) for _ in range(2))
-    third.kill()
-    assert held(whole) == {"0"}
-
-
 @pytest.mark.parametrize(
     ("count", "total", "each"), [(1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)]
 )
@@ -244,12 +222,6 @@ def test_no_gpu_no_lease(node):
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
     node(2)
     assert devices({"CUDA_VISIBLE_DEVICES": ""}) == {}
-
-
-def test_more_than_there_are_is_an_error(node):
-    node(2)
-    with pytest.raises(ConfigError, match="3 GPUs are needed, but only 2 are visible"), lease(3):
-        pass
 
 
 def test_the_variable_is_as_before_afterwards(node, monkeypatch):
@@ -350,6 +322,7 @@ def measure_points(job):
 """
 
 
+@nightly
 def test_an_engine_takes_no_more_than_the_part_of_its_job(node, tmp_path):
     """60 % of the 200 bytes of its part, not of the 900 that are free, in a process that `qerl rule` starts."""
     node(1)

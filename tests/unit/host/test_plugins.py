@@ -9,7 +9,6 @@ import pytest
 from qerl.host.imports import check, load, source_version
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings, RunSettings
-from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan_from
 from tests.jobs import train_job
 
@@ -88,12 +87,6 @@ def test_a_reward_of_another_arity_or_of_trl_is_one_sentence(folder, signature):
     assert str(error.value) == REWARD.format(signature)
 
 
-def test_a_reward_that_must_be_waited_for_is_refused(folder):
-    (folder / "mine.py").write_text("async def f(answer, problem): return 1.0")
-    with pytest.raises(ConfigError, match=r"reward.function mine:f is `async`.*write it as a plain `def`"):
-        check("mine:f", "reward.function")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -121,11 +114,6 @@ def test_other_rewards_that_must_be_waited_for_are_refused(folder, text):
     (folder / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match="is `async`"):
         check("mine:f", "reward.function")
-
-
-def test_records_may_be_yielded(folder):
-    (folder / "mine.py").write_text("def f(): yield {}")
-    check("mine:f", "origin.function")
 
 
 def test_a_function_with_matching_arguments_is_accepted(folder):
@@ -251,13 +239,6 @@ def test_functions_are_imported_before_any_job_starts(folder):
         for reward, origin in ((own_reward, good_origin), (good_reward, own_origin)):
             with pytest.raises(ConfigError, match=message):
                 plan_from(configuration(reward, origin), Path("unused"))
-
-
-def test_pretraining_takes_no_tagged_data_set():
-    values = configuration({}, {"source": "generated"})
-    values["datasets"]["sums"] |= {"answer": "tags", "instruction": "<think></think><answer></answer>"}
-    with pytest.raises(ConfigError, match=r"models.tiny.datasets.*answer: native"):
-        parse(Config, values, "test")
 
 
 def test_neither_loading_nor_planning_imports_torch(folder):

@@ -3,18 +3,16 @@
 import io
 import os
 import pty
-import re
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qerl.host import console
 from qerl.host.console import VisibleConsole, visible
 
 ROOT = Path(__file__).parents[3]
@@ -133,26 +131,6 @@ def test_every_rule_prints_to_its_log():
     for file in (ROOT / "workflow/rules").glob("*.smk"):
         commands = [line for line in file.read_text().splitlines() if "python -P -m qerl rule" in line]
         assert all("> {log:q} 2>&1" in line for line in commands), file
-
-
-@pytest.mark.parametrize("width", [40, 60, 79, 80, 140])
-def test_a_bar_says_all_on_a_narrow_terminal(width, monkeypatch):
-    screen = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    monkeypatch.setattr(console, "console", lambda: screen)
-    with console.showing(12, "steps") as advance:
-        advance("reward 0.125, length 1,024, sampler KL 9.5e-14, 1,142 tokens/s")
-    last = screen.file.getvalue().rpartition("steps")[2]
-    assert "1/12" in last
-    assert re.search(r"\d:\d\d:\d\d|-:--:--", last)
-    assert all(word in last for word in ("0.125,", "1,024,", "9.5e-14,", "tokens/s"))
-
-
-def test_the_screen_takes_characters_that_its_encoding_lacks(tmp_path):
-    body = "with quiet(Path('run/log.txt')):\n    log.warning('a completion is %r', '\\u0394\\u4e8c')\n"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-    command = [sys.executable, "-c", NOISE + body]
-    seen = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, check=False)
-    assert (seen.returncode, seen.stderr) == (0, "warning: a completion is '\\u0394\\u4e8c'\n")
 
 
 #: Clears the screen, sets the window's title, the same by C1, overwrites the line, and reorders what is read.

@@ -41,26 +41,12 @@ def test_a_comment_or_docstring_changes_nothing(copy):
     assert version_in(copy) == before
 
 
-def test_a_changed_formula_changes_the_version(copy):
-    before = version_in(copy)
-    edit(copy, "rl/losses.py", "torch.exp(log_ratio)\n", "torch.exp(0.5 * log_ratio)\n")
-    assert version_in(copy) != before
-
-
 def test_an_imported_module_counts_unless_it_only_reports(copy):
     before = version_in(copy, "qerl.rl.train")
     edit(copy, "host/console.py", "LOG_EVERY = 15.0", "LOG_EVERY = 20.0")
     assert version_in(copy, "qerl.rl.train") == before
     edit(copy, "rl/rewards.py", "eps: float = 1e-4", "eps: float = 1e-6")
     assert version_in(copy, "qerl.rl.train") != before
-
-
-def test_a_changed_cuda_source_changes_the_versions_that_use_it(copy):
-    before = version_in(copy, "qerl.rl.train"), version_in(copy, "qerl.models.quantize")
-    edit(copy, "kernels/cuda/tile_scheduler.cu", "{ PLAIN, RESIDUAL, GATED };", "{ PLAIN, GATED, RESIDUAL };")
-    assert version_in(copy, "qerl.rl.train") != before[0]
-    edit(copy, "kernels/cuda/unpack.cu", "WARPS = 8", "WARPS = 4")
-    assert version_in(copy, "qerl.models.quantize") != before[1]
 
 
 def git(*arguments: str, folder: Path) -> str:
@@ -120,11 +106,6 @@ def test_stamp_names_code_machine_and_versions(monkeypatch):
     assert made["seed"] == 3
     assert made["machine"]["cores"] >= 1
     assert {"python", "torch", "transformers"} <= made["versions"].keys()
-
-
-def test_the_label_has_every_kind_of_gpu(monkeypatch):
-    monkeypatch.setattr(stamps, "_gpus", lambda: ["A", "B", "A"])
-    assert stamps.machine()["label"] == "2x A + 1x B"
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):

@@ -9,12 +9,13 @@ from qerl.kernels import reference
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import IDLE, PAGE, DecodeState, DeltaHeads, DeltaState, DeltaStates, PromptRow, pack
 from qerl.kernels.triton import delta
+from tests.conftest import in_nightly
 
 CPU = torch.device("cpu")
 #: Key and value heads, features of each, and taps; powers of two and others, and more columns than a program has.
 SHAPES = [(2, 4, 8, 16, 4), (1, 3, 12, 24, 3), (2, 2, 16, 32, 2)]
-LENGTHS = [1, 9, 2, 5]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+LENGTHS = [1, 6, 2]
+shapes = pytest.mark.parametrize("shape", [*in_nightly((SHAPES[0],)), *SHAPES[1:]], ids=str)
 
 
 def heads_of(key, value, key_dim, value_dim, taps):
@@ -65,13 +66,13 @@ def test_steps(shape):
         assert not found[[1, 4, 5]].any()
 
 
-@pytest.mark.parametrize(("shape", "padding"), zip(SHAPES, (7, 0, 7), strict=True), ids=str)
+@pytest.mark.parametrize(("shape", "padding"), [*in_nightly((SHAPES[0], 7)), (SHAPES[1], 0), (SHAPES[2], 7)], ids=str)
 def test_prompts(shape, padding):
     """With padding as in a graph: tokens after the prompts, and prompts without tokens."""
     heads, tokens = heads_of(*shape), sum(LENGTHS) + padding
     most = len(LENGTHS) + 2 if padding else None
     packed = pack([[1] * n for n in LENGTHS], [[1]] * len(LENGTHS), PAGE, tokens, most)
-    net, slots = states(heads, 5), [4, 0, 2, 1] + [5] * (2 if padding else 0)
+    net, slots = states(heads, 5), [4, 0, 2] + [5] * (2 if padding else 0)
     packing = Packing.of(LENGTHS, [None] * len(LENGTHS), CPU)
     place = torch.tensor(slots, dtype=torch.int32)
     row, exact = PromptRow.of(torch.from_numpy(packed), tokens, len(slots), packing, place), wide(net)

@@ -20,6 +20,7 @@ from qerl.kernels.state import (
     TextState,
 )
 from qerl.kernels.triton import sampling
+from tests.conftest import in_nightly
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SLOTS, TOKENS, PAGES, STOPS = 11, 700, 150, [1, 40]
@@ -76,7 +77,7 @@ class Case:
         return torch.randint(high, size, generator=self.numbers).to(DEVICE)
 
 
-@pytest.mark.parametrize("letters", [3, 60])
+@pytest.mark.parametrize("letters", [3, *in_nightly(60)])
 def test_guesses_are_those_of_the_reference(letters):
     ours, theirs = Case(letters, letters), Case(letters, letters)
     theirs.slots = ours.slots
@@ -86,7 +87,7 @@ def test_guesses_are_those_of_the_reference(letters):
     assert (reference.guess(*args[1]).chances > 0).any()
 
 
-@pytest.mark.parametrize(("count", "replayed"), [(16, True), (37, False), (64, False)])
+@pytest.mark.parametrize(("count", "replayed"), [(16, True), (37, False), *in_nightly((64, False))])
 def test_rows_and_what_follows_from_them_are_those_of_the_reference(count, replayed):
     """Many rows draw the token that was drafted behind them, a few end, and some are idle."""
     case = Case(count, 50)

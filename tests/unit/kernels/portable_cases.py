@@ -18,6 +18,7 @@ from qerl.kernels.state import Activation, workspace
 from qerl.kernels.triton.linear import dense, multiply
 from qerl.models.linear import PackedLinear, PortableLinear
 from qerl.models.lora import register_lora
+from tests.conftest import NIGHTLY
 
 FORMATS = ("nvfp4", "mxfp4")
 #: Rows of x in every tile, and on both sides of its edges.
@@ -77,7 +78,7 @@ def assert_close(out, expected):
 def test_products_of_layers_with_bias(weights_format, rank):
     layers = layers_of(weights_format, (72, 24, 19), 384, bias=True, rank=rank)
     product = PortableLinear(layers, torch.float32)
-    for rows in ROWS:
+    for rows in ROWS if weights_format == "nvfp4" or NIGHTLY else ROWS[::3]:
         x = torch.randn(rows, 384)
         out = torch.full((rows, 115), torch.nan)
         product(x, out)
@@ -102,7 +103,7 @@ def test_activations_of_the_gate_times_up(weights_format, rank):
     layers = layers_of(weights_format, (136, 136), 256, rank=rank)
     product = PortableLinear(layers, torch.float32)
     first, *others = get_args(Activation)
-    for rows, activation in ((3, first), (70, first), (130, first), *((3, other) for other in others)):
+    for rows, activation in ((3, first), (130, first), *((3, other) for other in others)):
         x = torch.randn(rows, 256)
         out = torch.full((rows, 136), torch.nan)
         gate, up = exact(layers, x)
@@ -115,7 +116,7 @@ def test_every_division_of_the_columns_gives_the_product():
     layers = layers_of("nvfp4", (40,), 1152, rank=4)
     product, x = PortableLinear(layers, torch.float32), torch.randn(5, 1152)
     expected = exact(layers, x)[0]
-    for programs in (1, 2, 3, 4, 9):
+    for programs in (1, 2, 3, 4, 9) if NIGHTLY else (1, 4, 9):
         out = torch.full((5, 40), torch.nan)
         multiply(product.operands, x, out, tile=Tile(16, 8, 4, 2, programs=programs))
         assert_close(out, expected)

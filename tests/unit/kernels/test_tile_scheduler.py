@@ -11,6 +11,7 @@ import pytest
 
 from qerl.kernels.cuda import w4a16
 from qerl.kernels.cuda.w4a16 import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
+from tests.conftest import in_nightly
 
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -185,11 +186,12 @@ LAYERS = {
     "small": ([256], 512, PLAIN),
     "one block": ([128], 256, PLAIN),
 }
+some = ["7B q,k,v", "7B gate,up", "one block", *in_nightly("7B o", "7B down", "32B q,k,v", "small")]
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rank", [0, 64, *in_nightly(16, 128)])
 @pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", some)
 def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, name, rank):
     variant = BY_NAME[name]
     for row_blocks in sorted({1, 2, variant.row_blocks}):
@@ -223,9 +225,9 @@ def test_sizes_are_those_of_the_kernel(library, variant, rank):
     assert variant.shared_bytes(width) == max(needed, ONE_PER_SM_BYTES if variant.one_per_sm else 0)
 
 
-@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("rank", [16, 128, *in_nightly(64)])
 @pytest.mark.parametrize("name", [name for name, variant in BY_NAME.items() if not variant.small_batch])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", some)
 def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, name, rank):
     ends, columns, mode = LAYERS[layer]
     variant = BY_NAME[name]

@@ -13,6 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from qerl.models import delta_net
 from qerl.models.delta_net import INSTALLED, PLAIN, PackedQwen3_5DeltaNet, functions_for, gated_delta_rule
+from tests.conftest import nightly
 from tests.families import FAMILIES
 
 FAKE = """
@@ -42,6 +43,7 @@ print("done")
 """
 
 
+@nightly
 def test_a_library_of_gpu_kernels_leaves_models_on_a_cpu_alone(tmp_path):
     package = tmp_path / "fla" / "ops"
     package.mkdir(parents=True)

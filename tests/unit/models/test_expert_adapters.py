@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
+from tests.conftest import in_nightly
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -91,8 +93,13 @@ def of_stacks(gradients, both=("gate_proj", "up_proj")):
     return found
 
 
-@pytest.mark.parametrize("targets", TARGETS, ids=["with attention", "alone", "down"])
-@pytest.mark.parametrize("base", ["nvfp4", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("base", "targets"),
+    [
+        *(("nvfp4", TARGETS[0]), ("nvfp4", TARGETS[2]), ("gpt_oss", TARGETS[0])),
+        *in_nightly(("nvfp4", TARGETS[1]), ("gpt_oss", TARGETS[1]), ("gpt_oss", TARGETS[2])),
+    ],
+)
 def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, base, targets):
     """Log-probabilities, and the gradient of every A, B and norm, within 1e-4 of their greatest values."""
     policy = made(bases / base, targets)
@@ -137,8 +144,13 @@ def test_the_files_are_plain_lora_on_each_experts_layers(bases, tmp_path):
     assert not config["target_parameters"]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "nf4", "gpt_oss"])
-@pytest.mark.parametrize("targets", TARGETS, ids=["with attention", "alone", "down"])
+@pytest.mark.parametrize(
+    ("weights", "targets"),
+    [
+        *zip(("bf16", "nvfp4", "gpt_oss"), TARGETS, strict=True),
+        *in_nightly(*((weights, targets) for weights in ("nf4", "bf16", "nvfp4", "gpt_oss") for targets in TARGETS)),
+    ],
+)
 def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights, targets):
     policy = made(bases / weights, targets)
     policy.save(tmp_path / "adapter")
@@ -168,8 +180,13 @@ def test_a_stored_adapter_has_no_dropout_when_it_is_loaded(bases, tmp_path):
         assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
 
 
-@pytest.mark.parametrize("targets", [TARGETS[0], ["q_proj"]], ids=["with experts", "attention"])
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4", "nf4", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("weights", "targets"),
+    [
+        *(("nvfp4", TARGETS[0]), ("nf4", ["q_proj"]), ("gpt_oss", TARGETS[0])),
+        *in_nightly(*product(("bf16", "nvfp4", "mxfp4", "nf4", "gpt_oss"), (TARGETS[0], ["q_proj"]))),
+    ],
+)
 def test_the_code_of_the_card_gives_the_policy(bases, tmp_path, monkeypatch, weights, targets):
     policy, names = made(bases / weights, targets), {}
     policy.save(tmp_path)

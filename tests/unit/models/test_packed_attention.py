@@ -1,7 +1,6 @@
 """The project's attention in place of transformers': the same numbers and names, and the cases left to transformers."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotar
 
 from qerl.kernels.packed_sequences import Packing, all_keys
 from qerl.models import blocks
-from qerl.models.blocks import NAME, PackedAttention, attend, fuse_attentions, token_hidden
+from qerl.models.blocks import PackedAttention, attend, fuse_attentions, token_hidden
 from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.settings.run import AdapterSettings
 from tests.families import SHAPE
@@ -147,27 +146,6 @@ def test_dropout_is_refused_where_it_would_count(name, own_way):
     assert len(own_way) == 2
     with pytest.raises(ValueError, match="attention_dropout=0"):
         together(ours.train())
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda lm: pickle.loads(pickle.dumps(lm))])
-def test_a_copy_is_the_same(again):
-    _, ours = made("qwen3")
-    copied = again(ours)
-    assert [type(module) for module in copied.modules()] == [type(module) for module in ours.modules()]
-    assert len(fused(copied)) == 2
-    assert torch.equal(together(copied), together(ours))
-    assert fused(copied)[0].q_proj.weight is not fused(ours)[0].q_proj.weight
-
-
-def test_the_implementation_of_attention_can_be_set_and_its_weights_recorded():
-    plain, ours = made("llama")
-    together(ours)
-    assert ours.config._attn_implementation == NAME
-    for lm in (plain, ours):
-        lm.set_attn_implementation("eager")
-    found, expected = (lm(IDS, output_attentions=True).attentions for lm in (ours, plain))
-    assert len(found) == 2
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_class_that_is_not_known_is_left_alone():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qerl.checkpoints.files import check_base
 from qerl.models.policy import load_policy
-from qerl.models.random import ADDED, TEXTS, write_checkpoint, write_tokenizer
+from qerl.models.random import write_checkpoint
 
 #: Ids of Qwen2.5's tokenizer; those of code and tools are added, but not special.
 IDS = {
@@ -62,20 +62,6 @@ def test_vocabulary_and_merges_make_the_same_tokenizer(folder, tokenizer, tmp_pa
     assert tokenizer.decode(tokenizer.encode(text)) == text
     # Digits are tokens of their own, and words of the texts are one token.
     assert tokenizer.tokenize("Ann has 123") == ["Ann", "Ġhas", "Ġ", "1", "2", "3"]
-
-
-def test_a_model_of_few_tokens_has_a_tokenizer_of_its_ids(tmp_path):
-    write_tokenizer(tmp_path, TEXTS, 3000)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    chat = [{"role": "user", "content": "How many are 12 你好 <tool_call>?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert len(tokenizer) == 3000
-    assert max(ids) < 3000
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    names = ("<|im_start|>", "<|im_end|>", "<tool_call>")
-    start, end, call = map(tokenizer.convert_tokens_to_ids, names)
-    # The message of the template's own system comes first.
-    assert [token for token in ids if token >= 3000 - len(ADDED)] == [start, end, start, call, end, start]
 
 
 @pytest.mark.parametrize("system", [True, False])

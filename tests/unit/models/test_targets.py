@@ -117,8 +117,3 @@ def test_a_name_that_the_model_lacks_is_one_sentence(tmp_path, name, target, sen
 def test_what_is_no_end_of_a_name_is_no_target(tmp_path, target):
     with pytest.raises(ConfigError, match=r"^adapter\.targets has "):
         made(base(tmp_path, "qwen2"), target)
-
-
-def test_an_empty_name_is_no_target():
-    with pytest.raises(ValueError, match="at least 1 character"):
-        AdapterSettings(targets=[""])

@@ -1,6 +1,5 @@
 """The drift of KL(sampler || trainer): its statistics, and the table of tiny runs on NVFP4 weights."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,18 +8,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from qerl.models.quantize import quantize_checkpoint
 from qerl.report.drift import change, drift, slope_per_step, verdict
-from qerl.report.make import make_figure, make_table
+from qerl.report.make import make_table
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError
 from qerl.results.study_data import read_study
-from qerl.settings.base import ConfigError, parse, read_yaml
-from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
+from qerl.settings.base import ConfigError, read_yaml
 from qerl.workflow.plan import plan_from
-from tests import jobs
-from tests.jobs import train_job, write_inputs
 from tests.synthetic_results import NO_METRICS, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -144,38 +138,3 @@ def test_a_run_of_few_steps_is_refused(tmp_path):
     values["experiments"]["long"]["base"]["steps"] = 19
     with pytest.raises(ConfigError, match=r"steps=19 is too short for `drift: true`"):
         plan_from(values, ROOT / "config/mini.yaml")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Runs of a tiny policy on NVFP4 weights: in float32, in bf16, and in float32 with noise in the sampler alone."""
-    folder = write_inputs(tmp_path_factory.mktemp("drift"))
-    quantize_checkpoint(folder / "base", folder / "nvfp4", "nvfp4")
-    noisy = {"schedule": "constant", "sigma_start": 0.1}
-    arms = {"exact": {}, "rounded": {"dtype": "bfloat16"}, "noisy": {"noise": noisy}}
-    files = []
-    for arm, changed in arms.items():
-        settings = parse(RunSettings, {**jobs.SETTINGS, "weights": "nvfp4", "steps": 20, **changed}, "test")
-        paths = (folder / "nvfp4", folder / "data", folder / "work" / arm, folder / "train" / arm)
-        dispatch.run(train_job(settings, *paths, arm=arm))
-        files.append(folder / "train" / arm / "run.json")
-    make_table("drift", files, folder / "tables")
-    make_figure("drift", files, folder / "figures")
-    return folder
-
-
-def test_the_kl_of_runs_is_that_of_rounding_unless_the_sampler_has_noise(trained):
-    table = pd.read_csv(trained / "tables/drift.csv").set_index("arm")
-    assert table.loc["exact", "kl_last"] < 1e-10
-    # In most steps of so small a policy nothing is rounded differently, so a few steps say little.
-    lines = (trained / "train/rounded/metrics.jsonl").read_text().splitlines()
-    assert 1e-9 < np.mean([json.loads(line)["mismatch/kl"] for line in lines]) < 1e-3
-    assert table.loc["rounded", "kl_last"] < 1e-3
-    assert table.loc["noisy", "kl_last"] > 100 * table.loc["exact", "kl_last"]
-    assert set(table["steps"]) == {20}
-
-
-def test_the_figure_has_every_arm(trained):
-    shown = (trained / "figures/drift.svg").read_text()
-    assert "KL(sampler‖trainer) (nats/token)" in shown
-    assert all(f">{arm}</text>" in shown for arm in ("exact", "rounded", "NVFP4 LoRA + AQN"))

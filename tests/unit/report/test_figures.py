@@ -29,11 +29,6 @@ def texts(svg) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-def colour_of(svg, label: str) -> str:
-    found = re.search(rf'<text style="[^"]*fill: (#\w+)[^>]*>{re.escape(label)}</text>', svg.read_text())
-    return found.group(1)
-
-
 def drawn(tmp_path, draw, frame):
     draw(frame, tmp_path / "figures" / draw.__name__)
     svg = tmp_path / "figures" / f"{draw.__name__}.svg"
@@ -49,14 +44,6 @@ def test_curves_label_every_arm_once_and_tell_of_smoothing(tmp_path, metrics):
     assert sorted(text for text in shown if text in ARMS) == sorted(ARMS)
     assert {"reward,", "mean of 3 steps"} <= set(shown)
     assert "main: mean and range of 3 seeds" in shown
-
-
-def test_an_arm_keeps_its_colour(tmp_path, metrics):
-    reward = drawn(tmp_path, figures.reward, metrics)
-    entropy = drawn(tmp_path, figures.entropy, metrics[metrics["arm"] != "bf16-full"])
-    for arm in ARMS[1:]:
-        assert colour_of(reward, arm) == colour_of(entropy, arm)
-    assert len({colour_of(reward, arm) for arm in ARMS}) == len(ARMS)
 
 
 def test_every_kind_of_run_has_a_colour_of_its_own():
@@ -75,43 +62,6 @@ def test_every_kind_of_run_has_a_colour_of_its_own():
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-def test_awq_has_its_own_name_and_colour(tmp_path):
-    bases = ({}, {"recipe": "awq"})
-    arms = ("nvfp4-lora", "nvfp4-lora-aqn")
-    paths = [write_run(tmp_path / str(n), arm, 0, base=base) for n, base in enumerate(bases) for arm in arms]
-    frame = readers.load_runs(paths).assign(arm=lambda rows: rows["weights"] + rows["training"])
-    names = ["NVFP4 LoRA", "NVFP4 LoRA + AQN", "NVFP4-AWQ LoRA", "NVFP4-AWQ LoRA + AQN"]
-    assert list(figures._names(frame).values()) == names
-    assert len(set(figures._colours(frame).values())) == 4
-
-
-def test_labels_of_equal_curves_do_not_overlap(tmp_path):
-    runs = [write_run(tmp_path, "nvfp4-lora", 0, steps=steps) for steps in range(1, 9)]
-    svg = drawn(tmp_path, figures.reward, readers.load_metrics(runs))
-    heights = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>NVFP4 LoRA, steps=\d<', svg.read_text())]
-    assert len(heights) == 8
-    gaps = [later - earlier for earlier, later in zip(sorted(heights), sorted(heights)[1:], strict=False)]
-    assert min(gaps) > 6.5
-
-
-def test_noise_shows_the_arms_that_carry_it(tmp_path, metrics):
-    shown = texts(drawn(tmp_path, figures.noise, metrics))
-    assert {text for text in shown if text in ARMS} == {"NVFP4 LoRA + AQN"}
-
-
-def test_length_and_truncation(tmp_path, metrics):
-    shown = texts(drawn(tmp_path, figures.completion_length, metrics))
-    assert {"tokens/completion,", "truncated share,", "mean of 3 steps"} <= set(shown)
-
-
-def test_throughput_shows_failures(tmp_path, tree):
-    table = tables.throughput(readers.load_benches(tree["rollout"], "rollout"))
-    shown = texts(drawn(tmp_path, figures.throughput, table))
-    assert "out of memory" in shown
-    assert {"BF16", "NF4", "MXFP4", "NVFP4", "rank 16", "rank 32", "rank 64"} <= set(shown)
-    assert "1.28" in shown
-
-
 def test_accuracy_has_one_row_per_arm_and_shows_arms_that_were_not_run(tmp_path):
     runs = [write_run(tmp_path, "bf16-lora", 0), write_run(tmp_path, "nvfp4-lora", 0)]
     evaluations = [
@@ -124,18 +74,3 @@ def test_accuracy_has_one_row_per_arm_and_shows_arms_that_were_not_run(tmp_path)
     assert shown.count("BF16 LoRA") == shown.count("NVFP4 LoRA") == 2
     assert shown.count("not run") == 1
     assert {"mini, easy", "mini, hard"} <= set(shown)
-
-
-def size_of(svg) -> tuple[float, float]:
-    """Width and height of a drawing in points."""
-    width, height = re.search(r'<svg[^>]* width="([\d.]+)pt" height="([\d.]+)pt"', svg.read_text()).groups()
-    return float(width), float(height)
-
-
-def test_the_narrow_layout_has_all_panels_in_one_column(tmp_path, metrics):
-    wide = drawn(tmp_path, figures.completion_length, metrics)
-    narrow = wide.with_name("completion_length.narrow.svg")
-    width, height = size_of(wide)
-    assert size_of(narrow) == (width / 2, 2 * height)
-    assert texts(narrow).count("step") == 2
-    assert sorted(texts(narrow)) == sorted(texts(wide))

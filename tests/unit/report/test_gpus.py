@@ -58,17 +58,6 @@ def test_decode_speeds_of_several_gpus(tmp_path):
     assert list(stored["GPU"]) == of_each
 
 
-def test_steps_of_several_gpus(tmp_path):
-    machines = (("3B", H200), ("7B", H100), ("14B", H100), ("32B", H200))
-    files = [
-        moved(step_file(tmp_path, "qerl NVFP4 LoRA", size, [2.0], "auto", rest=1e9), machine=machine)
-        for size, machine in machines
-    ]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "all"))
-    for name in ("steps", "memory"):
-        assert gpus_of(tmp_path / "all", name) == ["H200", "H100 80GB HBM3", "H100 80GB HBM3", "H200"]
-
-
 def test_rows_of_one_gpu_have_no_column(tmp_path):
     files = [decode_file(tmp_path, engine, "nvfp4", SPEEDS, machine=H200) for engine in ("native", "vllm")]
     files += [decode_file(tmp_path, "native", "nvfp4", SPEEDS, rank=0, machine=H200)]

@@ -4,7 +4,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from qerl.jobs import ShapesJob
 from qerl.report import grid, speed_tables
@@ -54,13 +53,6 @@ def test_a_point_by_hand(tmp_path):
     }
 
 
-def test_a_failed_point_has_a_floor_but_no_speed(files):
-    points = speed_readers.load(files, "decode")
-    (failed,) = points[points["status"] == OUT_OF_MEMORY].to_dict("records")
-    assert failed["floor_ms"] > 1
-    assert pd.isna([failed["tokens_per_second"], failed["percent_of_floor"], failed["peak_memory_gb"]]).all()
-
-
 def test_the_decode_table_distinguishes_failed_from_not_measured(files):
     table = speed_tables.decode_table(speed_readers.load(files, "decode"), "7B")
     assert table.to_dict("list") == {
@@ -74,17 +66,6 @@ def test_the_decode_table_distinguishes_failed_from_not_measured(files):
     }
 
 
-def test_floor_table_is_the_share_of_each_point(tmp_path):
-    files = [
-        decode_file(tmp_path, "native", "nvfp4", {1: [500.0]}, rank=0),
-        decode_file(tmp_path, "vllm", "nvfp4", {1: [250.0], 8: OUT_OF_MEMORY}, rank=0),
-        decode_file(tmp_path, "transformers", "nvfp4", {1: [250.0]}, rank=0, ceilings=None),
-    ]
-    table = speed_tables.floor_table(speed_readers.load(files, "decode"), "7B")
-    assert list(table["1"]) == [pytest.approx(50), pytest.approx(25), "no floor"]
-    assert list(table["8"]) == ["–", OUT_OF_MEMORY, "–"]
-
-
 def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
     rows = rows_of(speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B"), "weights", "against vLLM")
     faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
@@ -94,13 +75,6 @@ def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
     # vLLM's repeats are alike, so that the interval is that of the native ones: within 400 to 600 over 200.
     assert 2.0 <= faster["1_low"] < 2.5 < faster["1_high"] <= 3.0
     assert faster["64_low"] == faster["64_high"] == 1.5
-
-
-def test_a_ratio_says_why_there_is_none(files):
-    rows = rows_of(speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B"), "weights", "against vLLM")
-    assert rows["nvfp4", "NVFP4"]["256"] == "–"
-    # vLLM's NVFP4 might be the faster: it wasn't measured.
-    assert rows["bf16", "faster of BF16, NVFP4"]["256"] == rows["nvfp4", "faster of BF16, NVFP4"]["256"] == "–"
 
 
 def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
@@ -116,12 +90,6 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
     assert faster["8"] == "vllm BF16: out of memory"
     assert rows["NVFP4"]["8"] == "vllm NVFP4: timeout"
     assert faster["64"] == "native NVFP4: out of memory"
-
-
-def test_weights_that_vllm_lacks_are_compared_with_its_faster_only(files, tmp_path):
-    files = [*files, decode_file(tmp_path, "native", "mxfp4", {1: [400.0], 64: [400.0]})]
-    table = speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B")
-    assert list(table[table["weights"] == "mxfp4"]["against vLLM"]) == ["faster of BF16, NVFP4"]
 
 
 def test_portable_kernels_are_beside_other_kernels_and_vllm(files, tmp_path):
@@ -287,46 +255,6 @@ def texts(svg: Path) -> set[str]:
     return set(re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text()))
 
 
-def test_the_speed_figure_names_engines_weights_and_the_floor(files, tmp_path):
-    grid.decode_speed(speed_readers.load(files, "decode"), tmp_path / "speed")
-    shown = texts(tmp_path / "speed.svg")
-    assert {"native NVFP4", "native BF16", "vLLM NVFP4", "vLLM BF16", "floor", "7B, LoRA rank 16"} <= shown
-    assert {"1", "64", "256"} <= shown
-
-
-def test_the_speed_figure_has_a_floor_for_each_format(files):
-    axis = Figure().subplots()
-    points = speed_readers.load(files, "decode")
-    grid._speed_panel(axis, points)
-    grey = [line for line in axis.lines if line.get_color() == grid._GREY]
-    nvfp4 = points[(points["engine"] == "native") & (points["weights"] == "nvfp4")]
-    expected = [1e3 * row.sequences / row.floor_ms for row in nvfp4.itertuples()]
-    assert len(grey) == 2
-    assert expected in [list(line.get_ydata()) for line in grey]
-
-
-def test_no_floor_is_drawn_without_measured_rates(tmp_path):
-    file = decode_file(tmp_path, "native", "nvfp4", {1: [2.0], 8: [9.0]}, ceilings=None)
-    grid.decode_speed(speed_readers.load([file], "decode"), tmp_path / "speed")
-    assert "floor" not in texts(tmp_path / "speed.svg")
-
-
-def test_the_crossover_figure_draws_the_ratios_and_one(files):
-    axis = Figure().subplots()
-    grid._crossover_panel(
-        axis, speed_tables.crossover(speed_readers.load(files, "decode")), [{"label": "a"}, {"label": "b"}]
-    )
-    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in (bars[0] for bars in axis.containers)]
-    assert drawn == [([1, 64], [4.0, 1.0]), ([1, 64], [2.0, 0.75])]
-    assert [1, 1] in [list(line.get_ydata()) for line in axis.lines]
-
-
-def test_sizes_are_panels(tmp_path, files):
-    files = [*files, decode_file(tmp_path, "native", "nvfp4", {1: [2000.0]}, size="1.5B")]
-    grid.decode_speed(speed_readers.load(files, "decode"), tmp_path / "speed")
-    assert {"1.5B, LoRA rank 16", "7B, LoRA rank 16"} <= texts(tmp_path / "speed.svg")
-
-
 def test_no_points_is_one_sentence(tmp_path):
     started = decode_file(tmp_path, "native", "nvfp4", {})
     for files in ([], [started]):
@@ -335,11 +263,6 @@ def test_no_points_is_one_sentence(tmp_path):
     with pytest.raises(ResultError, match="no GRPO steps yet"):
         speed_readers.load([], "grpo_step")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_job_that_has_only_started_is_left_out(tmp_path):
-    files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}), decode_file(tmp_path, "vllm", "nvfp4", {})]
-    assert list(speed_readers.load(files, "decode")["engine"]) == ["native"]
 
 
 @pytest.mark.parametrize(
@@ -353,18 +276,6 @@ def test_a_job_that_has_only_started_is_left_out(tmp_path):
 def test_a_file_of_another_shape_is_named(tmp_path, changed, told):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [1.0]}, **changed)
     with pytest.raises(ResultError, match=f"{file.name}.*{told}"):
-        speed_readers.load([file], "decode")
-
-
-def test_a_point_that_is_ok_needs_samples(tmp_path):
-    file = decode_file(tmp_path, "native", "nvfp4", {1: []})
-    with pytest.raises(ResultError, match="a point with status ok needs samples"):
-        speed_readers.load([file], "decode")
-
-
-def test_a_step_file_is_no_decode_file(tmp_path):
-    file = step_file(tmp_path, "ours", "7B", [1.0], "auto", rest=1.0)
-    with pytest.raises(ResultError, match=r"ours-7B\.json is not a DecodeResult: unknown key `work.prompts`"):
         speed_readers.load([file], "decode")
 
 

@@ -3,10 +3,9 @@
 import pandas as pd
 import pytest
 
-from qerl.jobs import ShapesJob
-from qerl.report import grid, speed_tables
+from qerl.report import speed_tables
 from qerl.results import speed_readers
-from tests.synthetic_results import MACHINE, PROVENANCE, moved, write_json
+from tests.synthetic_results import MACHINE, PROVENANCE, write_json
 
 #: 1,000 tokens in all.
 LENGTHS = [[100, 200], [300, 400]]
@@ -108,22 +107,6 @@ def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatc
     assert [cell.strip() for cell in cells[-7:-1]] == ["6.00", "2.50", "sibling", "200", "150", "75.0"]
 
 
-def test_rollouts_of_several_gpus_are_told_apart(tmp_path, files):
-    found = [{"source": "prompt", "verified": 8, "accepted": 4}]
-    counts = {"steps": 1, "verifications": 4, "rows_per_step": 1.0, "tokens_per_verification": 2.0, "sources": found}
-    runs = [{"seconds": 4.0, "phases": PHASES, "drafts": counts}]
-    far = moved(mix_file(tmp_path, "native", "bf16", [4.0], drafts=True, runs=runs), "1x NVIDIA H200")
-    speed_tables.write_mixes(speed_readers.load([*files, far], "rollout_mix"), tmp_path / "out")
-    phases = 6
-    rows = {"mixes": ["H200", *[MACHINE["label"]] * 3], "mix-phases": ["H200"] * phases + [MACHINE["label"]] * phases}
-    rows |= {"mix-drafts": ["H200"]}
-    for name, gpus in rows.items():
-        assert list(pd.read_csv(tmp_path / f"out/{name}.csv")["GPU"]) == gpus
-        assert "| GPU" in (tmp_path / f"out/{name}.md").read_text()
-    speed_tables.write_mixes(speed_readers.load([far], "rollout_mix"), tmp_path / "out")
-    assert not any("GPU" in (tmp_path / f"out/{name}.md").read_text() for name in rows)
-
-
 def test_phases_add_up_to_the_rollout(files):
     table = speed_tables.phase_table(speed_readers.load(files, "rollout_mix")).set_index("phase")
     assert table["share"].sum() == pytest.approx(100.0)
@@ -139,12 +122,3 @@ def test_a_rollout_out_of_memory_is_a_row(tmp_path, files):
     rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], failed, files[2]], "rollout_mix")))
     assert rows[("vllm", "bf16")]["status"] == "out of memory"
     assert rows[("native", "nvfp4")]["speedup"] == 2.5
-
-
-def test_files_of_rollouts_alone_make_tables(tmp_path, files):
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "tables"))
-    assert {file.stem for file in (tmp_path / "tables").glob("*.md")} == {"mixes", "mix-phases"}
-    page = (tmp_path / "tables/mixes.md").read_text()
-    assert "2.00×" in page
-    assert "250 [" in page
-    assert "decode, batch of 4" in (tmp_path / "tables/mix-phases.md").read_text()

@@ -2,13 +2,9 @@
 
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from docutils.core import publish_parts
-from jinja2 import Environment
 
 from qerl.report import make
 from qerl.report.format import page
@@ -92,28 +88,6 @@ def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
     assert caption.endswith(f"{machine} Seeds per arm: 3. {commit}\n")
     assert make.figure_stamp("accuracy", make.StoredResults(paths)) == f"{machine} Seeds per arm: 3. {commit}"
     assert make.figure_stamp("throughput", make.StoredResults(paths)) == f"{machine} {commit}"
-
-
-def rendered(name: str, files: list[Path], **wildcards: str) -> str:
-    """A text of workflow/report as Snakemake renders it."""
-    source = (Path(__file__).parents[3] / "workflow/report" / name).read_text()
-    environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    known = {"files": [SimpleNamespace(path=path) for path in files]}
-    wanted = {"table": "", "figure": "", **wildcards}
-    text = environment.from_string(source).render(
-        snakemake=SimpleNamespace(wildcards=SimpleNamespace(**wanted)), **known
-    )
-    return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
-
-
-def test_captions_of_snakemakes_report_have_what_they_promise(paths, tmp_path):
-    make.make_table("accuracy", paths, tmp_path)
-    make.make_figure("accuracy", paths, tmp_path)
-    files = [tmp_path / "accuracy.html", tmp_path / "accuracy.png", tmp_path / "reward.png"]
-    for text in (rendered("table.rst", files, table="accuracy"), rendered("figure.rst", files, figure="accuracy")):
-        assert "95 % intervals" in text
-        for told in ("Machine: Test CPU, 2 cores.", "Seeds per arm: 3", "Commit: 0123456789ab."):
-            assert text.count(told) == 1
 
 
 def test_columns_of_a_table_that_say_nothing_are_hoisted_or_left_out():

@@ -6,17 +6,11 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
 
-from qerl.report import make, paper, paper_figures
-from qerl.report.figures import COLOURS
-from qerl.results import printed, readers
-from qerl.results.printed import CURVE_FIGURES, FOLDER, NAMES, TABLES, read_cells
+from qerl.report import make, paper
+from qerl.results.printed import FOLDER, NAMES, TABLES, read_cells
 from qerl.results.statistics import average_interval, ratio_interval
 from qerl.results.store import ResultError
-from qerl.rl.noise_schedule import sigma
-from qerl.settings.run import NoiseSettings
 from tests.synthetic_results import (
     rollout_point,
     step_point,
@@ -281,14 +275,6 @@ def test_a_table_has_the_paper_s_rows_and_marks_contradictions(small):
     assert sum(row["GSM8K (%)"] == "timeout" for row in rows) == 1
 
 
-def test_a_wrong_difference_is_marked_beside_its_accuracy(small):
-    shown, footnotes = paper.paper_shape(beside("table2", small))
-    assert not [name for name in shown if "Δ" in name]
-    assert "16.7 (b)" in set(shown["AIME24 (%)"])
-    assert "+3.7" in footnotes[1]
-    assert "+2.7" in footnotes[1]
-
-
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     return write_paper_tree(tmp_path_factory.mktemp("paper"))
@@ -325,89 +311,3 @@ def test_files_of_every_figure(tmp_path, tree, name):
     assert "nothing is measured" in told or re.search(
         r"^The paper's Figure .* Machine: .*Seeds per arm: .*Commit: ", told
     )
-
-
-def drawn(paths: list, figure: str, panel: int):
-    """The axes of a figure with one panel."""
-    metrics, identities, reference = make.StoredResults(paths).curves(figure)
-    asked = CURVE_FIGURES[figure][panel]
-    axis = Figure().subplots()
-    paper_figures._panel_beside(axis, asked, paper_figures._groups(asked, metrics, identities), reference, window=1)
-    return axis
-
-
-def test_measured_points_are_drawn_over_our_curves(tree):
-    axis = drawn(tree, "figure4", 0)
-    paper_lines = {line.get_label(): line for line in axis.lines if str(line.get_label()).startswith("paper: ")}
-    assert len(paper_lines) == 5
-    points = pd.read_csv(FOLDER / "curves.csv").query("figure == 'figure4' and weights == 'nf4'")
-    np.testing.assert_array_equal(paper_lines["paper: NF4 LoRA"].get_xdata(), points["step"])
-    np.testing.assert_array_equal(paper_lines["paper: NF4 LoRA"].get_ydata(), points["value"])
-    assert paper_lines["paper: NF4 LoRA"].get_linestyle() == "--"
-    ours = [line for line in axis.lines if line not in paper_lines.values()]
-    assert len(ours) == 5
-    assert {to_rgba(line.get_color()) for line in ours} == {to_rgba(line.get_color()) for line in paper_lines.values()}
-
-
-def test_our_curve_is_the_mean_of_the_seeds(tree):
-    axis = drawn(tree, "figure12", 0)
-    metrics = readers.load_metrics([p for p in tree if p.name == "run.json" and "bigmath-7b-bf16-lora" in str(p)])
-    by_step = metrics.groupby("step")["reward/correct"].mean()
-    colour = COLOURS["bf16", "lora"]
-    (line,) = [line for line in axis.lines if to_rgba(line.get_color()) == to_rgba(colour)]
-    np.testing.assert_allclose(line.get_ydata(), by_step)
-
-
-def test_series_that_were_not_run_are_named(tree):
-    texts = [text.get_text() for text in drawn(tree, "figure10", 0).get_legend().get_texts()]
-    assert texts == [f"rank {rank}, not run" for rank in (16, 32, 64, 128)]
-    texts = [text.get_text() for text in drawn(tree, "figure8", 1).get_legend().get_texts()]
-    assert texts == ["NVFP4 LoRA + AQN", "NVFP4 LoRA, not run"]
-
-
-def test_ablations_are_told_apart_by_rank_schedule_and_rate(tmp_path):
-    def runs(arm, **settings):
-        base = {"model": "qwen2.5-3b", "dataset": "gsm8k", **settings}
-        return write_run(tmp_path, arm, 0, experiment=str(len(list(tmp_path.rglob("run.json")))), base=base)
-
-    paths = [runs("nvfp4-lora-aqn", adapter={"rank": rank}) for rank in (64, 16)]
-    paths += [runs("nvfp4-lora-aqn", noise={"schedule": name, "sigma_start": 5e-2}) for name in ("cosine", "linear")]
-    paths += [runs("nvfp4-lora-aqn", noise={"schedule": "logarithmic", "sigma_start": 1e-2})]
-    paths += [runs("nvfp4-lora-aqn", model=MODEL, optimizer={"learning_rate": 3e-5})]
-    paths += [FOLDER / printed.CURVES]
-    told = {
-        figure: [text.get_text() for text in drawn(paths, figure, 0).get_legend().get_texts()]
-        for figure in ("figure9", "figure10", "figure16")
-    }
-    assert told["figure9"] == ["linear", "exponential, not run", "cosine", "logarithmic, not run"]
-    assert told["figure10"] == ["rank 16", "rank 32, not run", "rank 64", "rank 128, not run"]
-    assert told["figure16"] == ["rate 3e-05", "rate 5e-06, not run"]
-
-
-def test_bars_show_both_numbers_and_what_is_missing(tree):
-    frame = make.StoredResults(tree).beside("figure1")
-    axis = Figure().subplots()
-    cells = frame[frame["metric"] == "math500"]
-    paper_figures._bar_pairs(axis, cells)
-    heights = [bar.get_height() for bar in axis.patches]
-    for row in cells.to_dict("records"):
-        assert float(row["printed"]) in heights
-        assert (row["status"] != "ok") or row["ours"] in heights
-    assert len(heights) == 7
-    assert "not run" in [text.get_text() for text in axis.texts]
-
-
-def test_schedules_are_those_that_train(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.step", lambda self, x, y, **named: seen.append((named.get("label"), y)) or []
-    )
-    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)
-    paper_figures.schedules(tmp_path / "figure15")
-    assert len(seen) == 8
-    name, values = seen[1]
-    settings = NoiseSettings(schedule=name, sigma_start=5e-2)
-    assert name == "exponential"
-    assert values == [sigma(settings, 60 * stage + 1, 600) for stage in range(10)]
-    assert values[:2] == [0, 5e-2]
-    assert values[9] == pytest.approx(5e-2 * 1e-2 ** (8 / 9))

@@ -221,10 +221,6 @@ def ready(tab):
     tab.wait_for("document.body.dataset.ready === (location.hash || '#')")
 
 
-def listed(tab) -> list[str]:
-    return tab.ask("[...document.querySelectorAll('#problems a .number')].map(e => e.textContent)")
-
-
 @needs_browser
 def test_what_the_policy_wrote_at_a_step_on_a_problem_and_why_it_is_wrong_is_three_clicks_away(results, tab):
     opened(tab, made(results), RUN)  # the first click, on the report
@@ -258,58 +254,6 @@ def test_before_and_after_stand_side_by_side_with_both_verdicts(results, tab):
     ready(tab)
     assert tab.ask("document.querySelector('.column h3').innerText") == "base-bf16"
     assert "beside=base-bf16" in tab.ask("location.hash")
-
-
-@needs_browser
-def test_two_steps_are_compared_by_the_place_of_their_problems(results, tab):
-    run = results / "train" / RUN / "run.json"
-    write_steps(run, {20: [rollout(20, f"later-{n}", [["#### ", "42"]], extracted="42") for n in range(8)]})
-    opened(tab, made(results), f"{RUN}/20/later-2?beside={RUN}/12")
-    prompts = tab.ask("[...document.querySelectorAll('.question-text')].map(e => e.textContent)")
-    assert prompts == ["How much is train-3?", "How much is later-2?"]
-
-
-@needs_browser
-def test_filters_search_and_keys(results, tab):
-    opened(tab, made(results), f"{RUN}/sums")
-    names = tab.ask("[...document.querySelectorAll('#filters button')].map(e => e.innerText.replace(/\\s+/g, ' '))")
-    assert names == ["All 6", "Right 3", "Wrong 3", "Graders disagree 1", "Cut off 1", "Better than beside 3"]
-    expected = {3: ["4", "5", "6"], 4: ["1"], 5: ["6"], 6: ["1", "2", "3"], 1: [*"123456"]}
-    for place, numbers in expected.items():
-        tab.click(f"#filters button:nth-of-type({place})")
-        ready(tab)
-        assert listed(tab) == numbers
-    for key, title in {"j": "Problem 2", "ArrowRight": "Problem 3", "k": "Problem 2", "[": "Problem 1"}.items():
-        tab.press(key)
-        ready(tab)
-        assert tab.text("h2") == title
-    assert tab.ask("document.getElementById('step').value") == "12"
-    tab.press("]")
-    ready(tab)
-    tab.press("/")
-    tab.write("What is 4 AND")
-    ready(tab)
-    assert listed(tab) == ["5"]
-    assert tab.ask("CSS.highlights.get('found').size") == 1
-    tab.press("Escape")
-    tab.press("s")
-    ready(tab)
-    assert tab.ask("document.getElementById('shade').value") == "surprise"
-
-
-@needs_browser
-def test_shading_follows_probability_and_entropy(results, tab):
-    run = results / "train" / RUN / "run.json"
-    tokens = {"logprobs": [0.0, -1.5, -9.0], "entropies": [2.0, 0.75, 0.0]}
-    write_steps(run, {30: [rollout(30, "p", [["a", "b", "c"]], **tokens)]})
-    shades = {}
-    for shade in ("surprise", "entropy"):
-        opened(tab, made(results), f"{RUN}/30?shade={shade}")
-        script = "[...document.querySelectorAll('.shaded.text span')].map(e => getComputedStyle(e).backgroundColor)"
-        shades[shade] = [float(re.findall(r"[\d.]+", colour)[3]) for colour in tab.ask(script)]  # rgba(r, g, b, alpha)
-    assert shades["surprise"] == pytest.approx([0, 0.31, 0.62], abs=0.01)
-    assert shades["entropy"] == pytest.approx([0.62, 0.31, 0], abs=0.01)
-    assert "surprise 1.5 nats" in tab.ask("document.querySelectorAll('.shaded.text span')[1].title")
 
 
 @needs_browser

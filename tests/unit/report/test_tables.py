@@ -213,13 +213,6 @@ def test_a_speed_up_over_bf16_lora_that_failed_says_so(tmp_path):
     assert row["speedup_base"] == "bf16-lora (out of memory)"
 
 
-def test_speed_up_needs_bf16_lora_in_the_same_bench(tmp_path):
-    bench = write_bench(tmp_path, "step", "step", [step_point("nvfp4-lora", [1.0])])
-    table = tables.memory_speed(readers.load_benches([bench], "step"), readers.load_quantization([]))
-    assert np.isnan(table["speedup"].iloc[0])
-    assert table["speedup_base"].iloc[0] == "no BF16 LoRA"
-
-
 def test_files_of_a_table(tmp_path):
     tree = write_tree(tmp_path)
     evaluations = readers.load_evaluations(tree["evaluations"], readers.load_runs(tree["runs"]))
@@ -239,31 +232,6 @@ def test_files_of_a_table(tmp_path):
     assert "Δ" not in latex
     body = latex.split(r"\toprule")[1].split(r"\bottomrule")[0]
     assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {8}
-
-
-def test_a_caption_names_modified_code_and_several_machines(tmp_path):
-    path = write_quantization(tmp_path, "nf4", 4.1, {})
-    stamp = json.loads(path.read_text())["provenance"]
-    modified = damaged(path, provenance=stamp | {"dirty": True, "machine": {"label": "H200"}})
-    reports = readers.load_quantization([modified, write_quantization(tmp_path, "nvfp4", 4.5, {})])
-    text = tables.caption_text("Sizes", reports)
-    assert text == "Sizes. Machine: H200; Test CPU, 2 cores. Commit: 0123456789ab (modified), 0123456789ab."
-
-
-def test_a_caption_names_code_without_a_commit(tmp_path):
-    path = write_quantization(tmp_path, "nf4", 4.1, {})
-    stamp = json.loads(path.read_text())["provenance"]
-    installed = damaged(path, provenance=stamp | {"commit": None, "version": "0.1.0", "files": "abc123"})
-    text = tables.caption_text("Sizes", readers.load_quantization([installed]))
-    assert text == "Sizes. Machine: Test CPU, 2 cores. Commit: version 0.1.0 (files abc123)."
-
-
-def test_bf16_report_has_no_error(tmp_path):
-    reports = readers.load_quantization([write_quantization(tmp_path, "bf16", 16, {})])
-    bench = write_bench(tmp_path, "step", "step", [step_point("bf16-lora", [1.0])])
-    row = tables.memory_speed(readers.load_benches([bench], "step"), reports).iloc[0]
-    assert row["bits_per_weight"] == 16
-    assert np.isnan(row["relative_error"])
 
 
 def test_quantization_by_type_of_layer(tmp_path):

@@ -6,14 +6,13 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, ModelShape, linear_shapes
+from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, ModelShape
 from qerl.formats.codecs import quantize, stored_bytes
 from qerl.kernels.state import DeltaHeads, state_bytes
 from qerl.models.policy import lora_config
 from qerl.models.random import model_config
 from qerl.models.structure import structure_of
-from qerl.results.speed_readers import byte_parts, mean_context, step_bytes, step_floor, step_flops
-from qerl.results.speeds import Ceilings
+from qerl.results.speed_readers import byte_parts, step_bytes, step_flops
 from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings
 from tests.bits import bits_per_weight
@@ -96,15 +95,6 @@ def test_7b_by_hand():
     attention = 28 * 4 * 256 * 28 * 128
     dense = 2 * (28 * block + 152064 * 3584)
     assert step_flops("7B", 0, 8, 256) == 8 * (dense + attention)
-
-
-@pytest.mark.parametrize(
-    ("weights", "bits", "tables"), [("bf16", 16, 0), ("mxfp4", 4.25, 0), ("nf4", 4 + 8 / 64 + 32 / 64 / 256, 1e-4)]
-)
-def test_bits_a_weight_of_32b(weights, bits, tables):
-    weight_count = sum(rows * columns for rows, columns in linear_shapes("32B").values()) * 64
-    stored = byte_parts(Base("32B", weights), 0, 1, 0)["linear"]
-    assert 8 * stored / weight_count == pytest.approx(bits, rel=tables, abs=0)
 
 
 @pytest.fixture(params=["mistral", "gemma3", "phi3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"])
@@ -191,13 +181,3 @@ def test_bytes_of_packed_delta_nets_are_those_of_the_stored_layers(monkeypatch):
     )
     dense, packed = (step_bytes(Base("published", "nvfp4", packed_nets=nets), RANK, 2, 9) for nets in (False, True))
     assert dense - packed == saved > 0
-
-
-def test_the_slower_ceiling_bounds_a_step():
-    ceilings = Ceilings(copy_bytes_per_second=100.0, matmul_flops_per_second=1000.0)
-    assert step_floor(50, 10, ceilings) == 0.5
-    assert step_floor(50, 2000, ceilings) == 2.0
-
-
-def test_context_of_a_measured_decode_is_its_middle():
-    assert mean_context(128, 256) == 256

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from qerl.host.gpus import allocatable_bytes, cap_memory
+from qerl.host.gpus import allocatable_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import with_adapter
 from qerl.models.random import write_checkpoint
@@ -149,16 +149,3 @@ def test_a_cap_bounds_what_can_be_allocated(monkeypatch):
         {"segment_pool_id": (0, 1), "total_size": 10, "allocated_size": 4},
     ]
     assert allocatable_bytes() == 4, "but not what it holds for CUDA graphs"
-
-
-def test_a_cap_needs_a_gpu_that_has_as_much(monkeypatch):
-    with pytest.raises(ValueError, match="remove the cap"):
-        cap_memory(1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 24 * 10**9))
-    with pytest.raises(ValueError, match="24 GB"):
-        cap_memory(80)
-    fractions = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    cap_memory(12)
-    assert fractions == [0.5]

@@ -27,6 +27,7 @@ from qerl.rl.parallel import Processes, run_in_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
+from tests.conftest import nightly
 from tests.forks import run_program
 from tests.jobs import train_job, write_inputs
 
@@ -35,7 +36,7 @@ SETTINGS = {
     "dataset": "arithmetic",
     "weights": "nvfp4",
     "dtype": "float32",
-    "steps": 4,
+    "steps": 2,
     # Three groups for two processes; dynamic sampling, a second update, the reference, dropout and noise take part.
     "rollout": {"prompts": 3, "group_size": 4, "resample": 1, "sampling": {"max_tokens": 40}},
     # The length of a completion is what those of an untrained policy differ in.
@@ -138,6 +139,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
     assert left.stderr.startswith("qerl: process 1 of 2 was killed")
 
 
+@nightly
 def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from qerl.rl.parallel import run_in_processes\nrun_in_processes(2, print)\n")

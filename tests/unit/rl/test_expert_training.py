@@ -11,10 +11,10 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.rollouts import Collector, Task
 from qerl.rollout.engine import EngineSampler
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import NativeSettings, RunSettings
+from qerl.settings.run import NativeSettings
+from tests.conftest import in_nightly
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
-from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, SHARP, kill_at, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import PROBLEMS, SHARP, kill_at, trainer, untimed, weights
 
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 ALONE = {"rank": 4, "dropout": 0.0, "targets": EXPERTS, "train_norms": False}
@@ -42,7 +42,7 @@ def learning(mixture, work, **changes):
     return trainer(mixture, work, **{**settings, **changes})
 
 
-@pytest.mark.parametrize("engine", [False, True], ids=["eager", "engine"])
+@pytest.mark.parametrize("engine", [True, *in_nightly(False)])
 def test_the_reward_rises_by_the_experts_alone(mixture, tmp_path, engine):
     """The base stays as it is, bit for bit, and the stored adapter is the policy."""
     run = learning(mixture, tmp_path, steps=40)
@@ -112,9 +112,3 @@ def test_in_16_bits_products_are_those_of_the_autocast(mixture, tmp_path):
     for rough, fine in zip(found, expected, strict=True):
         assert rough.dtype == torch.float32
         assert (rough - fine).norm() < 0.1 * fine.norm()
-
-
-def test_ppo_has_no_value_function_of_experts():
-    asked = {**BASE, "adapter": ALONE, "loss": {"name": "ppo"}}
-    with pytest.raises(ConfigError, match=r"loss\.name=ppo has no value function with adapters of experts; leave"):
-        parse(RunSettings, asked, "test")

@@ -101,9 +101,3 @@ def test_a_run_that_learned_nothing_does_not_end_like_a_success(caplog, equal, l
     assert record.levelno == level
     assert ("nothing was learned" in record.getMessage()) == (level == logging.WARNING)
     assert "reward 0.000 -> 0.000 in 2 steps" in record.getMessage()
-
-
-def test_one_step_is_not_called_steps(caplog):
-    with caplog.at_level(logging.INFO):
-        report([{"reward": 0.5, "reward/equal_groups": 0.5}], settings())
-    assert caplog.messages == ["reward 0.500 -> 0.500 in 1 step"]

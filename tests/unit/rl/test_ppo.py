@@ -46,24 +46,6 @@ def test_advantages_are_the_published_sum(gamma, lam, holes):
     np.testing.assert_allclose(returns.numpy(), (expected + values.double().numpy()) * mask.numpy(), atol=2e-6)
 
 
-def test_lambda_of_one_is_the_discounted_return_less_the_value():
-    rewards, values, mask = ragged(3)
-    advantages, returns = gae(rewards, values, mask, 0.9, 1.0)
-    for n, length in enumerate(mask.sum(1).int().tolist()):
-        for t in range(length):
-            expected = sum(0.9 ** (k - t) * rewards[n, k].item() for k in range(t, length))
-            assert returns[n, t].item() == pytest.approx(expected, abs=1e-5)
-            assert advantages[n, t].item() == pytest.approx(expected - values[n, t].item(), abs=1e-5)
-
-
-def test_lambda_zero_looks_one_step_ahead_and_gamma_zero_none():
-    rewards, values, mask = ragged(4)
-    following = torch.cat([values[:, 1:] * mask[:, 1:], torch.zeros(len(values), 1)], 1)
-    one_step = (rewards + 0.9 * following - values) * mask
-    torch.testing.assert_close(gae(rewards, values, mask, 0.9, 0.0)[0], one_step)
-    torch.testing.assert_close(gae(rewards, values, mask, 0.0, 0.95)[0], (rewards - values) * mask)
-
-
 def test_advantages_depend_on_nothing_behind_the_last_token_and_carry_no_gradient():
     rewards, values, mask = ragged(5)
     expected = gae(rewards, values, mask, 0.9, 0.8)

@@ -6,8 +6,8 @@ import pytest
 
 from qerl.data.records import Problem
 from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import RewardSettings, RunSettings
+from qerl.settings.base import parse
+from qerl.settings.run import RewardSettings
 
 PROBLEM = Problem("0", "6 * 3?", "6 * 3 = 18\n#### 18", "18", None)
 
@@ -40,10 +40,6 @@ def test_the_overlong_penalty_grows_linearly_over_the_buffer(tokens, penalty):
     assert overlong_penalty(tokens, 100, 20) == pytest.approx(penalty)
 
 
-def test_no_buffer_no_penalty():
-    assert overlong_penalty(100, 100, 0) == 0
-
-
 # --- presets ---------------------------------------------------------------------------------------------------------
 
 
@@ -70,11 +66,6 @@ def test_explicit_keys_win_over_the_preset():
     settings = parse(RewardSettings, {"preset": "upstream-gsm8k", "format": 0.5, "overlong_buffer": 3}, "test")
     assert (settings.correct, settings.format, settings.overlong_buffer) == (2.0, 0.5, 3)
     assert parse(RewardSettings, settings.model_dump(), "test") == settings
-
-
-def test_an_unknown_preset_is_an_error():
-    with pytest.raises(ConfigError, match=r"reward\.preset.*upstream-gsm8k"):
-        parse(RunSettings, {"model": "m", "dataset": "d", "reward": {"preset": "upstream"}}, "test")
 
 
 # --- the user's own reward -------------------------------------------------------------------------------------------

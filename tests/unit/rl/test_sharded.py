@@ -19,7 +19,7 @@ SETTINGS = {
     "weights": "bf16",
     "method": "full",
     "dtype": "float32",
-    "steps": 3,
+    "steps": 2,
     # Three groups: one process of two and of four has fewer than another. Some completions are silent.
     "rollout": {"prompts": 3, "group_size": 4, "sampling": {"max_tokens": 24}},
     "reward": {"overlong_buffer": 23},
@@ -68,8 +68,6 @@ def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(
     assert all(row["grad_norm"] > 0 for row in alone[1])
     assert any(row["silent/completions"] for row in alone[1])
     assert_same(alone, run(folder, "two", processes=2))
-    # This model's rows are shorter than a block, so that no moment is quantized (test_sharded_optimizer.py has others).
-    assert_same(alone, run(folder, "blocks", processes=2, optimizer={**SETTINGS["optimizer"], "name": "adamw8bit"}))
     # Two processes are stopped after the first step; one and four continue, these with what only saves memory.
     run(folder, "stopped", hours=1e-9, processes=2)
     sparing = {"gradient_checkpointing": True, "rollout": {**SETTINGS["rollout"], "native": {"sleep": True}}}

@@ -1,13 +1,10 @@
 """The temperature servo, against temperatures found by bisection."""
 
-import math
-
 import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from qerl.rl.trainer import Thermostat, followed_entropies
-from qerl.settings.base import ConfigError
+from qerl.rl.trainer import Thermostat
 from qerl.settings.run import ThermostatSettings
 
 LOGITS = np.random.default_rng(3).normal(scale=2.5, size=50)
@@ -54,13 +51,6 @@ def test_the_temperature_stays_within_its_limits():
     assert followed([0.0] * 30, lowest=0.8)[-1]["temperature"] == 0.8
 
 
-def test_one_step_corrects_by_the_power_of_the_ratio():
-    rows = [{"temperature": 0.9, "entropy/sampler": 1.0}]
-    settings = ThermostatSettings(arm="a", gain=0.5)
-    assert Thermostat(settings, 1.0, [1.44, 9.0]).temperature(rows) == pytest.approx(0.9 * math.sqrt(1.44))
-    assert Thermostat(settings, 1.0, [50.0, 9.0]).temperature(rows) == pytest.approx(0.9 * math.exp(0.5))
-
-
 def test_the_ratio_is_that_of_weighted_means_over_the_same_steps():
     reached, wanted = [0.2, 0.5, 0.1], [0.4, 0.3, 0.15, 7.0]
     rows = [{"temperature": 1.3, "entropy/sampler": value} for value in reached]
@@ -92,13 +82,6 @@ def test_a_policy_that_is_nearly_sure_has_the_wanted_mean_although_single_steps_
             reached = mean_entropy(temperature, sharper) * np.exp(by_problem[step] + own[step])
             rows.append({"temperature": temperature, "entropy/sampler": reached})
         assert np.mean([row["entropy/sampler"] for row in rows]) == pytest.approx(np.mean(wanted), rel=0.1)
-
-
-def test_a_series_that_is_too_short_is_an_error(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("")
-    with pytest.raises(ConfigError, match="0 steps"):
-        followed_entropies(file, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,6 @@ from qerl.rl.update import UpdateStats
 NAMES = [field.name for field in fields(UpdateStats)]
 
 
-class TwoProcesses:
-    """Another process has twice this one's sums, and a largest ratio of 5."""
-
-    def sum(self, values):
-        return [3 * value for value in values]
-
-    def max(self, value):
-        return max(value, 5.0)
-
-
 def numbered(start=1.0):
     return UpdateStats(**{name: start + place for place, name in enumerate(NAMES)})
 
@@ -35,11 +25,6 @@ def test_every_figure_adds_up_and_the_largest_ratio_is_a_maximum():
         assert getattr(stats, name) == expected, name
 
 
-def test_figures_of_processes_add_up_like_those_of_micro_batches():
-    total = UpdateStats(loss=1.0, tokens=2.0, max_ratio=1.5).over(TwoProcesses())
-    assert total == UpdateStats(loss=3.0, tokens=6.0, max_ratio=5.0)
-
-
 def test_a_sample_stands_for_all_in_sums_over_tokens_and_over_sequences():
     """Half of the tokens in a third of the sequences; counts of clipped ratios and the loss stay out."""
     found = numbered().standing_for(2 * int(numbered().tokens), 3 * int(numbered().sequences))
@@ -50,38 +35,6 @@ def test_a_sample_stands_for_all_in_sums_over_tokens_and_over_sequences():
         expected = factor * getattr(numbered(), name)
         assert getattr(found, name) == (numbered().max_ratio if name == "max_ratio" else expected), name
     assert UpdateStats().standing_for(0, 0) == UpdateStats()
-
-
-def test_metrics_are_means_over_tokens_ratios_and_updates():
-    stats = UpdateStats(
-        loss=0.5,
-        tokens=10,
-        entropy=20,
-        mismatch_kl=1,
-        reference_kl=3,
-        ratios=40,
-        clipped_low=4,
-        clipped_high=8,
-        sequences=2,
-        token_ratios=12,
-        token_squares=18,
-        sequence_ratios=3,
-        sequence_squares=5,
-        value_loss=6,
-        value_clipped=1,
-    )
-    assert stats.metrics() == {
-        "loss": 0.5,
-        "entropy": 2.0,
-        "mismatch/kl": 0.1,
-        "reference/kl": pytest.approx(0.3),
-        "ess/tokens": 0.8,
-        "ess/sequences": 0.9,
-        "clip_ratio/low": 0.1,
-        "clip_ratio/high": 0.2,
-    }
-    assert stats.value_metrics(2) == {"value/loss": 3.0, "value/clipped": 0.5}
-    assert UpdateStats(tokens=1).metrics()["clip_ratio/low"] == 0.0  # all completions masked: no ratio counts
 
 
 def test_effective_sample_sizes_are_those_of_the_definition():
@@ -105,12 +58,6 @@ def test_effective_sample_sizes_are_those_of_the_definition():
     metrics = stats.metrics()
     assert metrics["ess/tokens"] == pytest.approx(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
     assert metrics["ess/sequences"] == pytest.approx(sequences.sum() ** 2 / (6 * (sequences**2).sum()))
-
-
-def test_equal_policies_have_the_whole_sample():
-    logprobs, mask = torch.full((3, 4), -1.0), torch.ones(3, 4)
-    sums = ratio_sums(logprobs, logprobs, mask)
-    assert (sums.tokens, sums.token_squares, sums.sequences, sums.sequence_squares) == (12, 12, 3, 3)
 
 
 def test_a_ratio_beyond_floats_is_cut():

@@ -6,7 +6,6 @@ noise that accumulates (test_eager), a scorer that compares one character (test_
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
@@ -152,18 +151,6 @@ def test_defect_b_the_reward_compares_whole_numbers(base, tagged, tmp_path):
     for text, right in ((WRONG, 0.0), (RIGHT.format("1"), 0.0), (RIGHT.format("18"), 1.0)):
         answering(made, text)
         assert made.collector.collect(1, 0).metrics["reward/correct"] == right
-
-
-def test_an_own_reward_is_logged_only_when_set(base, data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(sys.path))
-    (tmp_path / "half_reward.py").write_text("def half(answer, problem): return 0.5")
-    plain = trainer(base, data, tmp_path / "a").collector.collect(1, 0).metrics
-    own = trainer(base, data, tmp_path / "b", reward={"function": "half_reward:half", "custom": 4.0})
-    metrics = own.collector.collect(1, 0).metrics
-    assert "reward/custom" not in plain
-    assert metrics["reward/custom"] == 0.5
-    assert metrics["reward"] == pytest.approx(plain["reward"] + 2.0)
 
 
 def test_defect_l_the_saved_adapter_lists_its_norms_and_any_rank_runs(base, data, tmp_path):

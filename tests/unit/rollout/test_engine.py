@@ -21,6 +21,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
+from tests.conftest import in_nightly
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
@@ -49,7 +50,11 @@ def checkpoints(tmp_path_factory):
     return {name: write(tmp_path_factory.mktemp(name)) for name, write in MODELS.items()}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: Those without a mechanism of their own: `tests/parity/test_families.py` has the engine's draws of each.
+LIKE_OTHERS = ("qwen3", "llama", "mistral", "mistral-sliding", "qwen3_5")
+
+
+@pytest.fixture(scope="module", params=[*(n for n in MODELS if n not in LIKE_OTHERS), *in_nightly(*LIKE_OTHERS)])
 def any_policy(request, checkpoints):
     """A policy of each architecture whose adapter and norms have an effect."""
     return perturbed(with_adapter(checkpoints[request.param], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
@@ -97,7 +102,7 @@ def tokens(groups):
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-@pytest.mark.parametrize(("sigma", "temperature"), [(0.0, 1.0), (0.1, 0.7)])
+@pytest.mark.parametrize(("sigma", "temperature"), [(0.1, 0.7), *in_nightly((0.0, 1.0))])
 def test_logprobs_are_those_of_the_policy_with_its_noise(any_policy, sigma, temperature):
     sampler = sampler_of(any_policy)
     params = SamplingParams(max_tokens=70, temperature=temperature, count=3, seed=4)

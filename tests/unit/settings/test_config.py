@@ -12,7 +12,6 @@ from qerl import settings
 from qerl.cli import config_reference
 from qerl.host import imports
 from qerl.settings.base import ConfigError, Settings, parse
-from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, EvaluationSettings
 from qerl.settings.workloads import Measured
@@ -109,14 +108,6 @@ def test_arms_override_the_base_and_the_grid_both():
     assert runs["e-b-seed1"].settings.weights == "nf4"
 
 
-def test_a_grid_may_go_over_any_key():
-    base = {"model": "miniature", "dataset": "arithmetic"}
-    grid = {"noise.schedule": ["linear", "cosine"], "adapter.rank": [8, 16]}
-    runs = plan(mini(experiments={"e": {"base": base, "grid": grid}}, benches={})).runs
-    assert next(iter(runs)) == "e-run-schedulelinear-rank8"
-    assert len(runs) == 4
-
-
 def test_every_run_and_every_base_is_evaluated():
     made = plan(mini())
     assert len(made.runs) == 18
@@ -129,11 +120,6 @@ def test_greedy_completions_are_refused_for_training_and_not_for_an_evaluation()
     with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature=0 is greedy.*use a temperature above 0"):
         parse(RunSettings, run, "run.yaml")
     assert parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 0}}, "e").repeats == 1
-
-
-def test_a_temperature_by_which_logits_overflow_is_refused():
-    with pytest.raises(ConfigError, match=r"sampling\.temperature=1e-40 is too small.*use 0, which is greedy"):
-        parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 1e-40}}, "e")
 
 
 @pytest.mark.parametrize(
@@ -152,11 +138,3 @@ def test_dr_grpo_divides_by_the_standard_deviation_only_on_request(loss, scaled)
     stored = settings.model_dump(mode="json")  # as run.yaml and the rows of runs have it
     assert stored["loss"]["scale_advantages"] is scaled
     assert parse(RunSettings, stored, "row") == settings
-
-
-@pytest.mark.parametrize("unit", ["", " ", "18", "1 k", "<b>", "a, b"])
-def test_a_unit_is_a_word_or_a_sign(unit):
-    values = {"format": "gsm8k", "origin": {"source": "generated"}, "units": [unit]}
-    with pytest.raises(ConfigError, match="`units`: a unit is a word or a sign such as '%'"):
-        parse(DatasetSettings, values, "datasets.d")
-    assert parse(DatasetSettings, values | {"units": [" % ", "widgets"]}, "d").units == ["%", "widgets"]

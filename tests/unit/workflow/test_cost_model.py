@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.settings.base import ConfigError, parse
+from qerl.settings.base import parse
 from qerl.settings.workflow import Config
 from qerl.workflow import costs
-from qerl.workflow.costs import SIZES, SPEEDS, Costs, Hours, PlannedWork, evaluation_work, run_work
+from qerl.workflow.costs import SIZES, SPEEDS, Costs, Hours, PlannedWork, run_work
 from qerl.workflow.plan import plan
 
 ROOT = Path(__file__).parents[3]
@@ -75,11 +75,6 @@ def lowest_share(model: str) -> float:
 def work(**changes) -> PlannedWork:
     given = {"model": "qwen2.5-7b", "weights": "nvfp4", "method": "lora", "rank": 16, "sequences": 64, "drawn": 3600.0}
     return PlannedWork(**{**given, **changes})
-
-
-def test_an_evaluation_costs_its_problems_times_repeats_at_their_longest(papers):
-    drawn = [w.drawn for w in evaluation_work(papers, papers.evaluations["base-qwen2.5-14b-bf16"])]
-    assert drawn == [n * repeats * 4096 for n, repeats in ((500, 4), (30, 32), (30, 32), (40, 32))]
 
 
 def test_hours_of_runs_are_those_of_the_measured_speeds(papers):
@@ -188,19 +183,6 @@ def test_a_much_smaller_batch_says_nothing_of_the_hours(monkeypatch, tmp_path):
     assert math.isnan(Costs("h200").rollout(work(sequences=65)).estimated)
 
 
-def test_rollouts_with_an_adapter_bound_those_without_one(monkeypatch, tmp_path):
-    row = {**h200(), "model": "qwen2.5-7b", "weights": "bf16", "engine": "native", "sequences": "8", "rank": "0"}
-    row |= {"gradient_checkpointing": "", "update_tokens_per_second": "", "source": "here", "tokens": "384"}
-    rates = {"lora": "300", "none": "400"}
-    for known in (["lora"], ["none"]):
-        write(monkeypatch, tmp_path, [row | {"method": m, "rollout_tokens_per_second": rates[m]} for m in known])
-        speeds = [
-            Costs("h200").measured_rollout(work(weights="bf16", method=m, rank=0)) for m in ("full", "none", "lora")
-        ]
-        rate = float(rates[known[0]])
-        assert [speed and speed.rate for speed in speeds] == [rate, rate, rate if known == ["lora"] else None]
-
-
 def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path):
     row = {**h200(), "model": "qwen2.5-7b", "weights": "nvfp4", "sequences": "8", "rollout_tokens_per_second": ""}
     row |= {"update_tokens_per_second": "20000", "gradient_checkpointing": "false", "source": "here"}
@@ -209,22 +191,3 @@ def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path
     assert (trained.measured, trained.estimated) == (1.0, 0.0)
     assert Costs("h200").update(work(trained=7.2e7, gradient_checkpointing="true")).measured == 0
     assert Costs("h200").rollout(work()).measured == pytest.approx(1 / measured("qwen2.5-7b", "nvfp4", 64))
-
-
-def test_an_update_with_gradient_checkpointing_bounds_one_without(monkeypatch, tmp_path):
-    row = {**h200(), "model": "qwen2.5-7b", "weights": "nf4", "sequences": "8", "rollout_tokens_per_second": ""}
-    row |= {"update_tokens_per_second": "20000", "gradient_checkpointing": "true", "source": "here"}
-    write(monkeypatch, tmp_path, [*(r for r in rows() if not r["update_tokens_per_second"]), row])
-    costs = Costs("h200")
-    bounds = [
-        costs.update(work(weights="nf4", trained=7.2e7, gradient_checkpointing=checkpointing)).measured
-        for checkpointing in ("true", "false", "auto")
-    ]
-    assert bounds == [1.0, 1.0, 1.0]
-
-
-def test_a_measured_update_says_whether_with_gradient_checkpointing(monkeypatch, tmp_path):
-    row = {**h200(), "update_tokens_per_second": "20000", "gradient_checkpointing": "", "source": "here"}
-    write(monkeypatch, tmp_path, [row])
-    with pytest.raises(ConfigError, match="doesn't say gradient_checkpointing"):
-        Costs("h200")

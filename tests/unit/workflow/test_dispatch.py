@@ -97,28 +97,6 @@ def test_a_changed_constant_changes_the_code_of_each_module_that_a_rule_reaches(
         file.write_text(text)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_changed_code_changes_the_version_of_a_rule(copy, version, entry):
-    """One of its modules by the length of its name, so that rules differ in which."""
-    code = sorted(code_of([entry], copy, decides))
-    file, before = provenance.module_file(code[len(entry) % len(code)], copy), version(entry)
-    text = file.read_text()
-    file.write_text(f"{text}\n_CHANGED = 1\n")
-    changed = version(entry)
-    file.write_text(text)
-    assert changed != before == version(entry)
-
-
-def test_group_sizes_count_for_quantization_and_training(copy, version):
-    file = copy / "qerl/formats/group_size.py"
-    text, entries = file.read_text(), ("qerl.workflow.bases", "qerl.rl.train", "qerl.evals.evaluate")
-    before = [version(entry) for entry in entries]
-    file.write_text(text.replace('"nvfp4": 16', '"nvfp4": 32'))
-    after = [version(entry) for entry in entries]
-    file.write_text(text)
-    assert all(one != other for one, other in zip(before, after, strict=True))
-
-
 def test_only_what_people_call_is_in_no_rules_version(graph):
     counted = {name for entry in ENTRIES for name in code_of([entry], PACKAGE.parent, decides)}
     left = {name for name in graph.modules if decides(name)} - counted

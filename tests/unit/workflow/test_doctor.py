@@ -10,17 +10,15 @@ import pytest
 import torch
 from huggingface_hub import constants
 from packaging.requirements import Requirement
-from torch import nn
 from typer.testing import CliRunner
 
 from qerl import doctor
 from qerl.checkpoints.files import CheckpointError
-from qerl.checkpoints.shapes import PUBLISHED, ModelShape, shape_of
+from qerl.checkpoints.shapes import ModelShape
 from qerl.cli.commands import app
 from qerl.doctor import asked_model, diagnose, serving, unfit_libraries
 from qerl.host import gpus
 from qerl.host.gpus import visible_gpus
-from qerl.models.linear import TorchLinear, fuse, product_class
 from qerl.models.policy import choose_device
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.structure import structure_of
@@ -79,14 +77,6 @@ def test_turing_is_refused_at_start_and_by_the_doctor_in_the_same_sentence(machi
     with pytest.raises(ConfigError, match=r"compute capability 7\.5.*need 8\.0.*CUDA_VISIBLE_DEVICES=") as refused:
         choose_device()
     assert diagnose(None, None).problems == [str(refused.value)]
-
-
-def test_an_old_gpu_beside_a_supported_one_is_a_note(machine):
-    machine((9, 0), (7, 5))
-    found = diagnose(None, None)
-    assert found.problems == []
-    assert any("7.5" in note for note in found.notes)
-    assert [device.unsupported is None for device in found.devices] == [True, False]
 
 
 def test_amd_is_refused_and_apple_is_told(machine, monkeypatch, caplog):
@@ -169,24 +159,6 @@ def test_a_mixture_has_grouped_products(machine, tmp_path):
     assert any("no grouped product of nf4 experts" in note for note in nf4.notes)
 
 
-def test_the_classes_are_those_that_the_engine_takes():
-    layers = [nn.Linear(64, 32), nn.Linear(64, 32)]
-    made = type(fuse(layers, torch.bfloat16))
-    assert made is product_class(None, "bf16", [(32, 64), (32, 64)], torch.bfloat16) is TorchLinear
-
-
-@pytest.mark.parametrize(("weights", "product"), [("nf4", "BitsandbytesLinear"), ("bf16", "dense (TorchLinear)")])
-def test_other_formats_on_hopper(machine, weights, product):
-    machine((9, 0))
-    assert product in serving(visible_gpus()[0], asked_model("7B", weights)).products
-
-
-def test_a_gpu_that_torch_cannot_use_is_a_problem(machine, monkeypatch):
-    machine((9, 0))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "install a CUDA build of PyTorch" in diagnose(None, None).problems[0]
-
-
 def test_missing_and_old_libraries_are_found(monkeypatch):
     wanted = [Requirement(text) for text in ("torch>=99", "qerl-has-no-such-library>=1", "numpy")]
     monkeypatch.setattr(doctor, "requirements", lambda extra="": wanted)
@@ -203,17 +175,6 @@ def test_a_folder_says_its_shape_and_weights(tmp_path):
         asked_model("8Q", None)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_shape_has_a_name(name):
-    """As in grids; gpt-oss has the weights that it is published with."""
-    model = asked_model(name, None)
-    assert (model.shape, model.repo) == (shape_of(name), None)
-    assert model.weights == ("mxfp4" if name == "gpt-oss-20b" else "nvfp4")
-    assert serving(None, model).unsupported is None
-    if model.shape.nets:
-        assert asked_model(name, None, packed_nets=True).shape == shape_of(name).with_packed_nets()
-
-
 @pytest.mark.parametrize(("size", "memory", "code"), [("7B", "80", 0), ("32B", "12", 1), ("7B", None, 1)])
 def test_the_exit_code_says_whether_the_step_fits(machine, size, memory, code):
     machine()
@@ -226,21 +187,6 @@ def test_the_exit_code_says_whether_the_step_fits(machine, size, memory, code):
         assert "a GPU of" in answer["problems"][0]
     else:
         assert answer["memory"]["verdict"] == ("doesn't fit" if code else "fits")
-
-
-def test_scripts_read_the_state_of_a_machine_without_a_model(machine):
-    machine((9, 0))
-    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
-    answer = json.loads(result.stdout)
-    assert answer["memory"] is None
-    assert [device["device"] for device in answer["devices"]] == ["NVIDIA GPU-0"]
-
-
-def test_people_read_tables(machine):
-    machine((8, 6))
-    result = CliRunner().invoke(app, ["doctor", "--model", "1.5B", "--rank", "16", "--max-tokens", "1024"])
-    for text in ("NVIDIA GPU-0, compute capability 8.6, 20.0 of 24.0 GB free", "peak of the update", "disk space"):
-        assert text in result.stdout
 
 
 def test_norms_that_are_neither_trained_nor_noisy_are_told(tmp_path):
@@ -263,14 +209,6 @@ def test_memory_is_not_predicted_for_models_with_other_layers(tmp_path, kind):
     folder = tiny_decoder(tmp_path, kind, **{key: value for key, value in values.items() if key != "model_type"})
     told = CliRunner().invoke(app, ["doctor", "--model", str(folder), "--rank", "16", "--max-tokens", "16"])
     assert "note: the memory isn't predicted, because the model's blocks" in told.stdout
-    assert "peak of the update" not in told.stdout
-
-
-@pytest.mark.parametrize("kind", ["gemma2", "stablelm"])
-def test_memory_is_not_predicted_for_padded_batches(tmp_path, kind):
-    folder = tiny_decoder(tmp_path, kind, head_dim=16)
-    told = CliRunner().invoke(app, ["doctor", "--model", str(folder), "--rank", "16", "--max-tokens", "16"])
-    assert "note: the memory isn't predicted, because updates of this model compute padded batches" in told.stdout
     assert "peak of the update" not in told.stdout
 
 

@@ -7,12 +7,11 @@ import torch
 
 from qerl.checkpoints.shapes import ModelShape
 from qerl.doctor import asked_model, diagnose
-from qerl.memory_model import StepSettings, kept_of_experts, step_memory
+from qerl.memory_model import StepSettings, kept_of_experts
 from qerl.models.expert_adapters import adapt_experts
 from qerl.models.experts import Experts, GroupedAdapters
 from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.models.random import published_config
 from qerl.models.structure import empty_model
 from qerl.rl.memory import saved_for_backward
 from qerl.rollout.decoder import Decoder
@@ -64,21 +63,3 @@ def test_what_a_mixture_keeps_for_the_gradients_of_its_adapters(chosen):
         kept.append(saved.bytes / 50)
     settings = StepSettings("nvfp4", 4, 1, 1, 25, 25, recompute=False, experts=True)
     assert kept[1] - kept[0] == 2 * kept_of_experts(ModelShape.of(config.to_dict()), settings)
-
-
-def test_a_step_of_qwen3_30b_a3b_with_adapters_of_experts():
-    """830 million numbers of rank 16: docs/lab/mixtures.md states them."""
-    shape = ModelShape.of(published_config("qwen3-30b-a3b").to_dict())
-    asked = StepSettings("nvfp4", 16, 16, 8, 128, 1024, recompute="auto", experts=True)
-    memory, without = step_memory(shape, asked, 80e9), step_memory(shape, replace(asked, experts=False), 80e9)
-    numbers = 48 * 128 * 16 * 3 * (2048 + 768)
-    assert memory.adapter - without.adapter == 4 * numbers
-    assert numbers == 830_472_192
-    verdicts = [step_memory(shape, asked, gigabytes * 1e9).verdict for gigabytes in (32, 64)]
-    assert verdicts == ["doesn't fit", "fits"]
-
-
-def test_the_doctor_refuses_experts_that_a_model_lacks():
-    settings = StepSettings("nvfp4", 16, 2, 2, 16, 16, recompute="auto", experts=True)
-    [problem] = [text for text in diagnose(asked_model("7B", None), settings, 80).problems if "experts" in text]
-    assert problem.startswith("stock PEFT is tested to load adapters of experts of qwen3_moe, gpt_oss, not of 'qwen2'")

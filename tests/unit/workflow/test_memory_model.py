@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl.checkpoints.shapes import ModelShape, shape_of
-from qerl.memory_model import CONTEXT, StepSettings, graph_bytes, longest_row, step_memory, that_fit, weight_bytes
+from qerl.memory_model import CONTEXT, StepSettings, step_memory, that_fit, weight_bytes
 from qerl.models.random import model_config
 from qerl.results.schema import OK
 from qerl.results.speeds import GrpoStepResult
@@ -151,21 +151,6 @@ def test_slower_settings_are_found_that_fit():
     for more, verdict in ((0, "fits"), (0.25, "tight")):
         cached = replace(small, kv_cache_gib=small.kv_cache_gib + more)
         assert step_memory(SEVEN, cached, 12e9 + CONTEXT).verdict == verdict
-
-
-def test_graphs_have_the_logits_of_a_step_and_the_tensors_of_a_block():
-    # Of 128 sequences and of 1,024 tokens of prompts: x, its norm, q with k and v, attention's result, gate times up.
-    widths = 3584 + 3584 + (3584 + 2 * 512) + 3584 + 18944
-    assert graph_bytes(SEVEN, ASKED) == 2 * ((128 + 1024) * widths + 128 * 152064)
-
-
-def test_what_cannot_fit_does_not():
-    assert step_memory(SEVEN, ASKED, 5e9).verdict == "doesn't fit"  # less than the weights
-    assert step_memory(SEVEN, ASKED, 141e9).verdict == "fits"
-
-
-def test_the_longest_row_is_that_of_whole_groups():
-    assert longest_row(ASKED) == 128 + 8 * 1023  # a row lacks the last token of each completion
 
 
 def test_tied_embeddings_exist_once_and_heads_may_be_wider_than_the_model():

@@ -9,7 +9,7 @@ import yaml
 from qerl.checkpoints.files import context_length
 from qerl.settings.base import ConfigError
 from qerl.workflow import plan
-from qerl.workflow.plan import Traits, chosen, fitted, fitting, plan_from, traits
+from qerl.workflow.plan import Traits, chosen, fitting, plan_from, traits
 from tests.tiny import edit_config, tiny_llama, tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
@@ -89,11 +89,6 @@ def test_without_a_model_a_sentence_says_how_to_give_one():
         plan_from({}, OWN)
 
 
-def test_other_configurations_are_left_as_they_are():
-    values = yaml.safe_load((ROOT / "config/mini.yaml").read_text())
-    assert fitted(values) == values
-
-
 @pytest.mark.parametrize(
     ("given", "used"),
     [((), "mini"), (("PROBLEMS=p",), "mini"), (("MODEL=m",), "own"), (("MODEL=m", "PROBLEMS=p"), "own")],
@@ -139,8 +134,3 @@ def test_a_context_of_a_checkpoint_that_says_none_is_left_open(tmp_path):
     folder = tiny_qwen2(tmp_path / "m")
     edit_config(folder, max_position_embeddings=None)
     assert traits(folder).context is None
-
-
-def test_a_misspelt_key_of_the_command_line_is_named():
-    with pytest.raises(ConfigError, match="unknown key `modle`; did you mean `model`"):
-        plan_from({"modle": "somewhere"}, OWN)

@@ -292,10 +292,6 @@ def test_runs_of_a_local_model_that_they_do_not_fit_are_refused_where_jobs_start
         check_local_models(made)
 
 
-def test_runs_of_a_local_model_that_they_fit_start(configuration):
-    check_local_models(planned(configuration))
-
-
 @pytest.mark.parametrize("keys", [FITTED, CHECKED])
 @pytest.mark.parametrize(("kind", "changes", "said"), UNFIT)
 def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, keys, kind, changes, said):

@@ -45,13 +45,6 @@ def test_shards_shrink_with_the_gpus_and_whole_weights_do_not():
     assert two.rollout > eight.rollout  # the KV cache of its share of the prompts
 
 
-def test_moments_of_8_bits_have_a_scale_each_256():
-    eight = run(optimizer={"name": "adamw8bit"})
-    found = sharded_memory(shape("32B"), eight, 4, LARGE)
-    assert found.shards == pytest.approx((4 + 2 + 2 * 4 / 256) * 32.764e9 / 4, rel=1e-3)
-    assert found.gradients == pytest.approx(32.764e9, rel=1e-3)
-
-
 def test_a_sampler_that_sleeps_keeps_nothing_during_an_update():
     rollout = {**RUN["rollout"], "native": {"sleep": True}}
     awake, asleep = (sharded_memory(shape("32B"), one, 16, LARGE) for one in (run(), run(rollout=rollout)))
@@ -59,12 +52,6 @@ def test_a_sampler_that_sleeps_keeps_nothing_during_an_update():
     assert awake.kept > awake.whole == asleep.whole
     update = asleep.gradients + asleep.activations + asleep.gathered
     assert asleep.peak == CONTEXT + asleep.shards + max(asleep.whole + asleep.rollout, update)
-
-
-def test_float32_takes_twice_the_bytes_of_what_passes_compute():
-    half, whole = (sharded_memory(shape("7B"), run(dtype=dtype), 4, LARGE) for dtype in ("bfloat16", "float32"))
-    assert (whole.whole, whole.activations) == (2 * half.whole, 2 * half.activations)
-    assert (whole.shards, whole.gradients) == (half.shards, half.gradients)
 
 
 def test_the_least_number_of_gpus_fits_and_half_of_it_does_not():

@@ -12,14 +12,13 @@ from qerl.bench import decode
 from qerl.bench import hf as decode_hf
 from qerl.bench import timing as decode_points
 from qerl.bench import vllm as decode_vllm
-from qerl.bench.timing import ceilings, gpu_state, parse_state
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.jobs import DecodeJob, DecodePart
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report import speed_tables
 from qerl.results import speed_readers, speeds
-from qerl.results.speeds import DecodePoint, GpuState
+from qerl.results.speeds import DecodePoint
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
@@ -228,20 +227,6 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
     assert [reference() for reference in held] == [None, None]
 
 
-def test_weights_that_do_not_fit_are_rows_that_stay(tmp_path):
-    out = tmp_path / "out.json"
-
-    def load():
-        raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
-
-    decode_points.DecodePoints(out, job()).run([8, 1], load)
-    assert [(point["sequences"], point["status"]) for point in read(out)["points"]] == [
-        (1, "out of memory"),
-        (8, "out of memory"),
-    ]
-    assert decode_points.DecodePoints(out, job()).missing([1, 8]) == []
-
-
 @pytest.mark.parametrize(("pages", "status"), [(6, "ok"), (5, "out of memory")])
 def test_sequences_that_would_wait_for_each_other_are_a_row(tmp_path, pages, status):
     """Three sequences of 17 tokens take two pages of 16 each."""
@@ -312,15 +297,3 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
     measure(decode_vllm, tmp_path / "out.json", [1], "vllm")
     [point] = read(tmp_path / "out.json")["points"]
     assert point["status"] == "out of memory"
-
-
-@pytest.mark.skipif(GPU, reason="there is a GPU")
-def test_a_cpu_has_neither_ceilings_nor_state():
-    assert ceilings(torch.device("cpu")) is None
-    assert gpu_state() is None
-
-
-def test_figures_that_a_driver_does_not_tell_are_none():
-    state = GpuState(sm_mhz=1980.0, memory_mhz=3201.0, celsius=40.0, watts=305.61)
-    assert parse_state("1980, 3201, 40, 305.61\n") == state
-    assert parse_state("1980, 3201, 40, [N/A]\n").watts is None
