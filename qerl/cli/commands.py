@@ -240,9 +240,18 @@ def measure_dose(
     from qerl.data.sources import check_problem_file
 
     check_problem_file(problems)
-    asked = {"count": count, "completions": completions, "max_tokens": max_tokens, "seed": seed, "dtype": dtype}
     with quiet():
-        doses = api.measure_dose(model, problems, weights=weights, sigmas=sigma or (), **asked)
+        doses = api.measure_dose(
+            model,
+            problems,
+            weights=weights,
+            sigmas=sigma or (),
+            count=count,
+            completions=completions,
+            max_tokens=max_tokens,
+            seed=seed,
+            dtype=dtype,
+        )
     rows = [
         {"weights": weights, "sigma": noise, "completions": dose.completions, "entropy": dose.entropy.mean}
         | _with_ends("kl", dose.kl)

@@ -387,7 +387,7 @@ def _host() -> str:
 def machine() -> dict[str, Any]:
     """CPU, cores this process may use, GPUs with their driver, memory in GiB, and a short label for captions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = _gpus()
+    gpus, torch = _gpus(), sys.modules.get("torch")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     kinds = " + ".join(f"{count}x {name}" for name, count in Counter(gpus).items())
     label = kinds or f"{_cpu_name()}, {cores} cores"
@@ -397,7 +397,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory, 1),
         "gpu": gpus or None,
         "driver": _driver() if gpus else None,
-        "cuda": sys.modules["torch"].version.cuda if gpus else None,
+        "cuda": torch.version.cuda if torch and gpus else None,
         "host": _host(),
         "label": label,
     }

@@ -154,7 +154,8 @@ def all_outcomes(study: Study) -> list[Outcome]:
         counts = study.outcomes[study.outcomes["run"].isin(runs["run"]) & (study.outcomes["split"] == "test")]
         frames = {DISCOVERY: discovered(runs, study.steps)}
         frames |= {measure: envelope(runs, counts, min(k, int(counts["drawn"].min()))) for measure, k in _KS.items()}
-        entropies = means(runs, study.steps, "entropy").groupby("arm")["value"].mean().to_dict()
+        by_arm = means(runs, study.steps, "entropy").groupby("arm")["value"].mean()
+        entropies = {str(arm): float(value) for arm, value in by_arm.items()}
         line = runs[runs["arm"] == BASE_LINE].iloc[0]
         about = (str(experiment), line["size"], float(line["rate"]))
         found += [Outcome(*about, measure, frame, entropies) for measure, frame in frames.items()]
@@ -386,7 +387,7 @@ def _page(
         f"[runs with their stamps]({name}/runs.csv) in full precision.",
         "## What was run",
         f"{len(trained)} runs, {len(failed)} failed.",
-        table(stamped, {each: column(each) for each in stamped}),
+        table(stamped, {str(each): column(str(each)) for each in stamped}),
         f"Data: {links}. `snakemake study_published --configfile config/dose.yaml` makes this page.",
     ]
     return "\n\n".join(sections) + "\n"
