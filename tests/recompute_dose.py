@@ -39,7 +39,7 @@ def values(folder: Path) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def interval(cells: list[np.ndarray], draws: int = 4000) -> tuple[float, float, float]:
+def interval(cells: list[np.ndarray], draws: int) -> tuple[float, float, float]:
     """Mean and 95 % interval over bases, seeds [seeds, problems] of a base, and problems."""
     generator = np.random.default_rng(7)
     means = []
@@ -54,7 +54,7 @@ def interval(cells: list[np.ndarray], draws: int = 4000) -> tuple[float, float, 
     return float(np.mean([cell.mean() for cell in cells])), *np.quantile(means, [0.025, 0.975])
 
 
-def estimates(folder: Path) -> pd.DataFrame:
+def estimates(folder: Path, draws: int = 4000) -> pd.DataFrame:
     """One row per size, rate and arm: each measure less the base line's, with the ends of its interval."""
     rows = []
     for (size, _), of_experiment in values(folder).groupby(["size", "experiment"]):
@@ -66,7 +66,7 @@ def estimates(folder: Path) -> pd.DataFrame:
                 index = ["model", "seed", "problem"]
                 difference = ours.set_index(index)["value"] - theirs.set_index(index)["value"]
                 cells = [each.unstack("problem").to_numpy() for _, each in difference.dropna().groupby("model")]
-                mean, low, high = interval(cells)
+                mean, low, high = interval(cells, draws)
                 row |= {measure: mean, f"{measure}_low": low, f"{measure}_high": high}
             rows.append(row)
     return pd.DataFrame(rows)

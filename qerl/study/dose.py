@@ -287,7 +287,7 @@ def _response(axis: Axes, outcome: Outcome, doses: pd.DataFrame) -> None:
             )  # fmt: skip
             axis.annotate(one.arm, (x, mean), xytext=(2, 2), textcoords="offset points", fontsize=4.5)
     axis.set_xscale("log")
-    axis.set_xlabel("measured dose: KL of a completion (nats); controls at the left have none")
+    axis.set_xlabel("dose: KL of a completion (nats); none at the left")
     axis.set_ylabel(f"{outcome.measure}, less bf16 (points)")
     axis.set_title(f"{outcome.size} at rate {outcome.rate:g}; grey: ±{band:.0f} points", loc="left")
     axis.legend(frameon=False, fontsize=5.5)

@@ -12,7 +12,9 @@ from qerl.results.schema import Dose, DoseReport
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
 from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
-from qerl.study.dose import DISCOVERY, WIDEST, all_outcomes, envelope, write_page
+from qerl.study.dose import DISCOVERY, FIRST, WIDEST, all_outcomes, envelope, write_page
+from tests.conftest import nightly
+from tests.recompute_dose import estimates
 from tests.unit.study.studies import STAMP, run_row
 
 ARMS = ("bf16", "bf16-again", "hot-1.2", "entropy", "nvfp4", "aqn-4", "aqn-8", "paper-bf16")
@@ -107,19 +109,30 @@ def test_data_without_a_control_are_refused(tmp_path):
         write_page(DosePageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 
-@pytest.mark.parametrize("folder", sorted(Path("results/reference/dose").glob("*/")), ids=lambda folder: folder.name)
-def test_the_published_estimates_are_those_of_a_script_that_shares_no_code(folder):
-    """tests/recompute_dose.py reads the Parquet files with pandas alone."""
-    from tests.recompute_dose import estimates
+PUBLISHED = sorted(Path("results/reference/dose").glob("*/"))
 
-    published = pd.read_csv("docs/results/dose/comparisons.csv").set_index(["size", "rate", "arm"])
-    own = estimates(folder).set_index(["size", "rate", "arm"])
-    both = published.join(own, rsuffix="_own", how="inner")
-    assert len(both) == len(own) > 10
-    for measure in (DISCOVERY, "pass@1", WIDEST):
-        assert both[measure].to_numpy() == pytest.approx(both[f"{measure}_own"].to_numpy(), abs=1e-6)
-        # Bootstraps of other draws.
+
+def both(folder: Path, draws: int) -> pd.DataFrame:
+    """The published rows beside those of tests/recompute_dose.py, which reads the Parquet files with pandas alone."""
+    index = ["size", "rate", "arm"]
+    own = estimates(folder, draws).set_index(index).add_suffix(" own")
+    joined = pd.read_csv("docs/results/dose/comparisons.csv").set_index(index).join(own, how="inner")
+    assert len(joined) == len(own) > 10
+    return joined
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
+def test_the_published_estimates_are_those_of_a_script_that_shares_no_code(folder):
+    rows = both(folder, draws=1)
+    for measure in (DISCOVERY, FIRST, WIDEST):
+        assert rows[measure].to_numpy() == pytest.approx(rows[f"{measure} own"].to_numpy(), abs=1e-6)
+
+
+@nightly
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
+def test_the_published_intervals_are_those_of_that_script(folder):
+    rows = both(folder, draws=4000)
+    for measure in (DISCOVERY, FIRST, WIDEST):
         for end in ("low", "high"):
-            assert both[f"{measure}_{end}"].to_numpy() == pytest.approx(
-                both[f"{measure}_{end}_own"].to_numpy(), abs=0.006
-            )
+            own = rows[f"{measure}_{end} own"].to_numpy()
+            assert rows[f"{measure}_{end}"].to_numpy() == pytest.approx(own, abs=0.006)
