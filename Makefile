@@ -31,10 +31,10 @@ paper-small: $(VENV)/installed
 	rm -rf work/paper-small
 	snakemake --cores $(CORES) --configfile $$(python -m tests.small config/paper.yaml work/paper-small) $(ARGS)
 
-# The arms of config/exploration.yaml on two tiny policies: 8 minutes on two cores (docs/exploration-protocol.md).
-exploration-small: $(VENV)/installed
-	snakemake --cores $(CORES) --configfile config/exploration-small.yaml $(ARGS)
-	qerl summary $$(qerl where config/exploration-small.yaml)
+# Some arms of config/dose.yaml on two tiny policies, on two cores (docs/dose-protocol.md).
+dose-small: $(VENV)/installed
+	snakemake --cores $(CORES) --configfile config/dose-small.yaml $(ARGS)
+	qerl summary $$(qerl where config/dose-small.yaml)
 
 # The regression gates, measured anew (docs/gates.md).
 gate: $(VENV)/installed

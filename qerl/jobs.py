@@ -572,13 +572,6 @@ class ShapesJob(Job):
 # Jobs of a study: gather the data of its runs, and make the page of this data.
 
 
-class GatheredExperiment(Part):
-    """An experiment of the study: what its runs answer."""
-
-    role: Literal["main", "pilot"]
-    size: str
-
-
 class GatherJob(Job):
     """Write the metrics and outcomes of a study's runs to Parquet files."""
 
@@ -587,7 +580,8 @@ class GatherJob(Job):
     study: str
     """The name of the configuration."""
     decides: bool
-    experiments: dict[str, GatheredExperiment]
+    experiments: dict[str, str]
+    """The size of the bases of each experiment that is compared."""
     sizes: dict[str, str]
     """The size of each base that runs train, by the name of its model."""
     protocol: Path
@@ -625,43 +619,15 @@ class DoseJob(Job):
     problems: int
 
 
-class RealArm(Part):
-    """An arm of a configuration of real models, with the GPU-hours that it costs."""
-
-    experiment: str
-    model: str
-    arm: str
-    number: str
-    """The number of its counterpart in the protocol."""
-    seeds: int
-    """The number of seeds in the configuration."""
-    hours: dict[int, str]
-    """The GPU-hours of training and evaluation by the number of seeds; numbers after ~ are estimates."""
-
-
-class DosePageJob(Job):
-    """Make tables, the figure and the page of a study of doses."""
+class PageJob(Job):
+    """Make tables, the figure and the page of a study's data."""
 
     does: ClassVar[str] = "qerl.study.dose:write_page"
-    kind: Literal["dose_page"] = "dose_page"
+    kind: Literal["page"] = "page"
     data: list[Path]
     """The folders of the Parquet files. Each has some of the runs."""
     doses: list[Path]
     """The doses of the bases."""
-
-
-class PageJob(Job):
-    """Make tables, figures and the page of the first study's data."""
-
-    does: ClassVar[str] = "qerl.study.page:write_page"
-    kind: Literal["page"] = "page"
-    data: list[Path]
-    """The folders of the Parquet files. Each has some of the runs."""
-    real: list[RealArm]
-    real_file: Path | None
-    """The configuration that has these arms."""
-    machine: str
-    """The machine of the hours."""
 
 
 # Jobs of the regression gates.

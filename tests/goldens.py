@@ -49,7 +49,7 @@ _MEASURED = re.compile(r"seconds|per_second|memory")
 #: What a configuration of the user's own needs.
 OPTIONS = {"config/own.yaml": ("--config", "model=tests/fixtures/gates/policy")}
 #: Targets that make tables and pages of committed results, without a GPU.
-TABLES = {"config/shapes.yaml": (), "config/exploration.yaml": ("study_published",)}
+TABLES = {"config/shapes.yaml": (), "config/dose.yaml": ("study_published",)}
 
 
 def call(tree: Path, *command: str) -> str:

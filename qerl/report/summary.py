@@ -14,7 +14,7 @@ from rich.text import Text
 
 from qerl.host.console import VisibleConsole
 from qerl.report.format import by_dataset, present
-from qerl.results.paths import FIGURES, REPORT_PAGE, SAMPLES_PAGE, STUDY, TABLES
+from qerl.results.paths import FIGURES, REPORT_PAGE, SAMPLES_PAGE, STUDY, STUDY_PAGE, TABLES
 from qerl.results.store import ResultError
 
 #: Characters per line if the output is not a terminal, such as a log.
@@ -87,7 +87,7 @@ def _written(root: Path) -> dict[str, list[Path]]:
     by_kind = {
         "tables (.csv, .tex and .html beside them)": sorted((root / TABLES).rglob("*.md")),
         "figures (.svg beside them)": sorted((root / FIGURES).rglob("*.png")),
-        "study, in Markdown": sorted((root / STUDY).glob("*/*.md")),
+        "study, in Markdown": sorted((root / STUDY).glob(f"*/{STUDY_PAGE}")),
         "report, for a browser": [root / REPORT_PAGE],
         "samples, for a browser": [page for page in [root / SAMPLES_PAGE] if page.exists()],
     }

@@ -65,6 +65,9 @@ STUDY_RUNS = "runs.parquet"
 STUDY_STEPS = "steps.parquet"
 STUDY_OUTCOMES = "outcomes.parquet"
 STUDY_FILES = (STUDY_RUNS, STUDY_STEPS, STUDY_OUTCOMES)
+#: The page of a study, and the folder of its tables and figure beside it.
+STUDY_PAGE = "dose.md"
+STUDY_PARTS = "dose"
 #: The folder of the doses of untrained bases in a study, and the file of one of them.
 DOSES = "doses"
 #: The file that lists the paths of the results from which tables are made.

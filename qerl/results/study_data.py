@@ -21,8 +21,8 @@ from qerl.results.store import ResultError
 # Each file states in its metadata the study, whether its numbers decide anything, and the stamp of the job that wrote
 # it.
 
-#: The role of a run: its experiment's question, the pilot that chooses learning rates, or an untrained base.
-MAIN, PILOT, BASE = "main", "pilot", "base"
+#: The role of a run: trained, or an untrained base.
+MAIN, BASE = "main", "base"
 
 _TEXT = pa.string()
 #: A stamp's columns: `host` is a hash, and `files` one of the package's files.

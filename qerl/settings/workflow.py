@@ -151,7 +151,7 @@ def check_scored(task: TaskSettings, record_format: RecordFormat, where: str) ->
         )
 
 
-# Settings of a study: paired arms, a pilot, and the page of their comparisons.
+# Settings of a study: paired arms, and the page of their comparisons.
 
 
 class StudiedExperiment(Settings):
@@ -159,30 +159,24 @@ class StudiedExperiment(Settings):
 
     experiment: str
     size: Name
-    """Name of the size of its bases, by which the page shows the trend."""
-    pilot: str | None = None
-    """Experiment whose runs choose the learning rates and tell the spread of pairs. None: there is no pilot."""
+    """Name of the size of its bases."""
 
 
 class StudySettings(Settings):
-    """The comparison of paired arms by a protocol, with its data, tables, figures and page.
+    """The comparison of paired arms by docs/dose-protocol.md, with its data, tables, figure and page.
 
     The workflow writes them to the folder `study` of the results.
     """
 
-    question: Literal["exploration", "dose"] = "exploration"
-    """The page that is made: the verdict of docs/exploration-protocol.md, or the response of docs/dose-protocol.md."""
     decides: bool
     """Whether the numbers decide anything. False marks the page as a run of the pipeline alone."""
     protocol: FilePath
     """File that says what is compared, and what follows from which outcome. The data have its SHA-256."""
     experiments: NonEmpty[StudiedExperiment]
-    """The experiments that answer the question, with their sizes and pilots."""
+    """The experiments that answer the question, with their sizes."""
     committed: Path | None = None
     """Folder of the committed data. Each folder in it has the data of some runs, from the target `study_finished`. The
     target `study_published` makes the page in docs/results from all of them."""
-    real: FilePath | None = None
-    """Configuration of real models, whose arms and costs the page lists."""
 
 
 # Settings of benches: rollouts, steps, the speed grid and the regression gates.
@@ -517,22 +511,13 @@ class Config(Settings):
         if self.gates:
             require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
             require(self.gates.bench, self.benches, "gates.bench", "benches")
-        compared = {studied.experiment for studied in self.study.experiments} if self.study else set()
         for number, studied in enumerate(self.study.experiments if self.study else ()):
             place = f"study.experiments[{number}]"
             require(studied.experiment, self.experiments, f"{place}.experiment", "experiments")
-            if studied.pilot is not None:
-                require(studied.pilot, self.experiments, f"{place}.pilot", "experiments")
-            for name in filter(None, (studied.experiment, studied.pilot)):
-                if self.experiments[name].tasks == []:
-                    raise ConfigError(
-                        f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data "
-                        "set"
-                    )
-            if studied.pilot in compared:
+            name = studied.experiment
+            if self.experiments[name].tasks == []:
                 raise ConfigError(
-                    f"{place}.pilot={studied.pilot} is itself compared, so its runs can't choose the learning rates; "
-                    "name an experiment that isn't in study.experiments, or leave pilot out"
+                    f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data set"
                 )
         return self
 

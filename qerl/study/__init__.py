@@ -1,1 +1,1 @@
-"""The exploration study: data, comparisons, tables, figures and page (docs/exploration-protocol.md)."""
+"""The study of dose and response: data, comparisons, figure and page (docs/dose-protocol.md)."""

@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from qerl.host.provenance import write_text
-from qerl.jobs import DosePageJob
+from qerl.jobs import PageJob
 from qerl.report.figures import PALETTE, figure_axes
-from qerl.results.paths import STUDY_FILES
+from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.schema import DoseReport
 from qerl.results.store import ResultError, read
 from qerl.results.study_data import MAIN, Study, read_studies
@@ -234,12 +234,12 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def write_page(job: DosePageJob) -> None:
+def write_page(job: PageJob) -> None:
     """Write the page to `job.out`, and its tables and figure to a folder beside it.
 
     Raises ResultError if no experiment can be compared.
     """
-    data, out, name = job.data, job.out, "dose"
+    data, out = job.data, job.out
     study = read_studies(data)
     primary = all_outcomes(study)
     if not primary:
@@ -251,14 +251,14 @@ def write_page(job: DosePageJob) -> None:
     runs = study.runs.drop(columns=["settings", "versions"])
     discovery = discovered(study.runs, study.steps)[["run", "value"]].rename(columns={"value": "discovery"})
     tables["runs"] = runs.merge(discovery, on="run", how="left")
-    parts = out / name
+    parts = out / STUDY_PARTS
     shutil.rmtree(parts, ignore_errors=True)
     parts.mkdir(parents=True)
     for file, frame in tables.items():
         frame.to_csv(parts / f"{file}.csv", index=False, float_format="%.6g")
     draw_response(primary, tables["doses"], parts / "response")
     files = [Path(os.path.relpath(folder / file, out)) for folder in data for file in STUDY_FILES]
-    write_text(out / f"{name}.md", _page(study, primary, tables, files, name))
+    write_text(out / STUDY_PAGE, _page(study, primary, tables, files))
 
 
 def draw_response(primary: Sequence[Outcome], doses: pd.DataFrame, stem: Path) -> None:
@@ -353,9 +353,7 @@ def _significant(decided: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _page(
-    study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.DataFrame], files: Sequence[Path], name: str
-) -> str:
+def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.DataFrame], files: Sequence[Path]) -> str:
     """The page as Markdown."""
     columns: Columns = {
         "arm": lambda row: f"`{row['arm']}`",
@@ -378,16 +376,18 @@ def _page(
     links = ", ".join(f"[{file.parent.name}/{file.name}]({file.as_posix()})" for file in files)
     sections = [
         "# Does an error of the weights help a policy to find solutions?",
+        "" if study.header.decides else "**A run of the pipeline on policies too small to decide anything.**",
         _opening(primary),
-        f"![Difference to bf16 by measured dose]({name}/response.png)",
+        f"![Difference to bf16 by measured dose]({STUDY_PARTS}/response.png)",
         f"{_METHOD} (SHA-256 `{study.header.protocol[:16]}`).",
         "## All arms",
         *by_experiment,
-        f"[Comparisons]({name}/comparisons.csv), [decisions]({name}/decisions.csv), [doses]({name}/doses.csv) and "
-        f"[runs with their stamps]({name}/runs.csv) in full precision.",
+        "In full precision: "
+        + ", ".join(f"[{each}]({STUDY_PARTS}/{each}.csv)" for each in ("comparisons", "decisions", "doses", "runs"))
+        + ".",
         "## What was run",
         f"{len(trained)} runs, {len(failed)} failed.",
         table(stamped, {str(each): column(str(each)) for each in stamped}),
         f"Data: {links}. `snakemake study_published --configfile config/dose.yaml` makes this page.",
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(filter(None, sections)) + "\n"

@@ -16,7 +16,7 @@ from qerl.results.paths import OUTCOMES as OUTCOMES_FILE
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, EvaluationResult, OutcomeRow, PretrainReport, Provenance, RunResult, StepMetrics
 from qerl.results.store import ResultError, read, read_rows
-from qerl.results.study_data import BASE, METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
+from qerl.results.study_data import BASE, MAIN, METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 
 Row = dict[str, Any]
 
@@ -71,12 +71,12 @@ def _evaluations(files: Sequence[Path]) -> Iterator[tuple[str, tuple[Path, Evalu
 
 
 def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
-    settings, of = run.settings, job.experiments[run.experiment]
+    settings = run.settings
     return {
         "run": run.run,
-        "role": of.role,
+        "role": MAIN,
         "experiment": run.experiment,
-        "size": of.size,
+        "size": job.experiments[run.experiment],
         "arm": run.arm,
         "model": settings.model,
         "weights": settings.base.weights_name,

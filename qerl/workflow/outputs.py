@@ -132,7 +132,7 @@ class Files:
     @property
     def outcome(self) -> list[str]:
         """The final files of a configuration: its report and its study's page, or the mark that every gate passes."""
-        pages = [self.report, *([self.study(PLANNED) / self.study_page] if self._plan.config.study else [])]
+        pages = [self.report, *([self.study(PLANNED) / paths.STUDY_PAGE] if self._plan.config.study else [])]
         return list(map(str, [self.passed] if self._plan.config.gates else pages))
 
     @property
@@ -172,26 +172,14 @@ class Files:
         """The folder of a study's page and data, of all planned runs or of the finished ones."""
         return self.results / paths.STUDY / scope
 
-    @property
-    def study_parts(self) -> str:
-        """The folder of the tables and figures of the study's page, beside it."""
-        assert self._plan.config.study is not None
-        return self._plan.config.study.question
-
-    @property
-    def study_page(self) -> str:
-        """The name of the study's page."""
-        return f"{self.study_parts}.md"
-
     def doses(self, model: str) -> Path:
         """The file of the doses of a base, which a study of doses compares."""
         return self.results / paths.STUDY / paths.DOSES / paths.dose_file(model)
 
     def all_doses(self, scope: str) -> list[Path]:
-        """The files of the doses of a study's bases, all or those that exist; none if it doesn't ask for doses."""
+        """The files of the doses of a study's bases, all or those that exist."""
         plan = self._plan
-        if plan.config.study is None or plan.config.study.question != "dose":
-            return []
+        assert plan.config.study is not None
         named = {studied.experiment for studied in plan.config.study.experiments}
         models = {run.settings.model for run in plan.runs.values() if run.experiment in named}
         files = [self.doses(model) for model in sorted(models)]

@@ -256,7 +256,7 @@ class Jobs:
 
     def gather(self, scope: str) -> jobs.GatherJob:
         """Gather the data of a study's runs."""
-        from qerl.workflow.study_jobs import gather_job  # which imports pandas, for studies alone
+        from qerl.workflow.study_jobs import gather_job
 
         return gather_job(self._plan, self.files, scope)
 
@@ -266,18 +266,14 @@ class Jobs:
 
         return dose_job(self._plan, self.files, model)
 
-    def page(self, scope: str) -> jobs.PageJob | jobs.DosePageJob:
+    def page(self, scope: str) -> jobs.PageJob:
         """Make the page of a study's data."""
-        from qerl.workflow.study_jobs import page_job
+        files = self.files
+        return jobs.PageJob(data=[files.study_folder(scope)], doses=files.all_doses(scope), out=files.study(scope))
 
-        folder = self.files.study_folder(scope)
-        return page_job(self._plan, [folder], self.files.all_doses(scope), self.files.study(scope))
-
-    def published(self) -> jobs.PageJob | jobs.DosePageJob:
+    def published(self) -> jobs.PageJob:
         """Make the page of a study's committed data."""
-        from qerl.workflow.study_jobs import page_job
-
-        return page_job(self._plan, self.files.committed_parts, self.files.committed_doses, PUBLISHED)
+        return jobs.PageJob(data=self.files.committed_parts, doses=self.files.committed_doses, out=PUBLISHED)
 
     # --- gates
 
@@ -374,6 +370,7 @@ class Jobs:
             single |= {files.numerics: ("numerics",), files.speed: ("speed",)}
         if plan.config.study:
             single |= {files.study_folder(scope): ("gather", scope) for scope in (PLANNED, FINISHED)}
+            single |= {files.doses(name): ("dose", name) for name in plan.config.models}
         every = sorted({single[Path(file)] for file in files.stored})
         return {path: [call] for path, call in single.items()} | {files.listed: every}
 

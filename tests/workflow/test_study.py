@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from qerl.results.study_data import write_study
-from tests.unit.study.studies import study
+from tests.unit.study.test_dose import study
 from tests.workflow.conftest import ROOT, copy_tree
 
 pytestmark = pytest.mark.slow
@@ -17,17 +17,18 @@ def test_pages_of_finished_runs_and_of_committed_data_start_no_run(tmp_path):
     costs.mkdir(parents=True)
     for file in (ROOT / "results/reference").glob("*.csv"):
         shutil.copy(file, costs)
-    config = ("--configfile", "config/exploration.yaml")
+    config = ("--configfile", "config/dose.yaml")
     finished = {"list_results": 1, "gather_study": 1, "study_page": 1, "study_finished": 1}
     assert tree.planned(*config, "--", "study_finished") == finished
-    write_study(tree.folder / "results/reference/exploration/some", study({}, sizes=("3m",), seeds=1, problems=2))
-    (tree.folder / "results/reference/exploration/some/runs.parquet").unlink()
+    write_study(tree.folder / "results/reference/dose/some", study(seeds=1, problems=2))
+    (tree.folder / "results/reference/dose/some/runs.parquet").unlink()
     lacking = tree.snakemake("--dry-run", *config, "--", "study_published", check=False)
-    assert "results/reference/exploration/some/runs.parquet" in lacking.stdout + lacking.stderr
-    write_study(tree.folder / "results/reference/exploration/some", study({}, sizes=("3m",), seeds=1, problems=2))
+    assert "results/reference/dose/some/runs.parquet" in lacking.stdout + lacking.stderr
+    write_study(tree.folder / "results/reference/dose/some", study(seeds=1, problems=2))
     assert tree.planned(*config, "--", "study_published") == {"study_published": 1}
 
 
-def test_the_small_exploration_ends_in_its_page(tree):
-    planned = tree.planned("--configfile", "config/exploration-small.yaml")
-    assert (planned["gather_study"], planned["study_page"], planned["train"]) == (1, 1, 24)
+def test_the_small_study_ends_in_its_page(tree):
+    planned = tree.planned("--configfile", "config/dose-small.yaml")
+    assert (planned["gather_study"], planned["study_page"], planned["measure_dose"]) == (1, 1, 2)
+    assert planned["train"] == 10

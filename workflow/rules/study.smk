@@ -22,7 +22,15 @@ use rule job as gather_study with:
 use rule gpu_job as measure_dose with:
     input:
         data=of("dose", lambda job: FILES.data_files([job.data.name], ["test"])),
-        checkpoints=of("dose", lambda job: sorted({str(job.checkpoint), *(str(arm.checkpoint) for arm in job.arms.values())})),
+        checkpoints=of(
+            "dose",
+            lambda job: sorted(
+                {
+                    str(job.checkpoint),
+                    *(str(arm.checkpoint) for arm in job.arms.values()),
+                }
+            ),
+        ),
     output:
         FILES.doses("{model}"),
     log:
@@ -41,9 +49,9 @@ use rule gather_study as study_page with:
         doses=lambda wildcards: FILES.all_doses(wildcards.scope),
         printed=printed_files(),
     output:
-        page=FILES.study("{scope}") / FILES.study_page,
+        page=FILES.study("{scope}") / paths.STUDY_PAGE,
         parts=report(
-            directory(FILES.study("{scope}") / FILES.study_parts),
+            directory(FILES.study("{scope}") / paths.STUDY_PARTS),
             patterns=["{name}.png"],
             caption="../report/study.rst",
             category="7 Study",
@@ -56,7 +64,7 @@ use rule gather_study as study_page with:
 
 rule study_finished:
     input:
-        FILES.study(FINISHED) / FILES.study_page,
+        FILES.study(FINISHED) / paths.STUDY_PAGE,
     localrule: True
 
 
@@ -67,8 +75,8 @@ if FILES.committed_study:
             FILES.committed_study,
             printed=printed_files(),
         output:
-            page=PUBLISHED / FILES.study_page,
-            parts=directory(PUBLISHED / FILES.study_parts),
+            page=PUBLISHED / paths.STUDY_PAGE,
+            parts=directory(PUBLISHED / paths.STUDY_PARTS),
         log:
             "<logs>/study/published.log",
         params:

@@ -110,7 +110,7 @@ def test_the_page_has_the_numbers_of_the_committed_steps():
 
 def test_the_page_has_the_numbers_of_the_committed_pilot():
     """KL by weights, rate and 50 steps."""
-    pilot = ROOT / "results/reference/exploration/25m-pilot"
+    pilot = ROOT / "results/reference/drift-pilot"
     study = read_study(pilot)
     named = study.steps.merge(study.runs[["run", "experiment", "arm", "rate", "model"]], on="run")
     named = named[named["model"].isin(["25m-0", "25m-2"])]  # the bases that have both formats

@@ -39,7 +39,7 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
     assert str(root / "report.html") in text
     assert "samples.html" not in text
     assert "study" not in text
-    page = root / "study" / "planned" / "exploration.md"
+    page = root / "study" / "planned" / "dose.md"
     page.parent.mkdir(parents=True)
     page.touch()
     assert str(page) in printed(root)

@@ -7,17 +7,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.jobs import DosePageJob
-from qerl.results.schema import Dose, DoseReport
+from qerl.jobs import PageJob
+from qerl.results.schema import Dose, DoseReport, Machine, Provenance
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
 from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 from qerl.study.dose import DISCOVERY, FIRST, WIDEST, all_outcomes, envelope, write_page
 from tests.conftest import nightly
 from tests.recompute_dose import estimates
-from tests.unit.study.studies import STAMP, run_row
 
 ARMS = ("bf16", "bf16-again", "hot-1.2", "entropy", "nvfp4", "aqn-4", "aqn-8", "paper-bf16")
+STAMP = Provenance(commit="c" * 40, dirty=False, machine=Machine(label="a machine"), time="2026-11-23T00:00:00+00:00")
 
 
 def study(
@@ -30,7 +30,9 @@ def study(
         for model in ("3m-0", "3m-1", "3m-2"):
             for seed in range(seeds):
                 name = f"{arm}-{model}-{seed}"
-                runs.append(run_row(name, "main", "dose-3m", "3m", arm, model, seed, 5e-4))
+                row = {"run": name, "role": "main", "experiment": "dose-3m", "size": "3m", "arm": arm, "model": model}
+                more = {"seed": seed, "rate": 5e-4, "status": "ok", "seconds": 1.0}
+                runs.append({**dict.fromkeys(RUNS.names, ""), **row, **more})
                 found = 0.5 + discovery.get(arm, 0.0) + noise * generator.normal()
                 values = dict.fromkeys(METRICS, 0.0) | {"entropy": 0.1 + entropy.get(arm, 0.0)}
                 steps += [{"run": name, "step": step, **values, "discovery": found * step / 3} for step in (1, 2, 3)]
@@ -87,7 +89,7 @@ def test_the_page_has_the_dose_of_each_arm_and_says_what_was_decided(tmp_path):
     )
     write(tmp_path / "dose-3m-0.json", DoseReport(model="3m-0", arms={"aqn-8": measured}, provenance=STAMP))
     doses = [tmp_path / "dose-3m-0.json"]
-    write_page(DosePageJob(data=[tmp_path / "data"], doses=doses, out=tmp_path / "out"))
+    write_page(PageJob(data=[tmp_path / "data"], doses=doses, out=tmp_path / "out"))
     page = (tmp_path / "out/dose.md").read_text()
     table = pd.read_csv(tmp_path / "out/dose/comparisons.csv").set_index("arm")
     assert table.loc["aqn-8", "dose"] == 0.25
@@ -106,7 +108,7 @@ def _at(value: float) -> Interval:
 def test_data_without_a_control_are_refused(tmp_path):
     write_study(tmp_path / "data", study(arms=("bf16", "bf16-again", "nvfp4")))
     with pytest.raises(ResultError, match="no experiment with a base line, its repetition and a control"):
-        write_page(DosePageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
+        write_page(PageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 
 PUBLISHED = sorted(Path("results/reference/dose").glob("*/"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.jobs import GatheredExperiment, GatherJob
+from qerl.jobs import GatherJob
 from qerl.results.schema import (
     EvaluationResult,
     Machine,
@@ -68,7 +68,7 @@ def job(folder: Path, paths: list[Path], **changes) -> GatherJob:
     values = {
         "study": "s",
         "decides": True,
-        "experiments": {"e": GatheredExperiment(role="main", size="3m")},
+        "experiments": {"e": "3m"},
         "sizes": {"tiny": "3m"},
         "protocol": folder / "protocol.md",
         "pretrained": {},

@@ -1,13 +1,11 @@
-"""Outcomes of synthetic runs: pairs, learning rates, means and spread, computed by hand."""
+"""Outcomes of synthetic runs: pairs and means, computed by hand."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from qerl.results.store import ResultError
-from qerl.study import outcomes as exploration
-from qerl.study import outcomes as paired
-from qerl.study.outcomes import chosen_rates, differences, means, outcomes, paired_spread, rate_scores
+from qerl.study.outcomes import differences, means, outcomes
 
 DRAWN = 8
 
@@ -38,7 +36,6 @@ def test_pairs_share_base_and_seed_and_a_failed_run_takes_its_pair_along():
     assert {(model, seed) for model, seeds in pairs.items() for seed in seeds} == {("m", 0), ("n", 1)}
     np.testing.assert_allclose(pairs["m"][0], [0.5, 0, 0])
     np.testing.assert_allclose(pairs["n"][1], [1, 0, 0])
-    assert paired_spread(pairs) == pytest.approx(np.std([0.5 / 3, 1 / 3], ddof=1))
 
 
 def test_problems_are_paired_by_name_and_not_by_place():
@@ -62,49 +59,3 @@ def test_means_over_steps_are_of_runs_that_ended_well():
     frame = means(runs, steps, "entropy")
     assert dict(zip(frame["arm"], frame["value"], strict=True)) == {"a": 2.0, "b": 5.5}
     np.testing.assert_allclose(differences(frame, "b", "a")["m"][0], [3.5])
-
-
-def test_the_lowest_rate_within_half_a_point_of_the_best_is_chosen():
-    frames = [
-        outcomes(*made({("a", model, 100): counts for model in ("m", "n")}, rate=rate), k=1)
-        for rate, counts in ((5e-4, (2, 2, 2)), (1e-3, (4, 4, 4)), (2e-3, (4, 4, 4)))
-    ]
-    assert chosen_rates(pd.concat(frames)) == {("e", "a"): 1e-3}
-    assert chosen_rates(pd.concat(frames), tolerance=0.3) == {("e", "a"): 5e-4}
-
-
-def test_bases_count_equally_in_the_score_of_a_rate():
-    """Base m has two runs and base n one: (0.25 + 0.75) / 2 over runs of m, then the mean with n."""
-    counts = {("a", "m", 0): (2, 2, 2), ("a", "m", 1): (6, 6, 6), ("a", "n", 0): (8, 8, 8)}
-    [row] = rate_scores(outcomes(*made(counts), k=1)).to_dict("records")
-    assert (row["value"], row["bases"]) == (pytest.approx(0.75), 2)
-
-
-def compared(counts, monkeypatch):
-    monkeypatch.setattr(paired, "_DRAWS", 300)
-    return exploration.compared(outcomes(*made(counts), k=1))
-
-
-def primary_counts(arms=None):
-    arms = arms or {arm for pair in exploration.PRIMARY.values() for arm in pair}
-    models = [(model, seed) for model in ("m", "n", "o") for seed in range(3)]
-    return {(arm, *one): (5, 5, 5) if arm == "nvfp4" else (3, 3, 3) for arm in arms for one in models}
-
-
-def test_an_outcome_is_compared_and_corrected(monkeypatch):
-    """Two completions of eight above everything for arm 2, nothing else: 2-1 and 2-3 hold, and 5-2 is below."""
-    comparisons, adjusted = compared(primary_counts(), monkeypatch)
-    assert comparisons.keys() == adjusted.keys() == exploration.PRIMARY.keys()
-    assert comparisons["2-1"].interval.mean == pytest.approx(0.25)
-    assert comparisons["5-2"].interval.mean == pytest.approx(-0.25)
-    assert comparisons["8-1"].p == 1
-    assert adjusted["2-1"] < 0.05 < adjusted["8-1"]
-    assert exploration.verdicts(comparisons, adjusted) == ["undecided"]
-
-
-def test_the_family_stays_five_while_a_comparison_is_missing(monkeypatch):
-    """One comparison of five: Holm's factor stays 5, and no rule applies."""
-    comparisons, adjusted = compared(primary_counts(["nvfp4", "bf16"]), monkeypatch)
-    assert comparisons.keys() == adjusted.keys() == {"2-1"}
-    assert adjusted["2-1"] == pytest.approx(5 * comparisons["2-1"].p)
-    assert exploration.verdicts(comparisons, adjusted) == ["incomplete"]

@@ -7,12 +7,12 @@ import pytest
 from qerl.results import readers
 from qerl.results.store import ResultError
 from qerl.results.study_data import read_studies, read_study, write_study
-from tests.unit.study.studies import study
+from tests.unit.study.test_dose import study
 
 
 @pytest.fixture
 def made():
-    return study({"nvfp4": 0.05}, sizes=("3m",), seeds=1, problems=5)
+    return study({"nvfp4": 0.05}, seeds=1, problems=5)
 
 
 def test_what_is_written_is_read(made, tmp_path):

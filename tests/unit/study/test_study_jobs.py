@@ -1,53 +1,65 @@
-"""Jobs of a study, and the arms of real models beside its own."""
+"""Jobs of a study."""
 
 from pathlib import Path
 
 import pytest
 
 from qerl.settings.base import ConfigError, read_yaml
-from qerl.study.outcomes import MISMATCH, NUMBERS, PRIMARY, SECONDARY
-from qerl.workflow.costs import Costs, evaluation_work, run_work, total
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Jobs
-from qerl.workflow.study_jobs import real_arms
 
 ROOT = Path(__file__).parents[3]
 
 
-def planned(name, **changes):
+def planned(name="dose", **changes):
     return plan_from({**read_yaml(ROOT / f"config/{name}.yaml"), **changes}, ROOT / "config/mini.yaml")
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return planned("exploration")
+    return planned()
 
 
-def test_the_numbers_of_arms_and_comparisons_are_those_of_the_protocol(plan):
-    protocol = (ROOT / "docs/exploration-protocol.md").read_text()
-    for arm, number in NUMBERS.items():
-        [row] = [line for line in protocol.splitlines() if line.startswith(f"| {number} |") and f"`{arm}`" in line]
-        assert row
-    for name, arms in {**PRIMARY, **MISMATCH, **SECONDARY}.items():
-        assert name == "-".join(NUMBERS[arm] for arm in arms)
-    assert {run.arm for run in plan.runs.values()} == set(NUMBERS)
+def test_the_arms_are_those_of_the_protocol_and_have_equal_pairs(plan):
+    protocol = (ROOT / "docs/dose-protocol.md").read_text()
+    names = {run.arm for run in plan.runs.values()}
+    for name in names:  # `random-1`, `-4`, `-16` are in one row
+        assert f"`{name}`" in protocol or f"`-{name.rpartition('-')[2]}`" in protocol
+    pairs: dict[tuple[str, str], set[tuple[str, int]]] = {}
+    for run in plan.runs.values():
+        pairs.setdefault((run.experiment, run.arm), set()).add((run.settings.model, run.settings.seed))
+    for (experiment, _), found in pairs.items():
+        assert found == pairs[experiment, "bf16"]
+        assert len(found) == 3 * 6
+
+
+def test_all_arms_of_an_experiment_but_the_papers_have_one_rate(plan):
+    for experiment in plan.config.experiments:
+        of_one = [run for run in plan.runs.values() if run.experiment == experiment]
+        rates = {run.settings.optimizer.learning_rate for run in of_one if not run.arm.startswith("paper")}
+        assert len(rates) == 1
 
 
 def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = Jobs(plan)
     job = jobs.gather("planned")
-    assert set(job.experiments) == {run.experiment for run in plan.runs.values()}
-    assert {name for name, of in job.experiments.items() if of.role == "pilot"} == {
-        name for name in job.experiments if name.startswith("pilot")
-    }
-    assert all(name.endswith(of.size) for name, of in job.experiments.items())
+    assert job.experiments == {run.experiment: run.settings.model.partition("-")[0] for run in plan.runs.values()}
     assert job.sizes == {name: name.partition("-")[0] for name in plan.config.models}
-    assert job.tasks["countdown-validation"] == ("countdown", "validation", 1.0)
+    assert job.tasks["hot"] == ("countdown", "test", 1.3)
     assert jobs.gather("finished").only_finished
     assert jobs.page("planned").data == [job.out]
-    assert jobs.published().data == sorted(Path("results/reference/exploration").iterdir()) != []
+    assert jobs.published().data == sorted(Path("results/reference/dose").iterdir()) != []
     assert len(job.model_dump_json()) < 100_000  # the shell's limit of an argument is 128 KiB
+
+
+def test_doses_are_of_arms_that_change_the_weights_as_their_run_begins(plan):
+    job = Jobs(plan).dose("25m-1")
+    changed = {"nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-8"}
+    assert set(job.arms) == changed | {"aqn-truncated", "aqn-consistent", "paper-aqn"}
+    assert job.arms["aqn-4"].sigma == 0.32
+    assert job.arms["nvfp4"].sigma == 0
+    assert job.arms["random-4"].checkpoint != job.arms["random-16"].checkpoint != job.checkpoint
 
 
 def test_data_of_finished_runs_are_stale_when_a_result_comes_or_changes(plan, tmp_path, monkeypatch):
@@ -63,53 +75,15 @@ def test_data_of_finished_runs_are_stale_when_a_result_comes_or_changes(plan, tm
     assert jobs.content("gather", "planned") == []
 
 
-def test_real_arms_are_matched_by_what_makes_them_arms(plan):
-    real = planned("paper")
-    arms = {(arm.experiment, arm.number): arm for arm in real_arms(plan, real)}
-    assert {arm.arm for (experiment, _), arm in arms.items() if experiment == "gsm8k-7b"} == {
-        "bf16-lora",
-        "nvfp4-lora",
-        "nvfp4-lora-aqn",
-        "bf16-lora-aqn",
-        "nvfp4-lora-aqn-consistent",
-    }
-    names = {"1": "bf16-lora", "2": "nvfp4-lora", "5": "nvfp4-lora-aqn", "8": "bf16-lora-aqn"}
-    assert all(arms["gsm8k-3b", number].arm == name for number, name in names.items())
-    assert {experiment for experiment, _ in arms}.isdisjoint({"ranks-3b", "schedules-3b", "learning-rates-7b"})
-
-
-def test_hours_are_those_of_the_plan(plan):
-    """Three seeds of an arm cost what its three runs and evaluations do."""
-    real = planned("paper")
-    [arm] = [arm for arm in real_arms(plan, real) if (arm.experiment, arm.number) == ("bigmath-7b", "2")]
-    runs = [run for run in real.runs.values() if (run.experiment, run.arm) == ("bigmath-7b", "nvfp4-lora")]
-    costs = Costs("h200")
-    scored = [work for e in real.evaluations.values() if e.run in runs for work in evaluation_work(real, e)]
-    works = [run_work(run) for run in runs]
-    assert arm.seeds == len(runs) == 3
-    assert arm.hours[3] == str(total([*map(costs.rollout, works + scored), *map(costs.update, works)]))
-    assert set(arm.hours) == {1, 3, 12, 21}
-
-
-STUDY = {"decides": False, "protocol": "docs/dose-protocol.md"}
-
-
 def test_a_study_of_an_unknown_experiment_is_refused():
-    study = {**STUDY, "experiments": [{"experiment": "countdwn", "size": "tiny"}]}
-    with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.experiment names 'countdwn'.*countdown"):
-        planned("exploration-small", study=study)
+    study = read_yaml(ROOT / "config/dose-small.yaml")["study"]
+    study["experiments"] = [{"experiment": "dos", "size": "tiny"}]
+    with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.experiment names 'dos'.*dose"):
+        planned("dose-small", study=study)
 
 
 def test_a_study_of_an_experiment_that_is_not_scored_is_refused_before_it_runs():
-    experiments = read_yaml(ROOT / "config/exploration-small.yaml")["experiments"]
-    experiments["countdown"]["tasks"] = []
-    with pytest.raises(
-        ConfigError, match=r"study\.experiments\[0\] names countdown, which has no scores.*countdown\.tasks"
-    ):
-        planned("exploration-small", experiments=experiments)
-
-
-def test_an_experiment_that_is_compared_is_no_pilot():
-    compared = [{"experiment": name, "size": "tiny", "pilot": "countdown"} for name in ("comparisons", "countdown")]
-    with pytest.raises(ConfigError, match=r"study\.experiments\[0\]\.pilot=countdown is itself compared"):
-        planned("exploration-small", study={**STUDY, "experiments": compared})
+    experiments = read_yaml(ROOT / "config/dose-small.yaml")["experiments"]
+    experiments["dose"]["tasks"] = []
+    with pytest.raises(ConfigError, match=r"study\.experiments\[0\] names dose, which has no scores.*dose\.tasks"):
+        planned("dose-small", experiments=experiments)

@@ -9,18 +9,26 @@ from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
-RUN, OTHER = "countdown-nvfp4-modeltiny-0-seed0", "countdown-nvfp4-modeltiny-1-seed0"
-FOLLOWER = "countdown-bf16-thermostat-modeltiny-0-seed0"
+RUN, OTHER = "dose-nvfp4-modeltiny-0-seed0", "dose-nvfp4-modeltiny-1-seed0"
+FOLLOWER = "dose-follower-modeltiny-0-seed0"
 CALLS = [
     *(("data", "countdown"), ("data", "comparisons"), ("pretrain", "tiny-0"), ("pretrain", "tiny-1")),
     *(("quantize", "tiny-0-nvfp4"), ("quantize", "tiny-0-bf16"), ("train", RUN), ("train", OTHER), ("train", FOLLOWER)),
     *(("evaluate", RUN), ("evaluate", OTHER), ("evaluate", "base-tiny-0-bf16"), ("table", "accuracy")),
-    *(("gather", "planned"), ("page", "planned")),
+    *(("gather", "planned"), ("dose", "tiny-0"), ("page", "planned")),
 ]
 
 
 def deciding(change=lambda values: None) -> dict[tuple[str, str], str]:
-    values = read_yaml(ROOT / "config/exploration-small.yaml")
+    values = read_yaml(ROOT / "config/dose-small.yaml")
+    # Bases that imitate two tasks, and a run that follows another.
+    values["datasets"]["comparisons"] = {
+        **{"format": "math", "instruction": "Box the answer."},
+        "origin": {"source": "comparisons", "clauses": [1, 2], "train": 4000, "validation": 32, "test": 64},
+    }
+    for model in values["models"].values():
+        model["datasets"] = ["countdown", "comparisons"]
+    values["experiments"]["dose"]["arms"]["follower"] = {"weights": "bf16", "thermostat.arm": "nvfp4"}
     change(values)
     plan = plan_from(values, ROOT / "config/mini.yaml")
     jobs = Jobs(plan)
@@ -44,7 +52,7 @@ def test_other_data_decide_everything_that_reads_them():
 
 def test_a_changed_arm_decides_the_run_that_follows_it():
     def noisy(values):
-        values["experiments"]["countdown"]["arms"]["nvfp4"]["noise.schedule"] = "linear"
+        values["experiments"]["dose"]["arms"]["nvfp4"]["noise.schedule"] = "linear"
 
     assert changed(noisy) == {
         ("train", RUN),
@@ -52,12 +60,12 @@ def test_a_changed_arm_decides_the_run_that_follows_it():
         ("train", FOLLOWER),
         ("evaluate", RUN),
         ("evaluate", OTHER),
-    } | {("table", "accuracy"), ("gather", "planned"), ("page", "planned")}
+    } | {("table", "accuracy"), ("gather", "planned"), ("dose", "tiny-0"), ("page", "planned")}
 
 
 def test_what_decides_no_result_changes_nothing():
     def time_limit(values):
-        values["experiments"]["countdown"]["time_limit"] = 1.0
+        values["experiments"]["dose"]["time_limit"] = 1.0
 
     assert changed(time_limit) == set()
 

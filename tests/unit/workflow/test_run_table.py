@@ -30,7 +30,7 @@ def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
 
 
 def test_the_hours_of_many_short_runs_add_up():
-    plan_ = planned(values("exploration"))
+    plan_ = planned(values("dose"))
     runs, costs = sheet(plan_, "h200"), Costs("h200")
     whole = total(costs.update(run_work(run)) for run in plan_.runs.values())
     assert whole.estimated > 0.1
