@@ -29,7 +29,7 @@ from qerl.study.outcomes import (
     outcomes,
     paired_difference,
 )
-from qerl.study.parts import Columns, column, number, p_value, section, table
+from qerl.study.parts import Columns, column, number, p_value, section, signed, table
 
 Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.
@@ -194,7 +194,8 @@ _METHOD = """\
 Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have 95 %
 intervals of a hierarchical bootstrap over bases, seeds and problems, and p is corrected by Holm's method over the arms
 of a role. Discovery is the share of training problems that a run has solved. pass@k is the best of the temperatures
-0.7, 1 and 1.3. Entropy is the mean over all steps, in nats a token.
+0.7, 1 and 1.3. A dose is the KL of a completion from the untrained base to the perturbed one, and Δ entropy the change
+of a token's entropy there. Entropy in training is the mean over all steps, in nats a token.
 [The protocol](../dose-protocol.md) has the rules and was committed before the runs"""
 
 
@@ -207,7 +208,8 @@ def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.Data
             dose = known.get((outcome.size, arm), {})
             identity = {"size": outcome.size, "rate": outcome.rate, "arm": arm, "role": comparison.role}
             row = rows.setdefault((outcome.experiment, outcome.rate, arm), identity)
-            row |= {"pairs": comparison.difference.pairs, "dose": dose.get("kl"), "entropy": outcome.entropies[arm]}
+            row |= {"pairs": comparison.difference.pairs, "entropy": outcome.entropies[arm]}
+            row |= {"dose": dose.get("kl"), "dose_entropy": dose.get("entropy_change")}
             row |= {**_columns(outcome.measure, comparison), f"{outcome.measure}_p": comparison.p}
     return pd.DataFrame(list(rows.values()))
 
@@ -359,7 +361,8 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         "arm": lambda row: f"`{row['arm']}`",
         "role": column("role"),
         "dose (nats)": number("dose"),
-        "entropy": number("entropy"),
+        "Δ entropy (nats a token)": number("dose_entropy", signed),
+        "entropy in training": number("entropy"),
         **{f"{measure} (points)": number(measure, _points) for measure in (DISCOVERY, FIRST, WIDEST)},
         "p, discovery": number(f"{DISCOVERY}_p", p_value),
         "p, pass@256": number(f"{WIDEST}_p", p_value),
