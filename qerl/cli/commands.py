@@ -225,7 +225,10 @@ def evaluate(
 @app.command()
 def measure_dose(
     model: Model,
-    problems: Annotated[Path, typer.Option(help="A file of records, whose questions are asked.")],
+    problems: Annotated[Path | None, typer.Option(help="A file of records, whose questions are asked.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="A data set as in RUN.yaml ('{format: …}'), whose test split is asked.")
+    ] = None,
     weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
     sigma: Annotated[
         list[float] | None, typer.Option(help="A σ of noise on the norms of the rounded model; may be repeated.")
@@ -237,13 +240,11 @@ def measure_dose(
     dtype: api.Dtype = "bfloat16",
 ) -> None:
     """Measure how far rounding and noise move a model: KL of a completion, and change of entropy, in nats."""
-    from qerl.data.sources import check_problem_file
-
-    check_problem_file(problems)
+    asked = _problems(model, problems, dataset)
     with quiet():
         doses = api.measure_dose(
             model,
-            problems,
+            asked,
             weights=weights,
             sigmas=sigma or (),
             count=count,

@@ -75,5 +75,8 @@ def test_the_command_measures_rounding_and_each_sigma(tmp_path):
     printed = CliRunner().invoke(app, ["measure-dose", str(model), f"--problems={file}", "--sigma=0.3", *options])
     assert printed.exit_code == 0
     assert f"{doses[0.3].kl.mean:.2g}"[:4] in printed.output
+    drawn = "{format: gsm8k, origin: {source: generated, train: 4, validation: 2, test: 3}}"
+    of_set = CliRunner().invoke(app, ["measure-dose", str(model), f"--dataset={drawn}", *options])
+    assert of_set.exit_code == 0
     with pytest.raises(ConfigError, match=r"sigmas=.*must be positive"):
         qerl.measure_dose(model, file, sigmas=[-1.0])
