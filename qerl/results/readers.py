@@ -14,6 +14,7 @@ from qerl.results import paths as names
 from qerl.results.paths import KEY, training_name, variant
 from qerl.results.schema import (
     OK,
+    DoseReport,
     EvaluationResult,
     GateMeasurements,
     MergedExport,
@@ -79,6 +80,7 @@ _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
     (OwnEvaluationResult, lambda content: "tasks" in content and "adapter" in content),
     (EvaluationResult, lambda content: "tasks" in content),
     (VerdictResult, lambda content: "gates" in content),
+    (DoseReport, lambda content: "arms" in content),
     *((schema, lambda content, kind=kind: content.get("kind") == kind) for kind, schema in _KINDS.items()),
     *((schema, lambda content, bench=bench: content.get("bench") == bench) for bench, schema in _BENCHES.items()),
 ]
