@@ -422,7 +422,7 @@ class DecodeJob(PointJob):
 
     @property
     def function(self) -> str:
-        """That of the engine, which all parts share."""
+        """The function of the engine, which all parts share."""
         return self.by_engine[self.parts[0].work.engine]
 
     @property
@@ -443,7 +443,7 @@ class RolloutMixJob(PointJob):
 
     @property
     def function(self) -> str:
-        """That of the engine."""
+        """The function of the engine."""
         return self.by_engine[self.work.engine]
 
     @property

@@ -142,9 +142,7 @@ def measure_doses(job: DoseJob) -> None:
     known: dict[DosedArm, Dose] = {}
     for arm in job.arms.values():
         if arm not in known:
-            # A draw of z is one of many, and its KL differs from another's.
-            draws = NOISE_DRAWS if arm.sigma else 1
-            known[arm] = assay.dose(load_policy(arm.checkpoint, None, job.settings.dtype), arm.sigma, draws)
+            known[arm] = assay.dose(load_policy(arm.checkpoint, None, job.settings.dtype), arm.sigma)
     doses = {name: known[arm] for name, arm in job.arms.items()}
     write(job.out, DoseReport(model=job.model, arms=doses, provenance=Provenance.of_now(job.settings.seed)))
 
@@ -161,8 +159,10 @@ class Assay:
         plain = settings.sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
         self.drawn = _draw(policy, self.prompts, settings.model_copy(update={"sampling": plain}))
 
-    def dose(self, perturbed: Policy, sigma: float = 0.0, draws: int = 1) -> Dose:
-        """The dose of a policy's weights, and with `sigma` of AQN on its norms, the mean of some `draws` of z."""
+    def dose(self, perturbed: Policy, sigma: float = 0.0) -> Dose:
+        """The dose of a policy's weights; with noise of `sigma` on its norms, the mean over `NOISE_DRAWS` draws."""
+        # Draws differ in their KL. Without noise they are equal.
+        draws = NOISE_DRAWS if sigma else 1
         noise = Noise(perturbed.lm, NoiseSettings(schedule="constant" if sigma else "off", sigma_start=sigma), seed=0)
         measured = []
         for draw in range(1, draws + 1):

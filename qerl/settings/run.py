@@ -133,8 +133,7 @@ class RolloutSettings(EngineSettings):
     prompts: PositiveInt = 16
     group_size: PositiveInt = 8
     resample: Annotated[int, Field(ge=0, lt=256)] = 0
-    """Further rounds of DAPO's dynamic sampling, each of which replaces groups of equal rewards by the next
-    problems."""
+    """Further rounds of DAPO's dynamic sampling. A round replaces groups of equal rewards by the next problems."""
     max_prompt_tokens: PositiveInt | None = None
     """Leave out training problems with longer prompts, in tokens. With none, every prompt must fit into the model's
     context together with `sampling.max_tokens`."""

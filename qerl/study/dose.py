@@ -165,10 +165,13 @@ def all_outcomes(study: Study) -> list[Outcome]:
 # The doses: KL of a completion from the exact base, measured on the untrained bases.
 
 
-def dose_table(reports: Sequence[DoseReport]) -> pd.DataFrame:
-    """One row an arm: the means over bases of KL a completion, of entropy and of its change, in nats."""
+def dose_table(reports: Sequence[DoseReport], sizes: Mapping[str, str]) -> pd.DataFrame:
+    """One row an arm: the means over bases of KL a completion, of entropy and of its change, in nats.
+
+    `sizes` has the size of each base.
+    """
     rows = [
-        {"size": report.model.partition("-")[0], "arm": arm, "kl": dose.kl.mean, "entropy": dose.entropy.mean}
+        {"size": sizes[report.model], "arm": arm, "kl": dose.kl.mean, "entropy": dose.entropy.mean}
         | {"entropy_change": dose.entropy_change.mean}
         for report in reports
         for arm, dose in report.arms.items()
@@ -248,7 +251,10 @@ def write_page(job: PageJob) -> None:
         folders = " and ".join(map(str, data))
         raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition and a control")
     reports = [read(DoseReport, file) for file in job.doses]
-    tables = {"decisions": decision_table(primary), "doses": dose_table(reports)}
+    tables = {
+        "decisions": decision_table(primary),
+        "doses": dose_table(reports, dict(zip(study.runs["model"], study.runs["size"], strict=True))),
+    }
     tables["comparisons"] = comparison_table(primary, tables["doses"])
     runs = study.runs.drop(columns=["settings", "versions"])
     discovery = discovered(study.runs, study.steps)[["run", "value"]].rename(columns={"value": "discovery"})
@@ -305,10 +311,10 @@ def _answer(outcome: Outcome) -> str:
 
 
 def _best(outcome: Outcome, role: Role) -> str:
-    return _told(max(outcome.of(role), key=lambda each: each.difference.interval.mean))
+    return _estimate(max(outcome.of(role), key=lambda each: each.difference.interval.mean))
 
 
-def _told(one: Comparison) -> str:
+def _estimate(one: Comparison) -> str:
     interval = one.difference.interval
     return f"{_points(interval.mean)} points ({_points(interval.low)} to {_points(interval.high)}; `{one.arm}`)"
 
@@ -328,15 +334,16 @@ def _opening(primary: Sequence[Outcome]) -> str:
     ]
     if rates:
         slow = max(rates, key=lambda one: one.difference.interval.mean)
-        cost = first.comparisons[slow.arm].difference.interval.mean
+        gain, cost = (of[slow.arm].difference.interval.mean for of in (found.comparisons, first.comparisons))
         lines.append(
-            f"* The learning rate moves discovery more than any arm: with the paper's rate, `{slow.arm}` is "
-            f"{_points(slow.difference.interval.mean)} points from bf16 in discovery and {_points(cost)} in pass@1."
+            f"* With the paper's learning rate, `{slow.arm}` is {_points(gain)} points from bf16 in discovery and "
+            f"{_points(cost)} in pass@1."
         )
-    lines.append(
-        "* A positive control that raises discovery by 3 points at one rate, or a base that rounding moves as far as "
-        "one of web-scale pretraining, would change this answer."
-    )
+    if found.verdict == "blind":
+        lines.append(
+            f"* A positive control that raises discovery by {100 * found.effect:.0f} points at one rate, or a base "
+            "that rounding moves as far as one of web-scale pretraining, would change this answer."
+        )
     return "\n".join(lines)
 
 
@@ -349,8 +356,8 @@ def _significant(decided: Sequence[Outcome]) -> list[str]:
                 near = outcome.comparisons[outcome.nearest_control(one.arm)]
                 where = f"at {outcome.size} and rate {outcome.rate:g}"
                 lines.append(
-                    f"* A dose moves {outcome.measure} {where} by {_told(one)}, and the control nearest in entropy by "
-                    f"{_told(near)}."
+                    f"* A dose moves {outcome.measure} {where} by {_estimate(one)}, and the control nearest in "
+                    f"entropy by {_estimate(near)}."
                 )
     return lines
 

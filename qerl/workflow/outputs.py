@@ -29,7 +29,7 @@ class Files:
         self.work = Path("work") / plan.config.name
         #: The file that lists the paths of all results, one per line, and the mark that they exist.
         self.listed, self.collected = self.results / paths.LISTED, self.results / paths.COLLECTED
-        #: The folders of figures and of tables, which has those of the speed grid, too; of its points; of trackers.
+        #: Folders of figures, tables (with the speed grid's figures), the grid's points and the trackers' records.
         self.figures, self.tables = self.results / paths.FIGURES, self.results / paths.TABLES
         self.points, self.tracked = self.results / paths.POINTS, self.results / paths.TRACKED
         #: The page of all results, and that on which people read samples.

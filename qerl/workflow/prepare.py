@@ -123,7 +123,7 @@ def _of_reward(settings: RunFile) -> MadeOf:
 
 
 def _made_of(job: Job, files: dict[str, str], settings: str = "") -> MadeOf:
-    """The present inputs of which a job would make its result, by the same code as in a workflow."""
+    """What decides the result of a job now, by the code that decides it in a workflow."""
     functions = {path: source_version(path) for path in sorted(job.own_functions)}
     return MadeOf(files=files, functions=functions, code=job.code, settings=settings)
 

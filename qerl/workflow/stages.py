@@ -318,8 +318,8 @@ class Jobs:
 
     # --- what decides a result: the job's own settings and the user's files, and what decides the results that it reads
     #
-    # Snakemake compares these texts with those of the result it has. So it needs no modification times, which copies of
-    # results to another machine may lose.
+    # Snakemake compares these texts with the texts by which a result was made. So it needs no modification times, which
+    # a copy of the results on another machine may lose.
 
     def content(self, rule: str, *names: str) -> list[str]:
         """Hashes of the user's files that a job reads.

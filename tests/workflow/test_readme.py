@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from qerl.settings.data import INSTRUCTIONS
-from tests.conftest import nightly
 from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
@@ -135,7 +134,6 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
     assert (folder / "runs/gsm8k/vllm/adapter/adapter_model.safetensors").is_file()
 
 
-@nightly
 def test_one_run_by_hand(folder):
     [(_, block)] = blocks(section("One run by hand"), folder)
     train, others = block.split("\n", 1)

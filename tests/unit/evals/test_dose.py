@@ -48,7 +48,7 @@ def test_dose_is_kl_of_a_completion_and_change_of_entropy(policies, data):
 def test_noise_is_a_mean_over_draws_and_leaves_nothing(policies, data, tmp_path):
     assay = Assay(policies[0], data, SETTINGS)
     same = policy(tmp_path / "same", 0)
-    dose = assay.dose(same, sigma=0.5, draws=2)
+    dose = assay.dose(same, sigma=0.5)
     expected = []
     for draw in (1, 2):
         noisy = policy(tmp_path / str(draw), 0)

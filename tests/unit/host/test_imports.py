@@ -18,9 +18,8 @@ from packaging.utils import canonicalize_name
 
 from qerl import api
 from qerl.host import imports as module
-from qerl.host.imports import OPTIONAL, absent, imports
+from qerl.host.imports import OPTIONAL, absent, check_installed, imports
 from qerl.settings.base import ConfigError
-from tests.conftest import nightly
 from tests.tiny import tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +95,13 @@ def test_the_garbage_collector_is_restored_and_skips_imported_modules(collects):
         (gc.enable if before else gc.disable)()
 
 
+def test_an_import_that_fails_leaves_the_collector_on():
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError), imports():
+        import no_such_module  # noqa: F401
+    assert gc.isenabled()
+
+
 @pytest.fixture
 def without(monkeypatch):
     """Make a distribution look as if it weren't installed."""
@@ -121,6 +127,12 @@ def test_a_missing_extra_is_reported_before_any_work(tmp_path, without, missing,
     without(missing)
     with pytest.raises(ConfigError, match=rf"{missing} isn't installed; .*pip install 'qerl\[{extra}\]'"):
         use(tmp_path)
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("lm-eval", "train"), ("llmcompressor", "eval")])
+def test_training_needs_no_harness_and_evaluation_no_quantizer(without, missing, extra):
+    without(missing)
+    check_installed(extra)
 
 
 # --- without extras --------------------------------------------------------------------------------------------------
@@ -174,7 +186,7 @@ def of_a_bare_installation():
     return {name for name, *_ in found}
 
 
-@nightly
+@pytest.mark.slow
 def test_without_extras_a_dense_checkpoint_is_sampled_and_trained(tmp_path):
     """Every module of another distribution is hidden, as in an environment of its own."""
     brought = of_a_bare_installation() | {"qerl"}
