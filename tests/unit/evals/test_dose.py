@@ -60,7 +60,7 @@ def test_noise_is_a_mean_over_draws_and_leaves_nothing(policies, data, tmp_path)
     assert assay.dose(same).kl.mean == 0
 
 
-def test_the_command_measures_rounding_and_each_sigma(tmp_path):
+def test_the_command_measures_rounding_and_each_sigma(tmp_path, monkeypatch):
     model = tiny_qwen2(tmp_path / "model", initializer_range=0.1)
     write_template(model)
     file = tmp_path / "sums.jsonl"
@@ -72,9 +72,11 @@ def test_the_command_measures_rounding_and_each_sigma(tmp_path):
     assert 0 < doses[0.0].kl.mean < doses[0.3].kl.mean
     assert doses[0.0].problems == 2
     options = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]
+    tables = []
+    monkeypatch.setattr("qerl.cli.commands.print_table", lambda _, rows: tables.append(rows))
     printed = CliRunner().invoke(app, ["measure-dose", str(model), f"--problems={file}", "--sigma=0.3", *options])
     assert printed.exit_code == 0
-    assert f"{doses[0.3].kl.mean:.2g}"[:4] in printed.output
+    assert [row["kl"] for row in tables[0]] == [doses[sigma].kl.mean for sigma in (0.0, 0.3)]
     drawn = "{format: gsm8k, origin: {source: generated, train: 4, validation: 2, test: 3}}"
     of_set = CliRunner().invoke(app, ["measure-dose", str(model), f"--dataset={drawn}", *options])
     assert of_set.exit_code == 0
