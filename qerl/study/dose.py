@@ -35,8 +35,8 @@ Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper'
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.
 ROLES: dict[Role, tuple[str, ...]] = {
     "repetition": ("bf16-again",),
-    "positive control": ("hot-1.2", "hot-1.5", "entropy", "clip-higher"),
-    "dose": ("nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-8"),
+    "positive control": ("hot-1.2", "hot-1.5", "entropy", "clip-higher", "entropy-0.03", "kl-0.03", "kl-0.1"),
+    "dose": ("nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-6", "aqn-8"),
     "mismatch": ("aqn-truncated", "aqn-consistent"),
     "the paper's rates": ("paper-bf16", "paper-aqn"),
 }
