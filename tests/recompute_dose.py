@@ -1,6 +1,6 @@
 """Recomputes the estimates of docs/results/dose.md from the Parquet files, by pandas and NumPy alone.
 
-    python -m tests.recompute_dose results/reference/dose/3m
+    python -m tests.recompute_dose results/reference/dose/3m-assay
 
 It shares no code with the package: pass@k is the product of the chances to miss, and the bootstrap is a plain loop.
 """
@@ -55,12 +55,12 @@ def interval(cells: list[np.ndarray], draws: int) -> tuple[float, float, float]:
 
 
 def estimates(folder: Path, draws: int = 4000) -> pd.DataFrame:
-    """One row per size, rate and arm: each measure less the base line's, with the ends of its interval."""
+    """One row per experiment and arm: each measure less the base line's, with the ends of its interval."""
     rows = []
-    for (size, _), of_experiment in values(folder).groupby(["size", "experiment"]):
+    for experiment, of_experiment in values(folder).groupby("experiment"):
         line = of_experiment[of_experiment["arm"] == BASE_LINE]
         for arm in sorted(set(of_experiment["arm"]) - {BASE_LINE}):
-            row = {"size": size, "rate": line["rate"].iloc[0], "arm": arm}
+            row = {"experiment": experiment, "arm": arm}
             for measure, theirs in line.groupby("measure"):
                 ours = of_experiment[(of_experiment["arm"] == arm) & (of_experiment["measure"] == measure)]
                 index = ["model", "seed", "problem"]

@@ -153,13 +153,15 @@ def read_study(folder: Path) -> Study:
 def read_studies(folders: Sequence[Path]) -> Study:
     """The study whose runs lie in some folders, with the stamp of the data that was gathered last.
 
-    Raises ResultError if the folders are of several studies, or if two of them have the same run.
+    `runs` also has the columns `part`, the name of a run's folder, and `protocol`, the hash of the version of the
+    protocol by which it was run. Raises ResultError if the folders are of several studies, or if two of them have the
+    same run.
     """
     parts = [read_study(folder) for folder in folders]
-    if len({(part.header.study, part.header.decides, part.header.protocol) for part in parts}) > 1:
-        raise ResultError(
-            f"{_listed(folders)} are of several studies or protocols; keep each study's data in a folder of its own"
-        )
+    if len({(part.header.study, part.header.decides) for part in parts}) > 1:
+        raise ResultError(f"{_listed(folders)} are of several studies; keep each study's data in a folder of its own")
+    for folder, part in zip(folders, parts, strict=True):
+        part.runs["part"], part.runs["protocol"] = folder.name, part.header.protocol
     frames = [pd.concat(frames, ignore_index=True) for frames in zip(*(part.tables() for part in parts), strict=True)]
     runs = frames[0]["run"]
     if runs.duplicated().any():

@@ -68,12 +68,14 @@ class Comparison:
 class Outcome:
     """The comparisons of one experiment, thus of one size and rate, on one measure.
 
-    `frame` has the value of each run and problem. `entropies` are the arms' means over all steps, in nats a token.
+    `parts` are the folders of its data. `frame` has the value of each run and problem. `entropies` are the arms' means
+    over all steps, in nats a token.
     """
 
     experiment: str
     size: str
     rate: float
+    parts: frozenset[str]
     measure: str
     frame: pd.DataFrame
     entropies: Mapping[str, float]
@@ -157,7 +159,7 @@ def all_outcomes(study: Study) -> list[Outcome]:
         by_arm = means(runs, study.steps, "entropy").groupby("arm")["value"].mean()
         entropies = {str(arm): float(value) for arm, value in by_arm.items()}
         line = runs[runs["arm"] == BASE_LINE].iloc[0]
-        about = (str(experiment), line["size"], float(line["rate"]))
+        about = (str(experiment), line["size"], float(line["rate"]), frozenset(runs["part"]))
         found += [Outcome(*about, measure, frame, entropies) for measure, frame in frames.items()]
     return found
 
@@ -165,19 +167,27 @@ def all_outcomes(study: Study) -> list[Outcome]:
 # The doses: KL of a completion from the exact base, measured on the untrained bases.
 
 
-def dose_table(reports: Sequence[DoseReport], sizes: Mapping[str, str]) -> pd.DataFrame:
-    """One row an arm: the means over bases of KL a completion, of entropy and of its change, in nats.
+def dose_table(files: Sequence[Path], data: Sequence[Path], sizes: Mapping[str, str]) -> pd.DataFrame:
+    """One row per part of the data, size and arm: means over bases of KL a completion, entropy and its change, in nats.
 
-    `sizes` has the size of each base.
+    A file in a folder of `data` has the doses of its bases; one elsewhere has those of all parts, since a base is
+    pretrained anew on each machine. `sizes` has the size of each base.
     """
-    rows = [
-        {"size": sizes[report.model], "arm": arm, "kl": dose.kl.mean, "entropy": dose.entropy.mean}
-        | {"entropy_change": dose.entropy_change.mean}
-        for report in reports
-        for arm, dose in report.arms.items()
-    ]
-    frame = pd.DataFrame(rows, columns=["size", "arm", "kl", "entropy", "entropy_change"])
-    return frame.groupby(["size", "arm"], sort=False).mean().reset_index()
+    rows = []
+    for file in files:
+        report = read(DoseReport, file)
+        for part in [file.parent] if file.parent in data else data:
+            for arm, dose in report.arms.items():
+                means = {"kl": dose.kl.mean, "entropy": dose.entropy.mean, "entropy_change": dose.entropy_change.mean}
+                rows.append({"part": part.name, "size": sizes[report.model], "arm": arm, **means})
+    frame = pd.DataFrame(rows, columns=["part", "size", "arm", "kl", "entropy", "entropy_change"])
+    return frame.groupby(["part", "size", "arm"], sort=False).mean().reset_index()
+
+
+def doses_of(outcome: Outcome, doses: pd.DataFrame) -> pd.DataFrame:
+    """The doses of an experiment's bases by arm, from the parts of the data that have its runs."""
+    own = doses[doses["part"].isin(outcome.parts) & (doses["size"] == outcome.size)]
+    return own.groupby("arm")[["kl", "entropy", "entropy_change"]].mean()
 
 
 # The page.
@@ -199,22 +209,27 @@ intervals of a hierarchical bootstrap over bases, seeds and problems, and p is c
 of a role. Discovery is the share of training problems that a run has solved. pass@k is the best of the temperatures
 0.7, 1 and 1.3. A dose is the KL of a completion from the untrained base to the perturbed one, and Δ entropy the change
 of a token's entropy there. Entropy in training is the mean over all steps, in nats a token.
-[The protocol](../dose-protocol.md) has the rules and was committed before the runs"""
+[The protocol](../dose-protocol.md) has the rules. Each run states the SHA-256 of the version that was committed before
+it. An interval is over the seeds that have run: `pairs` in the table counts runs of an arm beside one of bf16."""
+
+
+_COMPARED = ["experiment", "size", "rate", "arm", "role", "pairs", "entropy", "dose", "dose_entropy"]
+_COMPARED += [f"{measure}{part}" for measure in EFFECTS for part in ("", "_low", "_high", "_p")]
 
 
 def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.DataFrame:
-    """One row per size, rate and arm, with its dose, its entropy, and its difference on each measure as a fraction."""
-    known = {(row["size"], row["arm"]): row for row in doses.to_dict("records")}
-    rows: dict[tuple[str, float, str], dict[str, Any]] = {}
+    """One row per experiment and arm, with its dose, its entropy, and its difference on each measure as a fraction."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for outcome in primary:
+        known = doses_of(outcome, doses)
         for arm, comparison in outcome.comparisons.items():
-            dose = known.get((outcome.size, arm), {})
-            identity = {"size": outcome.size, "rate": outcome.rate, "arm": arm, "role": comparison.role}
-            row = rows.setdefault((outcome.experiment, outcome.rate, arm), identity)
+            identity = {"experiment": outcome.experiment, "size": outcome.size, "rate": outcome.rate}
+            row = rows.setdefault((outcome.experiment, arm), {**identity, "arm": arm, "role": comparison.role})
             row |= {"pairs": comparison.difference.pairs, "entropy": outcome.entropies[arm]}
-            row |= {"dose": dose.get("kl"), "dose_entropy": dose.get("entropy_change")}
+            if arm in known.index:
+                row |= {"dose": known.loc[arm, "kl"], "dose_entropy": known.loc[arm, "entropy_change"]}
             row |= {**_columns(outcome.measure, comparison), f"{outcome.measure}_p": comparison.p}
-    return pd.DataFrame(list(rows.values()))
+    return pd.DataFrame(list(rows.values())).reindex(columns=_COMPARED)
 
 
 def _columns(name: str, comparison: Comparison) -> dict[str, float]:
@@ -223,7 +238,7 @@ def _columns(name: str, comparison: Comparison) -> dict[str, float]:
 
 
 def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
-    """One row per size, rate and measure: the verdict, the best positive control and the best dose."""
+    """One row per experiment and measure: the verdict, the best positive control and the best dose."""
     rows = []
     for outcome in primary:
         if outcome.measure == FIRST:
@@ -232,7 +247,8 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
             role: max(outcome.of(role), key=lambda one: one.difference.interval.mean)
             for role in ("positive control", "dose")
         }
-        row = {"size": outcome.size, "rate": outcome.rate, "measure": outcome.measure, "verdict": outcome.verdict}
+        about = {"experiment": outcome.experiment, "size": outcome.size, "rate": outcome.rate}
+        row = {**about, "measure": outcome.measure, "verdict": outcome.verdict}
         for role, one in best.items():
             row |= {role: one.arm, **_columns(f"{role} difference", one)}
         rows.append(row)
@@ -250,11 +266,8 @@ def write_page(job: PageJob) -> None:
     if not primary:
         folders = " and ".join(map(str, data))
         raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition and a control")
-    reports = [read(DoseReport, file) for file in job.doses]
-    tables = {
-        "decisions": decision_table(primary),
-        "doses": dose_table(reports, dict(zip(study.runs["model"], study.runs["size"], strict=True))),
-    }
+    sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
+    tables = {"decisions": decision_table(primary), "doses": dose_table(job.doses, data, sizes)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
     runs = study.runs.drop(columns=["settings", "versions"])
     discovery = discovered(study.runs, study.steps)[["run", "value"]].rename(columns={"value": "discovery"})
@@ -278,7 +291,7 @@ def draw_response(primary: Sequence[Outcome], doses: pd.DataFrame, stem: Path) -
 
 
 def _response(axis: Axes, outcome: Outcome, doses: pd.DataFrame) -> None:
-    kl = doses[doses["size"] == outcome.size].set_index("arm")["kl"].to_dict()
+    kl = doses_of(outcome, doses)["kl"].to_dict()
     least = min([value for value in kl.values() if value > 0], default=1e-3)
     band = 100 * outcome.effect
     axis.axhspan(-band, band, color="#dddddd", alpha=0.5, linewidth=0, zorder=0)
@@ -297,7 +310,9 @@ def _response(axis: Axes, outcome: Outcome, doses: pd.DataFrame) -> None:
     axis.set_xscale("log")
     axis.set_xlabel("dose: KL of a completion (nats); none at the left")
     axis.set_ylabel(f"{outcome.measure}, less bf16 (points)")
-    axis.set_title(f"{outcome.size} at rate {outcome.rate:g}; grey: ±{band:.0f} points", loc="left")
+    axis.set_title(
+        f"{outcome.experiment}: {outcome.size} at rate {outcome.rate:g}; grey: ±{band:.0f} points", loc="left"
+    )
     axis.legend(frameon=False, fontsize=5.5)
 
 
@@ -305,60 +320,73 @@ def _points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")
 
 
-def _answer(outcome: Outcome) -> str:
-    says = _SENTENCES[outcome.verdict].format(effect=f"{100 * outcome.effect:.0f}")
-    return f"* **{outcome.size}, rate {outcome.rate:g}, {outcome.measure}**: {says}."
-
-
-def _best(outcome: Outcome, role: Role) -> str:
-    return _estimate(max(outcome.of(role), key=lambda each: each.difference.interval.mean))
-
-
 def _estimate(one: Comparison) -> str:
+    return f"`{one.arm}` {_interval(one)}"
+
+
+def _interval(one: Comparison) -> str:
     interval = one.difference.interval
-    return f"{_points(interval.mean)} points ({_points(interval.low)} to {_points(interval.high)}; `{one.arm}`)"
+    return f"{_points(interval.mean)} [{_points(interval.low)}, {_points(interval.high)}]"
+
+
+def _where(outcome: Outcome) -> str:
+    return f"{outcome.size} at rate {outcome.rate:g} (`{outcome.experiment}`)"
 
 
 def _opening(primary: Sequence[Outcome]) -> str:
-    """What the study says, in a few lines."""
-    decided = [outcome for outcome in primary if outcome.measure != FIRST]
-    found = next(outcome for outcome in primary if outcome.measure == DISCOVERY)
-    first = next(outcome for outcome in primary if outcome.measure == FIRST and outcome.experiment == found.experiment)
-    repeated, rates = found.comparisons["bf16-again"].difference.interval, found.of("the paper's rates")
+    """What the study says: first the experiments that can see an effect; then the largest effects, and what is open."""
+    decided = sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind)
     lines = [
-        *map(_answer, decided),
-        f"* At {found.size} and rate {found.rate:g}, the best positive control moves discovery by "
-        f"{_best(found, 'positive control')}, the best dose by {_best(found, 'dose')}, and a repetition of bf16 by "
-        f"{_points(repeated.mean)} ({_points(repeated.low)} to {_points(repeated.high)}).",
-        *_significant(decided),
+        f"* **{outcome.measure}, {_where(outcome)}**: "
+        + _SENTENCES[outcome.verdict].format(effect=f"{100 * outcome.effect:.0f}")
+        + "."
+        for outcome in decided
     ]
-    if rates:
-        slow = max(rates, key=lambda one: one.difference.interval.mean)
-        gain, cost = (of[slow.arm].difference.interval.mean for of in (found.comparisons, first.comparisons))
-        lines.append(
-            f"* With the paper's learning rate, `{slow.arm}` is {_points(gain)} points from bf16 in discovery and "
-            f"{_points(cost)} in pass@1."
-        )
-    if found.verdict == "blind":
-        lines.append(
-            f"* A positive control that raises discovery by {100 * found.effect:.0f} points at one rate, or a base "
-            "that rounding moves as far as one of web-scale pretraining, would change this answer."
-        )
-    return "\n".join(lines)
+    change = "a base that rounding moves as far as one of web-scale pretraining (`qerl measure-dose` measures it)"
+    if all(map(_blind, decided)):
+        control = f"a positive control that raises discovery by {100 * EFFECTS[DISCOVERY]:.0f} points at one rate"
+        change = f"{control}, or {change}"
+    return "\n".join([*lines, *_slow(primary), f"* **What would change this answer**: {change}."])
 
 
-def _significant(decided: Sequence[Outcome]) -> list[str]:
-    """A line on the doses that differ from the base line, whatever the assay can see; none without any."""
+def _largest_effects(primary: Sequence[Outcome]) -> str:
+    """The table of the best dose and control of each experiment and measure, in points with intervals."""
+    rows = []
+    for outcome in sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind):
+        best = {
+            role: max(outcome.of(role), key=lambda one: one.difference.interval.mean)
+            for role in ("dose", "positive control")
+        }
+        near = outcome.comparisons[outcome.nearest_control(best["dose"].arm)]
+        rows.append(
+            {
+                "experiment": f"`{outcome.experiment}`",
+                "measure": outcome.measure,
+                "best dose": _estimate(best["dose"]),
+                "control nearest to it in entropy": _estimate(near),
+                "best control": _estimate(best["positive control"]),
+                "repetition": _interval(outcome.comparisons["bf16-again"]),
+            }
+        )
+    frame = pd.DataFrame(rows)
+    return table(frame, {str(each): column(str(each)) for each in frame})
+
+
+def _blind(outcome: Outcome) -> bool:
+    return outcome.verdict in ("blind", "repetition differs")
+
+
+def _slow(primary: Sequence[Outcome]) -> list[str]:
+    """A line on the paper's rates, with which a run hardly learns; none without such an arm."""
     lines = []
-    for outcome in decided:
-        for one in outcome.of("dose"):
-            if one.p < LEVEL:
-                near = outcome.comparisons[outcome.nearest_control(one.arm)]
-                where = f"at {outcome.size} and rate {outcome.rate:g}"
-                lines.append(
-                    f"* A dose moves {outcome.measure} {where} by {_estimate(one)}, and the control nearest in "
-                    f"entropy by {_estimate(near)}."
-                )
+    for found in primary:
+        if found.measure == DISCOVERY and (rates := found.of("the paper's rates")):
+            slow = max(rates, key=lambda one: one.difference.interval.mean)
+            first = next(each for each in primary if (each.experiment, each.measure) == (found.experiment, FIRST))
+            lines.append(
+                f"* **The paper's learning rates, `{found.experiment}`**: `{slow.arm}` is {_interval(slow)} points "
+                f"from bf16 in discovery and {_interval(first.comparisons[slow.arm])} in pass@1."
+            )
     return lines
 
 
@@ -367,6 +395,7 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
     columns: Columns = {
         "arm": lambda row: f"`{row['arm']}`",
         "role": column("role"),
+        "pairs": column("pairs"),
         "dose (nats)": number("dose"),
         "Δ entropy (nats a token)": number("dose_entropy", signed),
         "entropy in training": number("entropy"),
@@ -376,11 +405,13 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
     }
     compared = tables["comparisons"]
     by_experiment = [
-        section(f"### {size} at rate {rate:g}", table(frame, columns))
-        for (size, rate), frame in compared.groupby(["size", "rate"], sort=False)
+        section(f"### `{experiment}`: {size} at rate {rate:g}", table(frame, columns))
+        for (experiment, size, rate), frame in compared.groupby(["experiment", "size", "rate"], sort=False)
     ]
     trained = study.runs[study.runs["role"] == MAIN]
-    stamps = trained.groupby(["commit", "files", "machine", "host", "driver", "cuda"], sort=False)
+    stamps = trained.assign(protocol=trained["protocol"].str[:16]).groupby(
+        ["experiment", "protocol", "commit", "files", "machine", "host", "driver", "cuda"], sort=False
+    )
     stamped = stamps.agg(runs=("run", "count"), first=("time", "min"), last=("time", "max")).reset_index()
     failed = trained[trained["status"] != "ok"]
     links = ", ".join(f"[{file.parent.name}/{file.name}]({file.as_posix()})" for file in files)
@@ -388,8 +419,10 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         "# Does an error of the weights help a policy to find solutions?",
         "" if study.header.decides else "**A run of the pipeline on policies too small to decide anything.**",
         _opening(primary),
+        "Differences from bf16 in points, with 95 % intervals:",
+        _largest_effects(primary),
         f"![Difference to bf16 by measured dose]({STUDY_PARTS}/response.png)",
-        f"{_METHOD} (SHA-256 `{study.header.protocol[:16]}`).",
+        _METHOD,
         "## All arms",
         *by_experiment,
         "In full precision: "

@@ -1,6 +1,7 @@
 """The dose study on synthetic data with a planted truth, and on the committed data against an independent script."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from qerl.results.schema import Dose, DoseReport, Machine, Provenance
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
 from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
-from qerl.study.dose import DISCOVERY, FIRST, WIDEST, all_outcomes, envelope, write_page
+from qerl.study.dose import DISCOVERY, FIRST, WIDEST, Outcome, all_outcomes, dose_table, envelope, write_page
 from tests.conftest import nightly
 from tests.recompute_dose import estimates
 
@@ -46,6 +47,13 @@ def study(
     return Study(header, *(pd.DataFrame(rows, columns=schema.names) for rows, schema in frames))
 
 
+def discovery_of(data: Study) -> Outcome:
+    """The outcome of discovery of data in one folder."""
+    in_folder = replace(data, runs=data.runs.assign(part="data"))
+    [found] = [outcome for outcome in all_outcomes(in_folder) if outcome.measure == DISCOVERY]
+    return found
+
+
 @pytest.mark.parametrize(
     ("discovery", "entropy", "verdict"),
     [
@@ -60,7 +68,7 @@ def study(
     ],
 )
 def test_the_decision_is_that_of_the_planted_truth(discovery, entropy, verdict):
-    [found] = [outcome for outcome in all_outcomes(study(discovery, entropy)) if outcome.measure == DISCOVERY]
+    found = discovery_of(study(discovery, entropy))
     assert found.verdict == verdict
     for arm, effect in discovery.items():
         interval = found.comparisons[arm].difference.interval
@@ -69,9 +77,7 @@ def test_the_decision_is_that_of_the_planted_truth(discovery, entropy, verdict):
 
 
 def test_differences_too_wide_for_a_sentence_are_undecided():
-    spread = study({"entropy": 0.3}, noise=0.15)
-    [found] = [outcome for outcome in all_outcomes(spread) if outcome.measure == DISCOVERY]
-    assert found.verdict == "undecided"
+    assert discovery_of(study({"entropy": 0.3}, noise=0.15)).verdict == "undecided"
 
 
 def test_the_envelope_takes_each_arms_best_temperature():
@@ -95,14 +101,30 @@ def test_the_page_has_the_dose_of_each_arm_and_says_what_was_decided(tmp_path):
     assert table.loc["aqn-8", "dose"] == 0.25
     assert table["dose"].notna().sum() == 1
     assert table.loc["aqn-8", "discovery"] == pytest.approx(0.2, abs=0.01)
-    # An effect of noise is said also where the assay is blind.
+    # An effect of noise is shown also where the assay is blind.
     assert "can't see an effect" in page
-    assert "A dose moves discovery at 3m" in page
+    [row] = [line for line in page.splitlines() if line.startswith("| `dose-3m`") and "| discovery" in line]
+    assert "`aqn-8` +20" in row or "`aqn-8` +19" in row
     assert (tmp_path / "out/dose/response.png").is_file()
 
 
 def _at(value: float) -> Interval:
     return Interval(value, value, value)
+
+
+def test_a_dose_counts_for_the_data_in_its_folder(tmp_path):
+    """Bases are pretrained anew for other data, so their doses differ."""
+    data = [tmp_path / "early", tmp_path / "late"]
+    for folder, kl in zip([*data, tmp_path], (1.0, 2.0, 4.0), strict=True):
+        values = dict.fromkeys(("kl", "entropy", "entropy_change"), _at(kl))
+        dose = Dose(problems=1, completions=4, tokens=9, **values)
+        folder.mkdir(exist_ok=True)
+        write(folder / "dose-3m-0.json", DoseReport(model="3m-0", arms={"aqn-8": dose}, provenance=STAMP))
+    files = [folder / "dose-3m-0.json" for folder in data]
+    found = dose_table(files, data, {"3m-0": "3m"}).set_index("part")["kl"]
+    assert found.to_dict() == {"early": 1.0, "late": 2.0}
+    elsewhere = dose_table([tmp_path / "dose-3m-0.json"], data, {"3m-0": "3m"}).set_index("part")["kl"]
+    assert elsewhere.to_dict() == {"early": 4.0, "late": 4.0}
 
 
 def test_data_without_a_control_are_refused(tmp_path):
@@ -111,12 +133,13 @@ def test_data_without_a_control_are_refused(tmp_path):
         write_page(PageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 
-PUBLISHED = sorted(Path("results/reference/dose").glob("*/"))
+#: The pilot's arms aren't compared on the page.
+PUBLISHED = sorted(folder for folder in Path("results/reference/dose").glob("*/") if folder.name != "3m-pilot")
 
 
 def both(folder: Path, draws: int) -> pd.DataFrame:
     """The published rows beside those of tests/recompute_dose.py, which reads the Parquet files with pandas alone."""
-    index = ["size", "rate", "arm"]
+    index = ["experiment", "arm"]
     own = estimates(folder, draws).set_index(index).add_suffix(" own")
     joined = pd.read_csv("docs/results/dose/comparisons.csv").set_index(index).join(own, how="inner")
     assert len(joined) == len(own) > 10
