@@ -255,6 +255,31 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+#: The secondary measures of a run's steps: name, metric, first and last step. Noise begins after a tenth of the steps.
+_SECONDARY = (
+    ("reward, last 50 steps", "reward", 151, 200),
+    ("sampler's entropy, steps 1 to 5", "entropy/sampler", 1, 5),
+    ("sampler's entropy, steps 21 to 40", "entropy/sampler", 21, 40),
+    ("mismatch/kl", "mismatch/kl", 1, 200),
+)
+
+
+def secondary_table(study: Study, primary: Sequence[Outcome]) -> pd.DataFrame:
+    """One row per compared experiment and arm: the means of the protocol's secondary measures, in their own units."""
+    runs = study.runs[study.runs["experiment"].isin({outcome.experiment for outcome in primary})]
+    by_arm = ["experiment", "arm"]
+    steps = study.steps.merge(runs[["run", *by_arm]], on="run")
+    frame = pd.DataFrame(
+        {
+            name: steps[steps["step"].between(first, last)].groupby(by_arm, sort=False)[metric].mean()
+            for name, metric, first, last in _SECONDARY
+        }
+    )
+    counts = study.outcomes[study.outcomes["temperature"] == 1].merge(runs[["run", *by_arm]], on="run")
+    frame["distinct solutions of a problem"] = counts.groupby(by_arm)["distinct"].mean()
+    return frame.reset_index()
+
+
 def write_page(job: PageJob) -> None:
     """Write the page to `job.out`, and its tables and figure to a folder beside it.
 
@@ -269,6 +294,7 @@ def write_page(job: PageJob) -> None:
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     tables = {"decisions": decision_table(primary), "doses": dose_table(job.doses, data, sizes)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
+    tables["secondary"] = secondary_table(study, primary)
     runs = study.runs.drop(columns=["settings", "versions"])
     discovery = discovered(study.runs, study.steps)[["run", "value"]].rename(columns={"value": "discovery"})
     tables["runs"] = runs.merge(discovery, on="run", how="left")
@@ -408,6 +434,12 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         section(f"### `{experiment}`: {size} at rate {rate:g}", table(frame, columns))
         for (experiment, size, rate), frame in compared.groupby(["experiment", "size", "rate"], sort=False)
     ]
+    secondary = tables["secondary"]
+    beside: Columns = {
+        "experiment": lambda row: f"`{row['experiment']}`",
+        "arm": lambda row: f"`{row['arm']}`",
+        **{str(each): number(str(each)) for each in secondary.columns[2:]},
+    }
     trained = study.runs[study.runs["role"] == MAIN]
     stamps = trained.assign(protocol=trained["protocol"].str[:16]).groupby(
         ["experiment", "protocol", "commit", "files", "machine", "host", "driver", "cuda"], sort=False
@@ -425,9 +457,11 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         _METHOD,
         "## All arms",
         *by_experiment,
-        "In full precision: "
-        + ", ".join(f"[{each}]({STUDY_PARTS}/{each}.csv)" for each in ("comparisons", "decisions", "doses", "runs"))
-        + ".",
+        "## Secondary measures",
+        "Means over runs. Entropy is in nats a token; noise begins at step 21. `mismatch/kl` is the KL of a token between "
+        "sampler and trainer, in nats. Solutions are distinct expressions among the completions at temperature 1.",
+        table(secondary, beside),
+        "In full precision: " + ", ".join(f"[{each}]({STUDY_PARTS}/{each}.csv)" for each in sorted(tables)) + ".",
         "## What was run",
         f"{len(trained)} runs, {len(failed)} failed.",
         table(stamped, {str(each): column(str(each)) for each in stamped}),
