@@ -458,8 +458,8 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         "## All arms",
         *by_experiment,
         "## Secondary measures",
-        "Means over runs. Entropy is in nats a token; noise begins at step 21. `mismatch/kl` is the KL of a token between "
-        "sampler and trainer, in nats. Solutions are distinct expressions among the completions at temperature 1.",
+        "Means over runs. Entropy is in nats a token; noise begins at step 21. `mismatch/kl` is a token's KL between "
+        "sampler and trainer. Solutions are distinct expressions among the completions at temperature 1.",
         table(secondary, beside),
         "In full precision: " + ", ".join(f"[{each}]({STUDY_PARTS}/{each}.csv)" for each in sorted(tables)) + ".",
         "## What was run",
