@@ -4,7 +4,7 @@
     python examples/grpo_gsm8k.py --out runs/page --model FOLDER --problems FILE.jsonl
 
 Sections and equations are those of the QeRL paper (arXiv 2510.11696). `qerl train` runs the same loop, and adds
-checkpoints, several GPUs, other losses and metrics (`qerl.rl.trainer`). Suffixes of names are dimensions: P problems
+checkpoints, several GPUs, other losses and metrics (`qerl.rl.train`). Suffixes of names are dimensions: P problems
 with G completions each, N completions of a micro-batch, T tokens of a completion.
 """
 

@@ -148,26 +148,18 @@ def check_processes(count: int, nodes: int = 1) -> None:
         raise ConfigError(f"processes={count} needs {here} GPUs here, and this machine has {gpus}; lower processes")
 
 
-def run_in_processes(
+def start_processes(
     count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, node_timeout: float = 0
-) -> None:
+) -> bool:
     """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
 
-    Under torchrun this process is one of them already. A single process is this one. Raises `KilledError` if a process
-    was killed, or if a machine was lost: an operation waits `node_timeout` seconds for the others.
+    False, and nothing is called, if this process is one of the run's already: its only one, or one of torchrun's.
+    Raises `KilledError` if a process was killed, or if a machine was lost: an operation waits `node_timeout` seconds
+    for the others.
     """
     check_processes(count, nodes)
-    if by_torchrun():
-        _limited(nodes, node_timeout, True, function, arguments)
-    elif count == 1:
-        function(*arguments)
-    else:
-        _launch(count, nodes, node_timeout, function, arguments)
-
-
-def _launch(
-    count: int, nodes: int, node_timeout: float, function: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+    if count == 1 or by_torchrun():
+        return False
     # Imported here, because most runs have one process.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -180,11 +172,11 @@ def _launch(
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
     end = Announcement()
     # No restarts: the workflow or the user starts again, and the run continues from its last checkpoint.
-    launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
-    launch.shutdown_timeout, launch.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
+    config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
+    config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
         with handling(partial(_pass_on, end)), _environment(_ENVIRONMENT):
-            elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
+            elastic_launch(config, _start)(count // nodes, nodes, node_timeout, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -206,6 +198,7 @@ def _launch(
                 'write `if __name__ == "__main__":` before the calls in the script'
             ) from None
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
+    return True
 
 
 def _pass_on(end: Announcement, number: int) -> None:
@@ -240,21 +233,21 @@ def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., N
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // here, 1))
     try:
-        _limited(nodes, node_timeout, False, function, arguments)
+        with connected(nodes, node_timeout, aloud=False):
+            function(*arguments)
     except Interrupted:  # of which multiprocessing would make a success
         sys.exit(_INTERRUPTED)
 
 
-def _limited(
-    nodes: int, node_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
-    """Call the function, and end this process with the status `_LOST` if another machine of the run is lost."""
+@contextmanager
+def connected(nodes: int, node_timeout: float, aloud: bool = True) -> Iterator[None]:
+    """A context in which the loss of another machine of the run ends this process with the status `_LOST`."""
     if nodes == 1:
-        function(*arguments)
+        yield
         return
     Processes(timeout=timedelta(seconds=node_timeout))
     try:
-        function(*arguments)
+        yield
     except RuntimeError as error:
         if not isinstance(error, DistError) and "gloo" not in str(error):  # gloo's errors have no class of their own
             raise

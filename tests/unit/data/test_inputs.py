@@ -76,7 +76,7 @@ def killed(given, monkeypatch) -> Given:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.rl.trainer.Trainer.step", kill)
+        patch.setattr("qerl.rl.train.Trainer.step", kill)
         with pytest.raises(KeyboardInterrupt):
             given.train()
     return given

@@ -9,7 +9,7 @@ import pytest
 from qerl.data.grading import extract, stated
 from qerl.data.records import Problem
 from qerl.rl.rollouts import Group, Rollout, Task
-from qerl.rl.trainer import PATIENCE, NoSignalError, Watch, report
+from qerl.rl.train import PATIENCE, NoSignalError, Watch, report
 from qerl.settings.base import parse
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.run import RunSettings
