@@ -46,8 +46,8 @@ from qerl.host.imports import check as check_function
 from qerl.host.imports import check_engine, check_installed, check_trackers, check_unchanged, path_of
 from qerl.host.lease import alone, join_free_memory
 from qerl.host.nodes import own_lock
-from qerl.host.provenance import check_writable, write_text, writing
-from qerl.jobs import HubBase
+from qerl.host.provenance import check_writable, make_folder, write_text, writing
+from qerl.jobs import HubBase, QuantizeJob
 from qerl.results.paths import (
     CHECKPOINT,
     DATA,
@@ -88,7 +88,7 @@ from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData, LocalD
 from qerl.settings.models import Base, MergedFormat
 from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
-from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, train_job, whole
+from qerl.workflow.dispatch import INPUTS, base_stage, check_inputs, data_stage, train_stage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +134,11 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_del
     check_writable(target)
     source = base_folder(str(given_model))
     base = Base(str(given_model), weights, packed_nets=pack_delta_nets)
-    whole(target, lambda folder: make_checkpoint(base, source, folder, folder / REPORT))
+
+    def fill(folder: Path) -> None:
+        make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / REPORT, out=folder))
+
+    make_folder(target, fill)
     return target
 
 
@@ -275,7 +279,9 @@ def train(
         source = _checked_source(settings)
         if settings.joins_free_memory:
             join_free_memory()
+        from qerl.data.sources import prepare_data
         from qerl.rl.train import train_run
+        from qerl.workflow.bases import make_checkpoint
         from qerl.workflow.preflight import check_runs
 
         with alone(made.folder / WORK, own_lock(settings.nodes)):
@@ -283,11 +289,12 @@ def train(
             with FileLock(made.folder / WORK / "parts"):
                 records.write()
                 _write_run_file(settings)
-                make_data(settings)
+                data_stage(settings).make(prepare_data)
                 check_runs(source, [(made.data, settings.rollout)])
-                make_base(settings, source)
-                tell_reward(settings)
-            train_run(train_job(made.settings, _hub_base(made)))
+                base_stage(settings, source).make(make_checkpoint)
+                training = train_stage(made.settings, _hub_base(made))
+                training.write_inputs()
+            train_run(training.job)
     return made
 
 
@@ -726,7 +733,7 @@ def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> 
         values = {**local_dataset(Path(asked_of), **all_of_it), **asked}
         settings = parse(DatasetSettings, values, "problems")
     shutil.rmtree(out / DATA, ignore_errors=True)
-    whole(out / DATA, lambda folder: prepare(settings, folder))
+    make_folder(out / DATA, lambda folder: prepare(settings, folder))
     return out / DATA
 
 
@@ -773,7 +780,7 @@ def export_merged(
     check_writable(target)
     check_checkpoint(trained.checkpoint)
     _check_asked(trained, split, problems)
-    whole(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
+    make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
     return read(MergedExport, target / MERGED)
 
 

@@ -10,11 +10,10 @@ from qerl.checkpoints.files import CONFIG
 from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachable, read_lock, verify
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs import FetchJob, QuantizeJob
-from qerl.results.paths import CHECKPOINT, REPORT
 from qerl.results.schema import Provenance, QuantizationReport
 from qerl.results.store import write
 from qerl.settings.base import ConfigError
-from qerl.settings.models import Base, LockedRepo
+from qerl.settings.models import LockedRepo
 
 
 def fetch_base(job: FetchJob) -> None:
@@ -23,14 +22,14 @@ def fetch_base(job: FetchJob) -> None:
 
 
 def quantize_base(job: QuantizeJob) -> None:
-    """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
+    """Make a base in one weight format."""
     if job.data is None:
         with imports(OPTIONAL):  # rounding to nearest needs no optional package
             from qerl.models.quantize import SCHEMES
 
             if job.base.rounded in SCHEMES:
                 import llmcompressor  # noqa: F401
-    make_checkpoint(job.base, job.source, job.out / CHECKPOINT, job.out / REPORT, job.data)
+    make_checkpoint(job)
 
 
 def fetch_model(
@@ -83,22 +82,23 @@ def _download(repo: str, revision: str, target: Path | None, files: list[str], u
         ) from error
 
 
-def make_checkpoint(base: Base, source: Path, checkpoint: Path, report: Path, data: Path | None = None) -> None:
-    """Make the checkpoint of a base of the dense `source`, and a JSON report about it; for bf16 the source is linked.
-
-    `data` is the prepared data set on which AWQ calibrates.
-    """
+def make_checkpoint(job: QuantizeJob) -> None:
+    """Make the checkpoint of a base, and a report about it. For bf16, and without a report, the source is linked."""
     from qerl.models.quantize import Calibration, quantize_checkpoint
 
+    base = job.base
+    if job.report is None:
+        link_checkpoint(job.source, job.out)
+        return
     texts = None
     if base.calibration:
-        assert data is not None
-        texts = Calibration(base.calibration, data)
-    about = quantize_checkpoint(source, checkpoint, base.weights, texts, base.error, base.packed_nets)
+        assert job.data is not None
+        texts = Calibration(base.calibration, job.data)
+    about = quantize_checkpoint(job.source, job.out, base.weights, texts, base.error, base.packed_nets)
     if base.rounded == "bf16":
-        link_checkpoint(source, checkpoint)
+        link_checkpoint(job.source, job.out)
     content = {"model": base.model, "weights": base.weights, **about, "provenance": Provenance.of_now()}
-    write(report, QuantizationReport.model_validate(content))
+    write(job.report, QuantizationReport.model_validate(content))
 
 
 def link_checkpoint(source: Path, target: Path) -> None:

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import CONFIG, check_room, read_config, usable_length, weights_format_of
 from qerl.data.prompts import Thinking, check_lengths, check_template, longer_than
+from qerl.data.records import DataError
+from qerl.data.sources import read_meta
 from qerl.evals.evaluate import open_task
 from qerl.host.console import log
 from qerl.jobs import CheckJob
@@ -67,6 +69,11 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
     _tell_unused_end(model, tokenizer)
     lines: set[str] = set()
     for data, rollout in runs:
+        rows = read_meta(data).rows
+        if not rows["train"]:
+            others = sum(rows.values())
+            why = f"all {others} are held out" if others else "all were dropped, as their answers contradict each other"
+            raise DataError(f"dataset has no training problems, since {why}; give it more problems, or a split train")
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         task = Task.of(data)

@@ -127,7 +127,8 @@ class Jobs:
             base=base,
             source=self.files.dense(base.model),
             data=self.files.data(str(made.dataset)) if made else None,
-            out=self.files.quantized(base.name),
+            report=self.files.quantized(base.name) / REPORT,
+            out=self.files.checkpoint(base),
         )
 
     # --- runs and evaluations
@@ -339,7 +340,7 @@ class Jobs:
 
     def _all_deciding(self, *call: str) -> str:
         job = self.of(*call)
-        made = self._made_by(job)
+        made = [other for other in self._made_by(job) if other != call]
         return f"{job.deciding} {_hash(map(self._version, made))}" if made else job.deciding
 
     def _new_version(self, call: Call) -> str:

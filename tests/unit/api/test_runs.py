@@ -260,7 +260,7 @@ def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
 
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     whole = qerl.train(values, out=tmp_path / "whole")
-    train_until("qerl.workflow.prepare.link_checkpoint", values)
+    train_until("qerl.workflow.bases.link_checkpoint", values)
     run = qerl.Run(whole.folder.parent / "run")
     assert (run.data / "dataset.json").is_file()
     assert not run.checkpoint.exists()
