@@ -19,8 +19,7 @@ from qerl.rl.graphs import PassGraphs, padded_tokens, pass_graphs
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
-from qerl.rl.parallel import Processes
-from qerl.rl.sharding import placed
+from qerl.rl.parallel import Processes, placed
 from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
 from qerl.settings.run import LossSettings, OptimizerSettings, RunSettings
 
