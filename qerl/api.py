@@ -267,15 +267,15 @@ def train(
     """
     values, records = _without_objects(run, out)
     settings = _read_run(values, out)
-    made = Run(settings.out)
-    _check_same(made.folder, settings)
-    if made.finished:
+    result = Run(settings.out)
+    _check_same(result.folder, settings)
+    if result.finished:
         records.write(replace=False)
-        check_inputs(made.settings)
-        log.info("%s is finished: nothing to do", made.folder)
-        return made
-    check_writable(made.folder)
-    with quiet(made.folder / LOG) if log_to_file else nullcontext(), writing(made.folder):
+        check_inputs(result.settings)
+        log.info("%s is finished: nothing to do", result.folder)
+        return result
+    check_writable(result.folder)
+    with quiet(result.folder / LOG) if log_to_file else nullcontext(), writing(result.folder):
         source = _checked_source(settings)
         if settings.joins_free_memory:
             join_free_memory()
@@ -284,18 +284,18 @@ def train(
         from qerl.workflow.bases import make_checkpoint
         from qerl.workflow.preflight import check_runs
 
-        with alone(made.folder / WORK, own_lock(settings.nodes)):
+        with alone(result.folder / WORK, own_lock(settings.nodes)):
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-            with FileLock(made.folder / WORK / "parts"):
+            with FileLock(result.folder / WORK / "parts"):
                 records.write()
                 _write_run_file(settings)
                 data_stage(settings).make(prepare_data)
-                check_runs(source, [(made.data, settings.rollout)])
+                check_runs(source, [(result.data, settings.rollout)])
                 base_stage(settings, source).make(make_checkpoint)
-                training = train_stage(made.settings, _hub_base(made))
+                training = train_stage(result.settings, _hub_base(result))
                 training.write_inputs()
             train_run(training.job)
-    return made
+    return result
 
 
 def _checked_source(settings: RunFile) -> Path:
@@ -324,8 +324,8 @@ def _checked_source(settings: RunFile) -> Path:
     if weights_format_of(source) != settings.weights:
         check_installed("train")
     elif key := "recipe" if settings.recipe == "awq" else "pack_delta_nets" if settings.pack_delta_nets else None:
-        asked = f"{key}={str(getattr(settings, key)).lower()}"
-        raise ConfigError(f"{asked} quantizes a dense model, and {source} is quantized already; leave {key} out")
+        given = f"{key}={str(getattr(settings, key)).lower()}"
+        raise ConfigError(f"{given} quantizes a dense model, and {source} is quantized already; leave {key} out")
     _check_config(source, settings)
     return source
 
@@ -398,14 +398,14 @@ def _check_same(folder: Path, settings: RunFile) -> None:
         return
     import pandas as pd
 
-    stored, asked = (
+    stored, given = (
         pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
         for s in (Run(folder).settings, settings)
     )
-    for key in {**asked, **stored}:
-        if stored.get(key) != asked.get(key):
+    for key in {**given, **stored}:
+        if stored.get(key) != given.get(key):
             raise ConfigError(
-                f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {asked.get(key)} here); "
+                f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {given.get(key)} here); "
                 "give another folder as `out`, or delete this one"
             )
 
@@ -496,20 +496,20 @@ def sample(
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_seed(seed)
-    asked = "" if instruction is None else instruction
+    added = "" if instruction is None else instruction
     if isinstance(policy, (str, Path)):
-        of_run = asked_by(policy)
-        asked = of_run.get("instruction", "") if instruction is None else asked
-        date = date or of_run.get("date")
+        form = form_of(policy)
+        added = form.get("instruction", "") if instruction is None else added
+        date = date or form.get("date")
         policy = load(policy)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, asked, date) for prompt in texts]
+    ids = [prompt_ids(policy.tokenizer, prompt, added, date) for prompt in texts]
     context = context_length(policy.lm.config.to_dict())
     return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
 
-def asked_by(model: PathLike) -> dict[str, Any]:
+def form_of(model: PathLike) -> dict[str, Any]:
     """What a run's data set asks for: instruction, form of answers, and the date that chat templates state.
 
     A model that isn't a run has none.
@@ -519,8 +519,8 @@ def asked_by(model: PathLike) -> dict[str, Any]:
     if not (Path(model) / RUN_FILE).is_file():
         return {}
     run = Run(Path(model))
-    asked = run.settings.dataset.asked
-    return {**asked, "date": read_meta(run.data).date} if run.data.is_dir() else asked
+    form = run.settings.dataset.form
+    return {**form, "date": read_meta(run.data).date} if run.data.is_dir() else form
 
 
 def _check_policy(policy: Any) -> None:
@@ -605,7 +605,7 @@ def evaluate(
         "thinking": thinking,
         "date": date,
     }
-    asked = {key: value for key, value in of_call.items() if value is not None}
+    form = {key: value for key, value in of_call.items() if value is not None}
     if isinstance(task, str):
         task = stock_task(task)
     if task and task.task and (instruction or units or answer not in (None, "native")):
@@ -614,10 +614,10 @@ def evaluate(
         )
     check_evaluation(problems, folder, task)
     if isinstance(policy, (str, Path)):
-        asked = asked if task and task.task else {**asked_by(policy), **asked}
+        form = form if task and task.task else {**form_of(policy), **form}
         policy = load(policy)
     with writing(folder):
-        data = _problem_folder(problems, asked, folder)
+        data = _problem_folder(problems, form, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
@@ -713,7 +713,7 @@ def _evaluation_settings(
     return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
 
 
-def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> Path:
+def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> Path:
     """A folder of prepared problems: the given folder, or one that is made in `out`."""
     from qerl.data.sources import prepare
 
@@ -721,16 +721,16 @@ def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> 
     records.write()
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
-    asked_of: Any = records.values["origin"]["path"] if as_file else records.values
-    if isinstance(asked_of, (str, Path)) and (Path(asked_of) / DATASET).is_file():
-        return Path(asked_of)
-    if isinstance(asked_of, DatasetSettings):
-        settings = asked_of
-    elif isinstance(asked_of, Mapping):
-        settings = parse(DatasetSettings, asked_of, "problems")
+    source: Any = records.values["origin"]["path"] if as_file else records.values
+    if isinstance(source, (str, Path)) and (Path(source) / DATASET).is_file():
+        return Path(source)
+    if isinstance(source, DatasetSettings):
+        settings = source
+    elif isinstance(source, Mapping):
+        settings = parse(DatasetSettings, source, "problems")
     else:
-        all_of_it = {} if Path(asked_of).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
-        values = {**local_dataset(Path(asked_of), **all_of_it), **asked}
+        all_of_it = {} if Path(source).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
+        values = {**local_dataset(Path(source), **all_of_it), **form}
         settings = parse(DatasetSettings, values, "problems")
     shutil.rmtree(out / DATA, ignore_errors=True)
     make_folder(out / DATA, lambda folder: prepare(settings, folder))
@@ -779,7 +779,7 @@ def export_merged(
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     check_checkpoint(trained.checkpoint)
-    _check_asked(trained, split, problems)
+    _check_split(trained, split, problems)
     make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
     return read(MergedExport, target / MERGED)
 
@@ -793,7 +793,7 @@ def _with_adapter(run: PathLike) -> Run:
     return trained
 
 
-def _check_asked(run: Run, split: Split, problems: int) -> None:
+def _check_split(run: Run, split: Split, problems: int) -> None:
     from qerl.data.sources import read_meta
 
     check_count(problems, "problems")
@@ -813,7 +813,7 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
     policies = load(run.folder), load(folder, run.settings.dtype)
     settings = run.settings
     loss = merge_loss(*policies, run.data, _loss_settings(run, split), problems)
-    made = MergedExport(
+    result = MergedExport(
         run=run.folder.resolve().name,
         base_weights=settings.weights,
         weights=weights,
@@ -821,8 +821,8 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
         loss=loss,
         provenance=Provenance.of_now(),
     )
-    write(folder / MERGED, made)
-    write_text(folder / CARD, merged_card(facts_of(run), made, folder.name))
+    write(folder / MERGED, result)
+    write_text(folder / CARD, merged_card(facts_of(run), result, folder.name))
 
 
 def _loss_settings(run: Run, split: Split) -> EvaluationSettings:
@@ -920,13 +920,13 @@ def _scores_of(run: Run, folder: Path, result: OwnEvaluationResult, trained: boo
     from qerl.publishing import RunScore, data_name
 
     evaluation = Evaluation(folder)
-    data = _asked(run, folder, set(evaluation.samples["problem"]))
+    data = _data_of(run, folder, set(evaluation.samples["problem"]))
     for score in result.tasks.values():
         label = data_name(data) if data else result.eval
         yield RunScore(label, trained, score, evaluation.accuracy, data, result.provenance)
 
 
-def _asked(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None:
+def _data_of(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None:
     """The data set of an evaluation: its own, or the run's if just the test problems of that were asked."""
     from qerl.data.sources import read_split
 
@@ -993,11 +993,11 @@ __all__ = [
     "Problems",
     "Run",
     "Split",
-    "asked_by",
     "check_evaluation",
     "evaluate",
     "export",
     "export_merged",
+    "form_of",
     "load",
     "publish",
     "quantize",

@@ -119,12 +119,12 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run. After a kill, the same command continues it."""
-    made = api.train(run, out, log_to_file=True)
+    result = api.train(run, out, log_to_file=True)
     for what, path in {
-        "settings": made.folder / RUN_FILE,
-        "checkpoint": made.checkpoint,
-        "trained": made.adapter,
-        "metrics": made.folder / METRICS,
+        "settings": result.folder / RUN_FILE,
+        "checkpoint": result.checkpoint,
+        "trained": result.adapter,
+        "metrics": result.folder / METRICS,
     }.items():
         console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
 
@@ -172,19 +172,17 @@ def sample(
     as_json: Annotated[bool, typer.Option("--json", help="Print each completion as a line of JSON.")] = False,
 ) -> None:
     """Print completions of a model or of a trained policy."""
-    asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
-    if not asked:
+    texts = [*(prompt or []), *(_lines(prompts) if prompts else [])]
+    if not texts:
         raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
-    of_run = api.asked_by(model)
-    added = of_run.get("instruction", "") if instruction is None else instruction
+    form = api.form_of(model)
+    added = form.get("instruction", "") if instruction is None else instruction
     with quiet():
         policy = api.load(model, dtype)
-        drawn = api.sample(
-            policy, asked, count=count, seed=seed, instruction=added, date=of_run.get("date"), **sampling
-        )
-    for text, completions in zip(asked, drawn, strict=True):
+        drawn = api.sample(policy, texts, count=count, seed=seed, instruction=added, date=form.get("date"), **sampling)
+    for text, completions in zip(texts, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
 
@@ -216,16 +214,16 @@ def evaluate(
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed, repeats)
-    asked = _problems(model, problems, dataset)
+    data = _problems(model, problems, dataset)
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
-    asks = api.asked_by(model) if stock is None else {}
-    asks |= {} if instruction is None else {"instruction": instruction}
-    api.check_evaluation(asked, out, stock)
+    form = api.form_of(model) if stock is None else {}
+    form |= {} if instruction is None else {"instruction": instruction}
+    api.check_evaluation(data, out, stock)
     with quiet():
         policy = api.load(model, dtype)
-        outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, task=stock, **{**asks, **sampling})
+        outcome = api.evaluate(policy, data, out, repeats=repeats, seed=seed, task=stock, **{**form, **sampling})
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
@@ -250,11 +248,11 @@ def measure_dose(
     dtype: api.Dtype = "bfloat16",
 ) -> None:
     """Measure how far rounding and noise move a model: KL of a completion, and change of entropy, in nats."""
-    asked = _problems(model, problems, dataset)
+    data = _problems(model, problems, dataset)
     with quiet():
         doses = api.measure_dose(
             model,
-            asked,
+            data,
             weights=weights,
             sigmas=sigma or (),
             count=count,
@@ -377,8 +375,8 @@ def publish(
 
 def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int, split: api.Split) -> None:
     with quiet():
-        made = api.export_merged(run, out, merged, problems=problems, split=split)
-    loss = made.loss
+        result = api.export_merged(run, out, merged, problems=problems, split=split)
+    loss = result.loss
     measures: dict[str, Interval] = {
         "KL, nats per token": loss.kl,
         "accuracy with adapter": loss.accuracy,
@@ -533,7 +531,7 @@ _REMEDIES = {
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def error_sentences() -> Iterator[None]:
     """A context in which an error that the user can correct ends the process with one sentence, others a traceback."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors=UNKNOWN)

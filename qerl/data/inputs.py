@@ -61,27 +61,27 @@ def hash_of(file: Path) -> str:
     if state.st_size < _LARGE:
         return sha256_of(file)
     place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
-    kept = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
-    digest = _read(kept) or sha256_of(file)
+    cached = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
+    digest = _read(cached) or sha256_of(file)
     with suppress(OSError):  # without a writable cache, only time is lost
-        _keep(kept, digest)
+        _cache(cached, digest)
     return digest
 
 
-def _read(kept: Path) -> str | None:
+def _read(cached: Path) -> str | None:
     """A cached hash, or None if it is incomplete, such as after a power cut."""
     try:
-        text = kept.read_text(encoding="utf-8")
+        text = cached.read_text(encoding="utf-8")
     except OSError:
         return None
     return text if len(text) == 64 else None
 
 
-def _keep(kept: Path, digest: str) -> None:
+def _cache(cached: Path, digest: str) -> None:
     """Write a hash completely, even if another process writes it too."""
-    if _read(kept):
+    if _read(cached):
         return
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=kept.parent, delete=False) as partial:
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=cached.parent, delete=False) as partial:
         partial.write(digest)
-    Path(partial.name).replace(kept)
+    Path(partial.name).replace(cached)

@@ -66,25 +66,25 @@ class Watch:
     def __init__(self, settings: RunSettings, task: Task) -> None:
         self.settings = settings
         self.task = task
-        self._looked = 0
+        self._steps = 0
         self._flat = 0
-        self._told = False
+        self._warned = False
 
-    def look(self, step: int, rollout: Rollout, writes: bool = True) -> None:
+    def observe(self, step: int, rollout: Rollout, writes: bool = True) -> None:
         """Warn in the process that writes, or raise `NoSignalError` in all (`on_no_signal: stop`).
 
         The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
         """
         # Decided by the rollout alone, which all processes have, so that all of them stop or none.
-        self._looked += 1
+        self._steps += 1
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
-        if self._told:
+        if self._warned:
             return
-        if self._looked == 1 and self._grades_answers and not any(map(self._readable, rollout.groups)):
-            self._tell(f"step {step}: no completion states an answer that the grader reads", rollout, writes)
+        if self._steps == 1 and self._grades_answers and not any(map(self._readable, rollout.groups)):
+            self._warn(f"step {step}: no completion states an answer that the grader reads", rollout, writes)
         elif self._flat == PATIENCE:
             what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps"
-            self._tell(f"step {step}: {what}, which teaches nothing", rollout, writes)
+            self._warn(f"step {step}: {what}, which teaches nothing", rollout, writes)
 
     @property
     def _grades_answers(self) -> bool:
@@ -95,8 +95,8 @@ class Watch:
         task = self.task
         return any(extract(text, task.format, task.answer, task.units) is not None for text in group.texts)
 
-    def _tell(self, what: str, rollout: Rollout, writes: bool) -> None:
-        self._told = True
+    def _warn(self, what: str, rollout: Rollout, writes: bool) -> None:
+        self._warned = True
         group = rollout.groups[0]
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
@@ -187,8 +187,8 @@ class Thermostat:
 
     def _recent_mean(self, values: Sequence[float]) -> float:
         """The mean of `values`, each with 1 − 1 / `average_steps` of the weight of the one after it."""
-        kept = 1 - 1 / self.settings.average_steps
-        weights = [kept**age for age in range(len(values) - 1, -1, -1)]
+        factor = 1 - 1 / self.settings.average_steps
+        weights = [factor**age for age in range(len(values) - 1, -1, -1)]
         return sum(map(operator.mul, weights, values)) / sum(weights)
 
 
@@ -294,7 +294,7 @@ class Trainer:
             with seconds() as rollout_time:
                 rollout = self.collector.collect(step, position, self._behaviour(step))
             if watch:
-                watch.look(step, rollout, self.processes.writes)
+                watch.observe(step, rollout, self.processes.writes)
             # The update is that of the policy without noise, so that its gradient is at the weights that stay. With
             # the other mode it has the rollout's noise, so that both compute the same probabilities.
             if self.settings.noise.mode == "sampler":
@@ -518,19 +518,17 @@ def _train(job: TrainJob, state: Path) -> None:
             rows = trainer.run(job.time_limit, end, trackers)
         # Before the whole policy is gathered, whose memory isn't that of training.
         peak = trainer.processes.max(peak_memory_bytes())
-        whole = trainer.trained_policy()
+        policy = trainer.trained_policy()
         if trainer.processes.writes:
-            _write_result(job, trainer, whole, rows, peak)
+            _write_result(job, trainer, policy, rows, peak)
 
 
-def _write_result(
-    job: TrainJob, trainer: Trainer, whole_policy: Policy, rows: list[dict[str, float]], peak: float
-) -> None:
+def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[dict[str, float]], peak: float) -> None:
     """Write policy, metrics and run.json; `peak` is this attempt's largest memory in any process, in bytes."""
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
     bytes_of_weights = weight_bytes(trainer.policy)
-    _save(whole_policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
+    _save(policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
         seconds=sum(row["seconds/step"] for row in rows),

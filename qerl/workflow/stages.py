@@ -152,11 +152,11 @@ class Jobs:
     def quantize(self, checkpoint: str) -> jobs.QuantizeJob:
         """Make a base in one weight format."""
         base = self._plan.checkpoints[checkpoint]
-        made = base.calibration
+        calibration = base.calibration
         return jobs.QuantizeJob(
             base=base,
             source=self.files.dense(base.model),
-            data=self.files.data(str(made.dataset)) if made else None,
+            data=self.files.data(str(calibration.dataset)) if calibration else None,
             report=self.files.quantized(base.name) / REPORT,
             out=self.files.checkpoint(base),
         )
@@ -415,8 +415,8 @@ class Jobs:
 
     def _all_deciding(self, *call: str) -> str:
         job = self.of(*call)
-        made = [other for other in self._made_by(job) if other != call]
-        return f"{job.deciding} {_hash(map(self._version, made))}" if made else job.deciding
+        makers = [other for other in self._made_by(job) if other != call]
+        return f"{job.deciding} {_hash(map(self._version, makers))}" if makers else job.deciding
 
     def _new_version(self, call: Call) -> str:
         """Hash of all that decides the result of a job."""
