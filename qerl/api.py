@@ -11,10 +11,9 @@ import datetime
 import json
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,25 +28,21 @@ from qerl.checkpoints.files import (
     ADAPTER_CONFIG,
     RUN_FILE,
     CheckpointError,
-    check_base,
     check_checkpoint,
-    check_no_file,
     check_tokenizer,
     context_length,
     stock_loading,
     weight_files,
-    weights_format_of,
 )
 from qerl.data.hub import hub_unreachable
-from qerl.data.sources import GIVEN, Given, GivenData, given, is_given, local_dataset, parse_run
+from qerl.data.sources import GIVEN, GivenData, given, local_dataset
 from qerl.formats.group_size import GROUP_SIZE
-from qerl.host.console import console, log, quiet
-from qerl.host.imports import check as check_function
-from qerl.host.imports import check_engine, check_installed, check_trackers, check_unchanged, path_of
+from qerl.host.console import log, quiet
+from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory
 from qerl.host.nodes import own_lock
 from qerl.host.provenance import check_writable, make_folder, write_text, writing
-from qerl.jobs import HubBase, QuantizeJob
+from qerl.jobs import QuantizeJob
 from qerl.results.paths import (
     CHECKPOINT,
     DATA,
@@ -76,19 +71,28 @@ from qerl.results.schema import (
 from qerl.results.store import read, read_rows, write
 from qerl.settings.base import (
     ConfigError,
+    PathLike,
     check_count,
-    check_kind,
     check_seed,
     check_unicode,
     parse,
     path_argument,
-    read_yaml,
 )
-from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData, LocalData, Split
-from qerl.settings.models import Base, MergedFormat
-from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, SamplingSettings
+from qerl.settings.data import AnswerForm, DatasetSettings, Split
+from qerl.settings.models import Base, MergedFormat, PackedFormat
+from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
-from qerl.workflow.dispatch import INPUTS, base_stage, check_inputs, data_stage, train_stage
+from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint, model_folder
+from qerl.workflow.run_folder import (
+    base_stage,
+    check_inputs,
+    check_same,
+    checked_source,
+    data_stage,
+    read_run,
+    train_stage,
+    without_objects,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,29 +106,15 @@ if TYPE_CHECKING:
 
 # Models by hand: a folder, or a model of the hub, and its quantization.
 
-PathLike = str | Path
-
-
-Packed = Literal["nvfp4", "mxfp4", "nf4"]
-
-
 Dtype = Literal["float32", "bfloat16"]
 
 
-MAIN_BRANCH = "main"
-
-
-HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-
-
-def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_delta_nets: bool = False) -> Path:
+def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pack_delta_nets: bool = False) -> Path:
     """Write the dense `model` into the new folder `out` in 4 bits, with report.json on size and error.
 
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    from qerl.workflow.bases import make_checkpoint
-
     target, given_model = path_argument(out, "out"), path_argument(model, "model")
     if not isinstance(weights, str) or weights not in GROUP_SIZE:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
@@ -142,55 +132,6 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_del
     return target
 
 
-def model_folder(model: str, check: Callable[[Path], object] | None = None) -> Path:
-    """The folder of a model. A model of the hub is downloaded to the hub's cache, if its configuration passes `check`.
-
-    By default its structure is checked.
-    """
-    if (folder := Path(model)).is_dir():
-        return folder
-    check_no_file(folder)
-    named = HUB_MODEL.fullmatch(model)
-    # If the parent folder exists, the name is a misspelt folder and not a model of the hub.
-    if named is None or not (named["revision"] or not folder.parent.is_dir()):
-        raise CheckpointError(
-            f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
-            "or org/name@revision"
-        )
-    from qerl.workflow.bases import fetch_model
-
-    with redirect_stderr(console().file):  # the bars of a download belong on the screen
-        fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH, check=check)
-    log.info("%s of the hub is commit %s", named["repo"], fetched.name)
-    return fetched
-
-
-def base_folder(model: str, weights: str | None = None, check: Callable[[Path], object] | None = None) -> Path:
-    """The folder of a base, checked: dense, or in the format `weights` already.
-
-    A model of the hub is downloaded if its configuration passes `check`.
-    """
-    folder = model_folder(model, check)
-    if weights is not None:
-        check_weights(folder, weights)
-    if weights != weights_format_of(folder):
-        check_base(folder)
-    else:
-        check_checkpoint(folder)
-        check_tokenizer(folder)
-    return folder
-
-
-def check_weights(folder: Path, weights: str) -> None:
-    """Raise `CheckpointError` unless the configuration in `folder` is that of dense weights, or of the format asked."""
-    stored = weights_format_of(folder)
-    if stored not in (weights, "bf16"):
-        raise CheckpointError(
-            f"{folder} is quantized already ({stored}), and the run asks for weights={weights}; set weights={stored}, "
-            "which uses it as it is, or give the dense checkpoint"
-        )
-
-
 # Runs by hand: `qerl train`, the folder of a run, and the use of a finished run.
 
 
@@ -206,7 +147,7 @@ class Run:
     @cached_property
     def settings(self) -> RunFile:
         """The settings in run.yaml, with all defaults."""
-        return _read_run(self.folder / RUN_FILE, self.folder)
+        return read_run(self.folder / RUN_FILE, self.folder)
 
     @property
     def finished(self) -> bool:
@@ -265,10 +206,10 @@ def train(
     With `log_to_file`, all that the process and its libraries print goes to log.txt in the run's folder. The screen
     shows progress and the project's own lines.
     """
-    values, records = _without_objects(run, out)
-    settings = _read_run(values, out)
+    values, records = without_objects(run, out)
+    settings = read_run(values, out)
     result = Run(settings.out)
-    _check_same(result.folder, settings)
+    check_same(settings)
     if result.finished:
         records.write(replace=False)
         check_inputs(result.settings)
@@ -276,155 +217,25 @@ def train(
         return result
     check_writable(result.folder)
     with quiet(result.folder / LOG) if log_to_file else nullcontext(), writing(result.folder):
-        source = _checked_source(settings)
+        source = checked_source(settings)
         if settings.joins_free_memory:
             join_free_memory()
         from qerl.data.sources import prepare_data
         from qerl.rl.train import train_run
-        from qerl.workflow.bases import make_checkpoint
         from qerl.workflow.preflight import check_runs
 
         with alone(result.folder / WORK, own_lock(settings.nodes)):
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
             with FileLock(result.folder / WORK / "parts"):
                 records.write()
-                _write_run_file(settings)
+                write_text(result.folder / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
                 data_stage(settings).make(prepare_data)
                 check_runs(source, [(result.data, settings.rollout)])
                 base_stage(settings, source).make(make_checkpoint)
-                training = train_stage(result.settings, _hub_base(result))
+                training = train_stage(settings)
                 training.write_inputs()
             train_run(training.job)
     return result
-
-
-def _checked_source(settings: RunFile) -> Path:
-    """The folder of the model, after all checks that need no work; of a model of the hub config.json comes first."""
-    import torch
-
-    from qerl.rl.parallel import check_processes
-
-    if not torch.is_grad_enabled():
-        raise ConfigError(
-            "training needs gradients, which torch.inference_mode() or torch.no_grad() turns off here; call it outside"
-        )
-    check_processes(settings.processes, settings.nodes)
-    if settings.reward.function is not None:
-        check_function(settings.reward.function, "reward.function")
-        check_unchanged(settings.reward.function)
-    if isinstance(settings.dataset.origin, FunctionData):
-        check_function(settings.dataset.origin.function, "origin.function")
-        check_unchanged(settings.dataset.origin.function)
-    followed = settings.thermostat.metrics if settings.thermostat else None
-    if followed is not None and not followed.is_file():
-        raise ConfigError(f"thermostat.metrics {followed} doesn't exist; give the metrics.jsonl of a finished run")
-    check_engine(settings.rollout, "rollout.engine")
-    check_trackers(settings.track, "track")
-    source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))
-    if weights_format_of(source) != settings.weights:
-        check_installed("train")
-    elif key := "recipe" if settings.recipe == "awq" else "pack_delta_nets" if settings.pack_delta_nets else None:
-        given = f"{key}={str(getattr(settings, key)).lower()}"
-        raise ConfigError(f"{given} quantizes a dense model, and {source} is quantized already; leave {key} out")
-    _check_config(source, settings)
-    return source
-
-
-def _check_config(folder: Path, settings: RunFile) -> None:
-    """Check the configuration of a model with the settings."""
-    from qerl.workflow.preflight import check_settings  # after the checks that need no large library
-
-    check_weights(folder, settings.weights)
-    check_settings(folder, settings.settings)
-
-
-def _without_objects(
-    run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None
-) -> tuple[RunFile | Mapping[str, Any] | PathLike, Given]:
-    """The settings with Python objects in them replaced: records by files that are still to be written."""
-    if not isinstance(run, Mapping):
-        return run, Given(None, {})
-    values, folder = dict(run), run.get("out") if out is None else out
-    if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
-        values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
-    if is_given(values.get("dataset")) and not isinstance(folder, (str, Path)):
-        raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
-    if "dataset" not in values or not isinstance(folder, (str, Path)):
-        return values, Given(None, {})  # which is no run, as its fields will say
-    records = given(values["dataset"], Path(folder).resolve())
-    return {**values, "dataset": records.values}, records
-
-
-def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
-    if isinstance(run, RunFile):
-        values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
-    elif isinstance(run, Mapping):
-        values, where = dict(run), "run"
-    elif isinstance(run, (str, PathLike)):
-        if (stored := Path(run) / RUN_FILE).is_file():
-            raise ConfigError(f"{run} is the folder of a run; go on with its file: qerl train {stored}")
-        values, where = read_yaml(Path(run)), str(run)
-        check_kind(values, where, of_run=True)
-        if _is_stored(Path(run), values):
-            return _read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
-    else:
-        raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
-    return parse_run({**values, **({} if out is None else {"out": out})}, where)
-
-
-def _is_stored(file: Path, values: Mapping[str, Any]) -> bool:
-    """Whether a file is the one that a run keeps in its folder, with every key, and not one that a user wrote."""
-    return file.name == RUN_FILE and file.with_name(INPUTS).is_file() and values.keys() >= RunFile.model_fields.keys()
-
-
-def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
-    """The stored settings of a run in its present folder, with records of Python there, as a folder may be moved."""
-    dataset, origin = stored.dataset, stored.dataset.origin
-    if isinstance(origin, LocalData) and origin.path.is_relative_to(stored.out / GIVEN):
-        path = folder / origin.path.relative_to(stored.out)
-        dataset = dataset.model_copy(update={"origin": origin.model_copy(update={"path": path})})
-    return stored.model_copy(update={"out": folder, "dataset": dataset})
-
-
-def _check_same(folder: Path, settings: RunFile) -> None:
-    """Refuse a folder that belongs to another run."""
-    if not (folder / RUN_FILE).is_file():
-        # Killed while it was written, run.yaml is there under a name of its own.
-        begun = {WORK, GIVEN, LOG, f"{RUN_FILE}.partial"}
-        if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
-            raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
-        return
-    if not _trained(Run(folder)):  # a start that failed: settings may still be corrected
-        return
-    import pandas as pd
-
-    stored, given = (
-        pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
-        for s in (Run(folder).settings, settings)
-    )
-    for key in {**given, **stored}:
-        if stored.get(key) != given.get(key):
-            raise ConfigError(
-                f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {given.get(key)} here); "
-                "give another folder as `out`, or delete this one"
-            )
-
-
-def _trained(run: Run) -> bool:
-    """Whether at least one step of the run is done."""
-    return run.finished or any(run.folder.glob(f"{WORK}/*/{METRICS}"))
-
-
-def _write_run_file(settings: RunFile) -> None:
-    write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-
-
-def _hub_base(run: Run) -> HubBase | None:
-    """Name and revision of the base, where it is one of the hub as it is there; one quantized here is a folder."""
-    named = HUB_MODEL.fullmatch(run.settings.model)
-    if named is None or Path(run.settings.model).is_dir() or (run.checkpoint / REPORT).exists():
-        return None
-    return HubBase(name=named["repo"], revision=named["revision"] or MAIN_BRANCH)
 
 
 def check_finished(run: Run) -> None:
@@ -632,7 +443,7 @@ def measure_dose(
     model: PathLike,
     problems: Problems,
     *,
-    weights: Packed = "nvfp4",
+    weights: PackedFormat = "nvfp4",
     sigmas: Sequence[float] = (),
     count: int = 64,
     completions: int = 4,
@@ -977,18 +788,12 @@ def _notes(facts: RunFacts) -> list[str]:
     return notes
 
 
-# The library: quantize, train, load, sample, evaluate. The command line calls these functions.
-#
-# A model is a folder in the hub's layout, the folder of a finished run, or `org/name` of the hub. `@revision` after the
-# name takes another revision than the main branch. Mistakes raise a `ValueError` of one sentence before anything long
-# starts.
-
 __all__ = [
     "LOSS_PROBLEMS",
     "Dtype",
     "Evaluation",
     "MergedFormat",
-    "Packed",
+    "PackedFormat",
     "PathLike",
     "Problems",
     "Run",

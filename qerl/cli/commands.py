@@ -95,7 +95,7 @@ Instruction = Annotated[
 def quantize(
     model: Model,
     out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
-    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+    weights: Annotated[api.PackedFormat, typer.Option(help="The 4-bit format.")] = "nvfp4",
     packed_nets: Annotated[
         bool, typer.Option("--pack-delta-nets", help="Pack the delta nets of a hybrid too, which otherwise stay bf16.")
     ] = False,
@@ -237,7 +237,7 @@ def measure_dose(
     dataset: Annotated[
         str | None, typer.Option(help="A data set as in RUN.yaml ('{format: …}'), whose test split is asked.")
     ] = None,
-    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+    weights: Annotated[api.PackedFormat, typer.Option(help="The 4-bit format.")] = "nvfp4",
     sigma: Annotated[
         list[float] | None, typer.Option(help="A σ of noise on the norms of the rounded model; may be repeated.")
     ] = None,

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed import DistError, TCPStore
 
 from qerl.host.interrupt import Announcement, Interrupted, handling
+from qerl.host.lease import environment_variables
 from qerl.host.nodes import by_torchrun, check_torchrun, meeting
 from qerl.jobs import KilledError
 from qerl.models.policy import Policy, ShardedRoot
@@ -181,7 +182,7 @@ def start_processes(
     config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
     config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
-        with handling(partial(_pass_on, end)), _environment(_ENVIRONMENT):
+        with handling(partial(_pass_on, end)), environment_variables(_ENVIRONMENT):
             elastic_launch(config, _start)(count // nodes, nodes, node_timeout, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
@@ -215,20 +216,6 @@ def _pass_on(end: Announcement, number: int) -> None:
     if end.number or not children:
         raise Interrupted(number)
     end.number = number
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:

@@ -21,8 +21,8 @@ from tests.jobs import train_job
 FUNCTIONS = [kind.does for kind in KINDS.values() if kind not in (DecodeJob, RolloutMixJob)]
 FUNCTIONS += [*DecodeJob.by_engine.values(), *RolloutMixJob.by_engine.values()]
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
-#: Modules of the workflow that plan jobs. The others do them: the speed gate, which times `qerl.train`, has their code.
-PLANNING = ("checks", "costs", "grid", "outputs", "plan", "runs", "stages")
+#: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
+PLANNING = ("checks", "costs", "dispatch", "grid", "outputs", "plan", "runs", "stages")
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),

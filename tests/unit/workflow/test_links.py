@@ -8,7 +8,7 @@ import pytest
 
 from qerl.settings.run import RunSettings
 from qerl.workflow.bases import link_checkpoint, make_checkpoint
-from qerl.workflow.dispatch import base_stage
+from qerl.workflow.run_folder import base_stage
 from tests.tiny import tiny_qwen2
 
 
