@@ -35,7 +35,7 @@ from qerl.checkpoints.files import (
     weight_files,
 )
 from qerl.data.hub import hub_unreachable
-from qerl.data.sources import GIVEN, GivenData, given, local_dataset
+from qerl.data.sources import GIVEN, GivenData, given, local_dataset, prepare, prepare_data, read_meta, read_split
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
@@ -220,19 +220,21 @@ def train(
         source = checked_source(settings)
         if settings.joins_free_memory:
             join_free_memory()
-        from qerl.data.sources import prepare_data
         from qerl.rl.train import train_run
         from qerl.workflow.preflight import check_runs
 
         with alone(result.folder / WORK, own_lock(settings.nodes)):
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
             with FileLock(result.folder / WORK / "parts"):
+                # Before its parts the folder has the records and settings that tell whose they are.
                 records.write()
                 write_text(result.folder / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
                 data_stage(settings).make(prepare_data)
+                # Before the base, whose quantization may take an hour.
                 check_runs(source, [(result.data, settings.rollout)])
                 base_stage(settings, source).make(make_checkpoint)
                 training = train_stage(settings)
+                # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
                 training.write_inputs()
             train_run(training.job)
     return result
@@ -325,13 +327,11 @@ def form_of(model: PathLike) -> dict[str, Any]:
 
     A model that isn't a run has none.
     """
-    from qerl.data.sources import read_meta
-
     if not (Path(model) / RUN_FILE).is_file():
         return {}
     run = Run(Path(model))
     form = run.settings.dataset.form
-    return {**form, "date": read_meta(run.data).date} if run.data.is_dir() else form
+    return {**form, "date": read_meta(run.data).date} if (run.data / DATASET).is_file() else form
 
 
 def _check_policy(policy: Any) -> None:
@@ -400,7 +400,6 @@ def evaluate(
     temperature 0.6, top_p 0.95, four repeats.
     """
     check_installed("eval")
-    from qerl.data.sources import read_meta
     from qerl.evals.evaluate import score_policy
 
     if not isinstance(policy, (str, Path)):
@@ -526,8 +525,6 @@ def _evaluation_settings(
 
 def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> Path:
     """A folder of prepared problems: the given folder, or one that is made in `out`."""
-    from qerl.data.sources import prepare
-
     records = given(problems, out)
     records.write()
     # All records of a list are asked, as those of a file.
@@ -605,8 +602,6 @@ def _with_adapter(run: PathLike) -> Run:
 
 
 def _check_split(run: Run, split: Split, problems: int) -> None:
-    from qerl.data.sources import read_meta
-
     check_count(problems, "problems")
     rows = read_meta(run.data).rows
     if not rows[split]:
@@ -739,8 +734,6 @@ def _scores_of(run: Run, folder: Path, result: OwnEvaluationResult, trained: boo
 
 def _data_of(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None:
     """The data set of an evaluation: its own, or the run's if just the test problems of that were asked."""
-    from qerl.data.sources import read_split
-
     if (folder / DATA / DATASET).is_file():
         return read(PreparedDataset, folder / DATA / DATASET)
     held_out = {problem.id for problem in read_split(run.data, "test")}

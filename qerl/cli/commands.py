@@ -452,9 +452,9 @@ def doctor(
         from qerl import doctor as state
         from qerl.memory_model import StepSettings
 
-        asked = state.asked_model(model, weights, packed_nets) if model else None
+        candidate = state.candidate(model, weights, packed_nets) if model else None
         settings = StepSettings(
-            weights=asked.weights if asked else "",
+            weights=candidate.weights if candidate else "",
             rank=rank,
             prompts=prompts,
             group=group,
@@ -467,7 +467,7 @@ def doctor(
             sleep=sleep,
             experts=experts,
         )
-        diagnosis = state.diagnose(asked, settings, memory_gb)
+        diagnosis = state.diagnose(candidate, settings, memory_gb)
     if as_json:
         typer.echo(json.dumps(state.as_json(diagnosis), indent=1))
     else:

@@ -217,6 +217,7 @@ class Stage(Generic[J]):
             shutil.rmtree(out)
         with writing(out.parent):
             do(self.job)
+        # A power cut must not leave a record of files that never reached the disk.
         flush(out)
         _write_record(self.folder, {**record, self.key: inputs})
 
