@@ -18,7 +18,6 @@ from statistics import fmean
 import torch
 
 import qerl
-from qerl.api import model_folder
 from qerl.checkpoints.files import weights_format_of
 from qerl.data.prompts import Thinking
 from qerl.data.sources import prepare
@@ -33,6 +32,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings import run as settings
 from qerl.settings.data import DatasetSettings, HubData, LocalData
+from qerl.workflow.bases import model_folder
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from filelock import FileLock
@@ -29,7 +29,6 @@ from qerl.checkpoints.files import (
     RUN_FILE,
     CheckpointError,
     check_checkpoint,
-    check_tokenizer,
     context_length,
     stock_loading,
     weight_files,
@@ -66,7 +65,6 @@ from qerl.results.schema import (
     Provenance,
     RunResult,
     SampleRow,
-    StepMetrics,
 )
 from qerl.results.store import read, read_rows, write
 from qerl.settings.base import (
@@ -82,13 +80,17 @@ from qerl.settings.data import AnswerForm, DatasetSettings, Split
 from qerl.settings.models import Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
-from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint, model_folder
+from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint
 from qerl.workflow.run_folder import (
+    Dtype,
+    Run,
     base_stage,
+    check_finished,
     check_inputs,
     check_same,
     checked_source,
     data_stage,
+    load,
     read_run,
     train_stage,
     without_objects,
@@ -104,9 +106,7 @@ if TYPE_CHECKING:
     from qerl.results.statistics import Interval
 
 
-# Models by hand: a folder, or a model of the hub, and its quantization.
-
-Dtype = Literal["float32", "bfloat16"]
+# Models and runs by hand.
 
 
 def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pack_delta_nets: bool = False) -> Path:
@@ -130,66 +130,6 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
 
     make_folder(target, fill)
     return target
-
-
-# Runs by hand: `qerl train`, the folder of a run, and the use of a finished run.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json, log."""
-
-    folder: Path
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", path_argument(self.folder, "the folder of a run"))
-
-    @cached_property
-    def settings(self) -> RunFile:
-        """The settings in run.yaml, with all defaults."""
-        return read_run(self.folder / RUN_FILE, self.folder)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run was trained to its last step."""
-        return (self.folder / RUN).is_file()
-
-    @property
-    def checkpoint(self) -> Path:
-        """The base in the run's weight format, which is a link if the model already had that format."""
-        return self.folder / CHECKPOINT
-
-    @property
-    def adapter(self) -> Path:
-        """The trained tensors: an adapter in PEFT's layout, or a whole model after method=full."""
-        return self.folder / POLICY
-
-    @property
-    def data(self) -> Path:
-        """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
-        return self.folder / DATA
-
-    @property
-    def metrics(self) -> pd.DataFrame:
-        """One row per finished step: reward and its parts, loss, entropy, lengths, ..."""
-        import pandas as pd
-
-        # During training the metrics are beside the checkpoints.
-        candidates = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
-        metrics_files = [file for file in candidates if file.is_file()]
-        if not metrics_files:
-            raise ConfigError(
-                f"{self.folder} has no metrics: none of its steps is finished; train it with `qerl train`"
-                if (self.folder / RUN_FILE).is_file()
-                else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
-            )
-        latest = max(metrics_files, key=lambda file: file.stat().st_mtime_ns)
-        return pd.DataFrame([row.content() for row in read_rows(StepMetrics, latest)])
-
-    @cached_property
-    def policy(self) -> Policy:
-        """The trained policy, loaded on first use."""
-        return load(self.folder)
 
 
 def train(
@@ -238,36 +178,6 @@ def train(
                 training.write_inputs()
             train_run(training.job)
     return result
-
-
-def check_finished(run: Run) -> None:
-    """Raise `ConfigError` unless the folder is that of a run which was trained to its last step."""
-    if not (run.folder / RUN_FILE).is_file():
-        raise ConfigError(f"{run.folder} is not the folder of a run: it has no {RUN_FILE}")
-    if not run.finished:
-        raise ConfigError(f"{run.folder} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
-
-
-def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
-    """A policy to sample from and to evaluate: a checkpoint as it is, or a finished run's adapter on its checkpoint.
-
-    `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
-    """
-    if dtype not in (None, *get_args(Dtype)):
-        raise ConfigError(f"dtype={dtype!r} isn't supported; use {' or '.join(get_args(Dtype))}")
-    folder = path_argument(model, "a model or a run")
-    run = Run(folder) if (folder / RUN_FILE).is_file() else None
-    if run:
-        check_finished(run)
-    checkpoint = run.checkpoint if run else model_folder(str(folder))
-    check_checkpoint(checkpoint)
-    check_tokenizer(checkpoint)
-    from qerl.data.prompts import check_template
-    from qerl.models.policy import load_policy
-
-    policy = load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
-    check_template(policy.tokenizer, policy.lm.config.vocab_size)
-    return policy
 
 
 # Samples and evaluations by hand.

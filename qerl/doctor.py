@@ -17,7 +17,6 @@ from httpx import HTTPError
 from huggingface_hub import constants, hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
-from qerl.api import HUB_MODEL
 from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
@@ -37,6 +36,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import native_class
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.run import RunSettings
+from qerl.workflow.bases import HUB_MODEL
 
 #: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
 COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)

@@ -1,16 +1,17 @@
-"""A run by hand in its folder: its settings, the checks before any work, and the workflow's jobs for it."""
+"""A run by hand in its folder: its settings, the checks before any work, the workflow's jobs for it, and its use."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from qerl.checkpoints.files import RUN_FILE, weights_format_of
+from qerl.checkpoints.files import RUN_FILE, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.data.inputs import contents_of
 from qerl.data.sources import GIVEN, Given, given, is_given, parse_run
 from qerl.host.console import log
@@ -18,14 +19,23 @@ from qerl.host.imports import check as check_function
 from qerl.host.imports import check_engine, check_installed, check_trackers, check_unchanged, path_of, source_version
 from qerl.host.provenance import flush, write_text, writing
 from qerl.jobs import DataJob, HubBase, Job, QuantizeJob, TrainJob
-from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, REPORT, RUN, TRACKED, WORK
-from qerl.settings.base import ConfigError, PathLike, check_kind, read_yaml
+from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
+from qerl.results.schema import StepMetrics
+from qerl.results.store import read_rows
+from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
 from qerl.settings.data import FunctionData, LocalData
 from qerl.settings.run import UNDECIDING, RunFile
-from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights
+from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qerl.models.policy import Policy
 
 #: The record of the inputs of a run's jobs.
 INPUTS = "inputs.json"
+
+Dtype = Literal["float32", "bfloat16"]
 
 # The settings of the run.
 
@@ -89,13 +99,14 @@ def check_same(settings: RunFile) -> None:
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return
     # Settings of a start that failed before its first step may still be corrected.
-    if not ((folder / RUN).is_file() or any(folder.glob(f"{WORK}/*/{METRICS}"))):
+    run = Run(folder)
+    if not (run.finished or any(folder.glob(f"{WORK}/*/{METRICS}"))):
         return
     import pandas as pd
 
     stored, now = (
         pd.json_normalize(one.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
-        for one in (read_run(folder / RUN_FILE, folder), settings)
+        for one in (run.settings, settings)
     )
     for key in {**now, **stored}:
         if stored.get(key) != now.get(key):
@@ -301,3 +312,93 @@ def read_record(folder: Path) -> Record:
 
 def _write_record(folder: Path, record: Record) -> None:
     write_text(folder / INPUTS, _RECORD.dump_json(record, indent=1).decode() + "\n")
+
+
+# The folder as people use it.
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json, log."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", path_argument(self.folder, "the folder of a run"))
+
+    @cached_property
+    def settings(self) -> RunFile:
+        """The settings in run.yaml, with all defaults."""
+        return read_run(self.folder / RUN_FILE, self.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run was trained to its last step."""
+        return (self.folder / RUN).is_file()
+
+    @property
+    def checkpoint(self) -> Path:
+        """The base in the run's weight format, which is a link if the model already had that format."""
+        return self.folder / CHECKPOINT
+
+    @property
+    def adapter(self) -> Path:
+        """The trained tensors: an adapter in PEFT's layout, or a whole model after method=full."""
+        return self.folder / POLICY
+
+    @property
+    def data(self) -> Path:
+        """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
+        return self.folder / DATA
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One row per finished step: reward and its parts, loss, entropy, lengths, ..."""
+        import pandas as pd
+
+        # During training the metrics are beside the checkpoints.
+        candidates = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
+        metrics_files = [file for file in candidates if file.is_file()]
+        if not metrics_files:
+            raise ConfigError(
+                f"{self.folder} has no metrics: none of its steps is finished; train it with `qerl train`"
+                if (self.folder / RUN_FILE).is_file()
+                else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
+            )
+        latest = max(metrics_files, key=lambda file: file.stat().st_mtime_ns)
+        return pd.DataFrame([row.content() for row in read_rows(StepMetrics, latest)])
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The trained policy, loaded on first use."""
+        return load(self.folder)
+
+
+def check_finished(run: Run) -> None:
+    """Raise `ConfigError` unless the folder is that of a run which was trained to its last step."""
+    if not (run.folder / RUN_FILE).is_file():
+        raise ConfigError(f"{run.folder} is not the folder of a run: it has no {RUN_FILE}")
+    if not run.finished:
+        raise ConfigError(f"{run.folder} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
+
+
+def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
+    """A policy to sample from and to evaluate: a checkpoint as it is, or a finished run's adapter on its checkpoint.
+
+    `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
+    """
+    if dtype not in (None, *get_args(Dtype)):
+        raise ConfigError(f"dtype={dtype!r} isn't supported; use {' or '.join(get_args(Dtype))}")
+    folder = path_argument(model, "a model or a run")
+    run = Run(folder) if (folder / RUN_FILE).is_file() else None
+    if run:
+        check_finished(run)
+    checkpoint = run.checkpoint if run else model_folder(str(folder))
+    check_checkpoint(checkpoint)
+    check_tokenizer(checkpoint)
+    from qerl.data.prompts import check_template
+    from qerl.models.policy import load_policy
+
+    policy = load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
+    check_template(policy.tokenizer, policy.lm.config.vocab_size)
+    return policy
