@@ -1,8 +1,8 @@
 """Data parallelism: the processes of a run, started by torchrun's launcher and connected by accelerate.
 
-Every process has the whole policy, or with `method: full` its shard of each weight. It samples and scores its share of a
-step's problems (`qerl.rl.rollouts`) and receives all completions. It computes its share of the micro-batches, and sums
-gradients with the others before the optimizer's step.
+Every process has the whole policy, or with `method: full` its shard of each weight. It samples and scores its share of
+a step's problems (`qerl.rl.rollouts`) and receives all completions. It computes its share of the micro-batches, and
+sums gradients with the others before the optimizer's step.
 """
 
 from __future__ import annotations

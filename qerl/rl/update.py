@@ -273,7 +273,7 @@ class Updater:
         loss = self.settings.loss
         silent = find_silent(samples, self.settings, step)
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count)
-        whole = self._batch_size(samples, len(indices))
+        size = self._batch_size(samples, len(indices))
         batches = self._micro_batches(samples, indices, silent.index)
         sampled = self._read_only(samples, silent.sampled)
         # Stored completions that the sample lacks; they count in no metric, so that storing changes none.
@@ -310,13 +310,13 @@ class Updater:
                                 entropy_NT=entropy_NT if loss.entropy else None,
                             ),
                             loss,
-                            whole,
+                            size,
                         )
                         if outputs.loss.requires_grad:  # unless all completions are silent
                             outputs.loss.backward()
                         stats += _counted(outputs, first)
                         if loss.name == "ppo":
-                            stats += self._fit_values(batch, estimates.targets[place], whole)
+                            stats += self._fit_values(batch, estimates.targets[place], size)
                         if first:
                             stats += _compare(batch, old_logprobs_NT, entropy_NT, reference_logprobs_NT)
                             if observer:
@@ -514,7 +514,7 @@ class Updater:
         metrics = {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
         return _Estimates(advantages, targets, metrics)
 
-    def _fit_values(self, batch: MicroBatch, targets: _ValueTargets, whole: BatchSize) -> UpdateStats:
+    def _fit_values(self, batch: MicroBatch, targets: _ValueTargets, size: BatchSize) -> UpdateStats:
         """Add the gradient of the value's loss; returns the loss and the share of clipped values."""
         ppo = self.settings.loss.ppo
         self._choose_recomputed(batch)
@@ -525,7 +525,7 @@ class Updater:
                 targets.returns_NT,
                 self._loss_mask(batch),
                 ppo.value_clip,
-                whole.tokens,
+                size.tokens,
             )
             (ppo.value_coefficient * loss).backward()
         return UpdateStats(value_loss=loss.item(), value_clipped=clipped.item())
