@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import shlex
 import signal
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -16,12 +18,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from qerl.cli.console import console, print_error, print_table, show
-from qerl.jobs import KilledError, parse_job
+from qerl.host.imports import imports
+from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
+from qerl.host.provenance import check_writable, writing
+from qerl.jobs import Job, KilledError, parse_job
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
-from qerl.workflow.dispatch import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,10 +48,41 @@ def rule(
 ) -> None:
     """Do a job of the workflow: parse it, and call the function that its kind names."""
     try:
-        run(parse_job(job), gpu_percent)
+        run_job(parse_job(job), gpu_percent)
     except KilledError as error:
         print_error(error)
         raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again
+
+
+def run_job(job: Job, gpu_percent: int | None = None) -> None:
+    """Run a job with its GPUs and its lock.
+
+    `gpu_percent` is the part of a GPU that the job leases, whose memory it may use; None leases its GPUs whole.
+    """
+    check_writable(job.out)
+    percent = percent_of_each(job.gpus, gpu_percent)
+    visible = [*devices()] if job.own_cores else []
+    with ExitStack() as held:
+        if job.lock:  # before the GPU, which a job that outlived a killed Snakemake may still have
+            held.enter_context(alone(*job.lock))
+        gpus = held.enter_context(lease(job.gpus, percent))
+        if job.own_cores and gpus:
+            keep_to_own_cores(gpus, visible)
+        module, _, name = job.function.partition(":")
+        if job.joins_free_memory:
+            join_free_memory()
+        with imports(job.without):
+            if gpus and percent < WHOLE:
+                _keep_to_share(percent / WHOLE)
+            function = getattr(import_module(module), name)
+        with writing(job.out):
+            function(job)
+
+
+def _keep_to_share(share: float) -> None:
+    from qerl.host.gpus import cap_share  # imports torch, which must not see the other GPUs
+
+    cap_share(share)
 
 
 # Commands around the workflow: its plan, its folder, its gates and its speed grid.
