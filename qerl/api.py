@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from filelock import FileLock
 
 from qerl.checkpoints.files import (
@@ -94,6 +93,7 @@ from qerl.workflow.run_folder import (
     read_run,
     train_stage,
     without_objects,
+    write_settings,
 )
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def train(
             with FileLock(result.folder / WORK / "parts"):
                 # Before its parts the folder has the records and settings that tell whose they are.
                 records.write()
-                write_text(result.folder / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+                write_settings(settings)
                 data_stage(settings).make(prepare_data)
                 # Before the base, whose quantization may take an hour.
                 check_runs(source, [(result.data, settings.rollout)])

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from qerl.checkpoints.files import RUN_FILE, check_checkpoint, check_tokenizer, weights_format_of
@@ -87,6 +88,11 @@ def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
         path = folder / origin.path.relative_to(stored.out)
         dataset = dataset.model_copy(update={"origin": origin.model_copy(update={"path": path})})
     return stored.model_copy(update={"out": folder, "dataset": dataset})
+
+
+def write_settings(settings: RunFile) -> None:
+    """Write the settings into the folder of the run, with every key."""
+    write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
 
 
 def check_same(settings: RunFile) -> None:
