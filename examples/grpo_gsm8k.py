@@ -4,7 +4,7 @@
     python examples/grpo_gsm8k.py --out runs/page --model FOLDER --problems FILE.jsonl
 
 Sections and equations are those of the QeRL paper (arXiv 2510.11696). `qerl train` runs the same loop, and adds
-checkpoints, several GPUs, other losses and metrics (`qerl.rl.trainer`). Suffixes of names are dimensions: P problems
+checkpoints, several GPUs, other losses and metrics (`qerl.rl.train`). Suffixes of names are dimensions: P problems
 with G completions each, N completions of a micro-batch, T tokens of a completion.
 """
 
@@ -18,7 +18,6 @@ from statistics import fmean
 import torch
 
 import qerl
-from qerl.api import model_folder
 from qerl.checkpoints.files import weights_format_of
 from qerl.data.prompts import Thinking
 from qerl.data.sources import prepare
@@ -33,6 +32,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings import run as settings
 from qerl.settings.data import DatasetSettings, HubData, LocalData
+from qerl.workflow.bases import model_folder
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from qerl.host.interrupt import interruptible, within_memory
 def main() -> None:
     """Import the command line, which takes a second, and call it; Ctrl-C may come in either."""
     with interruptible(), within_memory():
-        from qerl.cli.commands import app, told
+        from qerl.cli.commands import app, error_sentences
 
-        with told():
+        with error_sentences():
             app()
 
 

@@ -11,17 +11,15 @@ import datetime
 import json
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-import yaml
 from filelock import FileLock
 
 from qerl.checkpoints.files import (
@@ -29,25 +27,20 @@ from qerl.checkpoints.files import (
     ADAPTER_CONFIG,
     RUN_FILE,
     CheckpointError,
-    check_base,
     check_checkpoint,
-    check_no_file,
-    check_tokenizer,
     context_length,
     stock_loading,
     weight_files,
-    weights_format_of,
 )
 from qerl.data.hub import hub_unreachable
-from qerl.data.sources import GIVEN, Given, GivenData, given, is_given, local_dataset, parse_run
+from qerl.data.sources import GIVEN, GivenData, given, local_dataset, prepare, prepare_data, read_meta, read_split
 from qerl.formats.group_size import GROUP_SIZE
-from qerl.host.console import console, log, quiet
-from qerl.host.imports import check as check_function
-from qerl.host.imports import check_engine, check_installed, check_trackers, check_unchanged, path_of
+from qerl.host.console import log, quiet
+from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory
 from qerl.host.nodes import own_lock
-from qerl.host.provenance import check_writable, write_text, writing
-from qerl.jobs import HubBase
+from qerl.host.provenance import check_writable, make_folder, write_text, writing
+from qerl.jobs import QuantizeJob
 from qerl.results.paths import (
     CHECKPOINT,
     DATA,
@@ -71,24 +64,37 @@ from qerl.results.schema import (
     Provenance,
     RunResult,
     SampleRow,
-    StepMetrics,
 )
 from qerl.results.store import read, read_rows, write
 from qerl.settings.base import (
     ConfigError,
+    PathLike,
     check_count,
-    check_kind,
     check_seed,
     check_unicode,
     parse,
     path_argument,
-    read_yaml,
 )
-from qerl.settings.data import AnswerForm, DatasetSettings, FunctionData, LocalData, Split
-from qerl.settings.models import Base, MergedFormat
-from qerl.settings.run import UNDECIDING, EngineSettings, RunFile, SamplingSettings
+from qerl.settings.data import AnswerForm, DatasetSettings, Split
+from qerl.settings.models import Base, MergedFormat, PackedFormat
+from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
-from qerl.workflow.prepare import INPUTS, check_inputs, make_base, make_data, tell_reward, train_job, whole
+from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint
+from qerl.workflow.run_folder import (
+    Dtype,
+    Run,
+    base_stage,
+    check_finished,
+    check_inputs,
+    check_same,
+    checked_source,
+    data_stage,
+    load,
+    read_run,
+    train_stage,
+    without_objects,
+    write_settings,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,31 +106,15 @@ if TYPE_CHECKING:
     from qerl.results.statistics import Interval
 
 
-# Models by hand: a folder, or a model of the hub, and its quantization.
-
-PathLike = str | Path
+# Models and runs by hand.
 
 
-Packed = Literal["nvfp4", "mxfp4", "nf4"]
-
-
-Dtype = Literal["float32", "bfloat16"]
-
-
-MAIN_BRANCH = "main"
-
-
-HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-
-
-def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_delta_nets: bool = False) -> Path:
+def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pack_delta_nets: bool = False) -> Path:
     """Write the dense `model` into the new folder `out` in 4 bits, with report.json on size and error.
 
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    from qerl.workflow.bases import make_checkpoint
-
     target, given_model = path_argument(out, "out"), path_argument(model, "model")
     if not isinstance(weights, str) or weights not in GROUP_SIZE:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
@@ -134,117 +124,12 @@ def quantize(model: PathLike, out: PathLike, weights: Packed = "nvfp4", pack_del
     check_writable(target)
     source = base_folder(str(given_model))
     base = Base(str(given_model), weights, packed_nets=pack_delta_nets)
-    whole(target, lambda folder: make_checkpoint(base, source, folder, folder / REPORT))
+
+    def fill(folder: Path) -> None:
+        make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / REPORT, out=folder))
+
+    make_folder(target, fill)
     return target
-
-
-def model_folder(model: str, check: Callable[[Path], object] | None = None) -> Path:
-    """The folder of a model. A model of the hub is downloaded to the hub's cache, if its configuration passes `check`.
-
-    By default its structure is checked.
-    """
-    if (folder := Path(model)).is_dir():
-        return folder
-    check_no_file(folder)
-    named = HUB_MODEL.fullmatch(model)
-    # If the parent folder exists, the name is a misspelt folder and not a model of the hub.
-    if named is None or not (named["revision"] or not folder.parent.is_dir()):
-        raise CheckpointError(
-            f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
-            "or org/name@revision"
-        )
-    from qerl.workflow.bases import fetch_model
-
-    with redirect_stderr(console().file):  # the bars of a download belong on the screen
-        fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH, check=check)
-    log.info("%s of the hub is commit %s", named["repo"], fetched.name)
-    return fetched
-
-
-def base_folder(model: str, weights: str | None = None, check: Callable[[Path], object] | None = None) -> Path:
-    """The folder of a base, checked: dense, or in the format `weights` already.
-
-    A model of the hub is downloaded if its configuration passes `check`.
-    """
-    folder = model_folder(model, check)
-    if weights is not None:
-        check_weights(folder, weights)
-    if weights != weights_format_of(folder):
-        check_base(folder)
-    else:
-        check_checkpoint(folder)
-        check_tokenizer(folder)
-    return folder
-
-
-def check_weights(folder: Path, weights: str) -> None:
-    """Raise `CheckpointError` unless the configuration in `folder` is that of dense weights, or of the format asked."""
-    stored = weights_format_of(folder)
-    if stored not in (weights, "bf16"):
-        raise CheckpointError(
-            f"{folder} is quantized already ({stored}), and the run asks for weights={weights}; set weights={stored}, "
-            "which uses it as it is, or give the dense checkpoint"
-        )
-
-
-# Runs by hand: `qerl train`, the folder of a run, and the use of a finished run.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run in its folder: run.yaml, inputs.json, data, checkpoint, policy, metrics.jsonl, run.json, log."""
-
-    folder: Path
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", path_argument(self.folder, "the folder of a run"))
-
-    @cached_property
-    def settings(self) -> RunFile:
-        """The settings in run.yaml, with all defaults."""
-        return _read_run(self.folder / RUN_FILE, self.folder)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run was trained to its last step."""
-        return (self.folder / RUN).is_file()
-
-    @property
-    def checkpoint(self) -> Path:
-        """The base in the run's weight format, which is a link if the model already had that format."""
-        return self.folder / CHECKPOINT
-
-    @property
-    def adapter(self) -> Path:
-        """The trained tensors: an adapter in PEFT's layout, or a whole model after method=full."""
-        return self.folder / POLICY
-
-    @property
-    def data(self) -> Path:
-        """The prepared problems: train.jsonl, validation.jsonl, test.jsonl, dataset.json."""
-        return self.folder / DATA
-
-    @property
-    def metrics(self) -> pd.DataFrame:
-        """One row per finished step: reward and its parts, loss, entropy, lengths, ..."""
-        import pandas as pd
-
-        # During training the metrics are beside the checkpoints.
-        candidates = [self.folder / METRICS, *self.folder.glob(f"{WORK}/*/{METRICS}")]
-        metrics_files = [file for file in candidates if file.is_file()]
-        if not metrics_files:
-            raise ConfigError(
-                f"{self.folder} has no metrics: none of its steps is finished; train it with `qerl train`"
-                if (self.folder / RUN_FILE).is_file()
-                else f"{self.folder} is not the folder of a run: it has no {RUN_FILE}"
-            )
-        latest = max(metrics_files, key=lambda file: file.stat().st_mtime_ns)
-        return pd.DataFrame([row.content() for row in read_rows(StepMetrics, latest)])
-
-    @cached_property
-    def policy(self) -> Policy:
-        """The trained policy, loaded on first use."""
-        return load(self.folder)
 
 
 def train(
@@ -261,193 +146,38 @@ def train(
     With `log_to_file`, all that the process and its libraries print goes to log.txt in the run's folder. The screen
     shows progress and the project's own lines.
     """
-    values, records = _without_objects(run, out)
-    settings = _read_run(values, out)
-    made = Run(settings.out)
-    _check_same(made.folder, settings)
-    if made.finished:
+    values, records = without_objects(run, out)
+    settings = read_run(values, out)
+    result = Run(settings.out)
+    check_same(settings)
+    if result.finished:
         records.write(replace=False)
-        check_inputs(made.settings)
-        log.info("%s is finished: nothing to do", made.folder)
-        return made
-    check_writable(made.folder)
-    with quiet(made.folder / LOG) if log_to_file else nullcontext(), writing(made.folder):
-        source = _checked_source(settings)
+        check_inputs(result.settings)
+        log.info("%s is finished: nothing to do", result.folder)
+        return result
+    check_writable(result.folder)
+    with quiet(result.folder / LOG) if log_to_file else nullcontext(), writing(result.folder):
+        source = checked_source(settings)
         if settings.joins_free_memory:
             join_free_memory()
         from qerl.rl.train import train_run
         from qerl.workflow.preflight import check_runs
 
-        with alone(made.folder / WORK, own_lock(settings.nodes)):
+        with alone(result.folder / WORK, own_lock(settings.nodes)):
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-            with FileLock(made.folder / WORK / "parts"):
+            with FileLock(result.folder / WORK / "parts"):
+                # Before its parts the folder has the records and settings that tell whose they are.
                 records.write()
-                _write_run_file(settings)
-                make_data(settings)
-                check_runs(source, [(made.data, settings.rollout)])
-                make_base(settings, source)
-                tell_reward(settings)
-            train_run(train_job(made.settings, _hub_base(made)))
-    return made
-
-
-def _checked_source(settings: RunFile) -> Path:
-    """The folder of the model, after all checks that need no work; of a model of the hub config.json comes first."""
-    import torch
-
-    from qerl.rl.parallel import check_processes
-
-    if not torch.is_grad_enabled():
-        raise ConfigError(
-            "training needs gradients, which torch.inference_mode() or torch.no_grad() turns off here; call it outside"
-        )
-    check_processes(settings.processes, settings.nodes)
-    if settings.reward.function is not None:
-        check_function(settings.reward.function, "reward.function")
-        check_unchanged(settings.reward.function)
-    if isinstance(settings.dataset.origin, FunctionData):
-        check_function(settings.dataset.origin.function, "origin.function")
-        check_unchanged(settings.dataset.origin.function)
-    followed = settings.thermostat.metrics if settings.thermostat else None
-    if followed is not None and not followed.is_file():
-        raise ConfigError(f"thermostat.metrics {followed} doesn't exist; give the metrics.jsonl of a finished run")
-    check_engine(settings.rollout, "rollout.engine")
-    check_trackers(settings.track, "track")
-    source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))
-    if weights_format_of(source) != settings.weights:
-        check_installed("train")
-    elif key := "recipe" if settings.recipe == "awq" else "pack_delta_nets" if settings.pack_delta_nets else None:
-        asked = f"{key}={str(getattr(settings, key)).lower()}"
-        raise ConfigError(f"{asked} quantizes a dense model, and {source} is quantized already; leave {key} out")
-    _check_config(source, settings)
-    return source
-
-
-def _check_config(folder: Path, settings: RunFile) -> None:
-    """Check the configuration of a model with the settings."""
-    from qerl.workflow.preflight import check_settings  # after the checks that need no large library
-
-    check_weights(folder, settings.weights)
-    check_settings(folder, settings.settings)
-
-
-def _without_objects(
-    run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None
-) -> tuple[RunFile | Mapping[str, Any] | PathLike, Given]:
-    """The settings with Python objects in them replaced: records by files that are still to be written."""
-    if not isinstance(run, Mapping):
-        return run, Given(None, {})
-    values, folder = dict(run), run.get("out") if out is None else out
-    if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
-        values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
-    if is_given(values.get("dataset")) and not isinstance(folder, (str, Path)):
-        raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
-    if "dataset" not in values or not isinstance(folder, (str, Path)):
-        return values, Given(None, {})  # which is no run, as its fields will say
-    records = given(values["dataset"], Path(folder).resolve())
-    return {**values, "dataset": records.values}, records
-
-
-def _read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
-    if isinstance(run, RunFile):
-        values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
-    elif isinstance(run, Mapping):
-        values, where = dict(run), "run"
-    elif isinstance(run, (str, PathLike)):
-        if (stored := Path(run) / RUN_FILE).is_file():
-            raise ConfigError(f"{run} is the folder of a run; go on with its file: qerl train {stored}")
-        values, where = read_yaml(Path(run)), str(run)
-        check_kind(values, where, of_run=True)
-        if _is_stored(Path(run), values):
-            return _read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
-    else:
-        raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
-    return parse_run({**values, **({} if out is None else {"out": out})}, where)
-
-
-def _is_stored(file: Path, values: Mapping[str, Any]) -> bool:
-    """Whether a file is the one that a run keeps in its folder, with every key, and not one that a user wrote."""
-    return file.name == RUN_FILE and file.with_name(INPUTS).is_file() and values.keys() >= RunFile.model_fields.keys()
-
-
-def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
-    """The stored settings of a run in its present folder, with records of Python there, as a folder may be moved."""
-    dataset, origin = stored.dataset, stored.dataset.origin
-    if isinstance(origin, LocalData) and origin.path.is_relative_to(stored.out / GIVEN):
-        path = folder / origin.path.relative_to(stored.out)
-        dataset = dataset.model_copy(update={"origin": origin.model_copy(update={"path": path})})
-    return stored.model_copy(update={"out": folder, "dataset": dataset})
-
-
-def _check_same(folder: Path, settings: RunFile) -> None:
-    """Refuse a folder that belongs to another run."""
-    if not (folder / RUN_FILE).is_file():
-        # Killed while it was written, run.yaml is there under a name of its own.
-        begun = {WORK, GIVEN, LOG, f"{RUN_FILE}.partial"}
-        if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
-            raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
-        return
-    if not _trained(Run(folder)):  # a start that failed: settings may still be corrected
-        return
-    import pandas as pd
-
-    stored, asked = (
-        pd.json_normalize(s.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
-        for s in (Run(folder).settings, settings)
-    )
-    for key in {**asked, **stored}:
-        if stored.get(key) != asked.get(key):
-            raise ConfigError(
-                f"{folder} holds a run with other settings ({key}: {stored.get(key)} there, {asked.get(key)} here); "
-                "give another folder as `out`, or delete this one"
-            )
-
-
-def _trained(run: Run) -> bool:
-    """Whether at least one step of the run is done."""
-    return run.finished or any(run.folder.glob(f"{WORK}/*/{METRICS}"))
-
-
-def _write_run_file(settings: RunFile) -> None:
-    write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-
-
-def _hub_base(run: Run) -> HubBase | None:
-    """Name and revision of the base, where it is one of the hub as it is there; one quantized here is a folder."""
-    named = HUB_MODEL.fullmatch(run.settings.model)
-    if named is None or Path(run.settings.model).is_dir() or (run.checkpoint / REPORT).exists():
-        return None
-    return HubBase(name=named["repo"], revision=named["revision"] or MAIN_BRANCH)
-
-
-def check_finished(run: Run) -> None:
-    """Raise `ConfigError` unless the folder is that of a run which was trained to its last step."""
-    if not (run.folder / RUN_FILE).is_file():
-        raise ConfigError(f"{run.folder} is not the folder of a run: it has no {RUN_FILE}")
-    if not run.finished:
-        raise ConfigError(f"{run.folder} isn't finished; go on with `qerl train {run.folder / RUN_FILE}`")
-
-
-def load(model: PathLike, dtype: Dtype | None = None) -> Policy:
-    """A policy to sample from and to evaluate: a checkpoint as it is, or a finished run's adapter on its checkpoint.
-
-    `dtype` is that of activations and dense weights; by default a run's own, else bfloat16.
-    """
-    if dtype not in (None, *get_args(Dtype)):
-        raise ConfigError(f"dtype={dtype!r} isn't supported; use {' or '.join(get_args(Dtype))}")
-    folder = path_argument(model, "a model or a run")
-    run = Run(folder) if (folder / RUN_FILE).is_file() else None
-    if run:
-        check_finished(run)
-    checkpoint = run.checkpoint if run else model_folder(str(folder))
-    check_checkpoint(checkpoint)
-    check_tokenizer(checkpoint)
-    from qerl.data.prompts import check_template
-    from qerl.models.policy import load_policy
-
-    policy = load_policy(checkpoint, run.adapter if run else None, dtype or (run.settings.dtype if run else "bfloat16"))
-    check_template(policy.tokenizer, policy.lm.config.vocab_size)
-    return policy
+                write_settings(settings)
+                data_stage(settings).make(prepare_data)
+                # Before the base, whose quantization may take an hour.
+                check_runs(source, [(result.data, settings.rollout)])
+                base_stage(settings, source).make(make_checkpoint)
+                training = train_stage(settings)
+                # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
+                training.write_inputs()
+            train_run(training.job)
+    return result
 
 
 # Samples and evaluations by hand.
@@ -489,31 +219,29 @@ def sample(
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
     check_seed(seed)
-    asked = "" if instruction is None else instruction
+    added = "" if instruction is None else instruction
     if isinstance(policy, (str, Path)):
-        of_run = asked_by(policy)
-        asked = of_run.get("instruction", "") if instruction is None else asked
-        date = date or of_run.get("date")
+        form = form_of(policy)
+        added = form.get("instruction", "") if instruction is None else added
+        date = date or form.get("date")
         policy = load(policy)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, asked, date) for prompt in texts]
+    ids = [prompt_ids(policy.tokenizer, prompt, added, date) for prompt in texts]
     context = context_length(policy.lm.config.to_dict())
     return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
 
 
-def asked_by(model: PathLike) -> dict[str, Any]:
+def form_of(model: PathLike) -> dict[str, Any]:
     """What a run's data set asks for: instruction, form of answers, and the date that chat templates state.
 
     A model that isn't a run has none.
     """
-    from qerl.data.sources import read_meta
-
     if not (Path(model) / RUN_FILE).is_file():
         return {}
     run = Run(Path(model))
-    asked = run.settings.dataset.asked
-    return {**asked, "date": read_meta(run.data).date} if run.data.is_dir() else asked
+    form = run.settings.dataset.form
+    return {**form, "date": read_meta(run.data).date} if (run.data / DATASET).is_file() else form
 
 
 def _check_policy(policy: Any) -> None:
@@ -582,7 +310,6 @@ def evaluate(
     temperature 0.6, top_p 0.95, four repeats.
     """
     check_installed("eval")
-    from qerl.data.sources import read_meta
     from qerl.evals.evaluate import score_policy
 
     if not isinstance(policy, (str, Path)):
@@ -598,7 +325,7 @@ def evaluate(
         "thinking": thinking,
         "date": date,
     }
-    asked = {key: value for key, value in of_call.items() if value is not None}
+    form = {key: value for key, value in of_call.items() if value is not None}
     if isinstance(task, str):
         task = stock_task(task)
     if task and task.task and (instruction or units or answer not in (None, "native")):
@@ -607,10 +334,10 @@ def evaluate(
         )
     check_evaluation(problems, folder, task)
     if isinstance(policy, (str, Path)):
-        asked = asked if task and task.task else {**asked_by(policy), **asked}
+        form = form if task and task.task else {**form_of(policy), **form}
         policy = load(policy)
     with writing(folder):
-        data = _problem_folder(problems, asked, folder)
+        data = _problem_folder(problems, form, folder)
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
@@ -625,7 +352,7 @@ def measure_dose(
     model: PathLike,
     problems: Problems,
     *,
-    weights: Packed = "nvfp4",
+    weights: PackedFormat = "nvfp4",
     sigmas: Sequence[float] = (),
     count: int = 64,
     completions: int = 4,
@@ -706,27 +433,25 @@ def _evaluation_settings(
     return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
 
 
-def _problem_folder(problems: Problems, asked: Mapping[str, Any], out: Path) -> Path:
+def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> Path:
     """A folder of prepared problems: the given folder, or one that is made in `out`."""
-    from qerl.data.sources import prepare
-
     records = given(problems, out)
     records.write()
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
-    asked_of: Any = records.values["origin"]["path"] if as_file else records.values
-    if isinstance(asked_of, (str, Path)) and (Path(asked_of) / DATASET).is_file():
-        return Path(asked_of)
-    if isinstance(asked_of, DatasetSettings):
-        settings = asked_of
-    elif isinstance(asked_of, Mapping):
-        settings = parse(DatasetSettings, asked_of, "problems")
+    source: Any = records.values["origin"]["path"] if as_file else records.values
+    if isinstance(source, (str, Path)) and (Path(source) / DATASET).is_file():
+        return Path(source)
+    if isinstance(source, DatasetSettings):
+        settings = source
+    elif isinstance(source, Mapping):
+        settings = parse(DatasetSettings, source, "problems")
     else:
-        all_of_it = {} if Path(asked_of).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
-        values = {**local_dataset(Path(asked_of), **all_of_it), **asked}
+        all_of_it = {} if Path(source).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
+        values = {**local_dataset(Path(source), **all_of_it), **form}
         settings = parse(DatasetSettings, values, "problems")
     shutil.rmtree(out / DATA, ignore_errors=True)
-    whole(out / DATA, lambda folder: prepare(settings, folder))
+    make_folder(out / DATA, lambda folder: prepare(settings, folder))
     return out / DATA
 
 
@@ -772,8 +497,8 @@ def export_merged(
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     check_checkpoint(trained.checkpoint)
-    _check_asked(trained, split, problems)
-    whole(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
+    _check_split(trained, split, problems)
+    make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
     return read(MergedExport, target / MERGED)
 
 
@@ -786,9 +511,7 @@ def _with_adapter(run: PathLike) -> Run:
     return trained
 
 
-def _check_asked(run: Run, split: Split, problems: int) -> None:
-    from qerl.data.sources import read_meta
-
+def _check_split(run: Run, split: Split, problems: int) -> None:
     check_count(problems, "problems")
     rows = read_meta(run.data).rows
     if not rows[split]:
@@ -806,7 +529,7 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
     policies = load(run.folder), load(folder, run.settings.dtype)
     settings = run.settings
     loss = merge_loss(*policies, run.data, _loss_settings(run, split), problems)
-    made = MergedExport(
+    result = MergedExport(
         run=run.folder.resolve().name,
         base_weights=settings.weights,
         weights=weights,
@@ -814,8 +537,8 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
         loss=loss,
         provenance=Provenance.of_now(),
     )
-    write(folder / MERGED, made)
-    write_text(folder / CARD, merged_card(facts_of(run), made, folder.name))
+    write(folder / MERGED, result)
+    write_text(folder / CARD, merged_card(facts_of(run), result, folder.name))
 
 
 def _loss_settings(run: Run, split: Split) -> EvaluationSettings:
@@ -913,16 +636,14 @@ def _scores_of(run: Run, folder: Path, result: OwnEvaluationResult, trained: boo
     from qerl.publishing import RunScore, data_name
 
     evaluation = Evaluation(folder)
-    data = _asked(run, folder, set(evaluation.samples["problem"]))
+    data = _data_of(run, folder, set(evaluation.samples["problem"]))
     for score in result.tasks.values():
         label = data_name(data) if data else result.eval
         yield RunScore(label, trained, score, evaluation.accuracy, data, result.provenance)
 
 
-def _asked(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None:
+def _data_of(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None:
     """The data set of an evaluation: its own, or the run's if just the test problems of that were asked."""
-    from qerl.data.sources import read_split
-
     if (folder / DATA / DATASET).is_file():
         return read(PreparedDataset, folder / DATA / DATASET)
     held_out = {problem.id for problem in read_split(run.data, "test")}
@@ -970,27 +691,21 @@ def _notes(facts: RunFacts) -> list[str]:
     return notes
 
 
-# The library: quantize, train, load, sample, evaluate. The command line calls these functions.
-#
-# A model is a folder in the hub's layout, the folder of a finished run, or `org/name` of the hub. `@revision` after the
-# name takes another revision than the main branch. Mistakes raise a `ValueError` of one sentence before anything long
-# starts.
-
 __all__ = [
     "LOSS_PROBLEMS",
     "Dtype",
     "Evaluation",
     "MergedFormat",
-    "Packed",
+    "PackedFormat",
     "PathLike",
     "Problems",
     "Run",
     "Split",
-    "asked_by",
     "check_evaluation",
     "evaluate",
     "export",
     "export_merged",
+    "form_of",
     "load",
     "publish",
     "quantize",

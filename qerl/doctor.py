@@ -17,7 +17,6 @@ from httpx import HTTPError
 from huggingface_hub import constants, hf_hub_download
 from transformers import AutoConfig, PreTrainedConfig
 
-from qerl.api import HUB_MODEL
 from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
@@ -37,6 +36,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import native_class
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
 from qerl.settings.run import RunSettings
+from qerl.workflow.bases import HUB_MODEL
 
 #: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
 COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
@@ -83,7 +83,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class AskedModel:
+class Candidate:
     """The model that a user asks about; `repo` is its name on the hub, if it must be downloaded.
 
     `differences` tells how a published checkpoint is used otherwise than it states.
@@ -108,7 +108,7 @@ class Diagnosis:
     notes: Sequence[str]
 
 
-def asked_model(model: str, weights: str | None, packed_nets: bool = False) -> AskedModel:
+def candidate(model: str, weights: str | None, packed_nets: bool = False) -> Candidate:
     """The shape and weights of a size such as 7B or mistral-7b, of a folder or of a model of the hub.
 
     `weights` None takes those of a packed checkpoint, otherwise those of a run's default. Delta nets count as packed
@@ -118,9 +118,9 @@ def asked_model(model: str, weights: str | None, packed_nets: bool = False) -> A
     default = weights or RunSettings.model_fields["weights"].default
     if model in SIZES:
         used = weights or ("mxfp4" if has_packed_experts_alone(model) else default)
-        asked = _of_size(model, used)
-        _check_nets(model, asked.shape, used, packed_nets)
-        return replace(asked, shape=asked.shape.with_packed_nets(packed_nets))
+        found = _of_size(model, used)
+        _check_nets(model, found.shape, used, packed_nets)
+        return replace(found, shape=found.shape.with_packed_nets(packed_nets))
     local = Path(model).is_dir()
     folder = Path(model) if local else _config_of_hub(model)
     stored = weights_format_of(folder)
@@ -129,7 +129,7 @@ def asked_model(model: str, weights: str | None, packed_nets: bool = False) -> A
     headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     used = weights or (default if stored == "bf16" else stored)
     _check_nets(model, shape, used, packed_nets)
-    return AskedModel(
+    return Candidate(
         shape.with_packed_nets(packed_nets or has_packed_delta_nets(folder)),
         used,
         None if local else model,
@@ -144,9 +144,9 @@ def _check_nets(model: str, shape: ModelShape, weights: str, packed_nets: bool) 
         raise CheckpointError(f"--pack-delta-nets packs delta nets, and {reason}; leave the option out")
 
 
-def _of_size(size: str, weights: str) -> AskedModel:
+def _of_size(size: str, weights: str) -> Candidate:
     config = dict(PUBLISHED[size]) if size in PUBLISHED else model_config(size, "bf16")
-    return AskedModel(ModelShape.of(config), weights, None, AutoConfig.for_model(**config))
+    return Candidate(ModelShape.of(config), weights, None, AutoConfig.for_model(**config))
 
 
 def _config_of_hub(model: str) -> Path:
@@ -167,7 +167,7 @@ def _config_of_hub(model: str) -> Path:
         ) from None
 
 
-def serving(gpu: Gpu | None, model: AskedModel) -> Serving:
+def serving(gpu: Gpu | None, model: Candidate) -> Serving:
     """What serves a model on a GPU, or with None on the CPU."""
     shape, weights = model.shape, model.weights
     capability = None if gpu is None else gpu.capability
@@ -242,7 +242,7 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def diagnose(model: AskedModel | None, settings: StepSettings | None, memory_gb: float | None = None) -> Diagnosis:
+def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: float | None = None) -> Diagnosis:
     """The state of this machine, and with a model whether it can train it by `settings`.
 
     `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
@@ -301,7 +301,7 @@ def _option(library: Library) -> str:
     return f"[{library.extra}]" if library.extra else ""
 
 
-def _unpredicted(model: AskedModel) -> str | None:
+def _unpredicted(model: Candidate) -> str | None:
     """Why the formulas of memory don't hold for a model; None if they do."""
     structure = structure_of(model.config)
     if model.shape.block_weights != structure.block_weights:
@@ -309,7 +309,7 @@ def _unpredicted(model: AskedModel) -> str | None:
     return None if structure.takes_packed_rows else "updates of this model compute padded batches"
 
 
-def _memory(model: AskedModel, settings: StepSettings, capacity: float) -> tuple[PredictedMemory | None, list[str]]:
+def _memory(model: Candidate, settings: StepSettings, capacity: float) -> tuple[PredictedMemory | None, list[str]]:
     """The memory of a step, and sentences on what doesn't fit or is tight."""
     if not capacity:
         size = smallest_gpu(model.shape, settings)

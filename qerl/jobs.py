@@ -171,7 +171,7 @@ class FetchJob(Job):
 
 
 class QuantizeJob(Job):
-    """Make a base in one weight format, with a report on size and error."""
+    """Make a base in one weight format, with a report on size and error; `out` is the folder of the checkpoint."""
 
     does: ClassVar[str] = "qerl.workflow.bases:quantize_base"
     on_gpu: ClassVar[bool] = True
@@ -180,6 +180,8 @@ class QuantizeJob(Job):
     source: Path
     data: Path | None
     """The data set on whose texts AWQ measures activations; None for other recipes."""
+    report: Path | None
+    """None links a source that has the format already."""
 
 
 # The job of a training run.

@@ -93,7 +93,7 @@ MUTATIONS = {
         ("golden gradient, nvfp4-lora",),
     ),
     "an adapter that isn't synced": Mutation(
-        "qerl/rl/trainer.py",
+        "qerl/rl/train.py",
         "                rollout = self.collector.collect(step, position, self._behaviour(step))\n",
         "                with self.policy.reference():\n"
         "                    rollout = self.collector.collect(step, position, self._behaviour(step))\n",
@@ -118,7 +118,7 @@ MUTATIONS = {
         ("completions, stored policy", "accuracy, nvfp4-lora", "accuracy, nvfp4-lora-aqn"),
     ),
     "a leak of 50 MB a step": Mutation(
-        "qerl/rl/trainer.py",
+        "qerl/rl/train.py",
         '        completed = rollout.metrics["completion_tokens"]\n',
         '        self.__dict__.setdefault("kept", []).append(torch.ones(12_500_000))\n'
         '        completed = rollout.metrics["completion_tokens"]\n',

@@ -50,8 +50,7 @@ from qerl.results.store import read, write
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.memory import blocks
 from qerl.rl.rollouts import Collector, Task, problem_index
-from qerl.rl.train import make_trainer, prepared
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer, make_trainer, prepared
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
@@ -62,7 +61,7 @@ from qerl.settings.workloads import EngineStep, StepWork, with_kernels
 # A GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 #
 # `qerl.bench.trl` gives TRL the same work. Nothing is downloaded, and weights are never written to disk. The steps are
-# those of `qerl.rl.trainer`; completions end only at their token limit.
+# those of `qerl.rl.train`; completions end only at their token limit.
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from shutil import get_terminal_size
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -19,7 +20,7 @@ from typer.core import TyperGroup
 
 from qerl import api
 from qerl.checkpoints.files import RUN_FILE
-from qerl.cli import doctor, sharing, workflow
+from qerl.cli import workflow
 from qerl.cli.console import console, print_error, print_table
 from qerl.host.console import UNKNOWN, configure_logging, quiet
 from qerl.host.interrupt import interruptible
@@ -30,11 +31,22 @@ from qerl.results.statistics import Interval
 from qerl.results.store import read
 from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.run import SamplingSettings
+from qerl.settings.models import WeightFormat
+from qerl.settings.run import (
+    AdapterSettings,
+    KvCacheDtype,
+    NativeSettings,
+    RolloutSettings,
+    RunSettings,
+    SamplingSettings,
+)
 from qerl.settings.workflow import EvaluationSettings
 
 if TYPE_CHECKING:
+    from qerl.doctor import Diagnosis
     from qerl.evals.policy import Drawn
+    from qerl.memory_model import PredictedMemory
+    from qerl.publishing import Published
 
 
 class _Interruptible(TyperGroup):
@@ -58,9 +70,6 @@ app = typer.Typer(
 )
 app.command(rich_help_panel=workflow.PANEL)(workflow.rule)
 app.add_typer(workflow.app)
-app.command()(doctor.doctor)
-app.command()(sharing.export)
-app.command()(sharing.publish)
 
 _ROLLOUT: SamplingSettings = SamplingSettings()
 _EVALUATION: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
@@ -68,6 +77,7 @@ _REPEATS: int = EvaluationSettings.model_fields["repeats"].default
 
 Model = Annotated[str, typer.Argument(help="A folder in the hub's layout, or org/name of the hub.")]
 ModelOrRun = Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a finished run.")]
+FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
 TopP = Annotated[float, typer.Option(help="Share of the probability mass that is sampled from.")]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per completion.")]
@@ -85,7 +95,7 @@ Instruction = Annotated[
 def quantize(
     model: Model,
     out: Annotated[Path, typer.Option(help="A new folder for the checkpoint and its report.json.")],
-    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+    weights: Annotated[api.PackedFormat, typer.Option(help="The 4-bit format.")] = "nvfp4",
     packed_nets: Annotated[
         bool, typer.Option("--pack-delta-nets", help="Pack the delta nets of a hybrid too, which otherwise stay bf16.")
     ] = False,
@@ -109,12 +119,12 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run. After a kill, the same command continues it."""
-    made = api.train(run, out, log_to_file=True)
+    result = api.train(run, out, log_to_file=True)
     for what, path in {
-        "settings": made.folder / RUN_FILE,
-        "checkpoint": made.checkpoint,
-        "trained": made.adapter,
-        "metrics": made.folder / METRICS,
+        "settings": result.folder / RUN_FILE,
+        "checkpoint": result.checkpoint,
+        "trained": result.adapter,
+        "metrics": result.folder / METRICS,
     }.items():
         console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
 
@@ -162,19 +172,17 @@ def sample(
     as_json: Annotated[bool, typer.Option("--json", help="Print each completion as a line of JSON.")] = False,
 ) -> None:
     """Print completions of a model or of a trained policy."""
-    asked = [*(prompt or []), *(_lines(prompts) if prompts else [])]
-    if not asked:
+    texts = [*(prompt or []), *(_lines(prompts) if prompts else [])]
+    if not texts:
         raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
-    of_run = api.asked_by(model)
-    added = of_run.get("instruction", "") if instruction is None else instruction
+    form = api.form_of(model)
+    added = form.get("instruction", "") if instruction is None else instruction
     with quiet():
         policy = api.load(model, dtype)
-        drawn = api.sample(
-            policy, asked, count=count, seed=seed, instruction=added, date=of_run.get("date"), **sampling
-        )
-    for text, completions in zip(asked, drawn, strict=True):
+        drawn = api.sample(policy, texts, count=count, seed=seed, instruction=added, date=form.get("date"), **sampling)
+    for text, completions in zip(texts, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
 
@@ -206,16 +214,16 @@ def evaluate(
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed, repeats)
-    asked = _problems(model, problems, dataset)
+    data = _problems(model, problems, dataset)
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
-    asks = api.asked_by(model) if stock is None else {}
-    asks |= {} if instruction is None else {"instruction": instruction}
-    api.check_evaluation(asked, out, stock)
+    form = api.form_of(model) if stock is None else {}
+    form |= {} if instruction is None else {"instruction": instruction}
+    api.check_evaluation(data, out, stock)
     with quiet():
         policy = api.load(model, dtype)
-        outcome = api.evaluate(policy, asked, out, repeats=repeats, seed=seed, task=stock, **{**asks, **sampling})
+        outcome = api.evaluate(policy, data, out, repeats=repeats, seed=seed, task=stock, **{**form, **sampling})
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
@@ -229,7 +237,7 @@ def measure_dose(
     dataset: Annotated[
         str | None, typer.Option(help="A data set as in RUN.yaml ('{format: …}'), whose test split is asked.")
     ] = None,
-    weights: Annotated[api.Packed, typer.Option(help="The 4-bit format.")] = "nvfp4",
+    weights: Annotated[api.PackedFormat, typer.Option(help="The 4-bit format.")] = "nvfp4",
     sigma: Annotated[
         list[float] | None, typer.Option(help="A σ of noise on the norms of the rounded model; may be repeated.")
     ] = None,
@@ -240,11 +248,11 @@ def measure_dose(
     dtype: api.Dtype = "bfloat16",
 ) -> None:
     """Measure how far rounding and noise move a model: KL of a completion, and change of entropy, in nats."""
-    asked = _problems(model, problems, dataset)
+    data = _problems(model, problems, dataset)
     with quiet():
         doses = api.measure_dose(
             model,
-            asked,
+            data,
             weights=weights,
             sigmas=sigma or (),
             count=count,
@@ -316,6 +324,203 @@ def _print_completion(prompt: str, completion: Drawn, as_json: bool) -> None:
     screen.print(Text(f"{completion.tokens} tokens{'' if completion.finished else ', cut off'}\n", style="dim"))
 
 
+# Commands that hand a trained policy to others.
+
+
+@app.command()
+def export(
+    run: FinishedRun,
+    out: Annotated[Path, typer.Argument(help="A new folder: for `base` and `adapter`, or the merged checkpoint.")],
+    merged: Annotated[
+        api.MergedFormat | None, typer.Option(help="Merge the adapter into one checkpoint of this format.")
+    ] = None,
+    problems: Annotated[
+        int, typer.Option(min=1, help="With --merged: the most problems on which its loss is measured.")
+    ] = api.LOSS_PROBLEMS,
+    split: Annotated[api.Split, typer.Option(help="With --merged: the split of these problems.")] = "validation",
+) -> None:
+    """Export a trained policy for stock vLLM: a base with the trained norms and a LoRA adapter, or one checkpoint."""
+    if merged:
+        _export_merged(run, out, merged, problems, split)
+        return
+    with quiet():
+        made = api.export(run, out)
+    from qerl.models.export import lora_room
+
+    rank = str(lora_room(api.Run(run).settings.adapter.rank))
+    command = ["vllm", "serve", str(made / "base"), "--enable-lora", "--max-lora-rank", rank]
+    _print_command([*command, "--lora-modules", f"policy={made / 'adapter'}"])
+
+
+@app.command()
+def publish(
+    run: FinishedRun,
+    repo: Annotated[str, typer.Argument(metavar="REPO_ID", help="A repository of the hub, user/name.")],
+    evaluation: Annotated[
+        list[Path] | None, typer.Option(help="A folder of `qerl eval`. Default: all within the run's folder.")
+    ] = None,
+    private: Annotated[
+        bool | None,
+        typer.Option("--private/--public", help="Default: private, or as the repository is if it exists."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go, and upload nothing.")] = False,
+) -> None:
+    """Upload a trained policy to the Hugging Face hub, with a card, its scores and its metrics."""
+    with quiet():
+        said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run)
+    print_table(_title(said), [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
+    for note in said.notes:
+        console().print(Text(f"note: {note}"), soft_wrap=True)
+
+
+def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int, split: api.Split) -> None:
+    with quiet():
+        result = api.export_merged(run, out, merged, problems=problems, split=split)
+    loss = result.loss
+    measures: dict[str, Interval] = {
+        "KL, nats per token": loss.kl,
+        "accuracy with adapter": loss.accuracy,
+        "accuracy merged": loss.accuracy_merged,
+        "difference": loss.difference,
+    }
+    rows = [
+        {"measure": name, "mean": f"{value.mean:.3g}", "95 % interval": f"{value.low:.3g} to {value.high:.3g}"}
+        for name, value in measures.items()
+    ]
+    print_table(f"{out}: loss of the merge, on {loss.problems} {loss.split} problems x {loss.repeats}", rows)
+    _print_command(["vllm", "serve", str(out)])
+
+
+def _print_command(command: list[str]) -> None:
+    console().print(Text(shlex.join(command)), soft_wrap=True)
+
+
+def _title(said: Published) -> str:
+    visibility = {True: "private", False: "public", None: "private, or as the repository is if it exists"}
+    return f"{said.url or f'would go to {said.repo}'} ({visibility[said.private]})"
+
+
+# What this machine can do, and how much memory a step of a model needs.
+
+_RANK: int = AdapterSettings.model_fields["rank"].default
+_PROMPTS: int = RolloutSettings.model_fields["prompts"].default
+_GROUP: int = RolloutSettings.model_fields["group_size"].default
+_MAX_TOKENS: int = SamplingSettings.model_fields["max_tokens"].default
+_MICRO_BATCH: int = RunSettings.model_fields["micro_batch_tokens"].default
+Recompute = Literal["auto", "true", "false"]
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A size such as 7B or mistral-7b, a folder, or org/name of the hub; loads no weights."),
+    ] = None,
+    weights: Annotated[
+        WeightFormat | None, typer.Option(help="Default: the checkpoint's if it is packed, else a run's.")
+    ] = None,
+    packed_nets: Annotated[
+        bool, typer.Option("--pack-delta-nets", help="As in a run; a folder with packed delta nets needs no option.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = _RANK,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Adapters on the experts of a mixture, too (`adapter.targets`).")
+    ] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Problems of a step.")] = _PROMPTS,
+    group: Annotated[int, typer.Option(min=1, help="Completions per problem.")] = _GROUP,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Greatest length of completions.")] = _MAX_TOKENS,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a forward and backward pass.")
+    ] = _MICRO_BATCH,
+    recompute: Annotated[Recompute, typer.Option(help="`gradient_checkpointing` of the run.")] = "auto",
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0, help="As in `rollout.native` of the run.")
+    ] = NativeSettings.model_fields["kv_cache_gib"].default,
+    kv_cache_dtype: Annotated[
+        KvCacheDtype, typer.Option(help="As in `rollout.native` of the run.")
+    ] = NativeSettings.model_fields["kv_cache_dtype"].default,
+    sleep: Annotated[bool, typer.Option("--sleep", help="As in `rollout.native` of the run.")] = False,
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(min=1, help="Ask about a GPU of this memory, in 10^9 bytes, instead of the one here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Show the GPUs, what serves each part there, memory, libraries and disk space; exit code 1 if something fails."""
+    with quiet():
+        from qerl import doctor as state
+        from qerl.memory_model import StepSettings
+
+        candidate = state.candidate(model, weights, packed_nets) if model else None
+        settings = StepSettings(
+            weights=candidate.weights if candidate else "",
+            rank=rank,
+            prompts=prompts,
+            group=group,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            recompute="auto" if recompute == "auto" else recompute == "true",
+            micro_batch_tokens=micro_batch_tokens,
+            kv_cache_gib=kv_cache_gib,
+            kv_cache_dtype=kv_cache_dtype,
+            sleep=sleep,
+            experts=experts,
+        )
+        diagnosis = state.diagnose(candidate, settings, memory_gb)
+    if as_json:
+        typer.echo(json.dumps(state.as_json(diagnosis), indent=1))
+    else:
+        _print_diagnosis(diagnosis)
+    raise typer.Exit(1 if diagnosis.problems else 0)
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    for device in diagnosis.devices:
+        capability = f", compute capability {device.capability}" if device.capability else ""
+        memory = "" if device.memory_gb is None else f", {device.free_gb:.1f} of {device.memory_gb:.1f} GB free"
+        parts = "products", "attention", "sampler", "dtype"
+        rows = [{"part": part, "served by": getattr(device, part)} for part in parts]
+        print_table(f"{device.device}{capability}{memory}", rows if device.unsupported is None else _NOTHING)
+    if diagnosis.memory:
+        title = f"memory of a step on {diagnosis.memory.capacity / 1e9:.1f} GB: {diagnosis.memory.verdict}"
+        print_table(title, _memory_rows(diagnosis.memory))
+    if diagnosis.libraries:
+        print_table("libraries", [_library_row(vars(library)) for library in diagnosis.libraries])
+    print_table(
+        "disk space", [{"for": p.what, "folder": p.path, "free GB": f"{p.free_gb:.1f}"} for p in diagnosis.places]
+    )
+    for title, style, sentences in (("note", "bold", diagnosis.notes), ("problem", "bold red", diagnosis.problems)):
+        for sentence in sentences:
+            console().print(Text.assemble((f"{title}: ", style), sentence), soft_wrap=True)
+
+
+_NOTHING = [{"part": "all", "served by": "not supported, see the note or problem below"}]
+
+
+def _memory_rows(memory: PredictedMemory) -> list[dict[str, str]]:
+    cached = "" if memory.kv_cache == memory.kv_cache_wanted else f" of {memory.kv_cache_wanted / 1e9:.1f} wanted"
+    parts = {
+        "weights": memory.weights,
+        "adapter, its gradient and the sampler's copy": memory.adapter + memory.gradients + memory.adapter_copies,
+        "optimizer": memory.optimizer,
+        f"KV cache{cached}": memory.kv_cache,
+        "CUDA graphs" + (", released with the cache before the update" if memory.released else ""): memory.graphs,
+        f"update's activations, {memory.recomputed} blocks recomputed": memory.activations,
+        "peak of the rollout": memory.rollout_peak,
+        "peak of the update": memory.update_peak,
+        "CUDA's context": memory.context,
+    }
+    return [{"part": name, "GB": f"{value / 1e9:.2f}"} for name, value in parts.items()]
+
+
+def _library_row(library: dict[str, Any]) -> dict[str, str]:
+    installed = library["installed"] or "missing"
+    return {**library, "installed": installed, "wanted": library["wanted"] or "any", "extra": library["extra"] or "-"}
+
+
+# Errors of all commands.
+
 _REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
@@ -326,7 +531,7 @@ _REMEDIES = {
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def error_sentences() -> Iterator[None]:
     """A context in which an error that the user can correct ends the process with one sentence, others a traceback."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors=UNKNOWN)

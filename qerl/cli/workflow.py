@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import signal
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from qerl.cli.console import console, print_error, print_table, show
-from qerl.jobs import KilledError, parse_job
-from qerl.settings.base import ConfigError, check_kind, parse, parse_yaml, read_yaml
-from qerl.workflow.dispatch import run
+from qerl.host.imports import imports
+from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
+from qerl.host.provenance import check_writable, writing
+from qerl.jobs import Job, KilledError, parse_job
+from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
+from qerl.settings.models import LockedRepo
+from qerl.settings.run import UNDECIDING, RunFile
+from qerl.settings.workflow import Config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,10 +48,41 @@ def rule(
 ) -> None:
     """Do a job of the workflow: parse it, and call the function that its kind names."""
     try:
-        run(parse_job(job), gpu_percent)
+        run_job(parse_job(job), gpu_percent)
     except KilledError as error:
         print_error(error)
         raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again
+
+
+def run_job(job: Job, gpu_percent: int | None = None) -> None:
+    """Run a job with its GPUs and its lock.
+
+    `gpu_percent` is the part of a GPU that the job leases, whose memory it may use; None leases its GPUs whole.
+    """
+    check_writable(job.out)
+    percent = percent_of_each(job.gpus, gpu_percent)
+    visible = [*devices()] if job.own_cores else []
+    with ExitStack() as held:
+        if job.lock:  # before the GPU, which a job that outlived a killed Snakemake may still have
+            held.enter_context(alone(*job.lock))
+        gpus = held.enter_context(lease(job.gpus, percent))
+        if job.own_cores and gpus:
+            keep_to_own_cores(gpus, visible)
+        module, _, name = job.function.partition(":")
+        if job.joins_free_memory:
+            join_free_memory()
+        with imports(job.without):
+            if gpus and percent < WHOLE:
+                _keep_to_share(percent / WHOLE)
+            function = getattr(import_module(module), name)
+        with writing(job.out):
+            function(job)
+
+
+def _keep_to_share(share: float) -> None:
+    from qerl.host.gpus import cap_share  # imports torch, which must not see the other GPUs
+
+    cap_share(share)
 
 
 # Commands around the workflow: its plan, its folder, its gates and its speed grid.
@@ -60,9 +102,7 @@ def keys(
     as_schema: Annotated[bool, typer.Option("--schema", help="Print workflow/schemas/config.schema.yaml.")] = False,
 ) -> None:
     """Print config/README.md."""
-    from qerl.cli.config_reference import markdown, schema
-
-    typer.echo(schema() if as_schema else markdown(), nl=False)
+    typer.echo(keys_schema() if as_schema else keys_page(), nl=False)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -142,7 +182,6 @@ def _rounded(hours: float | str) -> str:
 def lock(config: Path) -> None:
     """Write the commits and file hashes of a configuration's models and data sets on the hub to its lock file."""
     from qerl.data.hub import write_lock
-    from qerl.settings.workflow import Config
 
     values = read_yaml(config)
     check_kind(values, str(config), of_run=False)
@@ -209,3 +248,91 @@ def summary(root: Path) -> None:
     from qerl.report.summary import print_summary
 
     print_summary(root)
+
+
+# Every key of a configuration, from the models of `qerl.settings`: config/README.md for people, with type, default and
+# meaning, and a JSON schema for editors and the catalog of Snakemake's workflows.
+
+
+def sections() -> list[type[BaseModel]]:
+    """The models of a configuration, of a run's file and of a lock file, each before those that it names."""
+    found: dict[type[BaseModel], None] = {}
+
+    def add(model: Any) -> None:
+        if not isinstance(model, type) or not issubclass(model, Settings) or model in (*found, Settings):
+            return
+        found[model] = None
+        for named in (
+            *model.__bases__,
+            *(part for field in model.model_fields.values() for part in parts(field.annotation)),
+        ):
+            add(named)
+
+    for root in (Config, RunFile, LockedRepo):
+        add(root)
+    return list(found)
+
+
+def _link(model: type) -> str:
+    return f"[{model.__name__}](#{model.__name__.lower()})"
+
+
+def _type_name(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if isinstance(annotation, type) and not get_args(annotation):
+        named = "none" if annotation is type(None) else annotation.__name__
+        return _link(annotation) if issubclass(annotation, Settings) else named
+    names = [_type_name(part) if not isinstance(part, str) else f"`{part}`" for part in get_args(annotation)]
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__} of {', '.join(dict.fromkeys(names))}"
+    return " or ".join(dict.fromkeys(names))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default_factory is not None:
+        return "by the keys before it"
+    if isinstance(field.default, Settings):
+        return "its defaults"
+    return "none" if field.default is None else f"`{field.default}`"
+
+
+def _section(settings: type[BaseModel]) -> str:
+    inherited = [_link(parent) for parent in settings.__bases__ if parent is not Settings]
+    about = [inspect.getdoc(settings) or "", *(f"It also has the keys of {parent}." for parent in inherited)]
+    rows = [
+        (f"`{name}`", _type_name(field.annotation), _default(field), " ".join((field.description or "").split()))
+        for name, field in settings.model_fields.items()
+        if name in inspect.get_annotations(settings)
+    ]
+    table = [("key", "type", "default", "meaning"), ("---",) * 4, *rows]
+    return "\n\n".join([f"## {settings.__name__}", *about, "\n".join(f"| {' | '.join(row)} |" for row in table)])
+
+
+def _dotted(keys: Any) -> list[str]:
+    """Dotted keys of a mapping of keys to sets of keys, to mappings of the same kind, or to True."""
+    if not isinstance(keys, dict):
+        return sorted(keys)
+    inner = {key: [""] if value is True else [f".{rest}" for rest in _dotted(value)] for key, value in keys.items()}
+    return [f"{key}{rest}" for key, rests in inner.items() for rest in rests]
+
+
+def keys_page() -> str:
+    """The whole page."""
+    undeciding = (
+        "These keys of a run decide no result, so changing them reruns nothing: "
+        f"{', '.join(f'`{key}`' for key in _dotted(UNDECIDING))}. The same holds for those of an evaluation's engine."
+    )
+    return "\n\n".join(["# Configuration", undeciding, *map(_section, sections())]) + "\n"
+
+
+def keys_schema() -> str:
+    """The JSON schema of a configuration file, as YAML. It leaves the keys of runs to the workflow's own checks."""
+    made = Config.model_json_schema()
+    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    made["required"] = ["name"]  # `shapes` need no other key, and a protocol may give them
+    made["$defs"]["Experiment"]["properties"]["arms"]["additionalProperties"] = {"type": ["object", "null"]}
+    return f"# Made by `qerl keys --schema`.\n{yaml.safe_dump(made, sort_keys=False, width=118)}"

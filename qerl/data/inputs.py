@@ -1,4 +1,4 @@
-"""The inputs of a result: hashes of the user's files, and versions of functions and of the package's code.
+"""Hashes of the user's files, by which results are kept.
 
 Times of files aren't compared, because a copy may keep its old time or get a new one.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
-
 from qerl.data.hub import sha256_of
-from qerl.host.provenance import cache_folder, write_text
+from qerl.host.provenance import cache_folder
 
 #: Files of records.
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -43,16 +40,16 @@ def model_files(folder: Path) -> list[Path]:
     return sorted({file for pattern in _OF_MODEL for file in folder.glob(pattern) if file.is_file()})
 
 
-def hashes_of(files: Iterable[Path], root: Path) -> dict[str, str]:
-    """The SHA-256 of each file by its path in `root`, which may be the file itself."""
-    folder = root if root.is_dir() else root.parent
+def contents_of(path: Path) -> dict[str, str]:
+    """The SHA-256 of each file that is read of the user's problems or model, by its path in that folder."""
+    folder = path if path.is_dir() else path.parent
+    files = model_files(path) if (path / "config.json").is_file() else data_files(path)
     return {file.relative_to(folder).as_posix(): hash_of(file) for file in files if file.is_file()}
 
 
 def content_of(path: Path) -> str:
     """A hash of the user's problems or model, over names and content of all files that are read."""
-    files = model_files(path) if (path / "config.json").is_file() else data_files(path)
-    return hashlib.sha256(json.dumps(hashes_of(files, path)).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(contents_of(path)).encode()).hexdigest()[:12]
 
 
 def hash_of(file: Path) -> str:
@@ -64,65 +61,27 @@ def hash_of(file: Path) -> str:
     if state.st_size < _LARGE:
         return sha256_of(file)
     place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
-    kept = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
-    digest = _read(kept) or sha256_of(file)
+    cached = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
+    digest = _read(cached) or sha256_of(file)
     with suppress(OSError):  # without a writable cache, only time is lost
-        _keep(kept, digest)
+        _cache(cached, digest)
     return digest
 
 
-def _read(kept: Path) -> str | None:
+def _read(cached: Path) -> str | None:
     """A cached hash, or None if it is incomplete, such as after a power cut."""
     try:
-        text = kept.read_text(encoding="utf-8")
+        text = cached.read_text(encoding="utf-8")
     except OSError:
         return None
     return text if len(text) == 64 else None
 
 
-def _keep(kept: Path, digest: str) -> None:
+def _cache(cached: Path, digest: str) -> None:
     """Write a hash completely, even if another process writes it too."""
-    if _read(kept):
+    if _read(cached):
         return
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=kept.parent, delete=False) as partial:
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=cached.parent, delete=False) as partial:
         partial.write(digest)
-    Path(partial.name).replace(kept)
-
-
-# --- beside what was made --------------------------------------------------------------------------------------------
-
-
-class MadeOf(BaseModel):
-    """The inputs that determine a part of a run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    files: dict[str, str] = {}
-    """SHA-256 by name."""
-    functions: dict[str, str] = {}
-    """The version of each of the user's functions by its import path."""
-    code: str
-    """The version of the code."""
-    settings: str = ""
-    """The part's own settings as JSON."""
-
-    def changes(self, now: MadeOf) -> list[str]:
-        """Names of the user's files and functions that have changed."""
-        before, after = {**self.files, **self.functions}, {**now.files, **now.functions}
-        return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
-
-
-#: By the part's name.
-Record = dict[str, MadeOf]
-_RECORD = TypeAdapter(Record)
-
-
-def read_record(file: Path) -> Record:
-    """The recorded inputs of the parts of a run, empty if none were written."""
-    return _RECORD.validate_json(file.read_bytes()) if file.is_file() else {}
-
-
-def write_record(file: Path, record: Record) -> None:
-    """Write the record completely or not at all."""
-    write_text(file, _RECORD.dump_json(record, indent=1).decode() + "\n")
+    Path(partial.name).replace(cached)

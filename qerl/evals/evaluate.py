@@ -181,11 +181,11 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
         )
     if task.task is None:
         form, units = about.answer, tuple(about.units)
-        asked = EvaluationSet(task.label, about.format, about.instruction, problems, form, units)
+        opened = EvaluationSet(task.label, about.format, about.instruction, problems, form, units)
     else:
-        asked = EvaluationSet(task.label, about.format, "", problems, stock=_stock(task, folder))
+        opened = EvaluationSet(task.label, about.format, "", problems, stock=_stock(task, folder))
     # A folder that was prepared before data sets had a date takes the day on which the evaluation starts.
-    return replace(asked, thinking=about.thinking, date=about.date or datetime.date.today())
+    return replace(opened, thinking=about.thinking, date=about.date or datetime.date.today())
 
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:

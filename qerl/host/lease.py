@@ -155,13 +155,13 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
         return
     with ExitStack() as locks:
         names = _wait(visible, count, percent, locks)
-        locks.enter_context(_environment({VISIBLE: ",".join(names), ORDER: BY_BUS}))
+        locks.enter_context(environment_variables({VISIBLE: ",".join(names), ORDER: BY_BUS}))
         yield names
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """A context in which the process's environment has these values."""
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """A context in which environment variables have these values."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -102,6 +103,19 @@ def put(partial: Path, path: Path) -> None:
     flush(partial)
     partial.replace(path)
     _fsync(path.parent)
+
+
+def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write the folder `target` unless it exists, completely or not at all."""
+    if target.exists():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with writing(target.parent):
+        fill(partial / target.name)
+        put(partial / target.name, target)
+    partial.rmdir()
 
 
 def flush(path: Path) -> None:

@@ -104,16 +104,14 @@ def _series_colours(series: Sequence[Series]) -> list[str]:
 
 
 def schedules(stem: Path) -> None:
-    """Sigma by stage for each schedule of `qerl.rl.noise_schedule` (paper Fig. 15), from both starts in the paper."""
-    from qerl.rl.noise_schedule import sigma
-
+    """Sigma by stage for each schedule of `NoiseSettings.sigma` (paper Fig. 15), from both starts in the paper."""
     starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
     stages = range(NoiseSettings().stages)
     with figure_axes(len(starts), stem) as axes:
         for axis, (start, where) in zip(axes, starts.items(), strict=True):
             for name, colour in zip(DECAYS, PALETTE, strict=False):
                 settings = NoiseSettings(schedule=name, sigma_start=start)  # type: ignore[arg-type]
-                values = [sigma(settings, stage + 1, len(stages)) for stage in stages]
+                values = [settings.sigma(stage + 1, len(stages)) for stage in stages]
                 axis.step(stages, values, where="mid", color=colour, label=name)
             axis.set_title(f"σ from {start:g} to {NoiseSettings().sigma_end:g} ({where})", loc="left")
             axis.set_xlabel("stage k of Eq. 8")

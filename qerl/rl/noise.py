@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from qerl.models.blocks import ROLES, NoisyRMSNorm, noisy_norms
-from qerl.rl.noise_schedule import sigma
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NoiseSettings
 
@@ -66,7 +65,7 @@ class Noise:
 
     def set(self, step: int, total_steps: int, completion: int = 0) -> NoiseReport:
         """Set the noise of `step`, or of a completion's number within the groups of that step."""
-        scheduled = sigma(self.settings, step, total_steps)
+        scheduled = self.settings.sigma(step, total_steps)
         # The placebo takes the schedule's way through the code, so that it differs from noise by z alone.
         scale = 0.0 if self.settings.placebo else scheduled
         squares = 0.0

@@ -1,8 +1,8 @@
 """Data parallelism: the processes of a run, started by torchrun's launcher and connected by accelerate.
 
-Every process has the whole policy. It samples and scores its share of a step's problems (`qerl.rl.rollouts`) and
-receives all completions. It computes its share of the micro-batches, and sums gradients with the others before the
-optimizer's step.
+Every process has the whole policy, or with `method: full` its shard of each weight. It samples and scores its share of
+a step's problems (`qerl.rl.rollouts`) and receives all completions. It computes its share of the micro-batches, and
+sums gradients with the others before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -28,9 +28,16 @@ from torch import nn
 from torch.distributed import DistError, TCPStore
 
 from qerl.host.interrupt import Announcement, Interrupted, handling
+from qerl.host.lease import environment_variables
 from qerl.host.nodes import by_torchrun, check_torchrun, meeting
 from qerl.jobs import KilledError
+from qerl.models.policy import Policy, ShardedRoot
+from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch
+from qerl.rollout.sampler import Completion, Sampler
 from qerl.settings.base import ConfigError
+
+if TYPE_CHECKING:
+    from qerl.rollout.factory import ShardedSampler
 
 T = TypeVar("T")
 
@@ -148,26 +155,18 @@ def check_processes(count: int, nodes: int = 1) -> None:
         raise ConfigError(f"processes={count} needs {here} GPUs here, and this machine has {gpus}; lower processes")
 
 
-def run_in_processes(
+def start_processes(
     count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, node_timeout: float = 0
-) -> None:
+) -> bool:
     """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
 
-    Under torchrun this process is one of them already. A single process is this one. Raises `KilledError` if a process
-    was killed, or if a machine was lost: an operation waits `node_timeout` seconds for the others.
+    False, and nothing is called, if this process is one of the run's already: its only one, or one of torchrun's.
+    Raises `KilledError` if a process was killed, or if a machine was lost: an operation waits `node_timeout` seconds
+    for the others.
     """
     check_processes(count, nodes)
-    if by_torchrun():
-        _limited(nodes, node_timeout, True, function, arguments)
-    elif count == 1:
-        function(*arguments)
-    else:
-        _launch(count, nodes, node_timeout, function, arguments)
-
-
-def _launch(
-    count: int, nodes: int, node_timeout: float, function: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+    if count == 1 or by_torchrun():
+        return False
     # Imported here, because most runs have one process.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -180,11 +179,11 @@ def _launch(
         place["rdzv_configs"] = {"rank": at.node, "timeout": _MEETING_SECONDS}
     end = Announcement()
     # No restarts: the workflow or the user starts again, and the run continues from its last checkpoint.
-    launch = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
-    launch.shutdown_timeout, launch.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
+    config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
+    config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
-        with handling(partial(_pass_on, end)), _environment(_ENVIRONMENT):
-            elastic_launch(launch, _start)(count // nodes, nodes, node_timeout, function, *arguments)
+        with handling(partial(_pass_on, end)), environment_variables(_ENVIRONMENT):
+            elastic_launch(config, _start)(count // nodes, nodes, node_timeout, function, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -206,6 +205,7 @@ def _launch(
                 'write `if __name__ == "__main__":` before the calls in the script'
             ) from None
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
+    return True
 
 
 def _pass_on(end: Announcement, number: int) -> None:
@@ -218,20 +218,6 @@ def _pass_on(end: Announcement, number: int) -> None:
     end.number = number
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
     from qerl.host.console import configure_logging
 
@@ -240,21 +226,21 @@ def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., N
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // here, 1))
     try:
-        _limited(nodes, node_timeout, False, function, arguments)
+        with connected(nodes, node_timeout, aloud=False):
+            function(*arguments)
     except Interrupted:  # of which multiprocessing would make a success
         sys.exit(_INTERRUPTED)
 
 
-def _limited(
-    nodes: int, node_timeout: float, aloud: bool, function: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
-    """Call the function, and end this process with the status `_LOST` if another machine of the run is lost."""
+@contextmanager
+def connected(nodes: int, node_timeout: float, aloud: bool = True) -> Iterator[None]:
+    """A context in which the loss of another machine of the run ends this process with the status `_LOST`."""
     if nodes == 1:
-        function(*arguments)
+        yield
         return
     Processes(timeout=timedelta(seconds=node_timeout))
     try:
-        function(*arguments)
+        yield
     except RuntimeError as error:
         if not isinstance(error, DistError) and "gloo" not in str(error):  # gloo's errors have no class of their own
             raise
@@ -275,3 +261,91 @@ def _store(seconds: float) -> TCPStore:
     """The store at which the processes have met, with a limit to the time of its answers."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+
+
+# Where the trained weights are: whole in every process, or in shards over them; what each asks of a step.
+
+
+class Local:
+    """Every process has the whole policy, and gradients of its own micro-batches."""
+
+    def __init__(self, policy: Policy, processes: Processes) -> None:
+        self.policy = policy
+        self.processes = processes
+
+    def deal(self, indices: list[list[int]], place: int) -> list[list[int]]:
+        """The micro-batches number `place` of each turn of the processes."""
+        return indices[place :: self.processes.count]
+
+    def no_logprobs(self, batch: MicroBatch, temperature: float) -> torch.Tensor:
+        """Log-probabilities [N, T] of a micro-batch without tokens to read: zeros."""
+        return torch.zeros_like(batch.mask_NT)
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients over the processes."""
+        self.processes.add_gradients(parameters)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> torch.Tensor:
+        """Scale the gradients down to the norm `most`, and return their norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, most)
+
+    def end_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: gradients are small, and graphs need their addresses."""
+
+    def end_rollout(self, sampler: Sampler) -> None:
+        """Nothing: the sampler reads the weights that the update changes."""
+
+    def whole_policy(self, sampler: Sampler) -> Policy:
+        """The policy with whole weights, to be saved."""
+        return self.policy
+
+
+class Sharded:
+    """Each process has some rows of every weight (FSDP2), and any pass needs all processes."""
+
+    def __init__(self, policy: Policy, root: ShardedRoot, processes: Processes) -> None:
+        self.policy = policy
+        self.root = root
+        self.processes = processes
+
+    def deal(self, indices: list[list[int]], place: int) -> list[list[int]]:
+        """See `Local`. Where the last turn has too few micro-batches, a process gets an empty one."""
+        # It must take part in every turn, because the others wait for its shards.
+        dealt = indices[place :: self.processes.count]
+        turns = -(-len(indices) // self.processes.count)
+        return dealt + [[]] * (turns - len(dealt))
+
+    def no_logprobs(self, batch: MicroBatch, temperature: float) -> torch.Tensor:
+        """See `Local`. The zeros come from a pass of one token, with a gradient of zero."""
+        # Like any other pass it gathers the shards, and its backward pass reduces gradients: the others wait for both.
+        token = micro_batch([Sample([0], Completion([0], [0.0], False), 0.0, 0.0)], [0], self.policy.device)
+        zero = 0 * logprobs_and_entropy(self.policy, token, temperature)[0].sum()
+        return torch.zeros_like(batch.mask_NT) + zero
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing: FSDP's backward pass has summed the gradients of shards."""
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> torch.Tensor:
+        """See `Local`; the norm is that of whole gradients."""
+        return self.root.whole(torch.nn.utils.clip_grad_norm_(parameters, most))
+
+    def end_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free the gradients, whose memory the rollout needs for whole weights."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def end_rollout(self, sampler: Sampler) -> None:
+        """Tell the sampler, which has gathered the weights, that the update changes them."""
+        _gatherer(sampler).end_rollout()
+
+    def whole_policy(self, sampler: Sampler) -> Policy:
+        """See `Local`. Every process calls this, and samples no more: the sampler's copy becomes the policy."""
+        return _gatherer(sampler).whole_policy()
+
+
+def _gatherer(sampler: Any) -> ShardedSampler:
+    return sampler
+
+
+def placed(policy: Policy, processes: Processes) -> Local | Sharded:
+    """What the steps of a run ask of the policy's weights, by where these are."""
+    return Local(policy, processes) if policy.root is None else Sharded(policy, policy.root, processes)

@@ -141,18 +141,18 @@ class Task:
         """The task without problems longer than `rollout.max_prompt_tokens`. Raises DataError if any of the others
         doesn't fit `context`.
         """
-        kept, most = self.problems, settings.max_prompt_tokens
+        problems, most = self.problems, settings.max_prompt_tokens
         if most is not None:
-            longer = longer_than(most, tokenizer, kept, self.instruction, self.date)
-            kept = [problem for problem in kept if problem.id not in longer]
-            if not kept:
+            longer = longer_than(most, tokenizer, problems, self.instruction, self.date)
+            problems = [problem for problem in problems if problem.id not in longer]
+            if not problems:
                 raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
         if context is not None:
             limit = settings.sampling.max_tokens
-            longer = longer_than(context - limit, tokenizer, kept, self.instruction, self.date)
+            longer = longer_than(context - limit, tokenizer, problems, self.instruction, self.date)
             remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
-            check_lengths(longer.values(), len(kept), context, limit, remedy)
-        return replace(self, problems=kept)
+            check_lengths(longer.values(), len(problems), context, limit, remedy)
+        return replace(self, problems=problems)
 
     def at(self, places: Iterable[int], seed: int) -> list[Problem]:
         """The problems at places of an endless sequence of epochs, each a permutation of all by (seed, epoch)."""
@@ -426,7 +426,7 @@ def _chosen(groups: list[Group], settings: StoredRollouts) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A step that is stored: `look` collects entropies during its update, and `write` writes its file."""
+    """A step that is stored: `observe` collects entropies during its update, and `write` writes its file."""
 
     step: int
     collector: Collector
@@ -444,7 +444,7 @@ class StoredStep:
         """The stored completions, by their index in the batch."""
         return {place * self._size + number for place, count in self.chosen.items() for number in range(count)}
 
-    def look(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
+    def observe(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
         """Copy the entropies of stored completions, which are rows of a micro-batch."""
         stored = self.index
         for row, (index, read) in enumerate(zip(batch.index, batch.read_N.tolist(), strict=True)):

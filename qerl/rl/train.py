@@ -1,20 +1,28 @@
-"""A training run, from and to files."""
+"""A training run: its loop (paper Algorithm 1), what watches and steers it, and its way from files to files."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 import shutil
 import statistics
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from qerl.checkpoints.files import check_checkpoint, usable_length
+from qerl.data.grading import extract, stated
 from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
-from qerl.host.console import log
-from qerl.host.gpus import peak_memory_bytes
-from qerl.host.interrupt import announced
+from qerl.host.console import log, showing
+from qerl.host.gpus import peak_memory_bytes, seconds
+from qerl.host.interrupt import Announcement, Interrupted, announced
 from qerl.host.nodes import is_first
 from qerl.host.provenance import NO_ROOM, flush, write_text, writing
 from qerl.jobs import TrainJob
@@ -22,17 +30,383 @@ from qerl.models.adapter_files import Base
 from qerl.models.loading import check_attention_dropout
 from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
-from qerl.results.schema import Provenance, Quartiles, RunResult, RunSummary, whole
-from qerl.results.store import write
+from qerl.results.schema import Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
+from qerl.results.store import line, read_rows, write
 from qerl.rl.checkpoint import Checkpoints, ResumeError
-from qerl.rl.failures import Failure, failure, forget, noted
-from qerl.rl.parallel import Processes, run_in_processes
-from qerl.rl.rollouts import Collector, Task
-from qerl.rl.trainer import Thermostat, Trainer, followed_entropies, report
+from qerl.rl.failures import Failure, FollowedRunError, TimeLimitError, failed, failure, forget, noted
+from qerl.rl.noise import Noise
+from qerl.rl.parallel import Processes, connected, start_processes
+from qerl.rl.rollouts import Behaviour, Collector, Group, Rollout, RolloutStore, Task
+from qerl.rl.update import Choices, Updater
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
-from qerl.settings.run import UNDECIDING, RunSettings
+from qerl.settings.base import ConfigError, UserError
+from qerl.settings.run import UNDECIDING, RunSettings, ThermostatSettings
 from qerl.trackers import Record, Trackers
+
+if TYPE_CHECKING:
+    from qerl.rl.checkpoint import ShardedCheckpoints
+
+
+# Warnings about rewards that give no gradient, with a completion as an example.
+
+#: The number of consecutive steps without a difference in reward that causes a warning.
+PATIENCE = 3
+#: The number of characters of a completion's end that a warning shows.
+_SHOWN = 200
+
+
+class NoSignalError(UserError):
+    """Rewards give no gradient, and `on_no_signal` is `stop`. The message is for the user."""
+
+
+class Watch:
+    """Watches the rollouts of a run, and warns at most once that their rewards give no gradient."""
+
+    def __init__(self, settings: RunSettings, task: Task) -> None:
+        self.settings = settings
+        self.task = task
+        self._steps = 0
+        self._flat = 0
+        self._warned = False
+
+    def observe(self, step: int, rollout: Rollout, writes: bool = True) -> None:
+        """Warn in the process that writes, or raise `NoSignalError` in all (`on_no_signal: stop`).
+
+        The cause is either a first step without a readable answer, or `PATIENCE` steps of equal rewards.
+        """
+        # Decided by the rollout alone, which all processes have, so that all of them stop or none.
+        self._steps += 1
+        self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
+        if self._warned:
+            return
+        if self._steps == 1 and self._grades_answers and not any(map(self._readable, rollout.groups)):
+            self._warn(f"step {step}: no completion states an answer that the grader reads", rollout, writes)
+        elif self._flat == PATIENCE:
+            what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps"
+            self._warn(f"step {step}: {what}, which teaches nothing", rollout, writes)
+
+    @property
+    def _grades_answers(self) -> bool:
+        reward = self.settings.reward
+        return reward.function is None and bool(reward.correct or reward.format)
+
+    def _readable(self, group: Group) -> bool:
+        task = self.task
+        return any(extract(text, task.format, task.answer, task.units) is not None for text in group.texts)
+
+    def _warn(self, what: str, rollout: Rollout, writes: bool) -> None:
+        self._warned = True
+        group = rollout.groups[0]
+        text = " ".join(group.texts[0].split())
+        shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
+        wanted = stated(group.problem.answer, self.task.format, self.task.answer)
+        message = f"{what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
+        if self.settings.on_no_signal == "stop":
+            raise NoSignalError(message)
+        if writes:
+            log.warning("%s", message)
+
+    def _remedy(self, rollout: Rollout) -> str:
+        limit, metrics = self.settings.rollout.sampling.max_tokens, rollout.metrics
+        if metrics["truncated"] > 0.5:
+            cut = f"{metrics['truncated']:.0%} of the completions were cut off"
+            return f"{cut}: raise rollout.sampling.max_tokens={limit}"
+        if not self._grades_answers:
+            return "Look at what the run's `reward` gives such completions"
+        if not any(map(self._readable, rollout.groups)):
+            asked = f"now {self.task.instruction!r}" if self.task.instruction else "now empty"
+            return f"Change the data set's `instruction` ({asked}), or its `answer` or `format`"
+        easy = metrics["reward/correct"] == 1
+        return f"Give {'harder' if easy else 'easier'} problems, or raise rollout.group_size"
+
+
+def _teaches(metrics: dict[str, float], settings: RunSettings) -> bool:
+    """Whether the rewards give a gradient: they differ within a group, or for ppo within the batch."""
+    return metrics["reward/std"] > 0 if settings.loss.name == "ppo" else metrics["reward/equal_groups"] < 1
+
+
+def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
+    """Log the rewards of a finished run, and warn if none of its steps had a gradient."""
+    said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} step{'s' * (len(rows) != 1)}"
+    if any(_teaches(row, settings) for row in rows):
+        log.info("%s", said)
+    else:
+        log.warning("%s: nothing was learned, since rewards differed in no step", said)
+
+
+# A sampling temperature that follows the token entropy of another run, step by step.
+#
+# It tells entropy from what raises it: a run without noise that samples at the entropy of a run with noise.
+
+#: An entropy below counts as this one, in nats: its logarithm says nothing.
+_LEAST_ENTROPY = 1e-3
+
+
+def followed_entropies(metrics: Path, steps: int) -> list[float]:
+    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl.
+
+    Raises FollowedRunError if the run.json beside it says that the run failed.
+    """
+    if status := failed(metrics.parent / POLICY):
+        raise FollowedRunError(
+            f"{metrics.parent}, the run to follow, is {status}; delete both runs' folders to try again"
+        )
+    rows = list(read_rows(StepMetrics, metrics))
+    entropies = [row.entropy_sampler for row in rows if row.entropy_sampler is not None]
+    if len(rows) < steps or len(entropies) < len(rows):
+        raise ConfigError(
+            f"{metrics} has the sampler's entropy of {len(entropies)} steps, and a thermostat needs that of all {steps}"
+        )
+    return entropies
+
+
+# Noise in the sampler doesn't change the trained policy's entropy within a step, so a control of that would follow
+# nothing; the estimate by log mu costs nothing and counts the noise.
+class Thermostat:
+    """Chooses the temperature of each step by the entropies of the steps before, so it needs no state of its own."""
+
+    def __init__(self, settings: ThermostatSettings, start: float, entropies: Sequence[float]) -> None:
+        self.settings = settings
+        self.start = start
+        self.entropies = entropies
+
+    def temperature(self, rows: Sequence[dict[str, float]]) -> float:
+        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor.
+
+        The factor is the ratio of the weighted means of both entropies over the same steps, and counts as e at most.
+        Both runs have the same problems at a step, and entropies of single steps differ far more by their problems.
+        """
+        if not rows:
+            return self.start
+        wanted = self._recent_mean(self.entropies[: len(rows)])
+        reached = self._recent_mean([row["entropy/sampler"] for row in rows])
+        missing = math.log(max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY))
+        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * min(max(missing, -1.0), 1.0))
+        return min(max(moved, self.settings.lowest), self.settings.highest)
+
+    def _recent_mean(self, values: Sequence[float]) -> float:
+        """The mean of `values`, each with 1 − 1 / `average_steps` of the weight of the one after it."""
+        factor = 1 - 1 / self.settings.average_steps
+        weights = [factor**age for age in range(len(values) - 1, -1, -1)]
+        return sum(map(operator.mul, weights, values)) / sum(weights)
+
+
+# The training loop (paper Algorithm 1): roll out with noise, update, log, checkpoint.
+
+_TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
+
+
+def headline(row: Mapping[str, float]) -> str:
+    """What is shown of a step: reward, mean length, KL to the base or else of sampler and trainer, tokens a second."""
+    kl = f"KL {row['reference/kl']:.2g}" if row["reference/kl"] else f"sampler KL {row['mismatch/kl']:.2g}"
+    rate = row["completion_tokens"] / row["seconds/step"]
+    return f"reward {row['reward']:.3f}, length {row['completion_length']:.0f}, {kl}, {rate:,.0f} tokens/s"
+
+
+class Trainer:
+    """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer.
+
+    `metrics` is the file of the metrics. A `thermostat` chooses the temperature of each step after those before.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        policy: Policy,
+        collector: Collector,
+        checkpoints: Checkpoints,
+        metrics: Path,
+        thermostat: Thermostat | None = None,
+    ) -> None:
+        self.processes = Processes()
+        self.settings = settings
+        self.policy = policy
+        self.collector = collector
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.thermostat = thermostat
+        self.noise = Noise(policy.lm, settings.noise, settings.seed)
+        self.updater = Updater(settings, policy, self.processes)
+        self.temperature = settings.rollout.sampling.temperature
+        #: The ids of the problems that some completion has solved.
+        self.solved: set[str] = set()
+        #: The lines of the metrics file.
+        self._lines: list[str] = []
+
+    def run(
+        self, time_limit: float | None = None, end: Announcement | None = None, trackers: Trackers | None = None
+    ) -> list[dict[str, float]]:
+        """Train to the last step, and return the metrics of all steps, which `trackers` get as they come.
+
+        Raises `TimeLimitError` if all steps, including those before a kill, took longer than `time_limit` hours. Raises
+        `Interrupted` after a step during which `end` was announced, with a checkpoint of it.
+        """
+        rows = self._resume()
+        watch = Watch(self.settings, self.collector.task)
+        store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
+        if trackers:  # rows that a kill kept from them
+            trackers.log(rows)
+        writes, last = self.processes.writes, self.settings.steps
+        with showing(last, "steps", len(rows)) if writes else nullcontext(lambda about="": None) as advance:
+            for step in range(len(rows) + 1, last + 1):
+                if time_limit is not None:
+                    self._keep_to(time_limit, rows)
+                if self.thermostat:
+                    self.temperature = self.thermostat.temperature(rows)
+                rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0, watch, store))
+                if writes:
+                    self._write(rows)
+                if trackers:
+                    trackers.log(rows)
+                # All processes must decide alike, also if only one of several machines has the signal.
+                ending = int(self.processes.max(end.number)) if end else 0
+                # The last step needs no checkpoint: the results are written at once.
+                if (ending or step % self.settings.checkpoint_every == 0) and step < last:
+                    self._save(rows)
+                advance(headline(rows[-1]))
+                if ending and step < last:
+                    self.processes.wait()  # the others end when this one does, perhaps amid their checkpoint
+                    raise Interrupted(ending)
+        return rows
+
+    def _keep_to(self, hours: float, rows: list[dict[str, float]]) -> None:
+        # All processes must decide alike, so the longest time counts.
+        if self.processes.max(sum(row["seconds/step"] for row in rows)) < 3600 * hours:
+            return
+        self._save(rows)  # a start with a higher limit continues
+        raise TimeLimitError(
+            f"the run is over its time limit of {hours:g} h after {len(rows)} of {self.settings.steps} steps; raise "
+            "time_limit of its experiment to continue"
+        )
+
+    def step(
+        self, step: int, position: int, watch: Watch | None = None, store: RolloutStore | None = None
+    ) -> dict[str, float]:
+        """Do one rollout and its updates, and return the metrics; earlier steps have used `position` problems.
+
+        `watch` and `store` see the rollout; benches, which call this, have neither.
+        """
+        with seconds() as total, self.noise.at(step, self.settings.steps) as report:
+            with seconds() as sync_time:
+                # After the noise is set: the sampler reads it, or copies it, here.
+                self.collector.sampler.sync()
+            with seconds() as rollout_time:
+                rollout = self.collector.collect(step, position, self._behaviour(step))
+            if watch:
+                watch.observe(step, rollout, self.processes.writes)
+            # The update is that of the policy without noise, so that its gradient is at the weights that stay. With
+            # the other mode it has the rollout's noise, so that both compute the same probabilities.
+            if self.settings.noise.mode == "sampler":
+                self.noise.clear()
+            self.updater.weights.end_rollout(self.collector.sampler)
+            self.solved |= {group.problem.id for group in rollout.groups if group.solved}
+            stored = store.begin(step, rollout) if store else None
+            with seconds() as update_time, _remedied():
+                update = self.updater.update(step, rollout.samples, self.temperature, stored)
+            if stored:
+                stored.write()
+        completed = rollout.metrics["completion_tokens"]
+        read = sum(s.length for s in rollout.samples) * self.settings.loss.updates_per_rollout
+        return {
+            "step": step,
+            **rollout.metrics,
+            "discovery": len(self.solved) / len(self.collector.task.problems),
+            **update,
+            "temperature": self.temperature,
+            "noise/sigma": report.sigma,
+            "noise/norm": report.norm,
+            "tokens_per_second/rollout": completed / rollout_time.value,
+            "tokens_per_second/update": read / update_time.value,
+            "seconds/sync": sync_time.value,
+            "seconds/rollout": rollout_time.value,
+            "seconds/update": update_time.value,
+            "seconds/step": total.value,
+            "memory_bytes": peak_memory_bytes(),
+        }
+
+    def _behaviour(self, step: int) -> Behaviour:
+        def perturb(completion: int) -> None:
+            self.noise.set(step, self.settings.steps, completion)
+            self.collector.sampler.sync()
+
+        noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
+        return Behaviour(self.temperature, perturb if noisy else None)
+
+    def trained_policy(self) -> Policy:
+        """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
+        return self.updater.weights.whole_policy(self.collector.sampler)
+
+    # --- state ---
+
+    @cached_property
+    def _shared(self) -> ShardedCheckpoints | None:
+        """The checkpoints of a policy that is trained in full, which have shards of all processes."""
+        if self.policy.peft is not None:
+            return None
+        from qerl.rl.checkpoint import ShardedCheckpoints
+
+        return ShardedCheckpoints(self.checkpoints.folder, self.checkpoints.fingerprint, self.processes)
+
+    def _save(self, rows: list[dict[str, float]]) -> None:
+        """Save a checkpoint. Every process calls this, because each may have a part of the state."""
+        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
+        progress = {"rows": rows, "solved": sorted(self.solved)}
+        if self._shared:
+            self._shared.save(len(rows), trained, optimizer, progress)
+        elif self.processes.writes:
+            weights = {name: parameter.detach() for name, parameter in trained.items()}
+            choices = self.updater.choices and asdict(self.updater.choices)
+            state = {"trained": weights, "optimizer": optimizer.state_dict(), **progress, "choices": choices}
+            self.checkpoints.save(len(rows), state)
+
+    def _resume(self) -> list[dict[str, float]]:
+        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
+        progress = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
+        rows: list[dict[str, float]] = progress["rows"] if progress else []
+        self.solved = set(progress["solved"] if progress else ())
+        # Passes compute with rounded copies of weights that are trained in 16 bits; the checkpoint has the exact ones.
+        self.policy.use_trained()
+        if rows and self.processes.writes:
+            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
+        return rows
+
+    def _restore(
+        self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any] | None:
+        state = self._stored()
+        if state is None:
+            return None
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(state["trained"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        # What free memory decided at first holds for the whole run: it changes the last bits.
+        self.updater.choices = state["choices"] and Choices(**state["choices"])
+        return state
+
+    def _stored(self) -> dict[str, Any] | None:
+        """The newest state. Machines need not share its folder, so there it is the first process's."""
+        if self.settings.nodes == 1:
+            return self.checkpoints.load(self.policy.device)
+        return self.processes.from_first(self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None)
+
+    def _write(self, rows: list[dict[str, float]]) -> None:
+        """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
+        self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
+        write_text(self.metrics, "".join(self._lines))
+
+
+@contextmanager
+def _remedied() -> Iterator[None]:
+    """A context in which an update's lack of memory is said with its remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
+
+
+# A run, from and to files.
 
 
 def make_policy(settings: RunSettings, checkpoint: Path) -> Policy:
@@ -91,18 +465,20 @@ def train_run(job: TrainJob) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
-    (`qerl.host.lease.alone`). On several machines the first one
-    writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
-    of memory, over `time_limit` or diverges, or if the run that it follows did so.
+    (`qerl.host.lease.alone`). On several machines the first one writes. `job.out` is written only at the end; with
+    `on_failure: row` also if the run is out of memory, over `time_limit` or diverges, or if the run that it follows
+    did so.
     """
     # A note of an earlier attempt would pass for the cause of this one's failure.
     forget(job.work)
     state, first = _state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
+    nodes, timeout = job.settings.nodes, job.settings.node_timeout
     try:
-        shared = {"nodes": job.settings.nodes, "node_timeout": job.settings.node_timeout}
-        run_in_processes(job.settings.processes, _train, job, state, **shared)
+        if not start_processes(job.settings.processes, _train, job, state, nodes=nodes, node_timeout=timeout):
+            with connected(nodes, timeout):
+                _train(job, state)
     except (RuntimeError, MemoryError, ValueError):
         # Only failures that the processes noted can be rows: a defect or a full disk isn't a result.
         cause = failure(job.work)
@@ -142,19 +518,17 @@ def _train(job: TrainJob, state: Path) -> None:
             rows = trainer.run(job.time_limit, end, trackers)
         # Before the whole policy is gathered, whose memory isn't that of training.
         peak = trainer.processes.max(peak_memory_bytes())
-        whole = trainer.trained_policy()
+        policy = trainer.trained_policy()
         if trainer.processes.writes:
-            _write_result(job, trainer, whole, rows, peak)
+            _write_result(job, trainer, policy, rows, peak)
 
 
-def _write_result(
-    job: TrainJob, trainer: Trainer, whole_policy: Policy, rows: list[dict[str, float]], peak: float
-) -> None:
+def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[dict[str, float]], peak: float) -> None:
     """Write policy, metrics and run.json; `peak` is this attempt's largest memory in any process, in bytes."""
     trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
     bytes_of_weights = weight_bytes(trainer.policy)
-    _save(whole_policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
+    _save(policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
         seconds=sum(row["seconds/step"] for row in rows),

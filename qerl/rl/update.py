@@ -19,8 +19,7 @@ from qerl.rl.graphs import PassGraphs, padded_tokens, pass_graphs
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
-from qerl.rl.parallel import Processes
-from qerl.rl.sharding import placed
+from qerl.rl.parallel import Processes, placed
 from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
 from qerl.settings.run import LossSettings, OptimizerSettings, RunSettings
 
@@ -176,14 +175,14 @@ _SUMS = tuple(one.name for one in fields(UpdateStats) if one.name != "max_ratio"
 # Shapes: N sequences, T completion tokens.
 
 
-class Look(Protocol):
+class Observer(Protocol):
     """An observer of the first update, which must not change what it sees."""
 
     @property
     def index(self) -> Collection[int]:
-        """The completions that it looks at. Those that are silent are read for it."""
+        """The completions that it observes. Those that are silent are read for it."""
 
-    def look(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
+    def observe(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
         """See a micro-batch with the entropies of its tokens [N, T], zero for completions that it lacks."""
 
 
@@ -259,12 +258,13 @@ class Updater:
         return Choices(*(-int(self.processes.max(-most)) for most in (logits, graphs)))
 
     def update(
-        self, step: int, samples: list[Sample], temperature: float | None = None, look: Look | None = None
+        self, step: int, samples: list[Sample], temperature: float | None = None, observer: Observer | None = None
     ) -> dict[str, float]:
         """Do all updates on one rollout, and return their metrics.
 
-        `temperature` is that at which they were drawn, by default that of the settings. `look` sees each micro-batch of
-        the first update in this process, with the entropies of its tokens. It changes neither policy nor metrics.
+        `temperature` is that at which they were drawn, by default that of the settings. `observer` sees each
+        micro-batch of the first update in this process, with the entropies of its tokens. It changes neither policy nor
+        metrics.
 
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
         over all updates; the others come from the first update, by the policy that sampled.
@@ -273,11 +273,12 @@ class Updater:
         loss = self.settings.loss
         silent = find_silent(samples, self.settings, step)
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count)
-        whole = self._batch_size(samples, len(indices))
+        size = self._batch_size(samples, len(indices))
         batches = self._micro_batches(samples, indices, silent.index)
         sampled = self._read_only(samples, silent.sampled)
         # Stored completions that the sample lacks; they count in no metric, so that storing changes none.
-        shown = self._read_only(samples, sorted(silent.index & {*look.index} - {*silent.sampled}) if look else [])
+        unread = silent.index & {*observer.index} - {*silent.sampled} if observer else set[int]()
+        shown = self._read_only(samples, sorted(unread))
         self._choose_passes(samples, indices)
 
         stats, norms = UpdateStats(), []
@@ -287,8 +288,8 @@ class Updater:
                 first = number == 0
                 with self._casts.unchanged():
                     if first:  # before any gradient, while the policy is the one that sampled
-                        of_silent = self._read(sampled, look)
-                        self._read(shown, look)
+                        of_silent = self._read(sampled, observer)
+                        self._read(shown, observer)
                         estimates = self._estimates(batches)
                     self._clear_gradients(batches)
                     for place, batch in enumerate(batches):
@@ -309,17 +310,17 @@ class Updater:
                                 entropy_NT=entropy_NT if loss.entropy else None,
                             ),
                             loss,
-                            whole,
+                            size,
                         )
                         if outputs.loss.requires_grad:  # unless all completions are silent
                             outputs.loss.backward()
                         stats += _counted(outputs, first)
                         if loss.name == "ppo":
-                            stats += self._fit_values(batch, estimates.targets[place], whole)
+                            stats += self._fit_values(batch, estimates.targets[place], size)
                         if first:
                             stats += _compare(batch, old_logprobs_NT, entropy_NT, reference_logprobs_NT)
-                            if look:
-                                look.look(batch, entropy_NT.detach())
+                            if observer:
+                                observer.observe(batch, entropy_NT.detach())
                 norms.append(self._optimize())
         if not self._in_graphs:
             self.policy.lm.eval()
@@ -428,14 +429,14 @@ class Updater:
             return self._forward(batch, in_graphs=False)[0]
 
     @torch.no_grad()
-    def _read(self, batches: list[MicroBatch], look: Look | None) -> UpdateStats:
+    def _read(self, batches: list[MicroBatch], observer: Observer | None) -> UpdateStats:
         """Statistics of micro-batches that have no gradient."""
         stats = UpdateStats()
         for batch in batches:
             logprobs_NT, entropy_NT = self._forward(batch)
             stats += _compare(batch, logprobs_NT, entropy_NT)
-            if look:
-                look.look(batch, entropy_NT)
+            if observer:
+                observer.observe(batch, entropy_NT)
         return stats
 
     # --- gradients and the optimizer ---
@@ -513,7 +514,7 @@ class Updater:
         metrics = {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
         return _Estimates(advantages, targets, metrics)
 
-    def _fit_values(self, batch: MicroBatch, targets: _ValueTargets, whole: BatchSize) -> UpdateStats:
+    def _fit_values(self, batch: MicroBatch, targets: _ValueTargets, size: BatchSize) -> UpdateStats:
         """Add the gradient of the value's loss; returns the loss and the share of clipped values."""
         ppo = self.settings.loss.ppo
         self._choose_recomputed(batch)
@@ -524,7 +525,7 @@ class Updater:
                 targets.returns_NT,
                 self._loss_mask(batch),
                 ppo.value_clip,
-                whole.tokens,
+                size.tokens,
             )
             (ppo.value_coefficient * loss).backward()
         return UpdateStats(value_loss=loss.item(), value_clipped=clipped.item())

@@ -311,6 +311,10 @@ def _is_whole(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
+#: A path as an argument of the library.
+PathLike = str | Path
+
+
 def path_argument(value: Any, what: str) -> Path:
     """The path that a function's argument `what` names. Raises `ConfigError` for a value that can't name a file."""
     if not isinstance(value, (str, os.PathLike)):

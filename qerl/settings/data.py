@@ -205,7 +205,7 @@ class DatasetSettings(Settings):
         return self.origin.folder if isinstance(self.origin, HubData) else None
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def form(self) -> dict[str, Any]:
         """The settings of prompt and answer, which can be applied to other problems too."""
         keys = ("instruction", "answer", "units", "thinking", "date")
         return {key: getattr(self, key) for key in keys}

@@ -9,7 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
 
-WeightFormat = Literal["bf16", "nf4", "mxfp4", "nvfp4"]
+PackedFormat = Literal["nf4", "mxfp4", "nvfp4"]
+WeightFormat = Literal["bf16", PackedFormat]
 
 #: The formats of a policy that is merged into one checkpoint.
 MergedFormat = Literal["bf16", "nvfp4"]

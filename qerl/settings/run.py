@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -293,6 +294,36 @@ class NoiseSettings(Settings):
         if not 0 < self.sigma_end <= self.sigma_start:
             raise ValueError("noise.sigma_end must be above 0 and not above noise.sigma_start for a decaying schedule")
         return self
+
+    def sigma(self, step: int, total_steps: int) -> float:
+        """Standard deviation of the noise at `step` (1-based) of `total_steps`.
+
+        With M steps and K stages, the stage is k = floor((step - 1) / floor(M / K)), at most K - 1; stage 0 has no
+        noise (Eq. 8). With fewer steps than stages (M < K), each step is a stage: k = step - 1, which stays below
+        K - 1. The paper gives no formulas for the decays besides `exponential`; they run from sigma_start in stage 1
+        to sigma_end in stage K - 1. `constant` is sigma_start in every stage, including stage 0.
+        """
+        if self.schedule == "off":
+            return 0.0
+        start, end = self.sigma_start, self.sigma_end
+        if self.schedule == "constant":
+            return start
+        # The last stage takes the steps that K leaves over.
+        stage = min((step - 1) // max(total_steps // self.stages, 1), self.stages - 1)
+        if stage == 0:
+            return 0.0
+        # Eq. 8 as printed, whose last stage stops at 6.98e-4 for 1e-2 -> 5e-4 and K = 10.
+        if self.schedule == "exponential":
+            return start * (end / start) ** ((stage - 1) / (self.stages - 1))
+        progress = (stage - 1) / (self.stages - 2)
+        remaining = {
+            # As in the released code, which stretches the exponent so that the last stage reaches sigma_end.
+            "exponential-reaching": lambda: (start * (end / start) ** progress - end) / (start - end or 1.0),
+            "linear": lambda: 1 - progress,
+            "cosine": lambda: (1 + math.cos(math.pi * progress)) / 2,
+            "logarithmic": lambda: 1 - math.log(1 + stage - 1) / math.log(self.stages - 1),
+        }[self.schedule]()
+        return end + (start - end) * remaining
 
 
 class ThermostatSettings(Settings):

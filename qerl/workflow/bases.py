@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
-from qerl.checkpoints.files import CONFIG
+from qerl.checkpoints.files import (
+    CONFIG,
+    CheckpointError,
+    check_base,
+    check_checkpoint,
+    check_no_file,
+    check_tokenizer,
+    weights_format_of,
+)
 from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachable, read_lock, verify
+from qerl.host.console import console, log
 from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs import FetchJob, QuantizeJob
-from qerl.results.paths import CHECKPOINT, REPORT
 from qerl.results.schema import Provenance, QuantizationReport
 from qerl.results.store import write
 from qerl.settings.base import ConfigError
-from qerl.settings.models import Base, LockedRepo
+from qerl.settings.models import LockedRepo
+
+#: The revision of a model of the hub that names none.
+MAIN_BRANCH = "main"
+#: A model of the hub as users name it.
+HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 def fetch_base(job: FetchJob) -> None:
@@ -23,14 +38,14 @@ def fetch_base(job: FetchJob) -> None:
 
 
 def quantize_base(job: QuantizeJob) -> None:
-    """Make a base in one weight format: a folder with `checkpoint` and `report.json`."""
+    """Make a base in one weight format."""
     if job.data is None:
         with imports(OPTIONAL):  # rounding to nearest needs no optional package
             from qerl.models.quantize import SCHEMES
 
             if job.base.rounded in SCHEMES:
                 import llmcompressor  # noqa: F401
-    make_checkpoint(job.base, job.source, job.out / CHECKPOINT, job.out / REPORT, job.data)
+    make_checkpoint(job)
 
 
 def fetch_model(
@@ -83,22 +98,23 @@ def _download(repo: str, revision: str, target: Path | None, files: list[str], u
         ) from error
 
 
-def make_checkpoint(base: Base, source: Path, checkpoint: Path, report: Path, data: Path | None = None) -> None:
-    """Make the checkpoint of a base of the dense `source`, and a JSON report about it; for bf16 the source is linked.
-
-    `data` is the prepared data set on which AWQ calibrates.
-    """
+def make_checkpoint(job: QuantizeJob) -> None:
+    """Make the checkpoint of a base, and a report about it. For bf16, and without a report, the source is linked."""
     from qerl.models.quantize import Calibration, quantize_checkpoint
 
+    base = job.base
+    if job.report is None:
+        link_checkpoint(job.source, job.out)
+        return
     texts = None
     if base.calibration:
-        assert data is not None
-        texts = Calibration(base.calibration, data)
-    about = quantize_checkpoint(source, checkpoint, base.weights, texts, base.error, base.packed_nets)
+        assert job.data is not None
+        texts = Calibration(base.calibration, job.data)
+    about = quantize_checkpoint(job.source, job.out, base.weights, texts, base.error, base.packed_nets)
     if base.rounded == "bf16":
-        link_checkpoint(source, checkpoint)
+        link_checkpoint(job.source, job.out)
     content = {"model": base.model, "weights": base.weights, **about, "provenance": Provenance.of_now()}
-    write(report, QuantizationReport.model_validate(content))
+    write(job.report, QuantizationReport.model_validate(content))
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
@@ -112,3 +128,53 @@ def link_checkpoint(source: Path, target: Path) -> None:
         if file.is_file() and not file.name.startswith(".") and not (target / file.name).exists():
             to = file.resolve() if source.is_absolute() else os.path.relpath(file, target)
             os.symlink(to, target / file.name)
+
+
+# Bases that users name: a folder, or a model of the hub.
+
+
+def model_folder(model: str, check: Callable[[Path], object] | None = None) -> Path:
+    """The folder of a model. A model of the hub is downloaded to the hub's cache, if its configuration passes `check`.
+
+    By default its structure is checked.
+    """
+    if (folder := Path(model)).is_dir():
+        return folder
+    check_no_file(folder)
+    named = HUB_MODEL.fullmatch(model)
+    # If the parent folder exists, the name is a misspelt folder and not a model of the hub.
+    if named is None or not (named["revision"] or not folder.parent.is_dir()):
+        raise CheckpointError(
+            f"model folder {model} doesn't exist; give a folder in the hub's layout, or a model of the hub: org/name, "
+            "or org/name@revision"
+        )
+    with redirect_stderr(console().file):  # the bars of a download belong on the screen
+        fetched = fetch_model(named["repo"], named["revision"] or MAIN_BRANCH, check=check)
+    log.info("%s of the hub is commit %s", named["repo"], fetched.name)
+    return fetched
+
+
+def base_folder(model: str, weights: str | None = None, check: Callable[[Path], object] | None = None) -> Path:
+    """The folder of a base, checked: dense, or in the format `weights` already.
+
+    A model of the hub is downloaded if its configuration passes `check`.
+    """
+    folder = model_folder(model, check)
+    if weights is not None:
+        check_weights(folder, weights)
+    if weights != weights_format_of(folder):
+        check_base(folder)
+    else:
+        check_checkpoint(folder)
+        check_tokenizer(folder)
+    return folder
+
+
+def check_weights(folder: Path, weights: str) -> None:
+    """Raise `CheckpointError` unless the configuration in `folder` is that of dense weights, or of the format asked."""
+    stored = weights_format_of(folder)
+    if stored not in (weights, "bf16"):
+        raise CheckpointError(
+            f"{folder} is quantized already ({stored}), and the run asks for weights={weights}; set weights={stored}, "
+            "which uses it as it is, or give the dense checkpoint"
+        )

@@ -45,13 +45,13 @@ class ModelCheck:
         valid.
         """
         runs = [run.model_dump(mode="json", include=CHECKED) for run in self.runs]
-        looked_at = {
+        content = {
             "model": self.model,
             "runs": json.dumps(runs),
             "evaluation": self.evaluation.model_dump_json(),
             "datasets": self.datasets,
         }
-        return f"{self.model}-{hashlib.sha256(json.dumps(looked_at).encode()).hexdigest()[:8]}"
+        return f"{self.model}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]}"
 
 
 def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
@@ -62,8 +62,8 @@ def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
 
 def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
     """The check that precedes an evaluation."""
-    asked = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
-    return _check(plan, evaluation.base.model, [], asked)
+    tasks = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
+    return _check(plan, evaluation.base.model, [], tasks)
 
 
 def _check(plan: Plan, model: str, runs: list[RunSettings], tasks: list[TaskSettings]) -> ModelCheck:
@@ -188,9 +188,9 @@ def _check_lengths(plan_: Plan) -> None:
 
 def _check_test_splits(plan_: Plan) -> None:
     """Check that evaluated data sets have a test split, as far as the configuration states it."""
-    asked = {task for evaluation in plan_.evaluations.values() for task in evaluation.tasks}
+    evaluated = {task for evaluation in plan_.evaluations.values() for task in evaluation.tasks}
     for name in dict.fromkeys(task.dataset for task in plan_.config.evaluation.tasks if task.split == "test"):
-        if name not in asked:
+        if name not in evaluated:
             continue
         origin = plan_.config.datasets[name].origin
         if isinstance(origin, HubData) and "test" not in origin.splits:

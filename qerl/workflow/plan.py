@@ -47,7 +47,7 @@ def shortened(config: Config) -> Config:
         record_format = check_problem_file(config.problems)
         origin = {"source": "local", "path": config.problems}
         same = next((known for known in config.datasets.values() if known.format == record_format), None)
-        values = {"format": record_format, "origin": origin, **(same.asked if same else {})}
+        values = {"format": record_format, "origin": origin, **(same.form if same else {})}
         dataset = parse(DatasetSettings, values, "problems")
         changes["datasets"] = {**config.datasets, problems: dataset}
         task = TaskSettings(dataset=problems, harness=harness_of(record_format))
@@ -218,10 +218,10 @@ def plan(config: Config) -> Plan:
         if evaluation.id in evaluations:
             raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
         evaluations[evaluation.id] = evaluation
-    made = Plan(config, trained, timed, checkpoints, evaluations)
-    check_followed(made)
-    check_drift(made)
-    return made
+    result = Plan(config, trained, timed, checkpoints, evaluations)
+    check_followed(result)
+    check_drift(result)
+    return result
 
 
 def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:
@@ -232,9 +232,9 @@ def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[
     for id, run in trained.items():
         for base in (Base(run.settings.model, "bf16"), run.settings.base):
             of_base.setdefault(base, set()).update(of_run[id])
-    for base, asked in of_base.items():
-        if asked:
-            yield PlannedEvaluation(f"base-{base.name}", base, None, tuple(task for task in every if task in asked))
+    for base, tasks in of_base.items():
+        if tasks:
+            yield PlannedEvaluation(f"base-{base.name}", base, None, tuple(task for task in every if task in tasks))
     for id, run in trained.items():
         if of_run[id]:
             yield PlannedEvaluation(id, run.settings.base, run, of_run[id])
@@ -310,10 +310,10 @@ def fitting(plan_: Plan) -> list[str]:
 
 # The plan of a call of Snakemake.
 
-Asked = TypeVar("Asked", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def with_signature(function: Asked) -> Asked:
+def with_signature(function: Function) -> Function:
     """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
     function.__signature__ = signature(function)  # type: ignore[attr-defined]
     return function

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import CONFIG, check_room, read_config, usable_length, weights_format_of
 from qerl.data.prompts import Thinking, check_lengths, check_template, longer_than
+from qerl.data.records import DataError
+from qerl.data.sources import read_meta
 from qerl.evals.evaluate import open_task
 from qerl.host.console import log
 from qerl.jobs import CheckJob
@@ -64,34 +66,39 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
     """Raise an error if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
     architecture, tokenizer = read_config(model), load_tokenizer(model)
     check_template(tokenizer, architecture["vocab_size"])
-    _tell_unused_end(model, tokenizer)
+    _warn_of_unused_end(model, tokenizer)
     lines: set[str] = set()
     for data, rollout in runs:
+        rows = read_meta(data).rows
+        if not rows["train"]:
+            others = sum(rows.values())
+            why = f"all {others} are held out" if others else "all were dropped, as their answers contradict each other"
+            raise DataError(f"dataset has no training problems, since {why}; give it more problems, or a split train")
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         task = Task.of(data)
         if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
             log.info("%s", line)
             lines.add(line)
-        _tell_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
+        _warn_of_few_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
 
 
-def _tell_problems(given: int, kept: int, rollout: RolloutSettings) -> None:
+def _warn_of_few_problems(given: int, left: int, rollout: RolloutSettings) -> None:
     """Say how many problems are too long, and warn if there are fewer than a step draws."""
-    if kept < given:
+    if left < given:
         log.info(
-            "rollout.max_prompt_tokens=%d leaves %d of %d training problems", rollout.max_prompt_tokens, kept, given
+            "rollout.max_prompt_tokens=%d leaves %d of %d training problems", rollout.max_prompt_tokens, left, given
         )
-    if kept < rollout.prompts:
+    if left < rollout.prompts:
         log.warning(
             "%d training problems are fewer than rollout.prompts=%d, so each step draws some of them several times; "
             "lower rollout.prompts, or give more problems",
-            kept,
+            left,
             rollout.prompts,
         )
 
 
-def _tell_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _warn_of_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn if the tokenizer's end of text doesn't end completions, as after fine-tuning a base on a chat template."""
     file = next(path for path in (model / "generation_config.json", model / CONFIG) if path.is_file())
     stated: dict[str, Any] = read_config(model) if file.name == CONFIG else json.loads(file.read_text(encoding="utf-8"))
@@ -118,9 +125,9 @@ def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mappin
     check_served(config, settings)
     context, tokenizer = usable_length(read_config(model), settings), load_tokenizer(model)
     for task in settings.tasks:
-        asked, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
+        problems, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
         check_room(context, limit, f"max_tokens of the evaluation on {task.label}")
-        if context is not None and asked.stock is None:
-            longer = longer_than(context - limit, tokenizer, asked.problems, asked.instruction, asked.date)
+        if context is not None and problems.stock is None:
+            longer = longer_than(context - limit, tokenizer, problems.problems, problems.instruction, problems.date)
             remedy = f"or take these problems out of the test split of {task.dataset}"
-            check_lengths(longer.values(), len(asked.problems), context, limit, remedy)
+            check_lengths(longer.values(), len(problems.problems), context, limit, remedy)

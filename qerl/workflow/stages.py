@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qerl import jobs
 from qerl.data.inputs import content_of, hash_of
-from qerl.results.paths import METRICS, POLICY, REPORT, RESULT, RUN, SAMPLES_PAGE, VERDICT
+from qerl.results.paths import METRICS, POLICY, PRETRAIN, REPORT, RESULT, RUN, SAMPLES_PAGE, VERDICT
 from qerl.settings.base import ConfigError
-from qerl.settings.models import HubModel, LocalModel, PretrainSettings
-from qerl.settings.workflow import Config, GateSettings, RolloutBench
+from qerl.settings.models import Base, HubModel, LocalModel, PretrainSettings
+from qerl.settings.workflow import Config, GateSettings, RolloutBench, StudySettings
 from qerl.workflow.checks import ModelCheck, checks, evaluation_check, run_check
 from qerl.workflow.grid import measured_files, point_jobs
 from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED, Files
-from qerl.workflow.runs import Plan
+from qerl.workflow.plan import with_signature
+from qerl.workflow.runs import Plan, PlannedRun
 
 # The key of a workload; gates compare only results with the same key.
 
@@ -46,6 +47,9 @@ def workload_key(config: Config) -> str:
     return digest.hexdigest()[:12]
 
 
+#: Problems and completions of each on which the doses of a study are measured.
+DOSE_PROBLEMS, DOSE_COMPLETIONS = 128, 4
+
 T = TypeVar("T")
 #: A rule, and the name of one of its jobs if it has several.
 Call = tuple[str, ...]
@@ -65,6 +69,32 @@ class Jobs:
         """The job of a rule. Snakemake asks for each a dozen times."""
         job: jobs.Job = self._job(rule, *names)
         return job
+
+    # --- what a rule takes from its job, by its wildcards
+
+    def value(self, rule: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A value of a rule's job."""
+        return with_signature(lambda wildcards: value(self.of(rule, *wildcards)))
+
+    def gpus(self, rule: str) -> dict[str, Callable[[Any], int]]:
+        """The GPUs of a job, and the same in percent of a GPU, of which a profile may give a part (profiles/shared)."""
+        return {
+            "gpu": self.value(rule, lambda job: job.gpus),
+            "gpu_percent": self.value(rule, lambda job: 100 * job.gpus),
+        }
+
+    def params(self, rule: str) -> dict[str, Callable[..., Any]]:
+        """The parameters of a rule: its job as JSON, and what decides the job's result.
+
+        Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does.
+        So a job reruns for its settings (also those of what it reads), its code, and the content of the user's files.
+        """
+        return {
+            "job": with_signature(lambda wildcards, input: self.of(rule, *wildcards).model_dump_json()),
+            "decides": with_signature(lambda wildcards: self.deciding(rule, *wildcards)),
+            "code": self.value(rule, lambda job: job.code),
+            "content": with_signature(lambda wildcards: self.content(rule, *wildcards)),
+        }
 
     # --- data and bases
 
@@ -122,12 +152,13 @@ class Jobs:
     def quantize(self, checkpoint: str) -> jobs.QuantizeJob:
         """Make a base in one weight format."""
         base = self._plan.checkpoints[checkpoint]
-        made = base.calibration
+        calibration = base.calibration
         return jobs.QuantizeJob(
             base=base,
             source=self.files.dense(base.model),
-            data=self.files.data(str(made.dataset)) if made else None,
-            out=self.files.quantized(base.name),
+            data=self.files.data(str(calibration.dataset)) if calibration else None,
+            report=self.files.quantized(base.name) / REPORT,
+            out=self.files.checkpoint(base),
         )
 
     # --- runs and evaluations
@@ -254,17 +285,62 @@ class Jobs:
 
     # --- the study
 
-    def gather(self, scope: str) -> jobs.GatherJob:
-        """Gather the data of a study's runs."""
-        from qerl.workflow.study_jobs import gather_job
+    @property
+    def _study(self) -> StudySettings:
+        assert self._config.study is not None
+        return self._config.study
 
-        return gather_job(self._plan, self.files, scope)
+    @property
+    def _studied(self) -> list[PlannedRun]:
+        """The runs that the study compares."""
+        named = {studied.experiment for studied in self._study.experiments}
+        return [run for run in self._plan.runs.values() if run.experiment in named]
+
+    def gather(self, scope: str) -> jobs.GatherJob:
+        """Gather the data of all planned runs of a study, or of the finished ones."""
+        sizes = {studied.experiment: studied.size for studied in self._study.experiments}
+        models, evaluation = self._config.models, self._config.evaluation
+        return jobs.GatherJob(
+            study=self._config.name,
+            decides=self._study.decides,
+            experiments=sizes,
+            sizes={run.settings.model: sizes[run.experiment] for run in self._studied},
+            protocol=self._study.protocol,
+            pretrained={
+                name: self.files.dense(name) / PRETRAIN
+                for name in sorted({run.settings.model for run in self._studied})
+                if isinstance(models[name], PretrainSettings)
+            },
+            tasks={
+                task.label: (task.dataset, task.split, evaluation.sampling_of(task).temperature)
+                for task in evaluation.tasks
+            },
+            results=self.files.listed,
+            only_finished=scope == FINISHED,
+            out=self.files.study_folder(scope),
+        )
 
     def dose(self, model: str) -> jobs.DoseJob:
-        """Measure the doses of a study on an untrained base."""
-        from qerl.workflow.study_jobs import dose_job
-
-        return dose_job(self._plan, self.files, model)
+        """Measure the dose of each arm with another base than BF16, or noise, as its run of the least seed begins."""
+        exact = Base(model, "bf16")
+        arms: dict[str, jobs.DosedArm] = {}
+        for run in sorted(self._studied, key=lambda run: run.settings.seed):
+            noise = run.settings.noise
+            sigma = 0.0 if noise.schedule == "off" else noise.sigma_start
+            if run.settings.model == model and (sigma or run.settings.base.name != exact.name):
+                checkpoint = self.files.checkpoint(run.settings.base)
+                arms.setdefault(run.arm, jobs.DosedArm(checkpoint=checkpoint, sigma=sigma))
+        task = self._config.evaluation.tasks[0]
+        changes = {"tasks": [task], "repeats": DOSE_COMPLETIONS, "dtype": "float32"}
+        return jobs.DoseJob(
+            model=model,
+            checkpoint=self.files.checkpoint(exact),
+            arms=arms,
+            data=self.files.data(task.dataset),
+            settings=self._config.evaluation.model_copy(update=changes),
+            problems=DOSE_PROBLEMS,
+            out=self.files.doses(model),
+        )
 
     def page(self, scope: str) -> jobs.PageJob:
         """Make the page of a study's data."""
@@ -339,8 +415,8 @@ class Jobs:
 
     def _all_deciding(self, *call: str) -> str:
         job = self.of(*call)
-        made = self._made_by(job)
-        return f"{job.deciding} {_hash(map(self._version, made))}" if made else job.deciding
+        makers = [other for other in self._made_by(job) if other != call]
+        return f"{job.deciding} {_hash(map(self._version, makers))}" if makers else job.deciding
 
     def _new_version(self, call: Call) -> str:
         """Hash of all that decides the result of a job."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl.cli.workflow import run_job
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
 from tests import jobs
 from tests.jobs import train_job, write_inputs
 
@@ -35,7 +35,7 @@ class Run:
         settings = parse(RunSettings, {**SETTINGS, **(changes or {})}, "test")
         sys.modules.pop("fault_reward", None)
         out = Path(f"{self.out}{name}")
-        dispatch.run(train_job(settings, self.base, self.data, Path(f"{self.work}{name}"), out, id="r", **row))
+        run_job(train_job(settings, self.base, self.data, Path(f"{self.work}{name}"), out, id="r", **row))
         return read_rows(out / "metrics.jsonl")
 
     def reward(self, text: str) -> None:

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from qerl import __main__, api
-from qerl.checkpoints.files import CheckpointError
+from qerl import __main__
+from qerl.checkpoints.files import RUN_FILE, CheckpointError
 from qerl.data.records import DataError
 from qerl.data.sources import read_split
 from qerl.host.provenance import check_writable, write_json, writing
@@ -26,6 +26,7 @@ from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import AdapterSettings, RunSettings
+from qerl.workflow import run_folder
 from tests.faults.conftest import forked, ordinary_user, read_rows, untimed
 from tests.jobs import train_job
 from tests.unit.report.test_samples import rollout, write_steps
@@ -103,15 +104,15 @@ def test_trained_files_are_on_the_disk_before_run_json_says_so(run, monkeypatch)
 
 def test_a_run_by_hand_cut_off_at_once_can_be_started_again(run):
     values = {"model": str(run.base), "dataset": {"format": "gsm8k", "origin": {"source": "generated"}}}
-    settings = api._read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
+    settings = run_folder.read_run({**values, "weights": "bf16"}, run.folder / "by-hand")
 
     def write():
-        cut_before(api.RUN_FILE)
-        api._write_run_file(settings)
+        cut_before(RUN_FILE)
+        run_folder.write_settings(settings)
 
     assert forked(write) == CUT
     assert [file.name for file in (run.folder / "by-hand").iterdir()] == ["run.yaml.partial"]
-    api._check_same(run.folder / "by-hand", settings)
+    run_folder.check_same(settings)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -62,8 +62,7 @@ def train(case: str, folder: Path, share: float) -> None:
     from qerl.models.random import TEXTS, random_policy, write_tokenizer
     from qerl.rl.checkpoint import Checkpoints
     from qerl.rl.rollouts import Collector, Task
-    from qerl.rl.train import prepared
-    from qerl.rl.trainer import Trainer
+    from qerl.rl.train import Trainer, prepared
     from qerl.rollout.factory import make_sampler
     from qerl.settings.base import parse
     from qerl.settings.models import Base

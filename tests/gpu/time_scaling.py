@@ -27,7 +27,7 @@ from qerl.host.console import configure_logging
 from qerl.models.random import TEXTS, write_checkpoint
 from qerl.results.paths import POLICY, ROLLOUTS
 from qerl.rl import train
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import DatasetSettings, Generated
 from tests.jobs import train_job

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qerl.checkpoints.files import CheckpointError
-from qerl.doctor import asked_model, diagnose
+from qerl.doctor import candidate, diagnose
 from qerl.models.loading import load_model
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import Calibration, quantize_checkpoint, write_equalised
@@ -68,7 +68,7 @@ def test_gpt_oss_as_published_is_quantized_already(bases, tmp_path):
 @families
 def test_the_doctor_notes_which_samplers_refuse_a_family(bases, name):
     refused = row(FAMILIES[name]).refused
-    notes = "; ".join(diagnose(asked_model(str(dense(bases, name)), None), None).notes)
+    notes = "; ".join(diagnose(candidate(str(dense(bases, name)), None), None).notes)
     assert ("the native engine supports" in notes) == ("engine" in refused)
     assert ("sampling by vLLM is tested with" in notes) == ("vLLM" in refused)
     assert all(refused[sampler] in notes for sampler in refused.keys() & {"engine", "vLLM"})

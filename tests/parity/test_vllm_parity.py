@@ -23,7 +23,7 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer
 from qerl.rollout.eager import NativeSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams

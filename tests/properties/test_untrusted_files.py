@@ -418,7 +418,7 @@ def test_a_pickle_is_no_file_of_problems(tmp_path, canary, suffix):
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 #: Where code of the user is imported, and where this package imports itself, from fixed tables of names.
-IMPORTERS = {"qerl/host/imports.py", "qerl/__init__.py", "qerl/workflow/dispatch.py"}
+IMPORTERS = {"qerl/host/imports.py", "qerl/__init__.py", "qerl/cli/workflow.py"}
 #: Where a library's pickles are read, by an unpickler that refuses names other than its own.
 UNPICKLERS = {"qerl/rl/checkpoint.py"}
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl.cli.workflow import run_job
 from qerl.jobs import TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
 from tests import jobs
 from tests.forks import call
 from tests.jobs import train_job, write_inputs
@@ -66,7 +66,7 @@ def children(process: subprocess.Popen) -> list[Path]:
 def run_whole(job: TrainJob) -> None:
     """An undisturbed run, on one thread like the others."""
     torch.set_num_threads(1)
-    dispatch.run(job)
+    run_job(job)
 
 
 def test_sigkill_leaves_a_run_that_continues_bit_for_bit(job, tmp_path):

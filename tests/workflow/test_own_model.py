@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.workflow import dispatch
+from qerl.cli.workflow import run_job
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Jobs
 from tests.tiny import tiny_llama, tiny_qwen2
@@ -56,7 +56,7 @@ def test_own_model_and_problems_from_the_command_line(tmp_path, monkeypatch):
     # The table of what there is: bases are evaluated as policies are.
     jobs = Jobs(planned)
     jobs.files.listed.write_text("".join(f"{file}\n" for file in jobs.files.stored if Path(file).exists()))
-    dispatch.run(jobs.table("accuracy"))
+    run_job(jobs.table("accuracy"))
     assert "pears" in (results / "tables/accuracy.md").read_text()
 
 

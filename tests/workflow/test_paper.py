@@ -7,9 +7,9 @@ import sys
 import pytest
 import yaml
 
+from qerl.cli.workflow import run_job
 from qerl.settings.base import parse, read_yaml
 from qerl.settings.workflow import Config, merged
-from qerl.workflow import dispatch
 from qerl.workflow.plan import plan
 from qerl.workflow.stages import Jobs
 from tests.conftest import nightly
@@ -137,6 +137,6 @@ def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path, monk
     monkeypatch.chdir(tree.folder)
     for job in (*map(jobs.table, plan_.tables), *map(jobs.figure, plan_.figures)):
         if not list(job.out.glob(f"{job.name}.*")):
-            dispatch.run(job)
+            run_job(job)
     for file in expected(plan_, results):
         assert (tree.folder / file).is_file(), file

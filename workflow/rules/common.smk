@@ -45,35 +45,10 @@ JOBS = Jobs(PLAN)
 FILES = JOBS.files
 
 
-def of(rule: str, value):
-    """A value of a rule's job, by the rule's wildcards."""
-    return with_signature(lambda wildcards: value(JOBS.of(rule, *wildcards)))
+# A value of a rule's job, the job's GPUs, and the parameters of the rule.
+of, gpus, job_params = JOBS.value, JOBS.gpus, JOBS.params
 
 
 def source(folder: Path):
     """An unquantized model; the user's own is compared by its content, and not by its time."""
     return ancient(str(folder)) if folder in FILES.own_models else str(folder)
-
-
-def gpus(rule: str) -> dict:
-    """The GPUs that a job takes, and the same in percent of a GPU, of which a profile may give a part (profiles/shared)."""
-    return dict(
-        gpu=of(rule, lambda job: job.gpus),
-        gpu_percent=of(rule, lambda job: 100 * job.gpus),
-    )
-
-
-def job_params(rule: str) -> dict:
-    """The parameters of a rule: its job as JSON, and what decides the job's result.
-
-    Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does. So a
-    job reruns for its settings (also those of what it reads), its code, and the content of the user's own files.
-    """
-    return dict(
-        job=with_signature(
-            lambda wildcards, input: JOBS.of(rule, *wildcards).model_dump_json()
-        ),
-        decides=with_signature(lambda wildcards: JOBS.deciding(rule, *wildcards)),
-        code=of(rule, lambda job: job.code),
-        content=with_signature(lambda wildcards: JOBS.content(rule, *wildcards)),
-    )

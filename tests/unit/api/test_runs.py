@@ -132,7 +132,7 @@ def test_a_run_is_made_once_and_its_folder_is_its_own(values, monkeypatch):
 
 def test_a_start_that_failed_before_its_first_step_takes_corrected_settings(values, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.rl.trainer.Trainer.step", lambda *_: (_ for _ in ()).throw(MemoryError("too much")))
+        patch.setattr("qerl.rl.train.Trainer.step", lambda *_: (_ for _ in ()).throw(MemoryError("too much")))
         with pytest.raises(MemoryError):
             qerl.train(values)
     assert (Path(values["out"]) / "checkpoint").exists()
@@ -260,13 +260,13 @@ def test_a_moved_folder_goes_on_where_it_is(values, tmp_path, records):
 
 def test_a_killed_run_keeps_its_finished_parts(values, problems, tmp_path):
     whole = qerl.train(values, out=tmp_path / "whole")
-    train_until("qerl.workflow.prepare.link_checkpoint", values)
+    train_until("qerl.workflow.bases.link_checkpoint", values)
     run = qerl.Run(whole.folder.parent / "run")
     assert (run.data / "dataset.json").is_file()
     assert not run.checkpoint.exists()
     with pytest.raises(ConfigError, match="isn't finished"):
         qerl.load(run.folder)
-    train_until("qerl.rl.trainer.Trainer._write", values)
+    train_until("qerl.rl.train.Trainer._write", values)
     kept = (run.data / "dataset.json").stat().st_mtime_ns
     assert qerl.train(values).finished
     assert (run.data / "dataset.json").stat().st_mtime_ns == kept
@@ -304,7 +304,7 @@ def prompts(run):
 def test_a_run_that_continues_the_next_day_states_the_date_of_its_start(values, tmp_path, monkeypatch):
     values |= dated(tmp_path / "dated")
     on(monkeypatch, 1)
-    train_until("qerl.rl.trainer.Trainer._write", values)
+    train_until("qerl.rl.train.Trainer._write", values)
     on(monkeypatch, 2)
     run = qerl.train(values)
     assert {prompt[:10] for prompt in prompts(run)} == {"2026-01-01"}

@@ -13,7 +13,7 @@ from qerl.checkpoints.shapes import PUBLISHED
 from qerl.jobs import GrpoStepJob, StepPart
 from qerl.models.random import TEXTS, random_policy, write_tokenizer
 from qerl.results.speeds import SECONDS
-from qerl.rl import trainer
+from qerl.rl import train
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.workloads import EngineStep, StepWork
@@ -261,7 +261,7 @@ def test_an_update_after_the_cache_is_released_reports_no_cache(tmp_path, monkey
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
     monkeypatch.setattr(EngineSampler, "_scarce", given_back)
     monkeypatch.setattr(grpo_step, "peak_memory_bytes", lambda: 10)
-    monkeypatch.setattr(trainer, "peak_memory_bytes", lambda: 2000)
+    monkeypatch.setattr(train, "peak_memory_bytes", lambda: 2000)
     out = tmp_path / "out.json"
     measure(out, repeats=1)
     memory = json.loads(out.read_text())["memory"]
@@ -274,7 +274,7 @@ def test_an_update_out_of_memory_is_a_row_that_says_what_to_lower(tmp_path, monk
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(trainer.Updater, "update", fails)
+    monkeypatch.setattr(train.Updater, "update", fails)
     out = tmp_path / "out.json"
     measure(out)
     result = json.loads(out.read_text())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl.api import base_folder
 from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_headers, weights_format_of
-from qerl.doctor import asked_model, diagnose
+from qerl.doctor import candidate, diagnose
 from qerl.models.export import write_dense
 from qerl.models.linear import PackedLinear, fuse
 from qerl.models.loading import load_model
@@ -210,7 +210,7 @@ def test_fused_products_of_layers_in_several_formats(tmp_path):
 def test_a_run_takes_it_as_it_is(checkpoint):
     folder = checkpoint[0]
     assert base_folder(str(folder), "nvfp4") == folder
-    asked = asked_model(str(folder), None)
+    asked = candidate(str(folder), None)
     assert asked.weights == "nvfp4"
     assert any("rounding of activations" in note for note in diagnose(asked, None).notes)
     with pytest.raises(CheckpointError, match=r"already \(nvfp4\), .*weights=mxfp4; set weights=nvfp4, which"):

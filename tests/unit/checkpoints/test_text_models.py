@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from qerl.checkpoints.files import CheckpointError, check_base, context_length, read_config, read_headers
 from qerl.checkpoints.layouts import IMAGE_TEXT_MODELS
 from qerl.checkpoints.shapes import ModelShape
-from qerl.doctor import asked_model, diagnose
+from qerl.doctor import candidate, diagnose
 from qerl.memory_model import weight_numbers
 from qerl.models.loading import checkpoint_structure, config_of
 from qerl.models.policy import load_policy
@@ -134,7 +134,7 @@ def test_the_doctor_counts_the_text_model_and_says_that_the_rest_is_left(tmp_pat
     source = tiny_of_images(tmp_path, "gemma3", "gemma3")
     write_template(source)
     check_base(source)
-    model = asked_model(str(source), "bf16")
+    model = candidate(str(source), "bf16")
     assert model.shape == ModelShape.of(FAMILIES["gemma3"].config().to_dict())
     notes = diagnose(model, None).notes
     assert (

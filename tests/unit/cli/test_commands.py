@@ -239,7 +239,7 @@ def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, 
     model, out = str(folder / "model"), str(tmp_path / "evaluated")
     commands = {
         "qerl.rl.train.train_run": ("train", str(folder / "run.yaml"), "--out", str(tmp_path / "run")),
-        "qerl.workflow.bases.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
+        "qerl.api.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
         "qerl.evals.evaluate.evaluate": (
             "eval",
             str(folder / "run"),

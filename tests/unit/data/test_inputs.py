@@ -76,7 +76,7 @@ def killed(given, monkeypatch) -> Given:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.rl.trainer.Trainer.step", kill)
+        patch.setattr("qerl.rl.train.Trainer.step", kill)
         with pytest.raises(KeyboardInterrupt):
             given.train()
     return given
@@ -160,7 +160,7 @@ def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed, monke
 
     killed.problems(first=100)
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.workflow.prepare.put", kill)
+        patch.setattr("qerl.workflow.run_folder.flush", kill)
         with pytest.raises(KeyboardInterrupt):
             killed.train()
     killed.problems(first=0)

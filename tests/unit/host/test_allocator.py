@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from qerl.cli.workflow import run_job
 from qerl.host.lease import VARIABLES, join_free_memory
 from qerl.jobs import TrainJob
 from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
 from tests.jobs import SETTINGS, train_job
 
 SEEN: dict[str, str | None] = {}
@@ -29,7 +29,7 @@ def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, 
     settings = RunSettings.model_validate(
         {**SETTINGS, "rollout": rollout, "adapter": adapter, "noise": {"schedule": "off"}}
     )
-    dispatch.run(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine))
+    run_job(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine))
     assert SEEN[engine] == value
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import read_headers
 from qerl.checkpoints.shapes import ModelShape
-from qerl.doctor import asked_model, diagnose
+from qerl.doctor import candidate, diagnose
 from qerl.memory_model import StepSettings, kept_bytes
 from qerl.models.experts import Experts, Float32Router, split_experts
 from qerl.models.export import write_dense
@@ -121,7 +121,7 @@ def test_the_memory_model_has_the_bytes_of_weights_and_adapter(name, tmp_path):
         width = "intermediate_size" if name in ("mixtral", "olmoe") else "moe_intermediate_size"
         wide = tiny_family(tmp_path, name, dtype=torch.bfloat16, hidden_size=128, **{width: 128})
         quantize_checkpoint(wide, folder, "nvfp4")
-    asked = asked_model(str(folder), None)
+    asked = candidate(str(folder), None)
     memory = diagnose(asked, StepSettings(asked.weights, 4, 2, 2, 16, 16, recompute="auto")).memory
     policy = with_adapter(folder, AdapterSettings(rank=4), "bfloat16", 0, torch.device("cpu"))
     adapter = [parameter for name, parameter in policy.trainable() if ".lora_" in name]

@@ -23,7 +23,7 @@ from qerl.models.policy import choose_device
 from qerl.models.quantize import quantize_checkpoint
 from qerl.results.schema import RolloutRow, StoredCompletion
 from qerl.results.store import read_rows
-from qerl.rl.parallel import Processes, run_in_processes
+from qerl.rl.parallel import Processes, start_processes
 from qerl.rl.train import make_trainer, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
@@ -106,7 +106,8 @@ def record_noise(folder, values: dict) -> None:
 
 def test_the_noise_is_the_same_in_every_process_and_for_any_number_of_them(folder, forking):
     for count in (1, 2):
-        run_in_processes(count, record_noise, folder, settings(processes=count))
+        given = folder, settings(processes=count)
+        start_processes(count, record_noise, *given) or record_noise(*given)
     alone, *others = (torch.load(folder / f"noise-{name}.pt") for name in ("1-0", "2-0", "2-1"))
     assert any(z.abs().sum() > 0 for z in alone)
     for other in others:
@@ -120,7 +121,7 @@ def fail(rank: int) -> None:
 
 def test_the_failure_of_a_process_ends_the_run_and_is_reported(forking):
     with pytest.raises(RuntimeError, match=r"process 1 of 2 failed.*disk is on fire"):
-        run_in_processes(2, fail, 1)
+        start_processes(2, fail, 1)
 
 
 def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_path):
@@ -130,8 +131,8 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: launch)
     with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*continues from its last checkpoint"):
-        run_in_processes(2, fail, 1)
-    monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: run_in_processes(2, fail, 1))
+        start_processes(2, fail, 1)
+    monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: start_processes(2, fail, 1))
     own = parse(RunSettings, {"model": "m", "dataset": "d", "processes": 2}, "test")
     job = train_job(own, Path("m"), Path("d"), tmp_path / "work", tmp_path / "r")
     left = CliRunner().invoke(cli.app, ["rule", job.model_dump_json()])
@@ -142,7 +143,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
 @nightly
 def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from qerl.rl.parallel import run_in_processes\nrun_in_processes(2, print)\n")
+    script.write_text("from qerl.rl.parallel import start_processes\nstart_processes(2, print)\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
     assert done.stderr.splitlines()[-1].startswith(
@@ -156,8 +157,8 @@ def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_
     script, place = tmp_path / "script.py", tmp_path / "place"
     place.mkdir()
     (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
-    run = "run_in_processes(2, print, 'a process of', 'the run')"
-    script.write_text(f"from qerl.rl.parallel import run_in_processes\nif __name__ == '__main__':\n    {run}\n")
+    run = "start_processes(2, print, 'a process of', 'the run')"
+    script.write_text(f"from qerl.rl.parallel import start_processes\nif __name__ == '__main__':\n    {run}\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, script]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment, check=False)
@@ -199,13 +200,13 @@ def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_pa
 def test_a_launcher_around_the_run_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without a launcher"):
-        run_in_processes(2, fail, 0)
+        start_processes(2, fail, 0)
 
 
 def test_more_processes_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="processes=2 needs 2 GPUs here, and this machine has 1"):
-        run_in_processes(2, fail, 0)
+        start_processes(2, fail, 0)
 
 
 def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):

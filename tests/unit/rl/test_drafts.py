@@ -7,8 +7,7 @@ from qerl.data.records import Problem
 from qerl.kernels.state import DraftSource
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.train import make_policy
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer, make_policy
 from qerl.rollout import speculation
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import parse

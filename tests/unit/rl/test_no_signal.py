@@ -9,7 +9,7 @@ import pytest
 from qerl.data.grading import extract, stated
 from qerl.data.records import Problem
 from qerl.rl.rollouts import Group, Rollout, Task
-from qerl.rl.trainer import PATIENCE, NoSignalError, Watch, report
+from qerl.rl.train import PATIENCE, NoSignalError, Watch, report
 from qerl.settings.base import parse
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.run import RunSettings
@@ -36,7 +36,7 @@ def rollout(*texts: str, truncated: float = 0.0, rewards: list[float] | None = N
 def said(caplog, rollouts, **changes) -> list[str]:
     watch = Watch(settings(**changes), TASK)
     for step, drawn in enumerate(rollouts, start=1):
-        watch.look(step, drawn)
+        watch.observe(step, drawn)
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
@@ -89,7 +89,7 @@ def test_ppo_compares_no_groups(caplog):
 def test_a_run_can_be_told_to_stop():
     watch = Watch(settings(on_no_signal="stop"), TASK)
     with pytest.raises(NoSignalError, match="no completion states an answer"):
-        watch.look(1, rollout(BOXED, BOXED), writes=False)
+        watch.observe(1, rollout(BOXED, BOXED), writes=False)
 
 
 @pytest.mark.parametrize(("equal", "level"), [(1.0, logging.WARNING), (0.5, logging.INFO)])

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.jobs import KilledError
-from qerl.rl.train import train_run
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer, train_run
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.jobs import SETTINGS, train_job, write_inputs

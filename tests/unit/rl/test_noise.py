@@ -10,7 +10,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from qerl.models.blocks import NoisyRMSNorm
 from qerl.rl.noise import Noise, standard_normal
-from qerl.rl.noise_schedule import sigma
 from qerl.settings.run import NoiseSettings
 
 
@@ -20,7 +19,7 @@ def settings(schedule: str, **changes) -> NoiseSettings:
 
 def test_exponential_is_equation_8_and_stops_short_of_sigma_end():
     noise = settings("exponential")
-    by_stage = [sigma(noise, step, 100) for step in range(1, 101, 10)]
+    by_stage = [noise.sigma(step, 100) for step in range(1, 101, 10)]
     assert by_stage[0] == 0
     assert by_stage[1] == pytest.approx(1e-2)
     assert by_stage[-1] == pytest.approx(6.98e-4, rel=1e-3)  # computed by hand from Eq. 8 for K = 10
@@ -28,7 +27,7 @@ def test_exponential_is_equation_8_and_stops_short_of_sigma_end():
 
 def test_reaching_exponential_matches_the_released_list():
     noise = settings("exponential-reaching", sigma_end=1e-4)
-    values = [sigma(noise, step, 100) for step in range(11, 101, 10)]
+    values = [noise.sigma(step, 100) for step in range(11, 101, 10)]
     expected = [1e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1e-4]
     np.testing.assert_allclose(values, expected, rtol=2e-3)
 
@@ -36,7 +35,7 @@ def test_reaching_exponential_matches_the_released_list():
 @pytest.mark.parametrize("schedule", ["exponential-reaching", "linear", "cosine", "logarithmic"])
 def test_decays_run_from_start_to_end_and_never_rise(schedule):
     noise = settings(schedule)
-    values = [sigma(noise, step, 100) for step in range(11, 101)]
+    values = [noise.sigma(step, 100) for step in range(11, 101)]
     assert values[0] == pytest.approx(noise.sigma_start)
     assert values[-1] == pytest.approx(noise.sigma_end)
     assert all(a >= b for a, b in pairwise(values))
@@ -44,7 +43,7 @@ def test_decays_run_from_start_to_end_and_never_rise(schedule):
 
 def test_schedule_does_not_repeat_or_overrun_with_more_steps_than_stages_divide():
     """Upstream's counter restarts each epoch; here the stage only rises and is clamped to K - 1."""
-    values = [sigma(settings("linear"), step, 24) for step in range(1, 25)]
+    values = [settings("linear").sigma(step, 24) for step in range(1, 25)]
     assert values[-1] == values[20]
     assert values[0] == values[1] == 0
 
@@ -57,7 +56,7 @@ def test_every_stage_has_a_step_and_the_last_stage_takes_the_remainder(steps, st
     stage_of = [min(i // length, stages - 1) for i in range(steps)]
     line = np.linspace(noise.sigma_start, noise.sigma_end, stages - 1)
     expected = [line[stage - 1] if stage else 0.0 for stage in stage_of]
-    np.testing.assert_allclose([sigma(noise, step, steps) for step in range(1, steps + 1)], expected, rtol=1e-12)
+    np.testing.assert_allclose([noise.sigma(step, steps) for step in range(1, steps + 1)], expected, rtol=1e-12)
     assert (max(stage_of) == stages - 1) == (steps >= stages)
 
 

@@ -14,7 +14,7 @@ from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rewards import reward_parts
-from qerl.rl.trainer import Thermostat, followed_entropies
+from qerl.rl.train import Thermostat, followed_entropies
 from qerl.rl.update import Choices
 from qerl.settings.run import ThermostatSettings
 from tests.unit.rl.tiny_trainer import CPU, PPO, PROBLEMS, kill_at, trainer, untimed, weights

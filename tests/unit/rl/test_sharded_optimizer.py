@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qerl.rl.checkpoint import ShardedCheckpoints
 from qerl.rl.optimizer import ShardedAdamW8bit
-from qerl.rl.parallel import Processes, run_in_processes
+from qerl.rl.parallel import Processes, start_processes
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 #: Unequal shards; fewer rows than four processes; experts; too few numbers for 8 bits.
@@ -72,7 +72,8 @@ def trained(
     mine = folder / f"{state.name if state else 'begun'}-{processes}-{last}"
     if state:
         shutil.copytree(state, mine)
-    run_in_processes(processes, train, mine, last, folder / "weights.pt", device)
+    given = mine, last, folder / "weights.pt", device
+    start_processes(processes, train, *given) or train(*given)
     return torch.load(folder / "weights.pt")
 
 

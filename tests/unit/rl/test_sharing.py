@@ -6,7 +6,7 @@ from itertools import chain, product
 
 import pytest
 
-from qerl.rl.parallel import run_in_processes
+from qerl.rl.parallel import start_processes
 from qerl.rl.rollouts import ExpectedLengths, WaitingGroups, shares
 from qerl.rl.train import make_trainer
 from qerl.settings.base import parse
@@ -90,7 +90,8 @@ def test_a_process_takes_over_the_groups_that_wait_and_completions_are_those_of_
     folder = write_inputs(tmp_path)
     values = {**SETTINGS, "rollout": {"prompts": 7, "group_size": 4, "sampling": {"max_tokens": 12}}}
     for count in (1, 2):
-        run_in_processes(count, record, folder, {**values, "processes": count})
+        given = folder, {**values, "processes": count}
+        start_processes(count, record, *given) or record(*given)
     alone, late, early = (json.loads((folder / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1"))
     assert (len(late["drawn"]), len(early["drawn"])) == (2, 5)
     assert sorted(late["drawn"] + early["drawn"]) == list(range(7))

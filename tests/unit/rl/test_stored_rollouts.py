@@ -15,8 +15,7 @@ from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task, token_texts
-from qerl.rl.train import make_policy
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer, make_policy
 from qerl.rollout.eager import NativeSampler
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from qerl.rl.trainer import Thermostat
+from qerl.rl.train import Thermostat
 from qerl.settings.run import ThermostatSettings
 
 LOGITS = np.random.default_rng(3).normal(scale=2.5, size=50)

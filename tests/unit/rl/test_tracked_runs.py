@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl.host.provenance import decides
-from qerl.rl import trainer
 from qerl.rl.parallel import Processes
-from qerl.rl.train import _trackers, train_run
+from qerl.rl.train import Trainer, _trackers, train_run
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.jobs import SETTINGS, train_job, write_inputs
@@ -46,9 +45,9 @@ def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monk
     plain, tracked = job(inputs, tmp_path, "plain"), job(inputs, tmp_path, "tracked", track=["tensorboard"])
     train_run(plain)
     with monkeypatch.context() as patch:
-        step = trainer.Trainer.step
+        step = Trainer.step
         killed = lambda self, n, *rest: step(self, n, *rest) if n < 4 else (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
-        patch.setattr(trainer.Trainer, "step", killed)
+        patch.setattr(Trainer, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             train_run(tracked)
     assert [step for step, _ in scalars(tracked.tracked)["train/reward"]] == [1, 2, 3]
@@ -82,7 +81,7 @@ def test_trackers_are_no_change_of_a_run(inputs, tmp_path):
     tracked = job(inputs, tmp_path, "run", track=["wandb", "mlflow"])
     moved = tracked.model_copy(update={"tracked": tmp_path / "elsewhere"})
     assert plain.deciding == tracked.deciding == moved.deciding
-    assert decides("qerl.rl.trainer")
+    assert decides("qerl.rl.train")
     assert not decides("qerl.trackers")
 
 

@@ -7,8 +7,7 @@ from qerl.data.records import Problem
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.train import make_policy
-from qerl.rl.trainer import Trainer
+from qerl.rl.train import Trainer, make_policy
 from qerl.rollout.eager import NativeSampler
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings

@@ -9,7 +9,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from qerl import settings
-from qerl.cli import config_reference
+from qerl.cli import workflow
 from qerl.host import imports
 from qerl.settings.base import ConfigError, Settings, parse
 from qerl.settings.run import RunSettings
@@ -37,18 +37,18 @@ def test_every_configuration_of_the_repository_is_valid(file):
 
 
 def test_the_reference_page_is_made_from_the_settings():
-    assert (ROOT / "config/README.md").read_text() == config_reference.markdown(), "run `qerl keys > config/README.md`"
+    assert (ROOT / "config/README.md").read_text() == workflow.keys_page(), "run `qerl keys > config/README.md`"
 
 
 def test_the_schema_is_made_from_the_settings():
     stored = (ROOT / "workflow/schemas/config.schema.yaml").read_text()
-    assert stored == config_reference.schema(), "run `qerl keys --schema > workflow/schemas/config.schema.yaml`"
+    assert stored == workflow.keys_schema(), "run `qerl keys --schema > workflow/schemas/config.schema.yaml`"
 
 
 @pytest.mark.parametrize("file", [*CONFIGS, ROOT / ".test/config/config.yaml"], ids=lambda file: file.name)
 def test_the_schema_accepts_every_configuration_and_refuses_unknown_keys(file):
     """By the validator that Snakemake itself uses."""
-    validator = Draft202012Validator(yaml.safe_load(config_reference.schema()))
+    validator = Draft202012Validator(yaml.safe_load(workflow.keys_schema()))
     values = yaml.safe_load(file.read_text())
     assert not list(validator.iter_errors(values))
     [error] = validator.iter_errors(values | {"evaluaton": {}})
@@ -63,7 +63,7 @@ def test_the_reference_page_knows_every_settings_class():
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, Settings) and not issubclass(c, Measured) and c is not Settings
     }
-    assert set(config_reference.sections()) == classes
+    assert set(workflow.sections()) == classes
 
 
 RUN = {"model": "m", "dataset": "d"}

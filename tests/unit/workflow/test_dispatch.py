@@ -8,13 +8,13 @@ from pathlib import Path
 import grimp
 import pytest
 
+from qerl.cli.workflow import run_job
 from qerl.host import provenance
 from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
 from qerl.jobs import KINDS, DecodeJob, RolloutMixJob, TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.workflow import dispatch
 from tests.jobs import train_job
 
 #: The module of each rule's job.
@@ -22,7 +22,7 @@ FUNCTIONS = [kind.does for kind in KINDS.values() if kind not in (DecodeJob, Rol
 FUNCTIONS += [*DecodeJob.by_engine.values(), *RolloutMixJob.by_engine.values()]
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
-PLANNING = (*("checks", "costs", "dispatch", "grid", "outputs", "plan", "runs", "stages", "study_jobs"),)
+PLANNING = ("checks", "costs", "grid", "outputs", "plan", "runs", "stages")
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
@@ -60,10 +60,10 @@ def test_a_training_is_imported_without_the_libraries_that_it_does_without(monke
         seen.append(without)
         yield
 
-    monkeypatch.setattr(dispatch, "imports", imports)
+    monkeypatch.setattr("qerl.cli.workflow.imports", imports)
     monkeypatch.setattr(TrainJob, "does", "builtins:repr")
     settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")
-    dispatch.run(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out"))
+    run_job(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out"))
     assert seen == [OPTIONAL]
 
 

@@ -16,7 +16,7 @@ from qerl import doctor
 from qerl.checkpoints.files import CheckpointError
 from qerl.checkpoints.shapes import ModelShape
 from qerl.cli.commands import app
-from qerl.doctor import asked_model, diagnose, serving, unfit_libraries
+from qerl.doctor import candidate, diagnose, serving, unfit_libraries
 from qerl.host import gpus
 from qerl.host.gpus import visible_gpus
 from qerl.models.policy import choose_device
@@ -64,7 +64,7 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(("capability", "product"), NVFP4.items())
 def test_what_serves_a_gpu(machine, capability, product):
     machine(capability)
-    (device,) = diagnose(asked_model("7B", "nvfp4"), None).devices
+    (device,) = diagnose(candidate("7B", "nvfp4"), None).devices
     assert product in device.products
     assert device.unsupported is None
     assert (device.sampler, device.memory_gb, device.free_gb) == ("engine with CUDA graphs", 24, 20)
@@ -102,7 +102,7 @@ def test_without_a_gpu_the_cpu_serves(machine):
 def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_path):
     machine((9, 0))
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen2"].config(model_type="olmo2").to_dict()))
-    found = diagnose(asked_model(str(tmp_path), None), None)
+    found = diagnose(candidate(str(tmp_path), None), None)
     (device,) = found.devices
     assert (device.sampler, device.products) == (
         "eager sampler, for small models",
@@ -111,22 +111,22 @@ def test_a_family_that_the_engine_refuses_gets_the_eager_sampler(machine, tmp_pa
     assert any("the native engine supports qwen2, " in note and "'olmo2'" in note for note in found.notes)
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].config().to_dict()))
     with pytest.raises(CheckpointError, match="GatedDeltaNet"):
-        asked_model(str(tmp_path), None)
+        candidate(str(tmp_path), None)
 
 
 def test_packed_delta_nets_are_those_of_the_folder_or_asked_for(machine, tmp_path):
     dense = tiny_family(tmp_path / "dense", "qwen3_5", dtype=torch.bfloat16)
     quantize_checkpoint(dense, tmp_path / "packed", "nvfp4", pack_delta_nets=True)
     machine((9, 0))
-    kept, asked = asked_model(str(dense), "nvfp4"), asked_model(str(dense), "nvfp4", packed_nets=True)
+    kept, asked = candidate(str(dense), "nvfp4"), candidate(str(dense), "nvfp4", packed_nets=True)
     assert (kept.shape.nets.packed, asked.shape.nets.packed) == (False, True)
-    assert asked_model(str(tmp_path / "packed"), None).shape == asked.shape
+    assert candidate(str(tmp_path / "packed"), None).shape == asked.shape
     [gpu] = visible_gpus()
     assert "and dense layers of delta nets" in serving(gpu, kept).products
     assert "and narrow dense layers of delta nets" in serving(gpu, asked).products
     for model, weights, reason in ((dense, "bf16", "weights of bf16 are not packed"), ("7B", "nvfp4", "7B has none")):
         with pytest.raises(CheckpointError, match=f"{reason}; leave the option out"):
-            asked_model(str(model), weights, packed_nets=True)
+            candidate(str(model), weights, packed_nets=True)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("minimax", "doesn't mix tokens"), ("olmo_hybrid", "GatedDeltaNet")])
@@ -135,26 +135,26 @@ def test_a_structure_is_refused_before_its_sizes_are_read(tmp_path, kind, reason
     config = FAMILIES["qwen2"].config(model_type=kind, layer_types=["linear_attention", "full_attention"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     with pytest.raises(CheckpointError, match=reason):
-        asked_model(str(tmp_path), None)
+        candidate(str(tmp_path), None)
 
 
 def test_keys_of_experts_that_a_model_lacks_are_no_mixture(tmp_path):
     """Gemma 4 has its number of experts under such keys, and its dense models build none."""
     config = FAMILIES["qwen2"].config(model_type="gemma4_text", head_dim=16, num_experts=4, top_k_experts=2)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    model = asked_model(str(tmp_path), None)
+    model = candidate(str(tmp_path), None)
     assert (model.shape.mixture, model.shape.intermediate) == (None, 128)
 
 
 def test_a_mixture_has_grouped_products(machine, tmp_path):
     machine((8, 9))
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_moe"].config(hidden_size=256).to_dict()))
-    (device,) = diagnose(asked_model(str(tmp_path), "nvfp4"), None).devices
+    (device,) = diagnose(candidate(str(tmp_path), "nvfp4"), None).devices
     assert device.sampler == "engine with CUDA graphs"
     assert device.products == (
         "nvfp4: packed, portable kernels (PortableLinear) and grouped products of packed experts"
     )
-    nf4 = diagnose(asked_model(str(tmp_path), "nf4"), None)
+    nf4 = diagnose(candidate(str(tmp_path), "nf4"), None)
     assert nf4.devices[0].sampler == "eager sampler, for small models"
     assert any("no grouped product of nf4 experts" in note for note in nf4.notes)
 
@@ -169,10 +169,10 @@ def test_missing_and_old_libraries_are_found(monkeypatch):
 
 
 def test_a_folder_says_its_shape_and_weights(tmp_path):
-    model = asked_model(str(tiny_qwen2(tmp_path / "model")), None)
+    model = candidate(str(tiny_qwen2(tmp_path / "model")), None)
     assert (model.weights, model.repo) == ("nvfp4", None)
     with pytest.raises(CheckpointError, match="--model 8Q is neither a size"):
-        asked_model("8Q", None)
+        candidate("8Q", None)
 
 
 @pytest.mark.parametrize(("size", "memory", "code"), [("7B", "80", 0), ("32B", "12", 1), ("7B", None, 1)])
@@ -223,7 +223,7 @@ def no_network(monkeypatch, tmp_path):
 def test_without_a_network_a_model_of_the_hub_is_refused_within_seconds(no_network):
     begun = time.monotonic()
     with pytest.raises(CheckpointError, match=r"--model org/name \(no connection to http://127.0.0.1:9: .*refused\)"):
-        asked_model("org/name", None)
+        candidate("org/name", None)
     assert time.monotonic() - begun < 8
 
 
@@ -234,5 +234,5 @@ def test_without_a_network_a_model_in_the_hubs_cache_is_told_of(no_network, tmp_
     (cached / "refs/main").write_text(commit)
     tiny_qwen2(cached / "snapshots" / commit)
     begun = time.monotonic()
-    assert asked_model("org/name", None).config.hidden_size == 64
+    assert candidate("org/name", None).config.hidden_size == 64
     assert time.monotonic() - begun < 8

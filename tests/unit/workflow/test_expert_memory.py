@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.checkpoints.shapes import ModelShape
-from qerl.doctor import asked_model, diagnose
+from qerl.doctor import candidate, diagnose
 from qerl.memory_model import StepSettings, kept_of_experts
 from qerl.models.expert_adapters import adapt_experts
 from qerl.models.experts import Experts, GroupedAdapters
@@ -32,7 +32,7 @@ def test_the_adapter_and_the_samplers_copies_have_the_bytes_of_their_tensors(tmp
         quantize_checkpoint(tiny_family(tmp_path / "bf16", name, dtype=torch.bfloat16), folder, "nvfp4")
     adapter = AdapterSettings(rank=16, targets=[*ATTENTION, *EXPERTS])
     policy = with_adapter(folder, adapter, "bfloat16", 0, torch.device("cpu"))
-    asked = asked_model(str(folder), None)
+    asked = candidate(str(folder), None)
     settings = StepSettings(asked.weights, 16, 2, 2, 16, 16, recompute="auto", experts=True)
     memory, without = (diagnose(asked, one).memory for one in (settings, replace(settings, experts=False)))
     sizes = {name: parameter.nbytes for name, parameter in policy.trainable() if ".lora_" in name}

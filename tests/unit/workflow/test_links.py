@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from qerl.settings.run import RunSettings
-from qerl.workflow.bases import link_checkpoint
-from qerl.workflow.prepare import _base, whole
+from qerl.workflow.bases import link_checkpoint, make_checkpoint
+from qerl.workflow.run_folder import base_stage
 from tests.tiny import tiny_qwen2
 
 
@@ -40,8 +40,8 @@ def test_links_to_a_folder_of_the_users_stay_where_they_point(source, tmp_path):
 def test_a_run_by_hand_links_to_a_model_that_is_named_by_a_relative_path(tmp_path, monkeypatch):
     tiny_qwen2(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    settings = SimpleNamespace(settings=RunSettings(model="m", dataset="d", weights="bf16"))
-    whole(Path("out/checkpoint"), lambda target: _base(settings, Path("model"), target))
+    settings = SimpleNamespace(settings=RunSettings(model="m", dataset="d", weights="bf16"), out=Path("out"))
+    base_stage(settings, Path("model")).make(make_checkpoint)
     linked = list((tmp_path / "out/checkpoint").iterdir())
     assert {file.name for file in linked} == {file.name for file in (tmp_path / "model").iterdir()}
     assert all(file.is_file() for file in linked)

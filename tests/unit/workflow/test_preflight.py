@@ -170,7 +170,7 @@ def decoders(tmp_path_factory):
 def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_written(
     decoders, settings, monkeypatch, kind, changes, said
 ):
-    monkeypatch.setattr("qerl.api.check_engine", lambda *_: None)
+    monkeypatch.setattr("qerl.workflow.run_folder.check_engine", lambda *_: None)
     rollout = settings["rollout"] | changes.get("rollout", {})
     with pytest.raises(UserError, match=said):
         qerl.train(settings | {"model": str(decoders(kind))} | changes | {"rollout": rollout})
