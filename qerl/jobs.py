@@ -215,8 +215,6 @@ class TrainJob(Job):
     work: Path
     tracked: Path
     """The folder in which trackers keep their records."""
-    followed: Path | None
-    """The metrics.jsonl of the run whose entropy the temperature follows."""
 
     @property
     def gpus(self) -> int:

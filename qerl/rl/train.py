@@ -28,7 +28,7 @@ from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.failures import Failure, failure, forget, noted
 from qerl.rl.parallel import Processes, run_in_processes
 from qerl.rl.rollouts import Collector, Task
-from qerl.rl.trainer import Thermostat, Trainer, followed_entropies, report
+from qerl.rl.trainer import Trainer, report
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
 from qerl.settings.run import UNDECIDING, RunSettings
@@ -55,24 +55,15 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
     return policy
 
 
-def make_trainer(
-    settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "", followed: Path | None = None
-) -> Trainer:
-    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint.
-
-    `followed` is the metrics.jsonl of the run that a thermostat follows.
-    """
+def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
+    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint."""
     Processes()  # selects this process's GPU before anything is allocated on one
     policy = make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    thermostat = None
-    if settings.thermostat and followed:
-        entropies = followed_entropies(followed, settings.steps)
-        thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
-    return Trainer(settings, policy, collector, checkpoints, work / METRICS, thermostat)
+    return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
 def _state_folder(job: TrainJob) -> Path:
@@ -82,7 +73,6 @@ def _state_folder(job: TrainJob) -> Path:
     """
     check_checkpoint(job.checkpoint)
     files = [*model_files(job.checkpoint), job.data / DATASET, split_file(job.data, "train")]
-    files += [job.followed] if job.followed else []
     text = job.settings.model_dump_json(exclude=UNDECIDING) + job.code + "".join(map(hash_of, files))
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -93,7 +83,7 @@ def train_run(job: TrainJob) -> None:
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
     (`qerl.host.lease.alone`). On several machines the first one
     writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
-    of memory, over `time_limit` or diverges, or if the run that it follows did so.
+    of memory, over `time_limit` or diverges.
     """
     # A note of an earlier attempt would pass for the cause of this one's failure.
     forget(job.work)
@@ -134,7 +124,7 @@ def _train(job: TrainJob, state: Path) -> None:
     """Train in one process of a run; the first process writes the results."""
     with ExitStack() as last:
         with noted(state.parent, job.time_limit):
-            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
+            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name)
             # Closed after the results are written: a tracker's library may wait for its server.
             trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.

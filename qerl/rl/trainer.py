@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -19,17 +17,17 @@ from qerl.host.gpus import peak_memory_bytes, seconds
 from qerl.host.interrupt import Announcement, Interrupted
 from qerl.host.provenance import write_text
 from qerl.models.policy import Policy
-from qerl.results.paths import POLICY, ROLLOUTS
+from qerl.results.paths import ROLLOUTS
 from qerl.results.schema import StepMetrics
-from qerl.results.store import line, read_rows
+from qerl.results.store import line
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.failures import FollowedRunError, TimeLimitError, failed
+from qerl.rl.failures import TimeLimitError
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes
-from qerl.rl.rollouts import Behaviour, Collector, Group, Rollout, RolloutStore, Task
+from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, RolloutStore, Task
 from qerl.rl.update import Choices, Updater
-from qerl.settings.base import ConfigError, UserError
-from qerl.settings.run import RunSettings, ThermostatSettings
+from qerl.settings.base import UserError
+from qerl.settings.run import RunSettings
 from qerl.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -123,63 +121,6 @@ def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
         log.warning("%s: nothing was learned, since rewards differed in no step", said)
 
 
-# A sampling temperature that follows the token entropy of another run, step by step.
-#
-# It tells entropy from what raises it: a run without noise that samples at the entropy of a run with noise.
-
-#: An entropy below counts as this one, in nats: its logarithm says nothing.
-_LEAST_ENTROPY = 1e-3
-
-
-def followed_entropies(metrics: Path, steps: int) -> list[float]:
-    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl.
-
-    Raises FollowedRunError if the run.json beside it says that the run failed.
-    """
-    if status := failed(metrics.parent / POLICY):
-        raise FollowedRunError(
-            f"{metrics.parent}, the run to follow, is {status}; delete both runs' folders to try again"
-        )
-    rows = list(read_rows(StepMetrics, metrics))
-    entropies = [row.entropy_sampler for row in rows if row.entropy_sampler is not None]
-    if len(rows) < steps or len(entropies) < len(rows):
-        raise ConfigError(
-            f"{metrics} has the sampler's entropy of {len(entropies)} steps, and a thermostat needs that of all {steps}"
-        )
-    return entropies
-
-
-# Noise in the sampler doesn't change the trained policy's entropy within a step, so a control of that would follow
-# nothing; the estimate by log mu costs nothing and counts the noise.
-class Thermostat:
-    """Chooses the temperature of each step by the entropies of the steps before, so it needs no state of its own."""
-
-    def __init__(self, settings: ThermostatSettings, start: float, entropies: Sequence[float]) -> None:
-        self.settings = settings
-        self.start = start
-        self.entropies = entropies
-
-    def temperature(self, rows: Sequence[dict[str, float]]) -> float:
-        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor.
-
-        The factor is the ratio of the weighted means of both entropies over the same steps, and counts as e at most.
-        Both runs have the same problems at a step, and entropies of single steps differ far more by their problems.
-        """
-        if not rows:
-            return self.start
-        wanted = self._recent_mean(self.entropies[: len(rows)])
-        reached = self._recent_mean([row["entropy/sampler"] for row in rows])
-        missing = math.log(max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY))
-        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * min(max(missing, -1.0), 1.0))
-        return min(max(moved, self.settings.lowest), self.settings.highest)
-
-    def _recent_mean(self, values: Sequence[float]) -> float:
-        """The mean of `values`, each with 1 − 1 / `average_steps` of the weight of the one after it."""
-        kept = 1 - 1 / self.settings.average_steps
-        weights = [kept**age for age in range(len(values) - 1, -1, -1)]
-        return sum(map(operator.mul, weights, values)) / sum(weights)
-
-
 # The training loop (paper Algorithm 1): roll out with noise, update, log, checkpoint.
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
@@ -195,7 +136,7 @@ def headline(row: Mapping[str, float]) -> str:
 class Trainer:
     """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer.
 
-    `metrics` is the file of the metrics. A `thermostat` chooses the temperature of each step after those before.
+    `metrics` is the file of the metrics.
     """
 
     def __init__(
@@ -205,7 +146,6 @@ class Trainer:
         collector: Collector,
         checkpoints: Checkpoints,
         metrics: Path,
-        thermostat: Thermostat | None = None,
     ) -> None:
         self.processes = Processes()
         self.settings = settings
@@ -213,10 +153,8 @@ class Trainer:
         self.collector = collector
         self.checkpoints = checkpoints
         self.metrics = metrics
-        self.thermostat = thermostat
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
-        self.temperature = settings.rollout.sampling.temperature
         #: The ids of the problems that some completion has solved.
         self.solved: set[str] = set()
         #: The lines of the metrics file.
@@ -240,8 +178,6 @@ class Trainer:
             for step in range(len(rows) + 1, last + 1):
                 if time_limit is not None:
                     self._keep_to(time_limit, rows)
-                if self.thermostat:
-                    self.temperature = self.thermostat.temperature(rows)
                 rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0, watch, store))
                 if writes:
                     self._write(rows)
@@ -280,7 +216,7 @@ class Trainer:
                 # After the noise is set: the sampler reads it, or copies it, here.
                 self.collector.sampler.sync()
             with seconds() as rollout_time:
-                rollout = self.collector.collect(step, position, self._behaviour(step))
+                rollout = self.collector.collect(step, position, self._perturb(step))
             if watch:
                 watch.look(step, rollout, self.processes.writes)
             # The update is that of the policy without noise, so that its gradient is at the weights that stay. With
@@ -291,7 +227,7 @@ class Trainer:
             self.solved |= {group.problem.id for group in rollout.groups if group.solved}
             stored = store.begin(step, rollout) if store else None
             with seconds() as update_time, _remedied():
-                update = self.updater.update(step, rollout.samples, self.temperature, stored)
+                update = self.updater.update(step, rollout.samples, stored)
             if stored:
                 stored.write()
         completed = rollout.metrics["completion_tokens"]
@@ -301,7 +237,7 @@ class Trainer:
             **rollout.metrics,
             "discovery": len(self.solved) / len(self.collector.task.problems),
             **update,
-            "temperature": self.temperature,
+            "temperature": self.settings.rollout.sampling.temperature,
             "noise/sigma": report.sigma,
             "noise/norm": report.norm,
             "tokens_per_second/rollout": completed / rollout_time.value,
@@ -313,13 +249,15 @@ class Trainer:
             "memory_bytes": peak_memory_bytes(),
         }
 
-    def _behaviour(self, step: int) -> Behaviour:
+    def _perturb(self, step: int) -> Perturb | None:
+        """What sets the noise of each completion of a group, if each has its own."""
+
         def perturb(completion: int) -> None:
             self.noise.set(step, self.settings.steps, completion)
             self.collector.sampler.sync()
 
         noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
-        return Behaviour(self.temperature, perturb if noisy else None)
+        return perturb if noisy else None
 
     def trained_policy(self) -> Policy:
         """The policy with whole weights, to be saved. Every process calls this, and samples no more."""

@@ -97,7 +97,6 @@ def train_job(settings: RunFile, base: HubBase | None = None) -> TrainJob:
         data=folder / DATA,
         work=folder / WORK,
         tracked=folder / TRACKED,
-        followed=settings.thermostat.metrics if settings.thermostat else None,
         out=folder,
     )
 
