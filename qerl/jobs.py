@@ -556,7 +556,7 @@ class SamplesJob(Job):
 class ShapesJob(Job):
     """Make tables and figures of the speed grid."""
 
-    does: ClassVar[str] = "qerl.report.grid:write_shapes"
+    does: ClassVar[str] = "qerl.report.speed_tables:write_shapes"
     kind: Literal["shapes"] = "shapes"
     files: list[Path]
     """Points that are measured, here or elsewhere."""

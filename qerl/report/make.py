@@ -15,7 +15,8 @@ from qerl.results import printed, readers
 from qerl.results.paths import PROFILE, REPORT, RESULT, RUN
 from qerl.results.printed import Cell
 from qerl.results.schema import EvaluationResult, RunResult
-from qerl.results.speeds import ProfileKind
+from qerl.results.speed_readers import load
+from qerl.results.speeds import Bench, Kind
 from qerl.results.statistics import METHOD
 from qerl.results.store import read
 from qerl.settings.run import RunSettings
@@ -140,9 +141,10 @@ class StoredResults:
     def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
         """Our results of the cells' kinds."""
         kinds = {cell.kind for cell in cells}
-        speed = {"rollout": paper.rollouts, "step": paper.steps}
-        for kind in speed.keys() & kinds:
-            yield from speed[kind](self.points(kind))
+        if "rollout" in kinds:
+            yield from paper.rollouts(self.points("rollout"))
+        if "step" in kinds:
+            yield from paper.steps(self.points("step"))
         if "size" in kinds:
             yield from paper.sizes(self.quantization())
         if "run" in kinds:
@@ -161,7 +163,7 @@ class StoredResults:
 
     def stamps(self) -> pd.DataFrame:
         """Machine and commit of every result."""
-        frames = [self.runs(), self.evaluations(), *map(self.points, ("rollout", "step")), self.quantization()]
+        frames = [self.runs(), self.evaluations(), self.points("rollout"), self.points("step"), self.quantization()]
         return pd.concat([frame[["machine", "commit"]] for frame in frames if "machine" in frame])
 
     def evaluations(self) -> pd.DataFrame:
@@ -176,11 +178,11 @@ class StoredResults:
         """See `readers.load_quantization`."""
         return readers.load_quantization(self._named(REPORT))
 
-    def points(self, kind: str) -> pd.DataFrame:
+    def points(self, bench: Bench) -> pd.DataFrame:
         """The points of all benches of one kind."""
         files = [path for path in self._paths if path.parent.name == PROFILE]
-        chosen = [path for path in files if read(ProfileKind, path).kind == kind]
-        return readers.load_benches(chosen, kind)  # type: ignore[arg-type]
+        chosen = [path for path in files if read(Kind, path).of_bench == bench]
+        return load(chosen, bench) if chosen else pd.DataFrame()
 
 
 # Jobs read the list of results from a file: with 1,000 runs the paths are longer than a shell command may be (128

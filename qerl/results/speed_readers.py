@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qerl.checkpoints.shapes import HALF, SIZES, ModelShape, shape_of
+from qerl.checkpoints.shapes import ARCHITECTURES, HALF, SIZES, ModelShape, shape_of
 from qerl.formats.codecs import stored_bytes
 from qerl.results.paths import weights_names
 from qerl.results.speeds import (
@@ -19,11 +19,14 @@ from qerl.results.speeds import (
     SERVING,
     Bench,
     Ceilings,
+    DecodePoint,
     DecodeResult,
     GrpoStepResult,
     MixRun,
     PromptsResult,
+    RolloutBenchResult,
     RolloutMixResult,
+    StepBenchResult,
 )
 from qerl.results.store import ResultError, read
 from qerl.settings.models import Base
@@ -134,6 +137,10 @@ def load(paths: Sequence[Path], bench: Bench) -> pd.DataFrame:
     * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases`, `verified` (its drafts) and
       `phase_seconds` (its time). `samples` are in tokens/s.
     * prompts: points, with the `milliseconds` of a call.
+    * rollout, step: points of a configuration's benches. `samples` are in tokens/s of whole rollouts, and in seconds.
+
+    The columns `model`, `bench`, `sequences` and, of decode and rollout points, `rollouts` (tokens/s of whole rollouts)
+    are those by which numbers stand beside the paper's.
     """
     schema, rows_of, name = _BENCHES[bench]
     rows = [row for path in paths for row in rows_of(read(schema, path))]
@@ -144,6 +151,20 @@ def load(paths: Sequence[Path], bench: Bench) -> pd.DataFrame:
     if bench == "decode":
         _check_once(rows)
     return pd.DataFrame(rows)
+
+
+def _bench_rows(job: RolloutBenchResult | StepBenchResult) -> Iterator[dict[str, Any]]:
+    identity = job.model_dump(exclude={"kind", "points", "provenance"}) | job.provenance.columns
+    for point in job.points:
+        columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
+        columns |= {"weights": point.weights_name, "sequences": point.sequences}
+        yield identity | columns | ({"rollouts": point.samples} if job.kind == "rollout" else {})
+
+
+def _of_paper(size: str, system: str, stamp: dict[str, str]) -> dict[str, str]:
+    """The model as configurations name it, and a bench of one system and machine: only its points are compared."""
+    model = f"qwen2.5-{size.lower()}" if size in ARCHITECTURES else size
+    return {"model": model, "bench": f"{system} on {stamp['machine']}"}
 
 
 def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
@@ -200,7 +221,7 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
             "sequences": point.sequences,
             "status": point.status,
             "samples": point.samples,
-            "prompt_seconds": point.prompt_seconds,
+            "rollouts": [_with_prompts(point, work.tokens, rate) for rate in point.samples],
             "tokens_per_second": middle,
             "tokens_per_second_p25": low,
             "tokens_per_second_p75": high,
@@ -209,7 +230,15 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
             "percent_of_floor": 100 * floor / step,
             "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
             **job.provenance.columns,
+            **_of_paper(work.size, work.serving, job.provenance.columns),
         }
+
+
+def _with_prompts(point: DecodePoint, tokens: int, rate: float) -> float:
+    """Tokens/s of a whole rollout, by those of decoding."""
+    assert point.prompt_seconds is not None
+    drawn = point.sequences * tokens
+    return drawn / (drawn / rate + point.prompt_seconds)
 
 
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
@@ -247,6 +276,12 @@ def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
         **{f"{part}_seconds": median(values) for part, values in seconds.items()},
         **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
         **job.provenance.columns,
+        **_of_paper(work.size, job.system.split()[0], job.provenance.columns),
+        "arm": work.base.weights_name,
+        "method": "lora",
+        "gradient_checkpointing": job.settings.recompute,
+        "sequences": work.completions,
+        "size_bytes": job.memory.parts.get("weights", np.nan) if job.memory else np.nan,
     }
 
 
@@ -294,10 +329,14 @@ _BENCHES: dict[Bench, tuple[type[Any], Callable[[Any], Iterator[dict[str, Any]]]
     "grpo_step": (GrpoStepResult, _step_rows, "GRPO steps"),
     "rollout_mix": (RolloutMixResult, _mix_rows, "rollouts of mixed lengths"),
     "prompts": (PromptsResult, _prompt_rows, "times of prompts"),
+    "rollout": (RolloutBenchResult, _bench_rows, "points of rollouts"),
+    "step": (StepBenchResult, _bench_rows, "points of steps"),
 }
 _SORTED: dict[Bench, list[str]] = {
     "decode": ["size", *POLICY, *LENGTHS, "sequences"],
     "grpo_step": ["size"],
     "rollout_mix": ["size", "engine", "weights"],
     "prompts": [],
+    "rollout": [],
+    "step": [],
 }

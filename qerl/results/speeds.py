@@ -66,14 +66,6 @@ class StepPoint(BenchPoint):
         return self.prompts * self.group_size
 
 
-class ProfileKind(Stored):
-    """The kind of a profile/<bench>.json."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    kind: Literal["rollout", "step"]
-
-
 class _Bench(Stored):
     bench: str
     provenance: Provenance
@@ -96,18 +88,23 @@ class StepBenchResult(_Bench):
 
 # Schemas of the speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
 
-Bench = Literal["decode", "grpo_step", "rollout_mix", "prompts"]
+Bench = Literal["decode", "grpo_step", "rollout_mix", "prompts", "rollout", "step"]
 #: The engines with their kernels, as tables name them; only this project's has a choice.
 SERVING: tuple[str, ...] = (*(with_kernels("native", kernels) for kernels in get_args(Kernels)), *ENGINES[1:])
 
 
 class Kind(Stored):
-    """What all files of the grid have: their kind and their stamp."""
+    """What all files of benches have. A configuration's own have a `kind` and their name as `bench`."""
 
     model_config = ConfigDict(extra="ignore")
 
-    bench: Bench
-    provenance: Provenance
+    bench: str
+    kind: str = ""
+
+    @property
+    def of_bench(self) -> str:
+        """What was measured, a key of `SCHEMAS`."""
+        return self.kind or self.bench
 
 
 class Measurement(Stored):
@@ -366,3 +363,14 @@ class GrpoStepResult(Measurement):
 
 #: A step, and its parts that are timed, in their order; the step has all of them and little else.
 SECONDS = ("step", "sync", "rollout", "update")
+
+#: The schema of a file by what it has (`Kind.of_bench`).
+SCHEMAS: dict[str, type[Stored]] = {
+    "decode": DecodeResult,
+    "grpo_step": GrpoStepResult,
+    "rollout_mix": RolloutMixResult,
+    "prompts": PromptsResult,
+    "products": ProductsResult,
+    "rollout": RolloutBenchResult,
+    "step": StepBenchResult,
+}

@@ -10,7 +10,7 @@ import torch
 from qerl.bench import decode
 from qerl.host.gpus import Seconds
 from qerl.jobs import PromptsJob, ShapesJob
-from qerl.report.grid import write_shapes
+from qerl.report.speed_tables import write_shapes
 from qerl.results import readers
 from qerl.settings.workloads import Prompting
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from qerl.jobs import ShapesJob
-from qerl.report import grid, speed_tables
+from qerl.report import speed_tables
 from qerl.results import speed_readers
 from tests.synthetic_results import OUT_OF_MEMORY, step_file, write_json
 
@@ -58,7 +58,7 @@ def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
     columns = ["status", "cache share", "recomputed", "micro-batch tokens", "set"]
     assert list(table.loc["12 GB", columns]) == ["ok", "33%", "28 of 28", 16384, "KV cache of 2 GiB, released"]
     assert table.loc["8 GB", "status"] == OUT_OF_MEMORY
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     assert "28 of 28" in (tmp_path / "out/memory.md").read_text()
 
 
@@ -68,7 +68,7 @@ def test_a_step_that_failed_is_a_row(tmp_path):
     told["settings"]["memory_gb"] = 24.0
     write_json(file, {key: value for key, value in told.items() if key not in ("steps", "memory", "sampler")})
     files = [step_file(tmp_path, "ours", "7B", [2.0], True, rest=1.0), file]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     rows = speed_tables.step_table(speed_readers.load(files, "grpo_step")).set_index("size").T.to_dict()
     assert (rows["32B"]["status"], rows["32B"]["cap"], rows["7B"]["step_seconds"]) == ("out of memory", "24 GB", 2.0)
     assert np.isnan(rows["32B"]["step_seconds"])

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from qerl.jobs import ShapesJob
 from qerl.report import speed_tables
 from qerl.results import speed_readers
 from tests.synthetic_results import MACHINE, PROVENANCE, write_json
@@ -102,7 +103,7 @@ def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatc
     [drafts] = speed_tables.draft_table(frame).to_dict("records")
     assert (drafts["source"], drafts["verified"], drafts["right"], drafts["share"]) == ("sibling", 200, 150, 75.0)
     assert (drafts["rows a step"], drafts["tokens a verification"]) == (6.0, 2.5)
-    speed_tables.write_mixes(frame, tmp_path / "out")
+    speed_tables.write_shapes(ShapesJob(files=[drafted], out=tmp_path / "out"))
     cells = (tmp_path / "out/mix-drafts.md").read_text().splitlines()[2].split("|")
     assert [cell.strip() for cell in cells[-7:-1]] == ["6.00", "2.50", "sibling", "200", "150", "75.0"]
 
