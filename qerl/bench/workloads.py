@@ -20,7 +20,6 @@ from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import seconds
-from qerl.jobs import RolloutMixJob
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
     DraftsVerified,
@@ -123,15 +122,15 @@ class _Timed:
     runs: tuple[MixRun, ...]
 
 
-def measure(job: RolloutMixJob, start: Callable[[Lengths], MixEngine]) -> None:
+def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None:
     """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
-    workload = Lengths.of(job.work)
+    workload = Lengths.of(work)
     before = gpu_state() if torch.cuda.is_available() else None
     with ExitStack() as running:  # to close an engine takes seconds: the result is written before
-        timed = _timed(job.work, workload, start, running)
+        timed = _timed(work, workload, start, running)
         result = RolloutMixResult(
             bench="rollout_mix",
-            work=job.work,
+            work=work,
             prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens,
             status=OK if timed else NO_MEMORY,
@@ -140,9 +139,9 @@ def measure(job: RolloutMixJob, start: Callable[[Lengths], MixEngine]) -> None:
             first_seconds=timed.first.seconds if timed else None,
             runs=timed.runs if timed else (),
             gpu=GpuStates(before=before, after=gpu_state()) if torch.cuda.is_available() else None,
-            provenance=Provenance.of_now(job.work.seed),
+            provenance=Provenance.of_now(work.seed),
         )
-        write(job.out, result)
+        write(out, result)
 
 
 def _timed(work: Mix, workload: Lengths, start: Callable[[Lengths], MixEngine], running: ExitStack) -> _Timed | None:
