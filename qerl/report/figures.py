@@ -1,4 +1,4 @@
-"""The figures of a configuration, each as stem.svg and stem.png, from tidy results, in the style of all figures."""
+"""All figures, each as stem.svg and stem.png: of a configuration, of the speed grid, and the paper's beside ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -16,10 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from qerl.report.format import count_columns, training_label, weights_label
-from qerl.results.paths import NARROW
+from qerl.report.format import training_label, weights_label
+from qerl.report.paper import fits
+from qerl.results.paths import NARROW, training_name
+from qerl.results.printed import Panel, Series
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
 
@@ -339,43 +342,6 @@ def decode_speed(points: pd.DataFrame, stem: Path) -> None:
             axis.set_title(f"{size}, {_rank(group['rank'].iloc[0])}", loc="left")
 
 
-def crossover_by_sequences(table: pd.DataFrame, stem: Path) -> None:
-    """Speed of NVFP4 over BF16 by sequences with 95 % intervals, from `speed_tables.crossover` at one rank."""
-    groups = list(table.groupby("size", sort=False))
-    with figure_axes(len(groups), stem, height=HEIGHT + 0.4) as axes:
-        for axis, (size, group) in zip(axes, groups, strict=True):
-            _crossover_panel(axis, group, [_of_engine(engine) for engine in group["engine"]])
-            axis.set_title(f"{size}, {_rank(group['rank'].iloc[0])}", loc="left")
-
-
-def crossover_by_context(table: pd.DataFrame, stem: Path) -> None:
-    """Speed of NVFP4 over BF16 by sequences with 95 % intervals, from `speed_tables.crossover` at one rank.
-
-    Each (size, engine) has a panel, and each prompt length a line.
-    """
-    lengths = sorted(set(table["prompt"]))
-    colours = dict(zip(lengths, sns.color_palette("flare", len(lengths)).as_hex(), strict=True))
-    groups = list(table.groupby(["size", "engine"], sort=False))
-    with figure_axes(len(groups), stem, height=HEIGHT + 0.4) as axes:
-        for axis, (key, group) in zip(axes, groups, strict=True):
-            size, engine = map(str, key)
-            lines = [
-                _of_engine(engine) | {"color": colours[prompt], "label": f"{prompt:,} tokens"}
-                for prompt in group["prompt"]
-            ]
-            _crossover_panel(axis, group, lines)
-            axis.set_title(f"{size}, {_NAMES[engine]}, {_rank(group['rank'].iloc[0])}", loc="left")
-
-
-def _of_engine(engine: str) -> dict[str, str]:
-    return {
-        "color": _ENGINE_COLOURS[engine],
-        "linestyle": _LINES[engine],
-        "marker": _MARKERS[engine],
-        "label": _NAMES[engine],
-    }
-
-
 def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
     _floors(axis, points.dropna(subset="floor_ms"))
     for key, line in points[points["status"] == OK].groupby(["engine", "weights"], sort=False):
@@ -404,22 +370,6 @@ def _floors(axis: Axes, points: pd.DataFrame) -> None:
                       va="center", fontsize=5, color="#777777")  # fmt: skip
 
 
-def _crossover_panel(axis: Axes, table: pd.DataFrame, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a line for each row of the table, with the keywords of `lines`."""
-    counts = count_columns(table)
-    axis.axhline(1, color="#555555", linewidth=0.8)
-    for row, keywords in zip(table.to_dict("records"), lines, strict=True):
-        shown = [count for count in counts if not isinstance(row[count], str)]
-        ratio, low, high = (np.array([row[f"{count}{end}"] for count in shown], float) for end in ("", "_low", "_high"))
-        axis.errorbar(
-            [int(count) for count in shown], ratio, np.nan_to_num([ratio - low, high - ratio]).clip(0),
-            markersize=3, elinewidth=0.7, **keywords,
-        )  # fmt: skip
-    axis.set_ylabel("NVFP4 over BF16")
-    _sequences_axis(axis, map(int, counts))
-    _legend(axis)
-
-
 def _sequences_axis(axis: Axes, counts: Iterable[int]) -> None:
     ticks = sorted(set(counts))
     axis.set_xscale("log", base=2)
@@ -438,3 +388,123 @@ def _legend(axis: Axes) -> None:
 
 def _rank(rank: int) -> str:
     return f"LoRA rank {rank}" if rank else "no LoRA"
+
+
+# The paper's figures beside ours: curves by step, and bars.
+
+_LABELS = {
+    "reward/correct": "right answers (share)",
+    "entropy": "entropy (nats/token)",
+    "rollout_speedup": "rollout, ratio to BF16",
+    "rollout_speedup_nf4": "rollout, ratio to NF4",
+    "step_speedup": "step, ratio to BF16 LoRA",
+    "gsm8k": "GSM8K (%)",
+    "math500": "MATH500 (%)",
+}
+
+
+def curves_beside(
+    panels: Sequence[Panel],
+    metrics: pd.DataFrame,
+    identities: Mapping[str, Mapping[str, Any]],
+    reference: pd.DataFrame,
+    stem: Path,
+) -> None:
+    """The paper's curves by step: the mean and range over our seeds, and dashed the points read off the paper's plot.
+
+    identities: the properties of each run of `metrics` (`qerl.report.paper.identity`). reference: rows of curves.csv.
+    The legend of a panel also names series that were not run.
+    """
+    window = smoothing_window(metrics) if len(metrics) else 1
+    with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
+        for axis, panel in zip(axes, panels, strict=True):
+            _panel_beside(axis, panel, _groups(panel, metrics, identities), reference, window)
+
+
+def _groups(
+    panel: Panel, metrics: pd.DataFrame, identities: Mapping[str, Mapping[str, Any]]
+) -> dict[str, pd.DataFrame]:
+    """The metrics of the first arm that fits each series, by the series' label."""
+    arms = [(group["run"].iloc[0], group) for _, group in metrics.groupby(["experiment", "arm", "variant"], sort=False)]
+    groups = {}
+    for series in panel.series:
+        group = next((group for run, group in arms if fits(series.asked, identities[run])), None)
+        if group is not None:
+            groups[series.label] = group
+    return groups
+
+
+def _panel_beside(
+    axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
+) -> None:
+    handles = []
+    for series, colour in zip(panel.series, _series_colours(panel.series), strict=True):
+        points = reference[[fits(series.asked, _point_identity(row)) for row in reference.to_dict("records")]]
+        if len(points):
+            axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
+                      label=f"paper: {series.label}")  # fmt: skip
+        run = series.label in groups
+        if run:
+            draw_seeds(axis, groups[series.label], panel.metric, colour, window)
+        name = series.label if run else f"{series.label}, not run"
+        style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
+        handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
+    axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
+    axis.set_xlabel("step")
+    axis.set_ylabel(_LABELS[panel.metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
+    axis.margins(x=0)
+    if not axis.lines:
+        axis.set(xticks=[], yticks=[])
+    axis.legend(handles=handles, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=6)
+
+
+def _told(groups: Mapping[str, pd.DataFrame], dashed: bool) -> list[str]:
+    counts = sorted({group["seed"].nunique() for group in groups.values()})
+    seeds = f"seeds: {' or '.join(map(str, counts))}"
+    return [seeds] * bool(counts) + ["dashed: the paper"] * dashed
+
+
+def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
+    identity = {name: row[name] for name in ("model", "weights", "method", "noise")}
+    return {**identity, "rank": None, "setting": {"data": row["data"]}}
+
+
+def _series_colours(series: Sequence[Series]) -> list[str]:
+    """The arms' colours, or those of the palette if the series differ in something else."""
+    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
+    return [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
+
+
+def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
+    """The paper's bars (pale) beside ours with 95 % intervals, from `qerl.report.paper.beside`; speeds as ratios."""
+    shown = cells[~cells["unit"].isin(["tokens/s", "s"])]
+    groups = list(shown.groupby(["model", "metric"], sort=False))
+    with figure_axes(len(groups), stem) as axes:
+        for axis, ((model, metric), group) in zip(axes, groups, strict=True):
+            _bar_pairs(axis, group)
+            axis.set_title(f"{model}, {_LABELS[str(metric)]}", loc="left")
+
+
+def _bar_pairs(axis: Axes, cells: pd.DataFrame) -> None:
+    names = []
+    by_rank = cells["rank"].nunique() > 1
+    for place, cell in enumerate(cells.to_dict("records")):
+        training = training_name(cell["method"], cell["noise"] or "off")
+        colour = COLOURS[cell["weights"], training]
+        below = f"rank {cell['rank']:.0f}" if by_rank else training_label(training)
+        names.append(f"{weights_label(cell['weights'])}\n{below}")
+        axis.bar(place - 0.2, float(cell["printed"]), 0.38, color=colour, alpha=0.4, linewidth=0, label="paper")
+        axis.annotate(cell["printed"], (place - 0.2, float(cell["printed"])), (0, 1), textcoords="offset points",
+                      ha="center", fontsize=5)  # fmt: skip
+        if cell["status"] != OK:
+            axis.annotate(shorten(cell["status"], 32), (place + 0.2, 0), (0, 2), textcoords="offset points",
+                          rotation=90, ha="center", va="bottom", fontsize=5.5)  # fmt: skip
+            continue
+        axis.bar(place + 0.2, cell["ours"], 0.38, color=colour, linewidth=0, label="ours")
+        if np.isfinite(cell["ours_low"]):
+            ends = [[cell["ours"] - cell["ours_low"]], [cell["ours_high"] - cell["ours"]]]
+            axis.errorbar(place + 0.2, cell["ours"], ends, color="black", linewidth=0.7, capsize=1.5)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_xlim(-0.6, len(names) - 0.4)
+    axis.set_ylabel("pale: paper   full: ours")
+    axis.grid(visible=False, axis="x")

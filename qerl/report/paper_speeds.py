@@ -14,8 +14,8 @@ import pandas as pd
 
 from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.report import paper
+from qerl.report.figures import bars_beside
 from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_steps
-from qerl.report.paper_figures import bars_beside
 from qerl.report.tables import caption_text, write_table
 from qerl.results import printed
 from qerl.results.schema import OK

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.jobs import ShapesJob
-from qerl.report.figures import crossover_by_context, crossover_by_sequences, decode_speed
+from qerl.report.figures import decode_speed
 from qerl.report.format import (
     NOT_MEASURED,
     Row,
@@ -317,16 +317,10 @@ class Table:
     title: str
     shown: Callable[[pd.DataFrame], pd.DataFrame] = present
 
-    def write(self, records: pd.DataFrame, out: Path) -> None:
-        """Write a file for each part of the records that has a row."""
-        by = [column for _, column, _, _ in Formatter().parse(self.name) if column]
-        for key, part in records.groupby(by, sort=False) if by else [((), records)]:
-            values = dict(zip(by, key, strict=True))
-            rows = self.rows(part)
-            if not rows.empty:
-                rows = with_gpus(rows, part) if "machine" in rows else rows
-                caption = caption_text(self.title.format(**values), part[["machine", "commit"]])
-                write_table(rows, out / self.name.format(**values), caption, self.shown(rows))
+    @property
+    def by(self) -> list[str]:
+        """The columns by whose values the rows are split."""
+        return [column for _, column, _, _ in Formatter().parse(self.name) if column]
 
 
 _SAMPLES = "Medians of the repeats"
@@ -423,28 +417,24 @@ TABLES = (
 def write_shapes(job: ShapesJob) -> None:
     """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of the files to `job.out`.
 
-    Figures are of decode points: decode-rank<rank>-<lengths>, crossover-rank<rank>-<lengths> and, for prompts of
-    several lengths, contexts-rank<rank>-<tokens>. Tables without a row are left out. At the paper's lengths its tables
-    are there (`qerl.report.paper_speeds`). Raises ResultError without any file.
+    Figures are decode-rank<rank>-<lengths>. Tables without a row are left out. At the paper's lengths its tables are
+    there (`qerl.report.paper_speeds`). Raises ResultError without any file.
     """
     of_bench: dict[Bench, list[Path]] = {}
     for file in job.files:
         of_bench.setdefault(read(Kind, file).of_bench, []).append(file)  # type: ignore[arg-type]
     frames = {bench: load(files, bench) for bench, files in (of_bench or {"decode": []}).items()}
-    for table in TABLES:
-        if table.bench in frames:
-            table.write(frames[table.bench], job.out)
-    if "decode" in frames:
-        _draw(frames["decode"], job.out)
-    write_rollout_tables(frames.get("decode", pd.DataFrame()), job.out)
-    write_step_tables(frames.get("grpo_step", pd.DataFrame()), job.out)
-
-
-def _draw(points: pd.DataFrame, out: Path) -> None:
-    for (rank, prompt, tokens), group in points.groupby(["rank", *LENGTHS]):
-        decode_speed(group, out / f"decode-rank{rank}-{prompt}x{tokens}")
-        if not (ratios := crossover(group)).empty:
-            crossover_by_sequences(ratios, out / f"crossover-rank{rank}-{prompt}x{tokens}")
-    for (rank, tokens), group in contexts(points).groupby(["rank", "tokens"]):
-        if not (ratios := crossover(group)).empty:
-            crossover_by_context(ratios, out / f"contexts-rank{rank}-{tokens}")
+    for table in (one for one in TABLES if one.bench in frames):
+        records = frames[table.bench]
+        for key, part in records.groupby(table.by, sort=False) if table.by else [((), records)]:
+            values = dict(zip(table.by, key, strict=True))
+            rows = table.rows(part)
+            if not rows.empty:
+                rows = with_gpus(rows, part) if "machine" in rows else rows
+                caption = caption_text(table.title.format(**values), part[["machine", "commit"]])
+                write_table(rows, job.out / table.name.format(**values), caption, table.shown(rows))
+    points, steps = (frames.get(bench, pd.DataFrame()) for bench in ("decode", "grpo_step"))
+    for (rank, *lengths), group in points.groupby(["rank", *LENGTHS]) if len(points) else ():
+        decode_speed(group, job.out / "decode-rank{}-{}x{}".format(rank, *lengths))
+    write_rollout_tables(points, job.out)
+    write_step_tables(steps, job.out)

@@ -171,7 +171,6 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
     work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
     seconds = [run.seconds for run in job.runs]
     samples = [job.drawn / taken for taken in seconds]
-    middle, low, high = (float(value) for value in np.quantile(samples or [np.nan], [0.5, 0.25, 0.75]))
     typical = _median_run(job.runs)
     yield {
         **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
@@ -182,9 +181,7 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
         "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
         "status": job.status,
         "samples": samples,
-        "tokens_per_second": middle,
-        "tokens_per_second_p25": low,
-        "tokens_per_second_p75": high,
+        **quartiles("tokens_per_second", samples),
         "seconds": median(seconds or [np.nan]),
         "ready_seconds": job.ready_seconds,
         "first_seconds": job.first_seconds,
@@ -193,6 +190,12 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
         "phase_seconds": typical.seconds if typical else np.nan,
         **job.provenance.columns,
     }
+
+
+def quartiles(measure: str, samples: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of samples as columns; NaN without any."""
+    ends = np.quantile(samples or [np.nan], [0.5, 0.25, 0.75])
+    return {f"{measure}{end}": float(value) for end, value in zip(("", "_p25", "_p75"), ends, strict=True)}
 
 
 def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
@@ -213,18 +216,15 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
     identity: dict[str, Any] = {"engine": work.serving, "size": work.size, "weights": work.base.weights_name}
     identity |= work.model_dump(include={"rank", "prompt", "tokens"})
     for point in job.points:
-        samples = point.samples or [np.nan]
-        middle, low, high = (float(value) for value in np.quantile(samples, [0.5, 0.25, 0.75]))
-        step, floor = point.sequences / middle, _floor_seconds(job, point.sequences)
+        speeds = quartiles("tokens_per_second", point.samples)
+        step, floor = point.sequences / speeds["tokens_per_second"], _floor_seconds(job, point.sequences)
         yield {
             **identity,
             "sequences": point.sequences,
             "status": point.status,
             "samples": point.samples,
             "rollouts": [_with_prompts(point, work.tokens, rate) for rate in point.samples],
-            "tokens_per_second": middle,
-            "tokens_per_second_p25": low,
-            "tokens_per_second_p75": high,
+            **speeds,
             "step_ms": 1e3 * step,
             "floor_ms": 1e3 * floor,
             "percent_of_floor": 100 * floor / step,
