@@ -120,14 +120,15 @@ T = TypeVar("T")
 
 @dataclass
 class Point:
-    """One combination to time. `make` returns a function that runs a round and returns its figures.
+    """One combination to time. `make` returns a function that runs a round and returns what it found.
 
-    `label` identifies the point in results.
+    `label` identifies the point in results. The first round, which compiles and captures, is apart from the samples.
     """
 
     label: dict[str, Any]
-    make: Callable[[], Callable[[int], dict[str, Any]]]
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    make: Callable[[], Callable[[int], Any]]
+    first: Any = None
+    samples: list[Any] = field(default_factory=list)
     peak_memory_bytes: int = 0
     status: str = "ok"
 
@@ -155,14 +156,16 @@ def _run_together(points: Sequence[Point], repeats: int) -> None:
             _measure(point, measure, round_)
 
 
-def _measure(point: Point, measure: Callable[[int], dict[str, Any]], round_: int) -> None:
+def _measure(point: Point, measure: Callable[[int], Any], round_: int) -> None:
     reset_peak_memory()
-    figures = _unless_failed(point, lambda: measure(round_))
-    if figures is None:
+    found = _unless_failed(point, lambda: measure(round_))
+    if found is None:
         return
     point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
-    if round_ > 0:
-        point.samples.append(figures)
+    if round_ == 0:
+        point.first = found
+    else:
+        point.samples.append(found)
 
 
 def _unless_failed(point: Point, action: Callable[[], T]) -> T | None:
