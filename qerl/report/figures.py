@@ -331,7 +331,7 @@ _GREY = "#a8a8a8"
 
 
 def decode_speed(points: pd.DataFrame, stem: Path) -> None:
-    """Median tokens/s with quartiles by sequences, from `speed_readers.load` at one rank, and the floors.
+    """Median tokens/s with quartiles by sequences, from `speeds.load` at one rank, and the floors.
 
     Failed points are left out; the tables state their reasons.
     """

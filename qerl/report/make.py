@@ -15,8 +15,7 @@ from qerl.results import printed, readers
 from qerl.results.paths import PROFILE, REPORT, RESULT, RUN
 from qerl.results.printed import Cell
 from qerl.results.schema import EvaluationResult, RunResult
-from qerl.results.speed_readers import load
-from qerl.results.speeds import Bench, Kind
+from qerl.results.speeds import Kind, load
 from qerl.results.statistics import METHOD
 from qerl.results.store import read
 from qerl.settings.run import RunSettings
@@ -175,7 +174,7 @@ class StoredResults:
         """See `readers.load_quantization`."""
         return readers.load_quantization(self._named(REPORT))
 
-    def points(self, bench: Bench) -> pd.DataFrame:
+    def points(self, bench: str) -> pd.DataFrame:
         """The points of all benches of one kind."""
         files = [path for path in self._paths if path.parent.name == PROFILE]
         chosen = [path for path in files if read(Kind, path).of_bench == bench]

@@ -29,7 +29,7 @@ STEP_TABLES = ("table5", "table6", "table7", "table8")
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: of `speed_readers.load`, or none; those of other models and lengths are ignored.
+    points: of `speeds.load`, or none; those of other models and lengths are ignored.
     """
     measured = _of_paper(points)
     for engine, of_engine in measured.groupby("engine", sort=False) if len(measured) else ():
@@ -51,7 +51,7 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
     out.
 
-    measured: of `speed_readers.load`, or none; steps of other models, of other or mixed lengths, under a memory cap,
+    measured: of `speeds.load`, or none; steps of other models, of other or mixed lengths, under a memory cap,
         with equal rewards, or whose system chooses what to recompute are ignored.
     """
     measured = _of_paper(measured)

@@ -1,6 +1,6 @@
 """The report of the speed grid: its tables, each by a specification, and its figures.
 
-Rows are made of the frames of `qerl.results.speed_readers`. A failed point shows its status, a point that wasn't
+Rows are made of the frames of `qerl.results.speeds`. A failed point shows its status, a point that wasn't
 measured a dash. Only points of the same machine are compared. `machine` has the machines of a row's points.
 """
 
@@ -36,8 +36,7 @@ from qerl.report.format import (
 from qerl.report.paper_speeds import write_rollout_tables, write_step_tables
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema import OK
-from qerl.results.speed_readers import GIVEN_UP, LENGTHS, POLICY, load
-from qerl.results.speeds import SECONDS, Bench, Kind
+from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, Kind, load
 from qerl.results.store import read
 
 # Rows of decode points, with a column per number of sequences, and of GRPO steps.
@@ -311,7 +310,7 @@ def _text(value: object) -> str:
 class Table:
     """A table of a bench's rows. Its name and title have the columns in braces by whose values the rows are split."""
 
-    bench: Bench
+    bench: str
     name: str
     rows: Callable[[pd.DataFrame], pd.DataFrame]
     title: str
@@ -420,9 +419,9 @@ def write_shapes(job: ShapesJob) -> None:
     Figures are decode-rank<rank>-<lengths>. Tables without a row are left out. At the paper's lengths its tables are
     there (`qerl.report.paper_speeds`). Raises ResultError without any file.
     """
-    of_bench: dict[Bench, list[Path]] = {}
+    of_bench: dict[str, list[Path]] = {}
     for file in job.files:
-        of_bench.setdefault(read(Kind, file).of_bench, []).append(file)  # type: ignore[arg-type]
+        of_bench.setdefault(read(Kind, file).of_bench, []).append(file)
     frames = {bench: load(files, bench) for bench, files in (of_bench or {"decode": []}).items()}
     for table in (one for one in TABLES if one.bench in frames):
         records = frames[table.bench]

@@ -17,7 +17,7 @@ import pandas as pd
 from qerl.report.format import NOT_RUN, latex, page, present
 from qerl.results.paths import KEY, weights_names
 from qerl.results.schema import OK
-from qerl.results.speed_readers import quartiles
+from qerl.results.speeds import quartiles
 from qerl.results.statistics import METHOD, Interval, accuracy_interval, difference_interval
 from qerl.results.store import ResultError
 

@@ -9,7 +9,7 @@ import pytest
 
 from qerl.report import speed_tables
 from qerl.report.speed_tables import mix_table
-from qerl.results.speed_readers import load
+from qerl.results.speeds import load
 from qerl.settings.base import read_yaml
 from qerl.workflow.grid import committed_files
 

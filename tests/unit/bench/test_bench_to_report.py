@@ -14,7 +14,7 @@ from qerl.data.sources import prepare
 from qerl.jobs import RolloutJob, StepJob, TimedRun
 from qerl.report import paper, tables
 from qerl.results import readers
-from qerl.results.speed_readers import load
+from qerl.results.speeds import load
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings

@@ -11,7 +11,7 @@ import torch
 
 from qerl.bench.workloads import memory_of, write_out_of_memory, write_steps
 from qerl.report.paper_speeds import write_rollout_tables, write_step_tables
-from qerl.results import speed_readers
+from qerl.results import speeds
 from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import TimedStep
 from qerl.settings.base import read_yaml
@@ -66,7 +66,7 @@ def step(
 
 def tables(files: list[Path], out: Path) -> dict[str, pd.DataFrame]:
     """The tables by name, each indexed by model, weights, setting and metric."""
-    write_step_tables(speed_readers.load(files, "grpo_step"), out)
+    write_step_tables(speeds.load(files, "grpo_step"), out)
     read = {file.stem: pd.read_csv(file) for file in out.glob("*.csv")}
     keys = ["model", "weights", "setting", "metric"]
     return {name: table.fillna({"setting": ""}).set_index(keys).sort_index() for name, table in read.items()}
@@ -175,7 +175,7 @@ def test_a_rollout_and_its_base_of_another_machine_are_not_compared(tmp_path):
         decode_file(tmp_path, "native", "bf16", {1: [100.0]}, machine="GPU A", **lengths),
         decode_file(tmp_path, "native", "nvfp4", {1: [150.0]}, machine="GPU B", **lengths),
     ]
-    write_rollout_tables(speed_readers.load(files, "decode"), tmp_path)
+    write_rollout_tables(speeds.load(files, "decode"), tmp_path)
     table = pd.read_csv(tmp_path / "table9-native-sequences.csv").set_index(["model", "weights", "rank", "metric"])
     rows = table.sort_index().loc["qwen2.5-7b", "nvfp4", 16]
     assert dict(rows["status"]) == {"rollout_rate": "ok", "rollout_speedup": "different machines"}
@@ -206,8 +206,8 @@ def test_every_number_is_that_of_its_committed_samples(tmp_path):
     samples = read_yaml(ROOT / "config/shapes.yaml")["shapes"]["samples"]
     files = {file.stem: file for file in committed_files([ROOT / folder for folder in samples])}
     decode, steps = ([file for name, file in files.items() if name.startswith(kind)] for kind in ("decode-", "step-"))
-    write_rollout_tables(speed_readers.load(decode, "decode"), tmp_path)
-    write_step_tables(speed_readers.load(steps, "grpo_step"), tmp_path)
+    write_rollout_tables(speeds.load(decode, "decode"), tmp_path)
+    write_step_tables(speeds.load(steps, "grpo_step"), tmp_path)
     contents = {name: json.loads(file.read_text()) for name, file in files.items()}
     seen = set()
     for table in tmp_path.glob("table*.csv"):
@@ -222,5 +222,5 @@ def test_every_number_is_that_of_its_committed_samples(tmp_path):
 
 def test_points_of_other_lengths_make_no_table(tmp_path):
     file = decode_file(tmp_path, "native", "bf16", {1: [100.0]})
-    write_rollout_tables(speed_readers.load([file], "decode"), tmp_path / "out")
+    write_rollout_tables(speeds.load([file], "decode"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ import pytest
 from qerl.report import tables
 from qerl.report.format import by_dataset, present
 from qerl.results import readers
-from qerl.results.speed_readers import load
+from qerl.results.speeds import load
 from qerl.results.store import ResultError
 from tests.synthetic_results import (
     NO_METRICS,

@@ -18,7 +18,7 @@ from qerl.jobs import DecodeJob, DecodePart
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report import speed_tables
-from qerl.results import speed_readers, speeds
+from qerl.results import speeds
 from qerl.results.speeds import DecodePoint
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
@@ -75,21 +75,21 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
 def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
     """A mixture's, in small; its vocabulary bounds the prompts."""
     monkeypatch.setitem(PUBLISHED, "mixture", FAMILIES["qwen3_moe"].config(vocab_size=256).to_dict())
-    for module in (speeds, speed_readers):
+    for module in (speeds,):
         monkeypatch.setattr(module, "SIZES", (*SIZES, "mixture"))
     out = tmp_path / "out.json"
     work = Decoding(engine="native", weights="nvfp4", **SETTINGS | {"size": "mixture"})
     decode.measure_points(DecodeJob(parts=[DecodePart(file=out.name, work=work, sequences=[2])], out=tmp_path))
     result = read(out)
     assert (result["work"]["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
-    points = speed_readers.load([out], "decode")
+    points = speeds.load([out], "decode")
     assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().tolist()) == ([8.0], [True])
 
 
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     """A file without the key has dense ones, as those that were committed before there was the key."""
     monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
-    for module in (speeds, speed_readers):
+    for module in (speeds,):
         monkeypatch.setattr(module, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
     for file, packed in zip(files, (False, True), strict=True):
@@ -101,7 +101,7 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     assert saved == pytest.approx(numbers * (2 - 4.5 / 8), rel=0.01)
     del dense["work"]["pack_delta_nets"]
     files[0].write_text(json.dumps(dense))
-    points = speed_readers.load(files, "decode")
+    points = speeds.load(files, "decode")
     assert points["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
     table = speed_tables.decode_table(points)
     assert table["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
