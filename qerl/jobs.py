@@ -21,7 +21,7 @@ from qerl.settings.data import DatasetSettings, FunctionData, Split
 from qerl.settings.models import Base, PretrainSettings
 from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, RunSettings
 from qerl.settings.workflow import EvaluationSettings, GateSettings, RolloutBench, StepBench
-from qerl.settings.workloads import Decoding, EngineStep, Mix, Prompting, StepWork, TrlStep
+from qerl.settings.workloads import Decoding, EngineStep, Mix, Prompting, StepWork, TrlStep, Workload
 
 # The shared parts of all jobs.
 
@@ -217,8 +217,6 @@ class TrainJob(Job):
     work: Path
     tracked: Path
     """The folder in which trackers keep their records."""
-    followed: Path | None
-    """The metrics.jsonl of the run whose entropy the temperature follows."""
 
     @property
     def gpus(self) -> int:
@@ -383,38 +381,68 @@ def enough_runs(seconds: Sequence[float]) -> bool:
     return len(seconds) >= 9 or (len(seconds) >= 3 and sum(seconds) >= 5)
 
 
+class PointPart(Part):
+    """A file of a job of the speed grid, which has one point unless it says which."""
+
+    file: str
+    work: Workload
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        """What tells the points of the file apart."""
+        return [None]
+
+
 class PointJob(Job):
-    """A job with a GPU and its share of the cores to itself; it continues the files of a killed job."""
+    """A job with a GPU and its share of the cores to itself. It continues the files of a killed job.
+
+    `out` is the folder of the parts' files. All parts share a set-up.
+    """
 
     on_gpu: ClassVar[bool] = True
     own_cores: ClassVar[bool] = True
+    #: The function by engine or system.
+    by_system: ClassVar[dict[str, str]]
+
+    parts: Sequence[PointPart]
+
+    @property
+    def system(self) -> str:
+        """The engine or system of all parts."""
+        return "native"
+
+    @property
+    def function(self) -> str:
+        """The function of the system."""
+        return self.by_system[self.system]
 
     @property
     def files(self) -> list[Path]:
         """The files that the job writes."""
-        return [self.out]
+        return [self.out / part.file for part in self.parts]
 
     @property
     def lock(self) -> Lock:
-        """A lock for the job's file, since several jobs share a folder."""
+        """A lock of the job's folder."""
         return Lock(self.out.parent, f".{self.out.name}.lock")
 
 
-class DecodePart(Part):
-    """A file of a decode job, with a point for each number of sequences."""
+class DecodePart(PointPart):
+    """A file with a point for each number of sequences."""
 
-    file: str
     work: Decoding
     sequences: list[int]
 
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The numbers of sequences."""
+        return self.sequences
+
 
 class DecodeJob(PointJob):
-    """Measure an engine's decode speed on one size and weight format, whose set-up its parts share.
+    """Measure an engine's decode speed on one size and weight format."""
 
-    `out` is the folder of the parts' files.
-    """
-
-    by_engine: ClassVar[dict[str, str]] = {
+    by_system: ClassVar[dict[str, str]] = {
         "native": "qerl.bench.decode:measure_points",
         "vllm": "qerl.bench.vllm:measure_points",
         "transformers": "qerl.bench.hf:measure_points",
@@ -423,83 +451,84 @@ class DecodeJob(PointJob):
     parts: list[DecodePart]
 
     @property
-    def function(self) -> str:
-        """The function of the engine, which all parts share."""
-        return self.by_engine[self.parts[0].work.engine]
+    def system(self) -> str:
+        """The engine."""
+        return self.parts[0].work.engine
 
-    @property
-    def files(self) -> list[Path]:
-        """The files that the job writes."""
-        return [self.out / part.file for part in self.parts]
+
+class MixPart(PointPart):
+    """A file of rollouts."""
+
+    work: Mix
 
 
 class RolloutMixJob(PointJob):
     """Measure an engine's rollout of completions of mixed lengths, end to end."""
 
-    by_engine: ClassVar[dict[str, str]] = {
+    by_system: ClassVar[dict[str, str]] = {
         "native": "qerl.bench.rollouts:measure_mix",
         "vllm": "qerl.bench.vllm:measure_mix",
     }
     kind: Literal["rollout_mix"] = "rollout_mix"
-    work: Mix
+    parts: list[MixPart]
 
     @property
-    def function(self) -> str:
-        """The function of the engine."""
-        return self.by_engine[self.work.engine]
+    def system(self) -> str:
+        """The engine."""
+        return self.parts[0].work.engine
 
     @property
     def own_files(self) -> list[Path]:
-        """The trace."""
-        return [self.work.trace] if self.work.trace else []
+        """The traces."""
+        return [part.work.trace for part in self.parts if part.work.trace]
+
+
+class PromptsPart(PointPart):
+    """A file with a point for each pair of prompts and tokens per prompt."""
+
+    work: Prompting
+    points: list[tuple[int, int]]
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The pairs."""
+        return self.points
 
 
 class PromptsJob(PointJob):
-    """Measure prefill time in this project's engine, with a point for each pair of prompts and tokens per prompt."""
+    """Measure prefill time in this project's engine."""
 
-    does: ClassVar[str] = "qerl.bench.decode:measure_prompts"
+    by_system: ClassVar[dict[str, str]] = {"native": "qerl.bench.decode:measure_prompts"}
     kind: Literal["prompts"] = "prompts"
-    work: Prompting
-    points: list[tuple[int, int]]
-    repeats: int
+    parts: list[PromptsPart]
 
 
-class StepPart(Part):
-    """A file of a job of steps."""
+class StepPart(PointPart):
+    """A file of steps."""
 
-    file: str
     work: StepWork
-    settings: EngineStep
+    settings: EngineStep | TrlStep
 
 
 class GrpoStepJob(PointJob):
-    """Measure whole GRPO steps of this project on one size and weight format, and under one cap of memory or none.
+    """Measure whole GRPO steps of a system on one size and weight format, and under one cap of memory or none."""
 
-    `out` is the folder of the parts' files.
-    """
-
-    does: ClassVar[str] = "qerl.bench.steps:measure_steps"
+    by_system: ClassVar[dict[str, str]] = {
+        "native": "qerl.bench.steps:measure_steps",
+        "trl": "qerl.bench.trl:measure_steps",
+    }
     kind: Literal["grpo_step"] = "grpo_step"
     parts: list[StepPart]
 
     @property
-    def files(self) -> list[Path]:
-        """The files that the job writes."""
-        return [self.out / part.file for part in self.parts]
+    def system(self) -> str:
+        """This project or TRL."""
+        return "trl" if isinstance(self.parts[0].settings, TrlStep) else "native"
 
     @property
     def joins_free_memory(self) -> bool:
-        """As a training does."""
-        return True
-
-
-class TrlStepJob(PointJob):
-    """Measure a whole GRPO step of TRL."""
-
-    does: ClassVar[str] = "qerl.bench.trl:measure_step"
-    kind: Literal["trl_step"] = "trl_step"
-    work: StepWork
-    settings: TrlStep
+        """This project's do, as a training does."""
+        return self.system == "native"
 
 
 # Jobs that make tables and figures of stored results.
@@ -560,7 +589,7 @@ class SamplesJob(Job):
 class ShapesJob(Job):
     """Make tables and figures of the speed grid."""
 
-    does: ClassVar[str] = "qerl.report.grid:write_shapes"
+    does: ClassVar[str] = "qerl.report.speed_tables:write_shapes"
     kind: Literal["shapes"] = "shapes"
     files: list[Path]
     """Points that are measured, here or elsewhere."""

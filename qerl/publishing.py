@@ -28,8 +28,8 @@ from qerl.settings.run import UNDECIDING
 
 # Cards of published policies, with their scores as metadata. They name no folder of this machine.
 
-#: Keys of the settings that a card leaves out: base and data have names elsewhere, and the last is a path.
-_STATED: dict[str, Any] = {"model": True, "dataset": True, "thermostat": {"metrics"}}
+#: Keys of the settings that a card leaves out: base and data have names elsewhere.
+_STATED: dict[str, Any] = {"model": True, "dataset": True}
 _ABOUT_MODELS = {**ABOUT_ADAPTERS, "library_name": "transformers", "tags": ["qerl", "reinforcement-learning"]}
 _TEXT = """\
 ---

@@ -108,7 +108,7 @@ def _modules() -> tuple[str, ...]:
     """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
     from qerl.jobs import KINDS
 
-    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_engine")]
+    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_system")]
     return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 

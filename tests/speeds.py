@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from qerl.checkpoints.shapes import ARCHITECTURES
-from qerl.results.speed_readers import load
+from qerl.results.speeds import load
 from qerl.workflow.costs import SPEEDS
 
 ROOT = Path(__file__).parents[1]

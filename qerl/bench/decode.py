@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 
-from qerl.bench.timing import DecodePoints, Measure, gpu_state, timed, unless_out_of_memory
+from qerl.bench.timing import DecodePoints, Engine, Start, gpu_state, unless_out_of_memory
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
-from qerl.host.gpus import peak_memory_bytes, seconds
-from qerl.jobs import DecodeJob, PromptsJob
+from qerl.host.gpus import seconds
+from qerl.jobs import DecodeJob, PromptsJob, PromptsPart
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import random_policy, with_random_adapter
 from qerl.results.schema import NO_MEMORY, OK, Provenance
-from qerl.results.speeds import DecodePoint, PromptPoint, PromptsResult
+from qerl.results.speeds import PromptPoint, PromptsResult
 from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
@@ -32,22 +32,19 @@ from qerl.settings.workloads import Decoding
 _UNBOUNDED = 2.0**20
 
 
-def measure_decode(policy: Policy, sequences: int, prompt: int, tokens: int, kernels: Kernels) -> DecodePoint:
-    """Measure the point with this number of sequences."""
-    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=kernels), sequences)
+def engine_of(policy: Policy, work: Decoding, sequences: int) -> Engine:
+    """The native engine for a number of sequences."""
+    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels), sequences)
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
-        shorter = 1 < count <= tokens
+        shorter = 1 < count <= work.tokens
         lengths = ((count,),) * len(prompts) if shorter else None
-        room = tokens + 1 if shorter else count
+        room = work.tokens + 1 if shorter else count
         groups = sampler.generate(prompts, SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True))
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
-    point = timed(draw, sequences, prompt, tokens, policy.lm.config.vocab_size)
-    sampler.release()
-    memory = {"weight_bytes": weight_bytes(policy), "peak_memory_bytes": peak_memory_bytes()}
-    return point.model_copy(update={"sampler": sampler.served, **memory})
+    return Engine(draw, sampler.served, lambda: weight_bytes(policy), release=sampler.release)
 
 
 def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[float]:
@@ -68,10 +65,10 @@ def measure_points(job: DecodeJob) -> None:
         work, points = part.work, DecodePoints(job.out / part.file, part.work)
         with ExitStack() as adapted:
 
-            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Measure:
+            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Start:
                 policy = adapted.enter_context(with_random_adapter(base(), work.rank))
                 points.note_syncs(sync_seconds(policy, work.kernels) if work.rank else [])
-                return lambda count: measure_decode(policy, count, work.prompt, work.tokens, work.kernels)
+                return partial(engine_of, policy, work)
 
             points.run(part.sequences, load)
 
@@ -86,23 +83,25 @@ _SETTINGS = NativeSettings(kv_cache_gib=8.0)
 
 def measure_prompts(job: PromptsJob) -> None:
     """Time all points and write the result. Points that run out of memory are stored with that status."""
-    sampler = unless_out_of_memory(lambda: _ready_sampler(job))
-    result = PromptsResult(
-        bench="prompts",
-        work=job.work,
-        sampler=sampler.served if sampler else "",
-        points=[_point(sampler, *point, job.repeats) for point in track(job.points, len(job.points), "points")],
-        gpu=gpu_state(),
-        provenance=Provenance.of_now(),
-    )
-    write(job.out, result)
+    for part in job.parts:
+        work, points = part.work, part.points
+        sampler = unless_out_of_memory(lambda part=part: _ready_sampler(part))  # type: ignore[misc]
+        result = PromptsResult(
+            bench="prompts",
+            work=work,
+            sampler=sampler.served if sampler else "",
+            points=[_point(sampler, *point, work.repeats) for point in track(points, len(points), "points")],
+            gpu=gpu_state(),
+            provenance=Provenance.of_now(),
+        )
+        write(job.out / part.file, result)
 
 
-def _ready_sampler(job: PromptsJob) -> EngineSampler:
+def _ready_sampler(part: PromptsPart) -> EngineSampler:
     """The sampler after a call as large as the largest point, which allocates its cache."""
-    work = job.work
+    work = part.work
     sampler = EngineSampler(random_policy(work.base, work.rank, choose_device()), _SETTINGS)
-    most, longest = (max(numbers) for numbers in zip(*job.points, strict=True))
+    most, longest = (max(numbers) for numbers in zip(*part.points, strict=True))
     first, _ = prompt_id_range(sampler.policy.lm.config.vocab_size)
     sampler.generate([[first] * longest] * most, SamplingParams(max_tokens=1))
     return sampler

@@ -17,12 +17,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
-from qerl.bench.timing import DecodePoints, Measure, nbytes, timed
-from qerl.host.gpus import peak_memory_bytes
+from qerl.bench.timing import DecodePoints, Engine, Start, nbytes
 from qerl.jobs import DecodeJob
 from qerl.models.policy import choose_device
 from qerl.models.random import END, END_OF_TEXT, IDS, empty_qwen2, fill_model, random_weight
-from qerl.results.speeds import DecodePoint
 from qerl.settings.run import AdapterSettings
 from qerl.settings.workloads import Decoding
 
@@ -73,22 +71,20 @@ def weight_bytes(lm: nn.Module) -> int:
     return nbytes([*lm.parameters(), *lm.buffers(), *scales])
 
 
-def measure(lm: PreTrainedModel, weights: str, sequences: int, prompt: int, tokens: int) -> DecodePoint:
-    """Measure the point with this number of sequences."""
+def engine_of(lm: PreTrainedModel, weights: str) -> Engine:
+    """The engine, which is the same for all numbers of sequences."""
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         torch.manual_seed(seed)
         ids = torch.tensor(prompts, device=lm.device)
         mask = torch.ones_like(ids)
         drawn = lm.generate(ids, attention_mask=mask, generation_config=_sampling(count))  # type: ignore[operator]
-        return drawn[:, prompt:].numel()
+        return drawn[:, ids.shape[1] :].numel()
 
-    point = timed(draw, sequences, prompt, tokens, lm.config.vocab_size)
     sampler = f"transformers {transformers.__version__}"
     if weights == "nf4":
         sampler += f", bitsandbytes {bitsandbytes.__version__}"
-    memory = {"weight_bytes": weight_bytes(lm), "peak_memory_bytes": peak_memory_bytes()}
-    return point.model_copy(update={"sampler": sampler, **memory})
+    return Engine(draw, sampler, lambda: weight_bytes(lm))
 
 
 def _sampling(count: int) -> GenerationConfig:
@@ -110,8 +106,8 @@ def measure_points(job: DecodeJob) -> None:
     for part in job.parts:
         work = part.work
 
-        def load(work: Decoding = work) -> Measure:
-            lm = random_model(work.size, work.weights, work.rank, choose_device())
-            return lambda count: measure(lm, work.weights, count, work.prompt, work.tokens)
+        def load(work: Decoding = work) -> Start:
+            engine = engine_of(random_model(work.size, work.weights, work.rank, choose_device()), work.weights)
+            return lambda _: engine
 
         DecodePoints(job.out / part.file, work).run(part.sequences, load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def _stored_drafts(counts: DraftCounts) -> DraftsVerified:
 
 def measure_mix(job: RolloutMixJob) -> None:
     """Time the rollouts and write the result."""
-    measure(job, lambda workload: _start(job.work, workload))
+    for part in job.parts:
+        measure(part.work, job.out / part.file, partial(_start, part.work))
 
 
 # Rollout throughput by weight format and LoRA rank (paper Table 9).

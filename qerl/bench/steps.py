@@ -240,6 +240,7 @@ def _measured(out: Path, part: StepPart) -> bool:
 def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = part.work, part.settings
+    assert isinstance(asked, EngineStep)
     nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
     try:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from qerl.checkpoints.shapes import prompt_id_range
+from qerl.checkpoints.shapes import prompt_id_range, vocabulary
 from qerl.host.console import log, track
 from qerl.host.gpus import free_memory, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.provenance import check_writable, machine
@@ -120,14 +120,15 @@ T = TypeVar("T")
 
 @dataclass
 class Point:
-    """One combination to time. `make` returns a function that runs a round and returns its figures.
+    """One combination to time. `make` returns a function that runs a round and returns what it found.
 
-    `label` identifies the point in results.
+    `label` identifies the point in results. The first round, which compiles and captures, is apart from the samples.
     """
 
     label: dict[str, Any]
-    make: Callable[[], Callable[[int], dict[str, Any]]]
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    make: Callable[[], Callable[[int], Any]]
+    first: Any = None
+    samples: list[Any] = field(default_factory=list)
     peak_memory_bytes: int = 0
     status: str = "ok"
 
@@ -147,7 +148,7 @@ def run_points(points: Sequence[Point], repeats: int, interleave: bool = True) -
 
 
 def _run_together(points: Sequence[Point], repeats: int) -> None:
-    measures = {id(point): _tried(point, point.make) for point in points}
+    measures = {id(point): _unless_failed(point, point.make) for point in points}
     rounds = [(round_, point) for round_ in range(repeats + 1) for point in points]
     for round_, point in track(rounds, len(rounds), "measurements"):
         measure = measures[id(point)]
@@ -155,22 +156,24 @@ def _run_together(points: Sequence[Point], repeats: int) -> None:
             _measure(point, measure, round_)
 
 
-def _measure(point: Point, measure: Callable[[int], dict[str, Any]], round_: int) -> None:
+def _measure(point: Point, measure: Callable[[int], Any], round_: int) -> None:
     reset_peak_memory()
-    figures = _tried(point, lambda: measure(round_))
-    if figures is None:
+    found = _unless_failed(point, lambda: measure(round_))
+    if found is None:
         return
     point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
-    if round_ > 0:
-        point.samples.append(figures)
+    if round_ == 0:
+        point.first = found
+    else:
+        point.samples.append(found)
 
 
-def _tried(point: Point, action: Callable[[], T]) -> T | None:
-    try:
-        return action()
-    except (torch.cuda.OutOfMemoryError, MemoryError):
+def _unless_failed(point: Point, action: Callable[[], T]) -> T | None:
+    """What an action of a point returns; None, and the point's status, if it runs out of memory."""
+    result = unless_out_of_memory(action)
+    if result is None:
         point.status = NO_MEMORY
-        return None
+    return result
 
 
 # Points of decode speed: timing and the result file, shared by all engines of `qerl.bench`.
@@ -180,8 +183,21 @@ def _tried(point: Point, action: Callable[[], T]) -> T | None:
 
 #: Takes prompts of one length, the number of tokens to draw for each, and a seed; returns the total number drawn.
 Draw = Callable[[list[list[int]], int, int], int]
-#: Takes a number of sequences and measures that point.
-Measure = Callable[[int], DecodePoint]
+
+
+class Engine(NamedTuple):
+    """An engine that is ready to decode a number of sequences together, and what a point states of it."""
+
+    draw: Draw
+    sampler: str
+    weight_bytes: Callable[[], int]
+    has_peak: bool = True
+    """Whether its memory isn't a fixed share of the GPU."""
+    release: Callable[[], None] = lambda: None
+
+
+#: Makes the engine for a number of sequences.
+Start = Callable[[int], Engine]
 
 
 class DecodePoints:
@@ -206,9 +222,8 @@ class DecodePoints:
         """Store seconds of syncs in the result, beside the points."""
         self.result = self.result.model_copy(update={"sync_seconds": sync_seconds})
 
-    def run(self, sequences: Sequence[int], load: Callable[[], Measure]) -> None:
-        """Measure the missing points. `load` returns the function that measures; it is called only if points are
-        missing.
+    def run(self, sequences: Sequence[int], load: Callable[[], Start]) -> None:
+        """Measure the missing points. `load` is called only if points are missing.
 
         A point that runs out of memory is stored with that status. If `load` runs out, all missing points are.
         """
@@ -219,13 +234,13 @@ class DecodePoints:
         gpu = GpuStates(before=gpu_state(), after=None) if torch.cuda.is_available() else None
         self.result = self.result.model_copy(update={"ceilings": ceilings(choose_device()), "gpu": gpu})
         self._write()
-        measure = unless_out_of_memory(load)
+        start = unless_out_of_memory(load)
         for count in track(missing, len(missing), "points"):
-            self._record(count, measure)
+            self._record(count, start)
 
-    def _record(self, sequences: int, measure: Measure | None) -> None:
+    def _record(self, sequences: int, start: Start | None) -> None:
         reset_peak_memory()
-        point = unless_out_of_memory(lambda: measure(sequences)) if measure else None
+        point = unless_out_of_memory(lambda: timed(start(sequences), self.work, sequences)) if start else None
         point = point or _failed(sequences)
         points = sorted([*self.result.points, point], key=lambda point: point.sequences)
         gpu = self.result.gpu and GpuStates(before=self.result.gpu.before, after=gpu_state())
@@ -303,17 +318,18 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
         raise torch.cuda.OutOfMemoryError(f"the KV cache has {pages} pages, and the sequences need {needed}")
 
 
-def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int) -> DecodePoint:
+def timed(engine: Engine, work: Decoding, sequences: int) -> DecodePoint:
     """The speed of decoding and the prompts' time, after a warm-up of at most `WARM_UP` tokens.
 
-    The median time of the prompts alone, whose ids a `vocabulary` of so many tokens has, is subtracted.
+    The median time of the prompts alone is subtracted.
     """
+    tokens, ids = work.tokens, prompt_id_range(vocabulary(work.size))
 
     def taken(count: int, round_: int) -> float:
         numbers = np.random.default_rng([sequences, round_])
-        prompts = numbers.integers(*prompt_id_range(vocabulary), size=(sequences, prompt)).tolist()
+        prompts = numbers.integers(*ids, size=(sequences, work.prompt)).tolist()
         with seconds() as elapsed:
-            drawn = draw(prompts, count, round_)
+            drawn = engine.draw(prompts, count, round_)
         if drawn != sequences * count:
             raise RuntimeError(f"{drawn} tokens were drawn instead of {sequences * count}: their time says nothing")
         return elapsed.value
@@ -328,10 +344,14 @@ def timed(draw: Draw, sequences: int, prompt: int, tokens: int, vocabulary: int)
     decoding = [whole - prompts for _, whole in both]
     if min(decoding) <= 0:
         raise RuntimeError(f"{tokens} tokens take no longer than the prompts' own time varies; decode more of them")
+    engine.release()
     return DecodePoint(
         sequences=sequences,
         status=OK,
         samples=[sequences * tokens / one for one in decoding],
         prompt_seconds=prompts,
         prompt_samples=alone,
+        sampler=engine.sampler,
+        weight_bytes=engine.weight_bytes(),
+        peak_memory_bytes=peak_memory_bytes() if engine.has_peak else None,
     )

@@ -46,9 +46,9 @@ from qerl.bench.workloads import (
 from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.jobs import TrlStepJob
+from qerl.jobs import GrpoStepJob
 from qerl.models.random import TEXTS, write_checkpoint
-from qerl.results.speed_readers import byte_parts
+from qerl.results.floor import byte_parts
 from qerl.results.speeds import StepMemory, TimedStep
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings
@@ -300,12 +300,14 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     write_steps(out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory)
 
 
-def measure_step(job: TrlStepJob) -> None:
+def measure_steps(job: GrpoStepJob) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
-    work, asked = job.work, job.settings
-    _check(work, asked)
-    try:
-        with TemporaryDirectory() as folder, no_room_is_out_of_memory():
-            _run(work, asked, Path(folder) / "model", job.out)
-    except torch.cuda.OutOfMemoryError as error:
-        write_out_of_memory(job.out, _system(work, asked), work, _settings(work, asked), error)
+    for part in job.parts:
+        work, asked, out = part.work, part.settings, job.out / part.file
+        assert isinstance(asked, TrlStep)
+        _check(work, asked)
+        try:
+            with TemporaryDirectory() as folder, no_room_is_out_of_memory():
+                _run(work, asked, Path(folder) / "model", out)
+        except torch.cuda.OutOfMemoryError as error:
+            write_out_of_memory(out, _system(work, asked), work, _settings(work, asked), error)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.bench.timing import DecodePoints, Measure, check_room, nbytes, timed
+from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, linear_shapes, vocabulary
+from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, linear_shapes
 from qerl.checkpoints.tensors import write_tensors
 from qerl.jobs import DecodeJob, DecodePart, RolloutMixJob
 from qerl.models.policy import choose_device
 from qerl.models.random import QUANTIZATION, TEXTS, model_config, published_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
-from qerl.results.speeds import DecodePoint
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding, Mix
 
@@ -183,8 +182,8 @@ def _start_decode(folder: Path, parts: Sequence[DecodePart]) -> tuple[Any, Any]:
     )
 
 
-def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> DecodePoint:
-    """Measure the point with this number of sequences. Its peak is None: vLLM reserves a fixed share of the GPU."""
+def _engine_of(engine: Any, request: Any, work: Decoding, sequences: int) -> Engine:
+    """vLLM for a number of sequences. It reserves a fixed share of the GPU, so that its peak says nothing."""
     import vllm
 
     def draw(prompts: list[list[int]], count: int, _: int) -> int:
@@ -198,9 +197,7 @@ def _measure(engine: Any, request: Any, work: Decoding, sequences: int) -> Decod
     cache = engine.llm_engine.vllm_config.cache_config
     # vLLM reserves one block for itself.
     check_room(cache.num_gpu_blocks - 1, cache.block_size, sequences, work.prompt + work.tokens + 1)
-    point = timed(draw, sequences, work.prompt, work.tokens, vocabulary(work.size))
-    memory = {"weight_bytes": engine.apply_model(_weight_bytes)[0], "peak_memory_bytes": None}
-    return point.model_copy(update={"sampler": description(work.weights), **memory})
+    return Engine(draw, description(work.weights), lambda: int(engine.apply_model(_weight_bytes)[0]), has_peak=False)
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -218,9 +215,8 @@ def measure_points(job: DecodeJob) -> None:
         start = cache(lambda: _start_decode(Path(folder), left))
         for part, points in files:
 
-            def load(work: Decoding = part.work) -> Measure:
-                engine, request = start()
-                return lambda count: _measure(engine, request, work, count)
+            def load(work: Decoding = part.work) -> Start:
+                return partial(_engine_of, *start(), work)
 
             points.run(part.sequences, load)
 
@@ -279,5 +275,6 @@ def _length(completion: Any) -> int:
 
 def measure_mix(job: RolloutMixJob) -> None:
     """Time the rollouts and write the result."""
-    with TemporaryDirectory() as folder:
-        measure(job, lambda workload: _start_mix(Path(folder), job.work, workload))
+    for part in job.parts:
+        with TemporaryDirectory() as folder:
+            measure(part.work, job.out / part.file, partial(_start_mix, Path(folder), part.work))

@@ -8,19 +8,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qerl.bench.timing import gpu_state
+from qerl.bench.timing import Point, gpu_state, run_points
 from qerl.checkpoints.shapes import prompt_id_range, vocabulary
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.host.console import log
-from qerl.host.gpus import seconds
-from qerl.jobs import RolloutMixJob
+from qerl.host.gpus import Seconds, seconds
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
     DraftsVerified,
@@ -113,49 +113,36 @@ class MixEngine:
     close: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """The rollouts of an engine. The first one compiles kernels and captures graphs."""
-
-    description: str
-    ready_seconds: float
-    first: MixRun
-    runs: tuple[MixRun, ...]
-
-
-def measure(job: RolloutMixJob, start: Callable[[Lengths], MixEngine]) -> None:
+def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None:
     """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
-    workload = Lengths.of(job.work)
+    workload, started = Lengths.of(work), Seconds()
     before = gpu_state() if torch.cuda.is_available() else None
     with ExitStack() as running:  # to close an engine takes seconds: the result is written before
-        timed = _timed(job.work, workload, start, running)
+        engines: list[MixEngine] = []
+
+        def make() -> Callable[[int], MixRun]:
+            nonlocal started
+            with seconds() as started:
+                engines.append(start(workload))
+            running.callback(engines[0].close)
+            return partial(_run, work, workload, engines[0])
+
+        [point] = run_points([Point({}, make)], work.repeats)
+        done = point.status == OK
         result = RolloutMixResult(
             bench="rollout_mix",
-            work=job.work,
+            work=work,
             prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens,
-            status=OK if timed else NO_MEMORY,
-            sampler=timed.description if timed else "",
-            ready_seconds=timed.ready_seconds if timed else None,
-            first_seconds=timed.first.seconds if timed else None,
-            runs=timed.runs if timed else (),
+            status=point.status,
+            sampler=engines[0].description if done else "",
+            ready_seconds=started.value if done else None,
+            first_seconds=point.first.seconds if done else None,
+            runs=tuple(point.samples) if done else (),
             gpu=GpuStates(before=before, after=gpu_state()) if torch.cuda.is_available() else None,
-            provenance=Provenance.of_now(job.work.seed),
+            provenance=Provenance.of_now(work.seed),
         )
-        write(job.out, result)
-
-
-def _timed(work: Mix, workload: Lengths, start: Callable[[Lengths], MixEngine], running: ExitStack) -> _Timed | None:
-    """Time an engine, which `running` closes; None if memory runs out."""
-    try:
-        with seconds() as ready:
-            engine = start(workload)
-        running.callback(engine.close)
-        first, *runs = (_run(work, workload, engine, round_) for round_ in range(1 + work.repeats))
-    except torch.cuda.OutOfMemoryError as error:
-        log.warning("out of memory: %s", str(error))
-        return None
-    return _Timed(engine.description, ready.value, first, tuple(runs))
+        write(out, result)
 
 
 def _run(work: Mix, workload: Lengths, engine: MixEngine, round_: int) -> MixRun:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ def measure_speed(job: SpeedJob) -> None:
 # that wait for each other, any other program made times ten times longer.
 def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str, SpeedPairs]:
     """Seconds per token of this code and of the code of `commit`, by workload, with one pair per round."""
-    folders = {"now": PACKAGE.parent, "baseline": unpacked_wheel(commit, work / "code")}
+    folders = {"now": PACKAGE.parent, "baseline": unpacked(commit, work / "code")}
     commits = {"now": os.environ.get("QERL_COMMIT"), "baseline": commit}
     samples: dict[str, dict[str, list[float]]] = {name: {"now": [], "baseline": []} for name in WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="qerl-speed-") as folder, ExitStack() as stack:
@@ -73,51 +72,24 @@ def compare(commit: str, checkpoint: Path, rounds: int, work: Path) -> dict[str,
 # --- the baseline's code ---------------------------------------------------------------------------------------------
 
 
-def unpacked_wheel(commit: str, folder: Path) -> Path:
-    """A folder with the package at `commit`, ready for import: its wheel, built once and unpacked."""
+def unpacked(commit: str, folder: Path) -> Path:
+    """A folder with the package at `commit`, ready for import, which is unpacked once."""
     target = folder / commit
     if target.is_dir():
         return target.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        source, unpacked = Path(name) / "source", Path(name) / "unpacked"
-        source.mkdir()
-        _unpack_commit(commit, source)
-        build = [
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--no-build-isolation",
-            "--wheel-dir",
-            name,
-            str(source),
-        ]
-        _run([sys.executable, "-P", "-m", "pip", *build])
-        [wheel] = Path(name).glob("*.whl")
-        zipfile.ZipFile(wheel).extractall(unpacked)
-        unpacked.rename(target)
-    return target.resolve()
-
-
-def _unpack_commit(commit: str, target: Path) -> None:
     repository = ["git", "-C", str(PACKAGE.parent)]
-    if subprocess.run(
-        [*repository, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False
-    ).returncode:
+    if subprocess.run([*repository, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True).returncode:
         raise ConfigError(
             f"commit {commit[:12]} of the baseline isn't in this clone; fetch it (git fetch --unshallow), "
             "or make a new baseline (qerl gate accept)"
         )
-    archive = target.with_suffix(".zip")
-    _run([*repository, "archive", "--output", str(archive), commit])
-    shutil.unpack_archive(archive, target)
-
-
-def _run(command: list[str]) -> None:
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise ConfigError(f"`{' '.join(command[:4])} ...` failed: {_last_lines(answer.stderr)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        archive, code = Path(name) / "code.zip", Path(name) / "code"
+        subprocess.run([*repository, "archive", "--output", str(archive), commit, PACKAGE.name], check=True)
+        shutil.unpack_archive(archive, code)
+        code.rename(target)
+    return target.resolve()
 
 
 def _last_lines(text: str) -> str:

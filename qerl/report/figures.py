@@ -1,12 +1,12 @@
-"""The figures of a configuration, each as stem.svg and stem.png, from tidy results, in the style of all figures."""
+"""All figures, each as stem.svg and stem.png: of a configuration, of the speed grid, and the paper's beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -16,10 +16,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from qerl.report.format import training_label, weights_label
-from qerl.results.paths import NARROW
+from qerl.report.paper import fits
+from qerl.results.paths import NARROW, training_name
+from qerl.results.printed import Panel, Series
 from qerl.results.schema import OK
+from qerl.results.speeds import SERVING
 
 # Shared parts of all figures: style, colours of arms, axes saved as files, and curves over seeds.
 #
@@ -314,3 +319,192 @@ def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[
     axis.set_yticks(range(len(names)), list(names.values()))
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xlabel("accuracy (%), 95 % interval")
+
+
+# Figures of the speed grid, each as stem.svg and stem.png, with a panel per size and the same marker per engine.
+
+_NAMES = dict(zip(SERVING, ("native", "native, portable kernels", "vLLM", "transformers"), strict=True))
+_LINES = dict(zip(SERVING, ("-", "-.", "--", ":"), strict=True))
+_MARKERS = dict(zip(SERVING, ("o", "D", "s", "^"), strict=True))
+_ENGINE_COLOURS = dict(zip(SERVING, ("#222222", "#2c7fb8", "#b5541c", "#7a7a7a"), strict=True))
+_GREY = "#a8a8a8"
+
+
+def decode_speed(points: pd.DataFrame, stem: Path) -> None:
+    """Median tokens/s with quartiles by sequences, from `speeds.load` at one rank, and the floors.
+
+    Failed points are left out; the tables state their reasons.
+    """
+    groups = list(points.groupby("size", sort=False))
+    with figure_axes(len(groups), stem, height=HEIGHT + 0.7) as axes:
+        for axis, (size, group) in zip(axes, groups, strict=True):
+            _speed_panel(axis, group)
+            axis.set_title(f"{size}, {_rank(group['rank'].iloc[0])}", loc="left")
+
+
+def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
+    _floors(axis, points.dropna(subset="floor_ms"))
+    for key, line in points[points["status"] == OK].groupby(["engine", "weights"], sort=False):
+        engine, weights = map(str, key)
+        speed, low, high = (line[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75"))
+        axis.errorbar(
+            line["sequences"], speed, [speed - low, high - speed], color=format_colour(weights),
+            linestyle=_LINES[engine], marker=_MARKERS[engine], markersize=3, elinewidth=0.7,
+            label=f"{_NAMES[engine]} {weights_label(weights)}",
+        )  # fmt: skip
+    axis.set_yscale("log")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_ylabel("tokens/s")
+    _sequences_axis(axis, points["sequences"])
+    _legend(axis)
+
+
+def _floors(axis: Axes, points: pd.DataFrame) -> None:
+    """Draw the floor of BF16, and of the 4-bit formats the slowest, since their floors nearly coincide."""
+    bits = points["weights"].map(lambda weights: "16 bits" if weights == "bf16" else "4 bits")
+    for (_, name), group in points.groupby(["machine", bits], sort=False):
+        floor = group.groupby("sequences")["floor_ms"].max()
+        speed = 1e3 * floor.index / floor
+        axis.plot(speed.index, speed, color=_GREY, linewidth=0.7, zorder=1, label="floor")
+        axis.annotate(str(name), (speed.index[0], speed.iloc[0]), (-3, 0), textcoords="offset points", ha="right",
+                      va="center", fontsize=5, color="#777777")  # fmt: skip
+
+
+def _sequences_axis(axis: Axes, counts: Iterable[int]) -> None:
+    ticks = sorted(set(counts))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlim(ticks[0] / 1.7, ticks[-1] * 1.3)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_xlabel("sequences")
+
+
+def _legend(axis: Axes) -> None:
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(handles.values(), handles.keys(), ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2),
+                frameon=False, fontsize=6)  # fmt: skip
+
+
+def _rank(rank: int) -> str:
+    return f"LoRA rank {rank}" if rank else "no LoRA"
+
+
+# The paper's figures beside ours: curves by step, and bars.
+
+_LABELS = {
+    "reward/correct": "right answers (share)",
+    "entropy": "entropy (nats/token)",
+    "rollout_speedup": "rollout, ratio to BF16",
+    "rollout_speedup_nf4": "rollout, ratio to NF4",
+    "step_speedup": "step, ratio to BF16 LoRA",
+    "gsm8k": "GSM8K (%)",
+    "math500": "MATH500 (%)",
+}
+
+
+def curves_beside(
+    panels: Sequence[Panel],
+    metrics: pd.DataFrame,
+    identities: Mapping[str, Mapping[str, Any]],
+    reference: pd.DataFrame,
+    stem: Path,
+) -> None:
+    """The paper's curves by step: the mean and range over our seeds, and dashed the points read off the paper's plot.
+
+    identities: the properties of each run of `metrics` (`qerl.report.paper.identity`). reference: rows of curves.csv.
+    The legend of a panel also names series that were not run.
+    """
+    window = smoothing_window(metrics) if len(metrics) else 1
+    with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
+        for axis, panel in zip(axes, panels, strict=True):
+            _panel_beside(axis, panel, _groups(panel, metrics, identities), reference, window)
+
+
+def _groups(
+    panel: Panel, metrics: pd.DataFrame, identities: Mapping[str, Mapping[str, Any]]
+) -> dict[str, pd.DataFrame]:
+    """The metrics of the first arm that fits each series, by the series' label."""
+    arms = [(group["run"].iloc[0], group) for _, group in metrics.groupby(["experiment", "arm", "variant"], sort=False)]
+    groups = {}
+    for series in panel.series:
+        group = next((group for run, group in arms if fits(series.asked, identities[run])), None)
+        if group is not None:
+            groups[series.label] = group
+    return groups
+
+
+def _panel_beside(
+    axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
+) -> None:
+    handles = []
+    for series, colour in zip(panel.series, _series_colours(panel.series), strict=True):
+        points = reference[[fits(series.asked, _point_identity(row)) for row in reference.to_dict("records")]]
+        if len(points):
+            axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
+                      label=f"paper: {series.label}")  # fmt: skip
+        run = series.label in groups
+        if run:
+            draw_seeds(axis, groups[series.label], panel.metric, colour, window)
+        name = series.label if run else f"{series.label}, not run"
+        style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
+        handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
+    axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
+    axis.set_xlabel("step")
+    axis.set_ylabel(_LABELS[panel.metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
+    axis.margins(x=0)
+    if not axis.lines:
+        axis.set(xticks=[], yticks=[])
+    axis.legend(handles=handles, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=6)
+
+
+def _told(groups: Mapping[str, pd.DataFrame], dashed: bool) -> list[str]:
+    counts = sorted({group["seed"].nunique() for group in groups.values()})
+    seeds = f"seeds: {' or '.join(map(str, counts))}"
+    return [seeds] * bool(counts) + ["dashed: the paper"] * dashed
+
+
+def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
+    identity = {name: row[name] for name in ("model", "weights", "method", "noise")}
+    return {**identity, "rank": None, "setting": {"data": row["data"]}}
+
+
+def _series_colours(series: Sequence[Series]) -> list[str]:
+    """The arms' colours, or those of the palette if the series differ in something else."""
+    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
+    return [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
+
+
+def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
+    """The paper's bars (pale) beside ours with 95 % intervals, from `qerl.report.paper.beside`; speeds as ratios."""
+    shown = cells[~cells["unit"].isin(["tokens/s", "s"])]
+    groups = list(shown.groupby(["model", "metric"], sort=False))
+    with figure_axes(len(groups), stem) as axes:
+        for axis, ((model, metric), group) in zip(axes, groups, strict=True):
+            _bar_pairs(axis, group)
+            axis.set_title(f"{model}, {_LABELS[str(metric)]}", loc="left")
+
+
+def _bar_pairs(axis: Axes, cells: pd.DataFrame) -> None:
+    names = []
+    by_rank = cells["rank"].nunique() > 1
+    for place, cell in enumerate(cells.to_dict("records")):
+        training = training_name(cell["method"], cell["noise"] or "off")
+        colour = COLOURS[cell["weights"], training]
+        below = f"rank {cell['rank']:.0f}" if by_rank else training_label(training)
+        names.append(f"{weights_label(cell['weights'])}\n{below}")
+        axis.bar(place - 0.2, float(cell["printed"]), 0.38, color=colour, alpha=0.4, linewidth=0, label="paper")
+        axis.annotate(cell["printed"], (place - 0.2, float(cell["printed"])), (0, 1), textcoords="offset points",
+                      ha="center", fontsize=5)  # fmt: skip
+        if cell["status"] != OK:
+            axis.annotate(shorten(cell["status"], 32), (place + 0.2, 0), (0, 2), textcoords="offset points",
+                          rotation=90, ha="center", va="bottom", fontsize=5.5)  # fmt: skip
+            continue
+        axis.bar(place + 0.2, cell["ours"], 0.38, color=colour, linewidth=0, label="ours")
+        if np.isfinite(cell["ours_low"]):
+            ends = [[cell["ours"] - cell["ours_low"]], [cell["ours_high"] - cell["ours"]]]
+            axis.errorbar(place + 0.2, cell["ours"], ends, color="black", linewidth=0.7, capsize=1.5)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_xlim(-0.6, len(names) - 0.4)
+    axis.set_ylabel("pale: paper   full: ours")
+    axis.grid(visible=False, axis="x")

@@ -373,6 +373,11 @@ def stated(name: str, points: Iterable[Row | None]) -> str:
     return ", ".join(dict.fromkeys(str(point[name]) for point in points if point is not None))
 
 
+def count_columns(table: pd.DataFrame) -> list[str]:
+    """The columns that are numbers of sequences."""
+    return [str(column) for column in table if str(column).isdigit()]
+
+
 def _name(row: Row) -> str:
     return str(row["engine"] if "engine" in row else row["system"])
 

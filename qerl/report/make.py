@@ -15,7 +15,7 @@ from qerl.results import printed, readers
 from qerl.results.paths import PROFILE, REPORT, RESULT, RUN
 from qerl.results.printed import Cell
 from qerl.results.schema import EvaluationResult, RunResult
-from qerl.results.speeds import ProfileKind
+from qerl.results.speeds import Kind, load
 from qerl.results.statistics import METHOD
 from qerl.results.store import read
 from qerl.settings.run import RunSettings
@@ -59,9 +59,6 @@ _FIGURES = {
     "reward": f"Training reward by step: {_CURVE}. Compare the paper's Figures 7 and 8.",
     "throughput": "Rollout throughput by LoRA rank and weights: medians with quartiles. The number on a bar is its "
     "ratio to BF16 at the same rank.",
-    printed.SCHEDULES: "The paper's Figure 15: standard deviation of the noise by stage, as implemented here. The "
-    "exponential schedule is Equation 8, whose last stage stops short of the end value; the paper gives no formula for "
-    "the others. It states two start values; both are shown.",
 }
 
 
@@ -140,9 +137,10 @@ class StoredResults:
     def _ours(self, cells: Sequence[Cell]) -> Iterator[paper.Result]:
         """Our results of the cells' kinds."""
         kinds = {cell.kind for cell in cells}
-        speed = {"rollout": paper.rollouts, "step": paper.steps}
-        for kind in speed.keys() & kinds:
-            yield from speed[kind](self.points(kind))
+        if "rollout" in kinds:
+            yield from paper.rollouts(self.points("rollout"))
+        if "step" in kinds:
+            yield from paper.steps(self.points("step"))
         if "size" in kinds:
             yield from paper.sizes(self.quantization())
         if "run" in kinds:
@@ -161,7 +159,7 @@ class StoredResults:
 
     def stamps(self) -> pd.DataFrame:
         """Machine and commit of every result."""
-        frames = [self.runs(), self.evaluations(), *map(self.points, ("rollout", "step")), self.quantization()]
+        frames = [self.runs(), self.evaluations(), self.points("rollout"), self.points("step"), self.quantization()]
         return pd.concat([frame[["machine", "commit"]] for frame in frames if "machine" in frame])
 
     def evaluations(self) -> pd.DataFrame:
@@ -176,11 +174,11 @@ class StoredResults:
         """See `readers.load_quantization`."""
         return readers.load_quantization(self._named(REPORT))
 
-    def points(self, kind: str) -> pd.DataFrame:
+    def points(self, bench: str) -> pd.DataFrame:
         """The points of all benches of one kind."""
         files = [path for path in self._paths if path.parent.name == PROFILE]
-        chosen = [path for path in files if read(ProfileKind, path).kind == kind]
-        return readers.load_benches(chosen, kind)  # type: ignore[arg-type]
+        chosen = [path for path in files if read(Kind, path).of_bench == bench]
+        return load(chosen, bench) if chosen else pd.DataFrame()
 
 
 # Jobs read the list of results from a file: with 1,000 runs the paths are longer than a shell command may be (128
@@ -264,8 +262,6 @@ def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
 
 def figure_stamp(name: str, stored: StoredResults) -> str:
     """The machine, seeds and commit of a figure's numbers."""
-    if name == printed.SCHEDULES:
-        return "Drawn from the formulas; nothing is measured."
     runs = stored.runs()
     if name == "throughput":
         return _stamp(stored.points("rollout"), runs[:0]) + "."
@@ -276,14 +272,13 @@ def figure_stamp(name: str, stored: StoredResults) -> str:
 
 
 def _draw(name: str, stored: StoredResults, stem: Path) -> None:
-    from qerl.report import figures, paper_figures
+    from qerl.report import figures
 
     if name in printed.BARS:
-        return paper_figures.bars_beside(stored.beside(*printed.BARS[name]), stem)
+        return figures.bars_beside(stored.beside(*printed.BARS[name]), stem)
     if name in printed.CURVE_FIGURES:
-        return paper_figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), stem)
+        return figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), stem)
     makers: dict[str, Callable[[], None]] = {
-        printed.SCHEDULES: lambda: paper_figures.schedules(stem),
         "accuracy": lambda: figures.accuracy(stored.accuracy_cells(), stem),
         "throughput": lambda: figures.throughput(tables.throughput(stored.points("rollout")), stem),
         "reward": lambda: figures.reward(stored.metrics(), stem),

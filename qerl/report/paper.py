@@ -545,10 +545,12 @@ def rollouts(points: pd.DataFrame) -> Iterator[Result]:
             "setting": {"bs": str(point["sequences"])},
             "source": f"{point['bench']}/{point['weights']}",
         }
-        yield Result(metric="rollout_rate", measure=partial(_median, point["samples"]), status=point["status"], **label)
+        yield Result(
+            metric="rollout_rate", measure=partial(_median, point["rollouts"]), status=point["status"], **label
+        )
         for metric, weights in (("rollout_speedup", "bf16"), ("rollout_speedup_nf4", "nf4")):
             base, elsewhere = (_rollout_base(point, some, weights) for some in (rows, _elsewhere(point, rows)))
-            yield _quotient(metric, point, base, elsewhere, weights.upper(), label)
+            yield _quotient(metric, point, base, elsewhere, weights.upper(), label, "rollouts")
 
 
 def _rollout_base(point: dict[Any, Any], rows: Iterable[dict[Any, Any]], weights: str) -> dict[Any, Any] | None:
@@ -576,7 +578,7 @@ def steps(points: pd.DataFrame) -> Iterator[Result]:
         }
         yield Result(metric="step_seconds", measure=partial(_median, point["samples"]), status=point["status"], **label)
         base, elsewhere = (step_base(point, some) for some in (rows, _elsewhere(point, rows)))
-        yield _quotient("step_speedup", point, base, elsewhere, "BF16 LoRA", label, of_seconds=True)
+        yield _quotient("step_speedup", point, base, elsewhere, "BF16 LoRA", label)
 
 
 def _quotient(
@@ -586,10 +588,11 @@ def _quotient(
     elsewhere: dict[Any, Any] | None,
     name: str,
     label: dict[str, Any],
-    of_seconds: bool = False,
+    rates: str = "",
 ) -> Result:
-    """The speed-up of a point over its base, which `name` names. Either may have failed; the base may be missing, or be
-    of another machine (`elsewhere`).
+    """The speed-up of a point over its base, which `name` names, by the column of `rates` or else by seconds.
+
+    Either may have failed; the base may be missing, or be of another machine (`elsewhere`).
     """
     if point["status"] != OK or base is None or base["status"] != OK:
         missing = f"{name} {base['status'] if base else NOT_RUN}" if base or elsewhere is None else DIFFERENT_MACHINES
@@ -597,8 +600,8 @@ def _quotient(
         return Result(metric=metric, measure=str, status=status, **label)
     if point is base:
         return Result(metric=metric, measure=partial(Interval, 1.0, np.nan, np.nan), **label)
-    above, below = (base, point) if of_seconds else (point, base)
-    return Result(metric=metric, measure=partial(ratio_interval, above["samples"], below["samples"]), **label)
+    above, below = (point[rates], base[rates]) if rates else (base["samples"], point["samples"])
+    return Result(metric=metric, measure=partial(ratio_interval, above, below), **label)
 
 
 def _median(samples: Sequence[float]) -> Interval:

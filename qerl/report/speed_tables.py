@@ -1,61 +1,70 @@
-"""Tables of the speed grid: decode speed, rollouts of mixed lengths, prompts, memory caps and the portable kernels."""
+"""The report of the speed grid: its tables, each by a specification, and its figures.
+
+Rows are made of the frames of `qerl.results.speeds`. A failed point shows its status, a point that wasn't
+measured a dash. Only points of the same machine are compared. `machine` has the machines of a row's points.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from string import Formatter
 
 import numpy as np
 import pandas as pd
 
+from qerl.jobs import ShapesJob
+from qerl.report.figures import decode_speed
 from qerl.report.format import (
     NOT_MEASURED,
     Row,
+    cell_text,
+    count_columns,
     faster,
     gpu_label,
+    or_reason,
+    present,
     ratio,
     stated,
     three_digits,
+    times,
     weights_label,
     with_gpus,
 )
+from qerl.report.paper_speeds import write_rollout_tables, write_step_tables
 from qerl.report.tables import caption_text, write_table
 from qerl.results.schema import OK
-from qerl.results.speed_readers import GIVEN_UP, LENGTHS, POLICY
-from qerl.results.speeds import SECONDS
+from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, Kind, load
+from qerl.results.store import read
 
-# Tables of the speed grid: pure functions of `qerl.results.speed_readers`' frames, with a column per number of
-# sequences.
-#
-# A failed point shows its status, a point that wasn't measured a dash. Only points of the same machine are compared.
-# `machine` has the machines of a row's points. `percent_of_floor` is the floor of `qerl.results.speed_readers` over the
-# measured time of a step.
+# Rows of decode points, with a column per number of sequences, and of GRPO steps.
 
 #: Columns that identify a ratio of two weight formats.
 _CROSSED = ["size", "engine", "rank", *LENGTHS]
 
 
-def decode_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    """Median tokens/s of one size, with a row per (engine, weights, rank)."""
-    return _decode_table(_of_size(points, size), "tokens_per_second")
+def decode_table(points: pd.DataFrame, column: str = "tokens_per_second") -> pd.DataFrame:
+    """A column's values at one size, by default median tokens/s, with a row per (engine, weights, rank)."""
+    counts = _counts(points)
+    rows = []
+    for key, group in points.groupby(POLICY, sort=False):
+        cells = {point["sequences"]: point for point in group.to_dict("records")}
+        values = {str(count): _value(cells.get(count), column) for count in counts}
+        rows.append(dict(zip(POLICY, key, strict=True)) | {"machine": stated("machine", cells.values())} | values)
+    return pd.DataFrame(rows)
 
 
-def floor_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    """Percent of the floor for one size, with a row per (engine, weights, rank)."""
-    return _decode_table(_of_size(points, size), "percent_of_floor")
-
-
-def ratio_table(points: pd.DataFrame, size: str) -> pd.DataFrame:
+def ratio_table(points: pd.DataFrame) -> pd.DataFrame:
     """Speed ratios of the native engine to vLLM at one size and the same rank, with 95 % intervals.
 
     Each (weights, rank) has two rows: against the faster of vLLM's BF16 and NVFP4 for each number of sequences, and
     against vLLM on the same weights. Where ours has packed delta nets, vLLM's with them is among the former. A row
     without any base is left out.
     """
-    chosen = _of_size(points, size)
-    cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in chosen.to_dict("records")}
-    counts = _counts(chosen)
+    cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in points.to_dict("records")}
+    counts = _counts(points)
     rows = []
     for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in cells if engine == "native"):
         ours = [cells.get(("native", weights, rank, count)) for count in counts]
@@ -124,30 +133,11 @@ def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     return steps[[*keys, "status", *seconds, "repeats"]]
 
 
-def count_columns(table: pd.DataFrame) -> list[str]:
-    """The columns that are numbers of sequences."""
-    return [str(column) for column in table if str(column).isdigit()]
-
-
-def _of_size(points: pd.DataFrame, size: str) -> pd.DataFrame:
-    return points[points["size"] == size]
-
-
 def _counts(points: pd.DataFrame) -> list[int]:
     return sorted(set(points["sequences"]))
 
 
-def _decode_table(points: pd.DataFrame, column: str) -> pd.DataFrame:
-    counts = _counts(points)
-    rows = []
-    for key, group in points.groupby(POLICY, sort=False):
-        cells = {point["sequences"]: point for point in group.to_dict("records")}
-        values = {str(count): _decode_value(cells.get(count), column) for count in counts}
-        rows.append(dict(zip(POLICY, key, strict=True)) | {"machine": stated("machine", cells.values())} | values)
-    return pd.DataFrame(rows)
-
-
-def _decode_value(point: Row | None, column: str) -> float | str:
+def _value(point: Row | None, column: str) -> float | str:
     if point is None:
         return NOT_MEASURED
     if point["status"] != OK:
@@ -180,42 +170,10 @@ def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
     return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])
 
 
-# Tables of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.
+# Rows of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.
 
-_SPEED = (
-    "Rollouts of completions of mixed lengths, the same for all engines: tokens per second end to end, median "
-    "[quartiles] of the repeats. Admission, prefill and the tail of the last sequences count. The speed-up is over "
-    "the faster of vLLM's BF16 and NVFP4 with a 95 % interval (percentile bootstrap of the medians). Start-up: until "
-    "the engine takes requests; first rollout: with the kernels that it compiles and the graphs that it captures"
-)
-_PHASES = (
-    "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size of "
-    "batch, and the mean number of sequences in them; where drafts are verified, that of rows. Between steps: the "
-    "device copies results, or waits for the host. Before and after: before the first launch and after the last"
-)
-_DRAFTS = (
-    "Drafts of our engine's median rollout by source: drafted tokens that steps verified, and those of them that were "
-    "right. A verification is a step of one sequence; its tokens include the one that a plain step would give"
-)
 _SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "machine", "status", "tokens_per_second"]
 _TIMES = ["seconds", "ready_seconds", "first_seconds"]
-
-
-def write_mixes(mixes: pd.DataFrame, out: Path) -> None:
-    """Write the tables mixes, mix-phases and mix-drafts; the last only where drafts were verified."""
-    records = mixes[["machine", "commit"]]
-    write_table(with_gpus(mix_table(mixes), mixes), out / "mixes", caption_text(_SPEED, records))
-    phases = phase_table(mixes)
-    if not phases.empty:
-        phases = with_gpus(phases, mixes)
-        shown = phases.map(_text).assign(
-            steps=phases["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
-        )
-        write_table(phases, out / "mix-phases", caption_text(_PHASES, records), shown)
-    drafts = draft_table(mixes)
-    if not drafts.empty:
-        drafts = with_gpus(drafts, mixes)
-        write_table(drafts, out / "mix-drafts", caption_text(_DRAFTS, records), drafts.map(_text))
 
 
 def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
@@ -295,27 +253,9 @@ def _phases(row: Row) -> Iterator[Row]:
     yield {**key, "phase": "host waits during these", "seconds": phases.host_wait}
 
 
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return "" if np.isnan(value) else three_digits(value)
-    return str(value)
-
-
-# Tables of prompts: milliseconds of a call that draws a token after each prompt.
+# Rows of prompts: milliseconds of a call that draws a token after each prompt.
 
 _CALL = ["prompts", "tokens"]
-
-
-def write_prompts(prompts: pd.DataFrame, out: Path) -> None:
-    """Write the table prompts-<size> of each size."""
-    for size, group in prompts.groupby("size", sort=False):
-        title = (
-            f"Milliseconds of a call of our engine that draws a token after each prompt, {size}, by the number of "
-            f"prompts and the tokens of each. Medians of the repeats. {NOT_MEASURED}: not measured"
-        )
-        table = prompt_table(group)
-        shown = table.map(lambda value: three_digits(value) if isinstance(value, float) else str(value))
-        write_table(table, out / f"prompts-{size}", caption_text(title, group[["machine", "commit"]]), shown)
 
 
 def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
@@ -332,12 +272,168 @@ def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
     calls = sorted({call for points in policies.values() for call in points})
     return pd.DataFrame(
         dict(zip(_CALL, call, strict=True))
-        | {name: _prefill_value(points.get(call)) for name, points in policies.items()}
+        | {name: _value(points.get(call), "milliseconds") for name, points in policies.items()}
         for call in calls
     )
 
 
-def _prefill_value(point: Row | None) -> float | str:
-    if point is None:
-        return NOT_MEASURED
-    return float(point["milliseconds"]) if point["status"] == OK else str(point["status"])
+# The tables, each by its specification.
+
+
+def _by_count(text: Callable[[float], str]) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """Makes the text of a table with a column per number of sequences, whose cells are values or reasons."""
+
+    def shown(rows: pd.DataFrame) -> pd.DataFrame:
+        counts = count_columns(rows)
+        keys = [column for column in rows if str(column).partition("_")[0] not in counts]
+        cells = {count: [cell_text(row, count, or_reason(text)) for row in rows.to_dict("records")] for count in counts}
+        return present(rows[keys]).assign(**cells)
+
+    return shown
+
+
+def _digits(rows: pd.DataFrame) -> pd.DataFrame:
+    """The text of a table whose numbers have three digits, but for counts of steps, and whose headings stay."""
+    text = rows.map(_text)
+    if "steps" in rows:
+        text["steps"] = rows["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
+    return text
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return "" if np.isnan(value) else three_digits(value)
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a bench's rows. Its name and title have the columns in braces by whose values the rows are split."""
+
+    bench: str
+    name: str
+    rows: Callable[[pd.DataFrame], pd.DataFrame]
+    title: str
+    shown: Callable[[pd.DataFrame], pd.DataFrame] = present
+
+    @property
+    def by(self) -> list[str]:
+        """The columns by whose values the rows are split."""
+        return [column for _, column, _, _ in Formatter().parse(self.name) if column]
+
+
+_SAMPLES = "Medians of the repeats"
+_INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
+_DASH = f"{NOT_MEASURED}: not measured"
+_LENGTHS = "prompts of {prompt} tokens, {tokens} tokens decoded"
+_CROSSES = (
+    "ratio is 1 at: number of sequences, interpolated over its logarithm; > n: NVFP4 is faster at all numbers, "
+    "≤ n: at none"
+)
+_FLOOR = (
+    "the floor is the least time of a step: the larger of its bytes over the rate of copies and its FLOPs over the "
+    "rate of BF16 products, both measured in the same job; NF4 has double quantization, and experts are read as often "
+    "as random choices take them"
+)
+TABLES = (
+    Table(
+        "rollout_mix", "mixes", mix_table,
+        "Rollouts of completions of mixed lengths, the same for all engines: tokens per second end to end, median "
+        "[quartiles] of the repeats. Admission, prefill and the tail of the last sequences count. The speed-up is over "
+        "the faster of vLLM's BF16 and NVFP4 with a 95 % interval (percentile bootstrap of the medians). Start-up: "
+        "until the engine takes requests; first rollout: with the kernels that it compiles and the graphs that it "
+        "captures",
+    ),
+    Table(
+        "rollout_mix", "mix-phases", phase_table,
+        "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size "
+        "of batch, and the mean number of sequences in them; where drafts are verified, that of rows. Between steps: "
+        "the device copies results, or waits for the host. Before and after: before the first launch and after the "
+        "last",
+        _digits,
+    ),
+    Table(
+        "rollout_mix", "mix-drafts", draft_table,
+        "Drafts of our engine's median rollout by source: drafted tokens that steps verified, and those of them that "
+        "were right. A verification is a step of one sequence; its tokens include the one that a plain step would give",
+        _digits,
+    ),
+    Table(
+        "prompts", "prompts-{size}", prompt_table,
+        "Milliseconds of a call of our engine that draws a token after each prompt, {size}, by the number of "
+        f"prompts and the tokens of each. {_SAMPLES}. {_DASH}",
+        _digits,
+    ),
+    Table(
+        "decode", "decode-{size}-{prompt}x{tokens}", decode_table,
+        f"Decoded tokens/s of {{size}} by number of sequences; {_LENGTHS}. {_SAMPLES}. {_DASH}",
+        _by_count(three_digits),
+    ),
+    Table(
+        "decode", "floor-{size}-{prompt}x{tokens}", lambda points: decode_table(points, "percent_of_floor"),
+        f"Floor over measured time of a decode step (%), {{size}} by number of sequences; {_LENGTHS}; {_FLOOR}. "
+        f"{_SAMPLES}. {_DASH}",
+        _by_count(lambda percent: f"{percent:.0f}"),
+    ),
+    Table(
+        "decode", "ratio-{size}-{prompt}x{tokens}", ratio_table,
+        f"Decode speed of the native engine over vLLM's at the same rank, {{size}} by number of sequences; {_LENGTHS}. "
+        f"{_INTERVAL}. {_DASH}",
+        _by_count(times),
+    ),
+    Table(
+        "decode", "crossover-{prompt}x{tokens}", crossover,
+        f"Decode speed of NVFP4 over BF16 by number of sequences; {_LENGTHS}. {_INTERVAL}. {_CROSSES}. {_DASH}",
+        _by_count(times),
+    ),
+    Table(
+        "decode", "adapters-{prompt}x{tokens}", adapters,
+        f"Decode speed with an adapter over the speed without one, by number of sequences; {_LENGTHS}. {_INTERVAL}. "
+        f"{_DASH}",
+        _by_count(times),
+    ),
+    Table(
+        "decode", "contexts-{tokens}", lambda points: crossover(contexts(points)),
+        "Decode speed of NVFP4 over BF16 by prompt length and number of sequences; {tokens} tokens decoded. "
+        f"{_INTERVAL}. {_CROSSES}. {_DASH}",
+        _by_count(times),
+    ),
+    Table(
+        "grpo_step", "steps", step_table,
+        f"Seconds of a GRPO step; work: prompts × completions of each, prompt + completion tokens. {_SAMPLES}",
+    ),
+    Table(
+        "grpo_step", "memory", memory_table,
+        "Memory of a GRPO step at its highest peak by part, in GB (10^9 bytes). The parts except the KV cache add up "
+        "to the column without KV cache; rest includes parts that a system doesn't report. A cache with less memory "
+        "than it could use is released before the update, so that the highest peak may be the rollout's. A cap stands "
+        "in for a smaller GPU, and doesn't count CUDA's context. Cache share: of one with which no sequence waits; "
+        "recomputed: most blocks of a micro-batch",
+    ),
+)  # fmt: skip
+
+
+def write_shapes(job: ShapesJob) -> None:
+    """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of the files to `job.out`.
+
+    Figures are decode-rank<rank>-<lengths>. Tables without a row are left out. At the paper's lengths its tables are
+    there (`qerl.report.paper_speeds`). Raises ResultError without any file.
+    """
+    of_bench: dict[str, list[Path]] = {}
+    for file in job.files:
+        of_bench.setdefault(read(Kind, file).of_bench, []).append(file)
+    frames = {bench: load(files, bench) for bench, files in (of_bench or {"decode": []}).items()}
+    for table in (one for one in TABLES if one.bench in frames):
+        records = frames[table.bench]
+        for key, part in records.groupby(table.by, sort=False) if table.by else [((), records)]:
+            values = dict(zip(table.by, key, strict=True))
+            rows = table.rows(part)
+            if not rows.empty:
+                rows = with_gpus(rows, part) if "machine" in rows else rows
+                caption = caption_text(table.title.format(**values), part[["machine", "commit"]])
+                write_table(rows, job.out / table.name.format(**values), caption, table.shown(rows))
+    points, steps = (frames.get(bench, pd.DataFrame()) for bench in ("decode", "grpo_step"))
+    for (rank, *lengths), group in points.groupby(["rank", *LENGTHS]) if len(points) else ():
+        decode_speed(group, job.out / "decode-rank{}-{}x{}".format(rank, *lengths))
+    write_rollout_tables(points, job.out)
+    write_step_tables(steps, job.out)

@@ -17,6 +17,7 @@ import pandas as pd
 from qerl.report.format import NOT_RUN, latex, page, present
 from qerl.results.paths import KEY, weights_names
 from qerl.results.schema import OK
+from qerl.results.speeds import quartiles
 from qerl.results.statistics import METHOD, Interval, accuracy_interval, difference_interval
 from qerl.results.store import ResultError
 
@@ -156,7 +157,7 @@ def throughput(points: pd.DataFrame) -> pd.DataFrame:
                     **dict(zip(_SETTING, setting, strict=True)),
                     "weights": weights,
                     "rank": rank,
-                    **_quartiles("tokens_per_second", point["samples"]),
+                    **quartiles("tokens_per_second", point["samples"]),
                     "ratio_bf16": _ratio(point, point_of.get(("bf16", rank))),
                     "repeats": len(point["samples"]),
                     **{column: point.get(column, np.nan) for column in ("weight_bytes", "peak_memory_bytes")},
@@ -195,13 +196,13 @@ def quantization(reports: pd.DataFrame) -> pd.DataFrame:
 
 
 def _step_row(point: dict[Any, Any], base: dict[Any, Any] | None, reports: pd.DataFrame) -> dict[str, Any]:
-    medians = {part: _quartiles(part, point[part])[part] for part in ("rollout_seconds", "update_seconds")}
+    medians = {part: quartiles(part, point[part])[part] for part in ("rollout_seconds", "update_seconds")}
     quantized = _quantized(point, reports)
     note = quantized.pop("note")
     return {
         **{column: point[column] for column in (*_STEP_SETTING, "arm", "method", "weights", "rank", "weight_bytes")},
         **quantized,
-        **_quartiles("step_seconds", point["samples"]),
+        **quartiles("step_seconds", point["samples"]),
         **medians,
         "speedup": _ratio(base, point),
         "speedup_base": _base_name(base),
@@ -226,11 +227,6 @@ def _quantized(point: dict[Any, Any], reports: pd.DataFrame) -> dict[str, Any]:
         return {"bits_per_weight": np.nan, "relative_error": np.nan, "note": reason}
     error = matching.filter(like="/relative_error").iloc[0].mean()
     return {"bits_per_weight": matching["bits_per_weight"].iloc[0], "relative_error": error, "note": ""}
-
-
-def _quartiles(measure: str, samples: list[float]) -> dict[str, float]:
-    median, p25, p75 = np.quantile(samples, [0.5, 0.25, 0.75]) if samples else (np.nan,) * 3
-    return {measure: float(median), f"{measure}_p25": float(p25), f"{measure}_p75": float(p75)}
 
 
 def _ratio(above: dict[Any, Any] | None, below: dict[Any, Any] | None) -> float:

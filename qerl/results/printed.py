@@ -89,9 +89,7 @@ TABLES = {
 
 #: Bar charts and the files of their numbers; the first file decides which models are shown.
 BARS = {"figure1": ("figure1",), "figure11": ("figure11", "table9")}
-#: The figure of the noise schedules, which needs no result.
-SCHEDULES = "figure15"
-DECAYS = ("linear", "exponential", "cosine", "logarithmic")
+_DECAYS = ("linear", "exponential", "cosine", "logarithmic")
 
 
 def _arms(model: str, data: str, *names: str) -> list[Series]:
@@ -137,7 +135,7 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
             _REWARD,
             [
                 Series(name, Asked(_3B, "nvfp4", "lora", name, 32, {"data": "gsm8k", "sigma": "0.05"}))
-                for name in DECAYS
+                for name in _DECAYS
             ],
         )
     ],
@@ -159,7 +157,7 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
 }
 
 #: All tables and figures that are compared with the paper's, and their category in the report.
-NAMES = {*TABLES, *BARS, *CURVE_FIGURES, SCHEDULES}
+NAMES = {*TABLES, *BARS, *CURVE_FIGURES}
 CATEGORY = "4 Paper beside ours"
 
 
@@ -196,8 +194,7 @@ def figures_fed(covered: Collection[tuple[str, str]]) -> list[str]:
             for series in panel.series
         )
     ]
-    schedules = [SCHEDULES] if curves else []
-    return sorted([*bars, *curves, *schedules], key=lambda name: int(name.removeprefix("figure")))
+    return sorted([*bars, *curves], key=lambda name: int(name.removeprefix("figure")))
 
 
 def _feeds(cells: Sequence[Cell], covered: Collection[tuple[str, str]]) -> bool:

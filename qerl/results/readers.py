@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
@@ -34,18 +34,7 @@ from qerl.results.schema import (
     TaskScore,
     VerdictResult,
 )
-from qerl.results.speeds import (
-    DecodeResult,
-    GrpoStepResult,
-    ProductsResult,
-    PromptsResult,
-    RolloutBenchResult,
-    RolloutMixResult,
-    RolloutPoint,
-    StepBenchResult,
-    StepPoint,
-    TraceRow,
-)
+from qerl.results.speeds import SCHEMAS, Kind, TraceRow
 from qerl.results.store import ResultError, read, read_rows
 from qerl.results.study_data import check_study_file
 
@@ -66,14 +55,6 @@ _BY_NAME: dict[str, Schema] = {
     paths.SPEED: SpeedResult,
 }
 _ROWS: dict[str, Schema] = {paths.METRICS: StepMetrics, paths.SAMPLES: SampleRow, paths.OUTCOMES: OutcomeRow}
-_BENCHES: dict[str, Schema] = {
-    "decode": DecodeResult,
-    "grpo_step": GrpoStepResult,
-    "prompts": PromptsResult,
-    "products": ProductsResult,
-    "rollout_mix": RolloutMixResult,
-}
-_KINDS: dict[str, Schema] = {"rollout": RolloutBenchResult, "step": StepBenchResult}
 #: Schemas of the other files, which their content identifies.
 _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
     (StoredPolicyResult, lambda content: "tasks" in content and "stored" in content),
@@ -81,8 +62,6 @@ _BY_CONTENT: list[tuple[Schema, Callable[[Content], bool]]] = [
     (EvaluationResult, lambda content: "tasks" in content),
     (VerdictResult, lambda content: "gates" in content),
     (DoseReport, lambda content: "arms" in content),
-    *((schema, lambda content, kind=kind: content.get("kind") == kind) for kind, schema in _KINDS.items()),
-    *((schema, lambda content, bench=bench: content.get("bench") == bench) for bench, schema in _BENCHES.items()),
 ]
 
 
@@ -97,6 +76,8 @@ def schema_of(file: Path) -> Schema | None:
     if file.name in _BY_NAME:
         return _BY_NAME[file.name]
     content = json.loads(file.read_text(encoding="utf-8"))
+    if "bench" in content:
+        return SCHEMAS.get(Kind.model_validate(content).of_bench)
     return next((schema for schema, is_it in _BY_CONTENT if is_it(content)), None)
 
 
@@ -210,21 +191,6 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
         row["weights"] = report.base.weights_name
         rows.append(row | errors | report.provenance.columns)
     return pd.DataFrame(rows, columns=None if rows else ["model", "weights"])
-
-
-def load_benches(paths: Sequence[Path], kind: Literal["rollout", "step"]) -> pd.DataFrame:
-    """One row per point of profile/<bench>.json; `samples` is a list, in tokens/s (rollout) or seconds (step)."""
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        bench = read(RolloutBenchResult, path) if kind == "rollout" else read(StepBenchResult, path)
-        identity = bench.model_dump(exclude={"kind", "points", "provenance"}) | bench.provenance.columns
-        rows += [identity | _point_columns(point) for point in bench.points]
-    return pd.DataFrame(rows)
-
-
-def _point_columns(point: RolloutPoint | StepPoint) -> dict[str, Any]:
-    columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
-    return columns | {"weights": point.weights_name, "sequences": point.sequences}
 
 
 def _run_row(run: RunResult) -> dict[str, Any]:

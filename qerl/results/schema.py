@@ -8,7 +8,16 @@ from __future__ import annotations
 import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, TypeAdapter, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    TypeAdapter,
+    model_validator,
+)
 
 from qerl.host.provenance import stamp
 from qerl.results.statistics import Interval
@@ -308,6 +317,13 @@ class RunSummary(Stored):
     step_seconds: Quartiles
 
 
+def _of_today(settings: Any) -> Any:
+    """Stored settings without the key `thermostat`, which earlier runs have and nothing reads."""
+    if isinstance(settings, dict):
+        return {key: value for key, value in settings.items() if key != "thermostat"}
+    return settings
+
+
 class RunResult(Stored):
     """train/<run>/run.json. A failed run has its error as `status`, its message as `reason`, and no summary."""
 
@@ -315,7 +331,7 @@ class RunResult(Stored):
     experiment: str
     arm: str
     varied: dict[str, Any]
-    settings: Annotated[RunSettings, PlainSerializer(whole)]
+    settings: Annotated[RunSettings, BeforeValidator(_of_today), PlainSerializer(whole)]
     status: str = OK
     reason: str = ""
     summary: RunSummary | None = None

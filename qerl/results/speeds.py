@@ -1,13 +1,21 @@
-"""Schemas of speeds: a configuration's benches, the files of the speed grid, and the options that the grid lacks."""
+"""Files of speeds, of a configuration's benches and of the speed grid: their schemas, and their rows as data frames."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
+import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
-from qerl.checkpoints.shapes import SIZES
+from qerl.checkpoints.shapes import ARCHITECTURES, SIZES
+from qerl.results.floor import mean_context, step_bytes, step_flops
+from qerl.results.paths import weights_names
 from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
+from qerl.results.store import ResultError, read
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
 from qerl.settings.workloads import (
@@ -21,6 +29,9 @@ from qerl.settings.workloads import (
     Workload,
     with_kernels,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Schemas of a configuration's benches: rollout throughput and seconds of a GRPO step.
 
@@ -66,14 +77,6 @@ class StepPoint(BenchPoint):
         return self.prompts * self.group_size
 
 
-class ProfileKind(Stored):
-    """The kind of a profile/<bench>.json."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    kind: Literal["rollout", "step"]
-
-
 class _Bench(Stored):
     bench: str
     provenance: Provenance
@@ -96,18 +99,22 @@ class StepBenchResult(_Bench):
 
 # Schemas of the speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
 
-Bench = Literal["decode", "grpo_step", "rollout_mix", "prompts"]
 #: The engines with their kernels, as tables name them; only this project's has a choice.
 SERVING: tuple[str, ...] = (*(with_kernels("native", kernels) for kernels in get_args(Kernels)), *ENGINES[1:])
 
 
 class Kind(Stored):
-    """What all files of the grid have: their kind and their stamp."""
+    """What all files of benches have. A configuration's own have a `kind` and their name as `bench`."""
 
     model_config = ConfigDict(extra="ignore")
 
-    bench: Bench
-    provenance: Provenance
+    bench: str
+    kind: str = ""
+
+    @property
+    def of_bench(self) -> str:
+        """What was measured, a key of `SCHEMAS`."""
+        return self.kind or self.bench
 
 
 class Measurement(Stored):
@@ -116,7 +123,7 @@ class Measurement(Stored):
     `bench` names the kind, and every kind has its values in fields of its own.
     """
 
-    bench: Bench
+    bench: str
     work: Workload
     provenance: Provenance
 
@@ -366,3 +373,230 @@ class GrpoStepResult(Measurement):
 
 #: A step, and its parts that are timed, in their order; the step has all of them and little else.
 SECONDS = ("step", "sync", "rollout", "update")
+
+# Files of the speed grid as tidy data frames: a row per decode or prompt point, and per file of steps or rollouts.
+
+_GB = 1e9
+#: Columns that identify a file of decode points, besides its size and lengths.
+POLICY = ["engine", "weights", "rank"]
+#: Tokens of the prompt and decoded tokens; points of other lengths are in other tables.
+LENGTHS = ["prompt", "tokens"]
+#: What a step did without for memory, as text: the share of the KV cache with which no sequence waits, blocks that were
+#: recomputed, tokens of a micro-batch, and what else was set.
+GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
+_MEASURE = "`qerl grid` lists the commands that measure"
+
+
+def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
+    """The files of one bench as a tidy frame with their stamps, sorted by size, engine, weights, rank and lengths.
+
+    A row has its samples in `samples` and their medians in other columns. Where there are none, `status` says why, and
+    numbers are NaN. Times end in their unit, memory is in GB. Raises ResultError without rows, and if two files have
+    the same point. The rows are
+
+    * decode: points. `tokens_per_second` has quartiles, `engine` its kernels. Without ceilings floors are NaN.
+    * grpo_step: files, with seconds and memory by part (`<part>/gb`). `GIVEN_UP` tells what was done without.
+    * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases`, `verified` (its drafts) and
+      `phase_seconds` (its time). `samples` are in tokens/s.
+    * prompts: points, with the `milliseconds` of a call.
+    * rollout, step: points of a configuration's benches. `samples` are in tokens/s of whole rollouts, and in seconds.
+
+    The columns `model`, `bench`, `sequences` and, of decode and rollout points, `rollouts` (tokens/s of whole rollouts)
+    are those by which numbers stand beside the paper's.
+    """
+    import pandas as pd  # which the plan, which reads the schemas, is spared
+
+    schema, rows_of, name, order = _BENCHES[bench]
+    rows = [row for path in paths for row in rows_of(read(schema, path))]
+    if not rows:
+        raise ResultError(f"there are no {name} yet; {_MEASURE}")
+    orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
+    rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in order])
+    if bench == "decode":
+        _check_once(rows)
+    return pd.DataFrame(rows)
+
+
+def _bench_rows(job: RolloutBenchResult | StepBenchResult) -> Iterator[dict[str, Any]]:
+    identity = job.model_dump(exclude={"kind", "points", "provenance"}) | job.provenance.columns
+    for point in job.points:
+        columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
+        columns |= {"weights": point.weights_name, "sequences": point.sequences}
+        yield identity | columns | ({"rollouts": point.samples} if job.kind == "rollout" else {})
+
+
+def _of_paper(size: str, system: str, stamp: dict[str, str]) -> dict[str, str]:
+    """The model as configurations name it, and a bench of one system and machine: only its points are compared."""
+    model = f"qwen2.5-{size.lower()}" if size in ARCHITECTURES else size
+    return {"model": model, "bench": f"{system} on {stamp['machine']}"}
+
+
+def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
+    work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
+    seconds = [run.seconds for run in job.runs]
+    samples = [job.drawn / taken for taken in seconds]
+    typical = _median_run(job.runs)
+    yield {
+        **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
+        "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
+        + (", drafts" if work.drafts else ""),
+        "drafts": work.drafts,
+        "trace": str(work.trace or ""),
+        "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
+        "status": job.status,
+        "samples": samples,
+        **quartiles("tokens_per_second", samples),
+        "seconds": median(seconds or [np.nan]),
+        "ready_seconds": job.ready_seconds,
+        "first_seconds": job.first_seconds,
+        "phases": typical.phases if typical else None,
+        "verified": typical.drafts if typical else None,
+        "phase_seconds": typical.seconds if typical else np.nan,
+        **job.provenance.columns,
+    }
+
+
+def quartiles(measure: str, samples: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of samples as columns; NaN without any."""
+    ends = np.quantile(samples or [np.nan], [0.5, 0.25, 0.75])
+    return {f"{measure}{end}": float(value) for end, value in zip(("", "_p25", "_p75"), ends, strict=True)}
+
+
+def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] if runs else None
+
+
+def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
+    identity = (
+        job.work.model_dump(include={"size", "weights", "rank"}) | {"sampler": job.sampler} | job.provenance.columns
+    )
+    for point in job.points:
+        middle = 1e3 * median(point.samples) if point.samples else np.nan
+        yield identity | point.model_dump(exclude={"first"}) | {"milliseconds": middle}
+
+
+def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
+    work = job.work
+    identity: dict[str, Any] = {"engine": work.serving, "size": work.size, "weights": work.base.weights_name}
+    identity |= work.model_dump(include={"rank", "prompt", "tokens"})
+    for point in job.points:
+        speeds = quartiles("tokens_per_second", point.samples)
+        step, floor = point.sequences / speeds["tokens_per_second"], _floor_seconds(job, point.sequences)
+        yield {
+            **identity,
+            "sequences": point.sequences,
+            "status": point.status,
+            "samples": point.samples,
+            "rollouts": [_with_prompts(point, work.tokens, rate) for rate in point.samples],
+            **speeds,
+            "step_ms": 1e3 * step,
+            "floor_ms": 1e3 * floor,
+            "percent_of_floor": 100 * floor / step,
+            "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
+            **job.provenance.columns,
+            **_of_paper(work.size, work.serving, job.provenance.columns),
+        }
+
+
+def _with_prompts(point: DecodePoint, tokens: int, rate: float) -> float:
+    """Tokens/s of a whole rollout, by those of decoding."""
+    assert point.prompt_seconds is not None
+    drawn = point.sequences * tokens
+    return drawn / (drawn / rate + point.prompt_seconds)
+
+
+def _floor_seconds(job: DecodeResult, sequences: int) -> float:
+    if job.ceilings is None:
+        return np.nan
+    work = job.work
+    context = mean_context(work.prompt, work.tokens)
+    moved = step_bytes(work.base, work.rank, sequences, context)
+    flops = step_flops(work.size, work.rank, sequences, context)
+    # Moving bytes and computing overlap, so the slower of the two bounds a step.
+    return max(moved / job.ceilings.copy_bytes_per_second, flops / job.ceilings.matmul_flops_per_second)
+
+
+def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
+    work, cap = job.work, job.settings.memory_gb
+    seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in SECONDS}
+    yield {
+        "system": job.system,
+        "sampler": job.sampler,
+        "size": work.size,
+        "weights": work.base.weights_name,
+        "rank": work.rank,
+        "prompts": work.prompts,
+        "group_size": work.group_size,
+        "prompt": work.prompt,
+        "tokens": work.tokens,
+        "median": work.median or 0,
+        "equal_groups": float(work.equal_groups),
+        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {_completion_tokens(work)} tokens"
+        + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
+        "recompute": str(job.settings.recompute).lower(),
+        "cap": "" if cap is None else f"{cap:g} GB",
+        **_given_up(job),
+        "status": job.status,
+        "repeats": len(job.steps),
+        "samples": [step.step for step in job.steps],
+        **{f"{part}_seconds": median(values) for part, values in seconds.items()},
+        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
+        **job.provenance.columns,
+        **_of_paper(work.size, job.system.split()[0], job.provenance.columns),
+        "arm": work.base.weights_name,
+        "method": "lora",
+        "gradient_checkpointing": job.settings.recompute,
+        "sequences": work.completions,
+        "size_bytes": job.memory.parts.get("weights", np.nan) if job.memory else np.nan,
+    }
+
+
+def _completion_tokens(work: StepWork) -> str:
+    return f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
+
+
+def _given_up(job: GrpoStepResult) -> dict[str, Any]:
+    """What this project's step did without for memory, and the settings by which it did; empty where not stored."""
+    given, ours = job.given_up, job.settings if isinstance(job.settings, EngineStep) else None
+    chosen = [f"KV cache of {ours.kv_cache_gib:g} GiB"] if ours and ours.kv_cache_gib is not None else []
+    values = (
+        f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else "",
+        f"{given.recomputed} of {given.blocks}" if given else "",
+        ours.micro_batch_tokens if ours else "",
+        ", ".join([*chosen, *(["released"] if ours and ours.sleep else [])]),
+    )
+    return dict(zip(GIVEN_UP, values, strict=True))
+
+
+def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
+    memory = job.memory
+    if memory is None:
+        return {}
+    peaks = {part: [getattr(step, f"{part}_peak_bytes") for step in job.steps] for part in ("rollout", "update")}
+    of_peaks = {f"{part} peak": max(values) for part, values in peaks.items() if None not in values}
+    return {
+        **of_peaks,
+        "without KV cache": memory.without_kv_cache_bytes,
+        "KV cache": memory.kv_cache_bytes,
+        **memory.parts,
+    }
+
+
+def _check_once(rows: Sequence[dict[str, Any]]) -> None:
+    for one, row in pairwise(rows):  # they are sorted
+        if all(one[key] == row[key] for key in ("size", *POLICY, *LENGTHS, "sequences")):
+            name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
+            raise ResultError(f"{name} is in two decode files; give one of them")
+
+
+#: By bench the schema of its files, their rows, what these are, and the columns that sort them.
+_BENCHES: dict[str, tuple[type[Any], Callable[[Any], Iterator[dict[str, Any]]], str, list[str]]] = {
+    "decode": (DecodeResult, _point_rows, "points of decode speed", ["size", *POLICY, *LENGTHS, "sequences"]),
+    "grpo_step": (GrpoStepResult, _step_rows, "GRPO steps", ["size"]),
+    "rollout_mix": (RolloutMixResult, _mix_rows, "rollouts of mixed lengths", ["size", "engine", "weights"]),
+    "prompts": (PromptsResult, _prompt_rows, "times of prompts", []),
+    "rollout": (RolloutBenchResult, _bench_rows, "points of rollouts", []),
+    "step": (StepBenchResult, _bench_rows, "points of steps", []),
+}
+#: The schema of a file by what it has (`Kind.of_bench`).
+SCHEMAS: dict[str, type[Stored]] = {**{bench: kind[0] for bench, kind in _BENCHES.items()}, "products": ProductsResult}

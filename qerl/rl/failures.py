@@ -30,10 +30,6 @@ class DivergedError(ValueError):
     """A gradient or the policy's entropy isn't finite. The message is one sentence for the user."""
 
 
-class FollowedRunError(ValueError):
-    """The run that a thermostat follows has failed. The message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class Failure:
     """A failure: its kind, as tables show it, and its message."""
@@ -46,7 +42,6 @@ _KINDS: dict[type[Exception], str] = {
     TimeLimitError: "timeout",
     DivergedError: DIVERGED,
     NotFiniteError: DIVERGED,
-    FollowedRunError: "followed run failed",
 }
 
 
@@ -55,7 +50,7 @@ def noted(work: Path, time_limit: float | None) -> Iterator[None]:
     """Write a failure that can be a result to a note in `work`, and re-raise it. Each process writes its own note."""
     try:
         yield
-    except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, NotFiniteError, FollowedRunError) as error:
+    except (*OUT_OF_MEMORY, TimeLimitError, DivergedError, NotFiniteError) as error:
         # By a note, because the process that started this one sees no exception of it, only its exit status.
         kind = _KINDS.get(type(error), NO_MEMORY)
         kind += f" of {time_limit:g} h" if isinstance(error, TimeLimitError) else ""

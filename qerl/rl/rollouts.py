@@ -214,13 +214,8 @@ def _epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=key)).permutation(count)
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """What a step decides of how its completions are drawn."""
-
-    temperature: float
-    #: Sets the noise of a completion's number within its group, where each number has its own.
-    perturb: Callable[[int], None] | None = None
+#: Sets the noise of a completion's number within its group, where each number has its own.
+Perturb = Callable[[int], None]
 
 
 class Collector:
@@ -244,15 +239,13 @@ class Collector:
         """What ends the policy's thinking."""
         return Thinking(self.policy.tokenizer, self.task.thinking)
 
-    def collect(self, step: int, position: int, behaviour: Behaviour | None = None) -> Rollout:
+    def collect(self, step: int, position: int, perturb: Perturb | None = None) -> Rollout:
         """The batch of `step`, the same in every process; earlier steps have used `position` problems.
 
         With `rollout.resample`, groups of equal rewards are replaced by groups of the next problems, in at most that
-        many rounds. If too few groups remain, groups of equal rewards fill the batch. Without a `behaviour` the
-        temperature is that of the settings.
+        many rounds. If too few groups remain, groups of equal rewards fill the batch.
         """
         rollout = self.settings.rollout
-        behaviour = behaviour or Behaviour(rollout.sampling.temperature)
         drawn: list[Group] = []
         idle = [0.0] * self.processes.count
         # Dynamic sampling (DAPO): groups of equal rewards have no gradient, so others take their places.
@@ -260,7 +253,7 @@ class Collector:
             missing = rollout.prompts - sum(group.informative for group in drawn)
             if round_ == 0 or missing > 0:
                 start = position + len(drawn)
-                groups, waited = self._draw(range(start, start + missing), step, round_, behaviour)
+                groups, waited = self._draw(range(start, start + missing), step, round_, perturb)
                 drawn += groups
                 idle = [sum(times) for times in zip(idle, waited, strict=True)]
         chosen = drawn
@@ -273,21 +266,22 @@ class Collector:
             metrics |= {"seconds/idle": statistics.fmean(idle), "seconds/idle_max": max(idle)}
         return Rollout(self._samples(chosen), metrics, drawn, chosen)
 
-    def _draw(self, positions: range, step: int, round_: int, behaviour: Behaviour) -> tuple[list[Group], list[float]]:
+    def _draw(
+        self, positions: range, step: int, round_: int, perturb: Perturb | None
+    ) -> tuple[list[Group], list[float]]:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
         seed = self.settings.seed
         chosen = self.task.at(positions, seed)
         prompts = self.task.prompts(self.policy.tokenizer, chosen)
-        sampling = self.settings.rollout.sampling.model_dump() | {"temperature": behaviour.temperature}
         params = SamplingParams(
-            **sampling,
+            **self.settings.rollout.sampling.model_dump(),
             count=self.settings.rollout.group_size,
             seed=step_seed(_seed_of_draws(seed, self.settings.rollout.repetition), step, round_),
-            part=self._part(chosen, prompts, behaviour),
+            part=self._part(chosen, prompts, perturb),
         )
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
-            completions = self._generate(prompts, params, behaviour.perturb)
+            completions = self._generate(prompts, params, perturb)
             drawn = [
                 (number, self._score(prompts[number], completions[number], chosen[number]))
                 for number in range(len(prompts))
@@ -295,12 +289,12 @@ class Collector:
             ]
         return self._exchange(drawn, busy.value, len(prompts))
 
-    def _part(self, chosen: list[Problem], prompts: list[list[int]], behaviour: Behaviour) -> BatchPart | None:
+    def _part(self, chosen: list[Problem], prompts: list[list[int]], perturb: Perturb | None) -> BatchPart | None:
         """The groups that this process draws; None if it is the only one."""
         if self.processes.count == 1:
             return None
         most = max(self.sampler.max_sequences // self.settings.rollout.group_size, 1)
-        if behaviour.perturb:  # each number of a group is drawn by a call of its own, so none is taken over
+        if perturb:  # each number of a group is drawn by a call of its own, so none is taken over
             most = len(prompts)
         lengths = [self._lengths.of(p.id, len(prompt)) for p, prompt in zip(chosen, prompts, strict=True)]
         return part_of(self.processes.rank, self.processes.count, lengths, most, self.processes.counter)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import operator
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -31,17 +29,17 @@ from qerl.models.loading import check_attention_dropout
 from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
 from qerl.results.schema import Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
-from qerl.results.store import line, read_rows, write
+from qerl.results.store import line, write
 from qerl.rl.checkpoint import Checkpoints, ResumeError
-from qerl.rl.failures import Failure, FollowedRunError, TimeLimitError, failed, failure, forget, noted
+from qerl.rl.failures import Failure, TimeLimitError, failure, forget, noted
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
-from qerl.rl.rollouts import Behaviour, Collector, Group, Rollout, RolloutStore, Task
+from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, RolloutStore, Task
 from qerl.rl.update import Choices, Updater
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
-from qerl.settings.base import ConfigError, UserError
-from qerl.settings.run import UNDECIDING, RunSettings, ThermostatSettings
+from qerl.settings.base import UserError
+from qerl.settings.run import UNDECIDING, RunSettings
 from qerl.trackers import Record, Trackers
 
 if TYPE_CHECKING:
@@ -135,63 +133,6 @@ def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
         log.warning("%s: nothing was learned, since rewards differed in no step", said)
 
 
-# A sampling temperature that follows the token entropy of another run, step by step.
-#
-# It tells entropy from what raises it: a run without noise that samples at the entropy of a run with noise.
-
-#: An entropy below counts as this one, in nats: its logarithm says nothing.
-_LEAST_ENTROPY = 1e-3
-
-
-def followed_entropies(metrics: Path, steps: int) -> list[float]:
-    """The sampler's entropy at each step of the run to follow, from its metrics.jsonl.
-
-    Raises FollowedRunError if the run.json beside it says that the run failed.
-    """
-    if status := failed(metrics.parent / POLICY):
-        raise FollowedRunError(
-            f"{metrics.parent}, the run to follow, is {status}; delete both runs' folders to try again"
-        )
-    rows = list(read_rows(StepMetrics, metrics))
-    entropies = [row.entropy_sampler for row in rows if row.entropy_sampler is not None]
-    if len(rows) < steps or len(entropies) < len(rows):
-        raise ConfigError(
-            f"{metrics} has the sampler's entropy of {len(entropies)} steps, and a thermostat needs that of all {steps}"
-        )
-    return entropies
-
-
-# Noise in the sampler doesn't change the trained policy's entropy within a step, so a control of that would follow
-# nothing; the estimate by log mu costs nothing and counts the noise.
-class Thermostat:
-    """Chooses the temperature of each step by the entropies of the steps before, so it needs no state of its own."""
-
-    def __init__(self, settings: ThermostatSettings, start: float, entropies: Sequence[float]) -> None:
-        self.settings = settings
-        self.start = start
-        self.entropies = entropies
-
-    def temperature(self, rows: Sequence[dict[str, float]]) -> float:
-        """The temperature of the step after `rows`: log T rises by `gain` times the logarithm of the missing factor.
-
-        The factor is the ratio of the weighted means of both entropies over the same steps, and counts as e at most.
-        Both runs have the same problems at a step, and entropies of single steps differ far more by their problems.
-        """
-        if not rows:
-            return self.start
-        wanted = self._recent_mean(self.entropies[: len(rows)])
-        reached = self._recent_mean([row["entropy/sampler"] for row in rows])
-        missing = math.log(max(wanted, _LEAST_ENTROPY) / max(reached, _LEAST_ENTROPY))
-        moved = rows[-1]["temperature"] * math.exp(self.settings.gain * min(max(missing, -1.0), 1.0))
-        return min(max(moved, self.settings.lowest), self.settings.highest)
-
-    def _recent_mean(self, values: Sequence[float]) -> float:
-        """The mean of `values`, each with 1 − 1 / `average_steps` of the weight of the one after it."""
-        factor = 1 - 1 / self.settings.average_steps
-        weights = [factor**age for age in range(len(values) - 1, -1, -1)]
-        return sum(map(operator.mul, weights, values)) / sum(weights)
-
-
 # The training loop (paper Algorithm 1): roll out with noise, update, log, checkpoint.
 
 _TO_LOWER = "lower micro_batch_tokens, or set gradient_checkpointing: true and the sampler's sleep: true"
@@ -207,7 +148,7 @@ def headline(row: Mapping[str, float]) -> str:
 class Trainer:
     """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer.
 
-    `metrics` is the file of the metrics. A `thermostat` chooses the temperature of each step after those before.
+    `metrics` is the file of the metrics.
     """
 
     def __init__(
@@ -217,7 +158,6 @@ class Trainer:
         collector: Collector,
         checkpoints: Checkpoints,
         metrics: Path,
-        thermostat: Thermostat | None = None,
     ) -> None:
         self.processes = Processes()
         self.settings = settings
@@ -225,10 +165,8 @@ class Trainer:
         self.collector = collector
         self.checkpoints = checkpoints
         self.metrics = metrics
-        self.thermostat = thermostat
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
-        self.temperature = settings.rollout.sampling.temperature
         #: The ids of the problems that some completion has solved.
         self.solved: set[str] = set()
         #: The lines of the metrics file.
@@ -252,8 +190,6 @@ class Trainer:
             for step in range(len(rows) + 1, last + 1):
                 if time_limit is not None:
                     self._keep_to(time_limit, rows)
-                if self.thermostat:
-                    self.temperature = self.thermostat.temperature(rows)
                 rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0, watch, store))
                 if writes:
                     self._write(rows)
@@ -292,7 +228,7 @@ class Trainer:
                 # After the noise is set: the sampler reads it, or copies it, here.
                 self.collector.sampler.sync()
             with seconds() as rollout_time:
-                rollout = self.collector.collect(step, position, self._behaviour(step))
+                rollout = self.collector.collect(step, position, self._perturb(step))
             if watch:
                 watch.observe(step, rollout, self.processes.writes)
             # The update is that of the policy without noise, so that its gradient is at the weights that stay. With
@@ -303,7 +239,7 @@ class Trainer:
             self.solved |= {group.problem.id for group in rollout.groups if group.solved}
             stored = store.begin(step, rollout) if store else None
             with seconds() as update_time, _remedied():
-                update = self.updater.update(step, rollout.samples, self.temperature, stored)
+                update = self.updater.update(step, rollout.samples, stored)
             if stored:
                 stored.write()
         completed = rollout.metrics["completion_tokens"]
@@ -313,7 +249,7 @@ class Trainer:
             **rollout.metrics,
             "discovery": len(self.solved) / len(self.collector.task.problems),
             **update,
-            "temperature": self.temperature,
+            "temperature": self.settings.rollout.sampling.temperature,
             "noise/sigma": report.sigma,
             "noise/norm": report.norm,
             "tokens_per_second/rollout": completed / rollout_time.value,
@@ -325,13 +261,15 @@ class Trainer:
             "memory_bytes": peak_memory_bytes(),
         }
 
-    def _behaviour(self, step: int) -> Behaviour:
+    def _perturb(self, step: int) -> Perturb | None:
+        """What sets the noise of each completion of a group, if each has its own."""
+
         def perturb(completion: int) -> None:
             self.noise.set(step, self.settings.steps, completion)
             self.collector.sampler.sync()
 
         noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
-        return Behaviour(self.temperature, perturb if noisy else None)
+        return perturb if noisy else None
 
     def trained_policy(self) -> Policy:
         """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
@@ -429,24 +367,15 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
     return policy
 
 
-def make_trainer(
-    settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "", followed: Path | None = None
-) -> Trainer:
-    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint.
-
-    `followed` is the metrics.jsonl of the run that a thermostat follows.
-    """
+def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
+    """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint."""
     Processes()  # selects this process's GPU before anything is allocated on one
     policy = make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
     checkpoints = Checkpoints(work, fingerprint)
     collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    thermostat = None
-    if settings.thermostat and followed:
-        entropies = followed_entropies(followed, settings.steps)
-        thermostat = Thermostat(settings.thermostat, settings.rollout.sampling.temperature, entropies)
-    return Trainer(settings, policy, collector, checkpoints, work / METRICS, thermostat)
+    return Trainer(settings, policy, collector, checkpoints, work / METRICS)
 
 
 def _state_folder(job: TrainJob) -> Path:
@@ -456,7 +385,6 @@ def _state_folder(job: TrainJob) -> Path:
     """
     check_checkpoint(job.checkpoint)
     files = [*model_files(job.checkpoint), job.data / DATASET, split_file(job.data, "train")]
-    files += [job.followed] if job.followed else []
     text = job.settings.model_dump_json(exclude=UNDECIDING) + job.code + "".join(map(hash_of, files))
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -465,9 +393,9 @@ def train_run(job: TrainJob) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
-    (`qerl.host.lease.alone`). On several machines the first one writes. `job.out` is written only at the end; with
-    `on_failure: row` also if the run is out of memory, over `time_limit` or diverges, or if the run that it follows
-    did so.
+    (`qerl.host.lease.alone`). On several machines the first one
+    writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
+    of memory, over `time_limit` or diverges.
     """
     # A note of an earlier attempt would pass for the cause of this one's failure.
     forget(job.work)
@@ -510,7 +438,7 @@ def _train(job: TrainJob, state: Path) -> None:
     """Train in one process of a run; the first process writes the results."""
     with ExitStack() as last:
         with noted(state.parent, job.time_limit):
-            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, job.followed)
+            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name)
             # Closed after the results are written: a tracker's library may wait for its server.
             trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.

@@ -235,7 +235,7 @@ class Updater:
         self._dropouts = dropouts(policy.lm)
         self._casts = SharedCasts(policy.lm)
         chosen = settings.gradient_checkpointing == "auto" and policy.device.type == "cuda"
-        #: Step and temperature of the present rollout.
+        #: The step of the present rollout.
         self._step = 0
         self.temperature = settings.rollout.sampling.temperature
         self.recomputation = Recomputation(policy) if chosen else None
@@ -257,19 +257,16 @@ class Updater:
         self.policy.lm.eval()
         return Choices(*(-int(self.processes.max(-most)) for most in (logits, graphs)))
 
-    def update(
-        self, step: int, samples: list[Sample], temperature: float | None = None, observer: Observer | None = None
-    ) -> dict[str, float]:
+    def update(self, step: int, samples: list[Sample], observer: Observer | None = None) -> dict[str, float]:
         """Do all updates on one rollout, and return their metrics.
 
-        `temperature` is that at which they were drawn, by default that of the settings. `observer` sees each
-        micro-batch of the first update in this process, with the entropies of its tokens. It changes neither policy nor
-        metrics.
+        `observer` sees each micro-batch of the first update in this process, with the entropies of its tokens. It
+        changes neither policy nor metrics.
 
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
         over all updates; the others come from the first update, by the policy that sampled.
         """
-        self._begin(step, temperature)
+        self._begin(step)
         loss = self.settings.loss
         silent = find_silent(samples, self.settings, step)
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count)
@@ -331,9 +328,8 @@ class Updater:
             "learning_rate": self.settings.optimizer.learning_rate * self._schedule(step),
         }
 
-    def _begin(self, step: int, temperature: float | None) -> None:
-        """Set what the update of a step has of its own: temperature, keys of dropout, learning rate."""
-        self.temperature = temperature or self.settings.rollout.sampling.temperature
+    def _begin(self, step: int) -> None:
+        """Set what the update of a step has of its own: keys of dropout, learning rate."""
         self._step = step
         self.choices = self.choices or self._choose()
         for group in self.optimizer.param_groups:

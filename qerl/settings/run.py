@@ -326,29 +326,6 @@ class NoiseSettings(Settings):
         return end + (start - end) * remaining
 
 
-class ThermostatSettings(Settings):
-    """A sampling temperature that follows the token entropy of another run (docs/algorithms.md)."""
-
-    arm: str | None = None
-    """Arm of the same experiment whose run at the same point of the grid is followed. It is trained first."""
-    metrics: FilePath | None = None
-    """File metrics.jsonl of the run that is followed, in place of an arm."""
-    gain: Annotated[float, Field(gt=0, le=2)] = 0.1
-    """Exponent by which a step's temperature corrects the ratio of the wanted to the reached entropy."""
-    average_steps: Annotated[float, Field(ge=1)] = 4
-    """Steps over which both entropies are averaged (docs/algorithms.md has the formula)."""
-    lowest: Annotated[float, Field(gt=0)] = 0.25
-    highest: Annotated[float, Field(gt=0)] = 4.0
-
-    @model_validator(mode="after")
-    def _one_run_is_followed(self) -> ThermostatSettings:
-        if (self.arm is None) == (self.metrics is None):
-            raise ValueError("thermostat follows one run: give either its arm, or the file of its metrics")
-        if self.lowest > self.highest:
-            raise ValueError("thermostat.lowest must not be above thermostat.highest")
-        return self
-
-
 class PPOSettings(Settings):
     """Value function and advantages of PPO (docs/algorithms.md). The paper has no PPO.
 
@@ -509,8 +486,6 @@ class RunSettings(Settings):
     method: Literal["full", "lora"] = "lora"
     adapter: AdapterSettings = AdapterSettings()
     noise: NoiseSettings = NoiseSettings()
-    thermostat: ThermostatSettings | None = None
-    """None keeps `rollout.sampling.temperature` at every step."""
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     loss: LossSettings = LossSettings()
@@ -664,15 +639,6 @@ class RunFile(RunSettings):
         if isinstance(origin, HubData) and origin.folder is not None:
             return dataset.model_copy(update={"origin": origin.model_copy(update={"folder": origin.folder.resolve()})})
         return dataset
-
-    @field_validator("thermostat", mode="after")
-    @classmethod
-    def _follows_a_file(cls, thermostat: ThermostatSettings | None) -> ThermostatSettings | None:
-        if thermostat is None:
-            return None
-        if thermostat.metrics is None:
-            raise ValueError("arm can't be given here: a run by hand has no other arms; give metrics")
-        return thermostat.model_copy(update={"metrics": thermostat.metrics.resolve()})
 
     @field_validator("out", mode="after")
     @classmethod

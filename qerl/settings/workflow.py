@@ -358,9 +358,8 @@ class Experiment(Settings):
     """Data sets of `evaluation.tasks` on which bases and trained policies are scored. None takes all, an empty list
     none."""
     on_failure: Literal["stop", "row"] = "stop"
-    """What follows if a run is out of memory, over `time_limit` or diverges, or its followed run did: `stop` fails its
-    job, `row` makes the failure a row of the tables. To try such a run again, delete its folder `train/<run>` in the
-    results."""
+    """What follows if a run is out of memory, over `time_limit` or diverges: `stop` fails its job, `row` makes the
+    failure a row of the tables. To try such a run again, delete its folder `train/<run>` in the results."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """Hours that the steps of a run may take in all attempts together. A start with a higher limit continues."""
     omitted: dict[str, str] = {}

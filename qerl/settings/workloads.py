@@ -55,6 +55,9 @@ class Decoding(Workload):
 class Prompting(Workload):
     """Prefill in this project's engine: calls that draw one token after each prompt."""
 
+    repeats: int = 7
+    """Timed calls, besides the first."""
+
 
 class MixedLengths(Settings):
     """Prompts and completions of a rollout. Lengths of completions are lognormal, lengths of prompts uniform."""

@@ -96,25 +96,6 @@ def check_run(run: PlannedRun, config: Config) -> None:
         _check_groups(config.models[settings.model], base.rounded, written("weights"))
 
 
-def check_followed(plan_: Plan) -> None:
-    """Check that each thermostat follows an existing run with enough steps that itself follows none."""
-    for run in plan_.runs.values():
-        arm = run.settings.thermostat.arm if run.settings.thermostat else None
-        if arm is None:
-            continue
-        experiment = plan_.config.experiments[run.experiment]
-        key = f"{written_as(run.experiment, experiment, run.arm, 'thermostat.arm')}={arm}"
-        other = plan_.followed(run)
-        if other is None:
-            raise ConfigError(f"{key} is not an arm of this experiment; use one of {', '.join(experiment.arms)}")
-        if other.settings.thermostat is not None:
-            raise ConfigError(f"{key} itself follows another arm; name that arm instead")
-        if other.settings.steps < run.settings.steps:
-            raise ConfigError(
-                f"{key} takes {other.settings.steps} steps, fewer than the {run.settings.steps} of {run.arm}"
-            )
-
-
 def check_drift(plan_: Plan) -> None:
     """Check that each run whose drift is reported has enough steps."""
     for run in plan_.runs.values() if plan_.config.drift else ():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,10 +16,8 @@ from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
-from qerl.settings.data import HubData
-from qerl.settings.workflow import TaskSettings
 from qerl.workflow.outputs import Files
-from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun
+from qerl.workflow.runs import Plan, PlannedRun
 
 # GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
 #
@@ -39,8 +37,6 @@ MEASURED = Path(__file__).parent / "measured"
 SPEEDS = MEASURED / "speeds.csv"
 #: Gigabytes (1e9 bytes) of a checkpoint.
 SIZES = MEASURED / "sizes.csv"
-#: Numbers of test problems of the hub's data sets.
-PROBLEMS = MEASURED / "problems.csv"
 UNMEASURED = "unmeasured"
 
 #: Dense bf16 FLOP/s of one device, by its data sheet.
@@ -82,11 +78,6 @@ def _rounded(hours: float) -> str:
     return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}"
 
 
-def total(hours: Iterable[Hours]) -> Hours:
-    """The sum of several hours."""
-    return sum(hours, Hours())
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedWork:
     """The most work that a job may do."""
@@ -94,7 +85,7 @@ class PlannedWork:
     model: str
     weights: str
     method: str
-    """`full`, `lora`, or `none` for a base."""
+    """`full` or `lora`."""
     rank: int
     sequences: int
     """Completions that are drawn together on one GPU."""
@@ -263,11 +254,6 @@ def _speed(row: dict[str, str], phase: str) -> Speed:
     )
 
 
-def problem_counts() -> dict[str, int]:
-    """The number of test problems of each data set of the hub."""
-    return {row["repo"]: int(row["problems"]) for row in _rows(PROBLEMS)}
-
-
 def _hours(tokens: float, rate: float) -> float:
     return tokens / rate / 3600 if tokens else 0.0
 
@@ -302,29 +288,6 @@ def run_work(run: PlannedRun) -> PlannedWork:
         gradient_checkpointing=str(settings.gradient_checkpointing).lower(),  # type: ignore[arg-type]
         engine=rollout.engine,
     )
-
-
-def evaluation_work(plan: Plan, evaluation: PlannedEvaluation) -> Iterator[PlannedWork]:
-    """The most work that each task of an evaluation may need."""
-    settings, run = plan.config.evaluation, evaluation.run
-    for task in settings.tasks:
-        if task.dataset in evaluation.tasks:
-            drawn = _problems(plan, task) * settings.repeats_of(task) * settings.sampling_of(task).max_tokens
-            yield PlannedWork(
-                model=evaluation.base.model,
-                weights=evaluation.base.weights,
-                method=run.settings.method if run else "none",
-                rank=run.settings.adapter.rank if run else 0,
-                sequences=settings.vllm.max_sequences,
-                drawn=drawn,
-                engine=settings.engine,
-            )
-
-
-def _problems(plan: Plan, task: TaskSettings) -> float:
-    """The number of test problems; NaN if only the prepared data states it."""
-    origin = plan.config.datasets[task.dataset].origin
-    return problem_counts().get(origin.repo, math.nan) if isinstance(origin, HubData) else math.nan
 
 
 def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:

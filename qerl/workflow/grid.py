@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +12,13 @@ from qerl.jobs import (
     DecodeJob,
     DecodePart,
     GrpoStepJob,
+    MixPart,
     PointJob,
+    PointPart,
     PromptsJob,
+    PromptsPart,
     RolloutMixJob,
     StepPart,
-    TrlStepJob,
 )
 from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import DecodeResult, GrpoStepResult, PromptsResult
@@ -51,28 +53,29 @@ _ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
 def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
     """Every job by its id, in the order of measurement. Raises ConfigError for points that can't be measured.
 
-    A job writes its files to `folder`/ID, and continues those of an earlier attempt. The entries of `decode` that share
-    a set-up are one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
+    A job writes its files to `folder`/ID, and continues those of an earlier attempt. Entries that share a set-up are
+    one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
     """
-    by_id: dict[str, PointJob] = {}
-    for id, job in (
-        *(j for grid in settings.mixes for j in _mixes(grid, folder)),
-        *_decodes(settings.decode, folder),
-        *_steps(settings.steps, folder),
-        *(j for grid in settings.prompts for j in _prompts(grid, folder)),
-    ):
-        if id in by_id:
-            raise _twice(id)
-        by_id[id] = job
-    return by_id
+    kinds: tuple[tuple[type[PointJob], Iterable[tuple[str, str, PointPart]]], ...] = (
+        (RolloutMixJob, (part for grid in settings.mixes for part in _mixes(grid))),
+        (DecodeJob, (part for grid in settings.decode for part in _decodes(grid))),
+        (GrpoStepJob, (part for grid in sorted(settings.steps, key=_own_last) for part in _steps(grid))),
+        (PromptsJob, (part for grid in settings.prompts for part in _prompts(grid))),
+    )
+    jobs: dict[str, PointJob] = {}
+    for kind, named in kinds:
+        shared: dict[str, dict[str, PointPart]] = {}
+        for job, name, part in named:
+            parts = shared.setdefault(job, {})
+            if name in parts:
+                raise ConfigError(f"shapes: {name} occurs twice; merge the two entries and their sequences")
+            parts[name] = part
+        jobs |= {id: kind(parts=[*parts.values()], out=folder / id) for id, parts in shared.items()}
+    return jobs
 
 
-def _twice(id: str) -> ConfigError:
-    return ConfigError(f"shapes: {id} occurs twice; merge the two entries and their sequences")
-
-
-def _file_of(id: str) -> str:
-    return f"{id}.json"
+def _own_last(grid: StepGrid) -> bool:
+    return grid.system != "trl"
 
 
 def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
@@ -114,74 +117,51 @@ def state(job: PointJob, settings: ShapesSettings) -> str:
 def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
     """The job without the files that have all its points, or None if no file is left."""
     left = {file for file, _ in _missing(job, settings)}
-    if isinstance(job, DecodeJob | GrpoStepJob) and left:
-        return job.model_copy(update={"parts": [part for part in job.parts if job.out / part.file in left]})
-    return job if left else None
+    return job.model_copy(update={"parts": [p for p in job.parts if job.out / p.file in left]}) if left else None
 
 
 def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object]]:
     """The points of a job that no file has, each with its file."""
-    done = {(file, key) for file in job.files if (one := _measured(file, settings)) for key in _keys(job, one)}
+    files = [(job.out / part.file, part) for part in job.parts]
+    done = {(file, key) for file, part in files if (one := _measured(file, settings)) for key in _keys(part, one)}
     return [point for point in _asked(job) if point not in done]
 
 
 def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
-    """The points of a job, each with its file and its key in there. Steps and rollouts have one without a key."""
-    if isinstance(job, GrpoStepJob):
-        yield from ((file, None) for file in job.files)
-    elif isinstance(job, DecodeJob):
-        yield from ((job.out / part.file, count) for part in job.parts for count in part.sequences)
-    else:
-        yield from ((job.out, key) for key in (job.points if isinstance(job, PromptsJob) else [None]))
+    """The points of a job, each with its file and its key in there."""
+    return ((job.out / part.file, key) for part in job.parts for key in part.keys)
 
 
 # Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
 # the settings that the grid asks for.
-def _keys(job: PointJob, file: Path) -> list[object]:
-    """The keys of the points that a job's file has; none if its step had other settings, which no name tells."""
-    if isinstance(job, GrpoStepJob):
-        [asked] = (part.settings for part in job.parts if part.file == file.name)
-        return [None] if read(GrpoStepResult, file).settings == asked else []
-    if isinstance(job, DecodeJob):
+def _keys(part: PointPart, file: Path) -> Sequence[object]:
+    """The keys of the points that a part's file has; none if its step had other settings, which no name tells."""
+    if isinstance(part, StepPart) and isinstance(part.settings, EngineStep):
+        return [None] if read(GrpoStepResult, file).settings == part.settings else []
+    if isinstance(part, DecodePart):
         return [point.sequences for point in read(DecodeResult, file).points]
-    if isinstance(job, PromptsJob):
+    if isinstance(part, PromptsPart):
         return [(point.prompts, point.tokens) for point in read(PromptsResult, file).points]
     return [None]
 
 
-def _out(folder: Path, id: str) -> Path:
-    return folder / id / _file_of(id)
+# The parts of the jobs of a grid, each with the names of its job and of its file.
 
 
-def _decodes(grids: Sequence[DecodeGrid], folder: Path) -> Iterator[tuple[str, DecodeJob]]:
+def _decodes(grid: DecodeGrid) -> Iterator[tuple[str, str, DecodePart]]:
     """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started for."""
-    parts: dict[str, dict[str, DecodePart]] = {}
-    for grid in grids:
-        bases = _bases(grid, grid.pack_delta_nets)
-        for kernels, base, rank, prompt in product(grid.kernels, bases, grid.ranks, grid.prompt):
-            _check(grid.engine, base, kernels)
-            engine = with_kernels(grid.engine, kernels)
-            policy = f"decode-{engine}-{base.name}"
-            id = decode_name(engine, base.model, base.weights_name, rank, prompt, grid.tokens)
-            shared = parts.setdefault(f"{policy}-r{rank}" if grid.engine == "vllm" else policy, {})
-            if id in shared:
-                raise _twice(id)
-            work = Decoding(
-                engine=grid.engine,
-                size=base.model,
-                weights=base.weights,
-                pack_delta_nets=base.packed_nets,
-                rank=rank,
-                kernels=kernels,
-                prompt=prompt,
-                tokens=grid.tokens,
-            )
-            shared[id] = DecodePart(file=_file_of(id), work=work, sequences=grid.sequences)
-    for id, shared in parts.items():
-        yield id, DecodeJob(parts=[*shared.values()], out=folder / id)
+    bases = _bases(grid, grid.pack_delta_nets)
+    for kernels, base, rank, prompt in product(grid.kernels, bases, grid.ranks, grid.prompt):
+        _check(grid.engine, base, kernels)
+        engine = with_kernels(grid.engine, kernels)
+        job = f"decode-{engine}-{base.name}" + (f"-r{rank}" if grid.engine == "vllm" else "")
+        name = decode_name(engine, base.model, base.weights_name, rank, prompt, grid.tokens)
+        policy = _policy(base, rank)
+        work = Decoding(engine=grid.engine, kernels=kernels, prompt=prompt, tokens=grid.tokens, **policy)
+        yield job, name, DecodePart(file=f"{name}.json", work=work, sequences=grid.sequences)
 
 
-def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
+def _mixes(grid: MixGrid) -> Iterator[tuple[str, str, MixPart]]:
     if grid.prompt[0] > grid.prompt[1]:
         raise ConfigError(
             f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
@@ -190,41 +170,23 @@ def _mixes(grid: MixGrid, folder: Path) -> Iterator[tuple[str, RolloutMixJob]]:
         raise ConfigError("shapes: drafts need engine native and a trace, whose text they repeat; remove drafts")
     for base, rank in product(_bases(grid), grid.ranks):
         _check(grid.engine, base)
-        policy: dict[str, Any] = {"engine": grid.engine, "size": base.model, "weights": base.weights, "rank": rank}
-        asked = Mix(**policy, **{name: getattr(grid, name) for name in MixedLengths.model_fields})
-        lengths = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
-        id = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{lengths}-seed{grid.seed}"
-        id += "-drafts" if grid.drafts else ""
-        yield id, RolloutMixJob(work=asked, out=_out(folder, id))
+        lengths = {name: getattr(grid, name) for name in MixedLengths.model_fields}
+        work = Mix(engine=grid.engine, **_policy(base, rank), **lengths)
+        drawn = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
+        name = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{drawn}-seed{grid.seed}"
+        name += "-drafts" if grid.drafts else ""
+        yield name, name, MixPart(file=f"{name}.json", work=work)
 
 
-def _prompts(grid: PromptGrid, folder: Path) -> Iterator[tuple[str, PromptsJob]]:
+def _prompts(grid: PromptGrid) -> Iterator[tuple[str, str, PromptsPart]]:
     for base, rank in product(_bases(grid), grid.ranks):
         _check("native", base)
-        id = f"prompts-{base.name}-r{rank}"
-        asked = Prompting(size=base.model, weights=base.weights, rank=rank)
-        yield id, PromptsJob(work=asked, points=grid.points, repeats=grid.repeats, out=_out(folder, id))
+        name, work = f"prompts-{base.name}-r{rank}", Prompting(**_policy(base, rank), repeats=grid.repeats)
+        yield name, name, PromptsPart(file=f"{name}.json", work=work, points=grid.points)
 
 
-def _steps(grids: Sequence[StepGrid], folder: Path) -> Iterator[tuple[str, GrpoStepJob | TrlStepJob]]:
+def _steps(grid: StepGrid) -> Iterator[tuple[str, str, StepPart]]:
     """A job for each step of TRL and each cap of memory, and one for all other steps with the same weights."""
-    shared: dict[str, dict[str, StepPart]] = {}
-    for grid in grids:
-        for id, one in _steps_of(grid, folder):
-            if isinstance(one, TrlStepJob):
-                yield id, one
-                continue
-            system = with_kernels("qerl", one.settings.kernels)
-            policy = f"step-{system}-{one.work.base.name}-r{one.work.rank}"
-            parts = shared.setdefault(policy if one.settings.memory_gb is None else id, {})
-            if id in parts:
-                raise _twice(id)
-            parts[id] = one
-    for id, of_job in shared.items():
-        yield id, GrpoStepJob(parts=[*of_job.values()], out=folder / id)
-
-
-def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | TrlStepJob]]:
     if grid.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(grid, key)), None)):
         raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
     if False in grid.correction and grid.system == "qerl":
@@ -240,27 +202,32 @@ def _steps_of(grid: StepGrid, folder: Path) -> Iterator[tuple[str, StepPart | Tr
         _check(grid.system, base, kernels)
         if abs(prompts * equal - round(prompts * equal)) > 1e-6:
             raise ConfigError(f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either")
-        asked = StepWork(
-            size=base.model,
-            weights=base.weights,
-            pack_delta_nets=base.packed_nets,
-            rank=rank,
+        work = StepWork(
+            **_policy(base, rank),
             prompts=prompts,
             group_size=group,
             sigma=grid.sigma if grid.median else None,
             equal_groups=equal,
             **{name: getattr(grid, name) for name in StepLengths.model_fields},
         )
-        id = _step_id(with_kernels(grid.system, kernels), asked, recompute, cap)
-        id += "" if correction else "-no-correction"
-        if grid.system == "qerl":
-            yield id, StepPart(file=_file_of(id), work=asked, settings=_own(grid, kernels, recompute, cap))
-        else:
-            settings = _trl(grid, asked, recompute is True, correction)
-            yield id, TrlStepJob(work=asked, settings=settings, out=_out(folder, id))
+        system = with_kernels(grid.system, kernels)
+        name = _step_name(system, work, recompute, cap) + ("" if correction else "-no-correction")
+        alone = grid.system == "trl" or cap is not None
+        settings = (
+            _trl(grid, work, recompute is True, correction)
+            if grid.system == "trl"
+            else _own(grid, kernels, recompute, cap)
+        )
+        part = StepPart(file=f"{name}.json", work=work, settings=settings)
+        yield name if alone else f"step-{system}-{base.name}-r{rank}", name, part
 
 
-def _step_id(system: str, work: StepWork, recompute: bool | str, cap: float | None) -> str:
+def _policy(base: Base, rank: int) -> dict[str, Any]:
+    """The fields of a workload that state its policy."""
+    return {"size": base.model, "weights": base.weights, "pack_delta_nets": base.packed_nets, "rank": rank}
+
+
+def _step_name(system: str, work: StepWork, recompute: bool | str, cap: float | None) -> str:
     tokens = f"{work.median}to{work.tokens}" if work.median else work.tokens
     lengths = f"{work.prompts}x{work.group_size}-{work.prompt}x{tokens}"
     name = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"

@@ -99,13 +99,6 @@ class Files:
         """The result file of a bench."""
         return self.results / paths.PROFILE / f"{bench}.json"
 
-    def followed(self, run: str) -> Path | None:
-        """The metrics of the run that a run's thermostat follows."""
-        planned = self._plan.runs[run]
-        if other := self._plan.followed(planned):
-            return self.run(other.id) / paths.METRICS
-        return planned.settings.thermostat.metrics if planned.settings.thermostat else None
-
     def bench_inputs(self, bench: str) -> list[str]:
         """The files that a bench reads."""
         plan = self._plan

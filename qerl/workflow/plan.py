@@ -21,7 +21,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, RolloutBench, TaskSettings, harness_of, merged
-from qerl.workflow.checks import check_drift, check_followed, check_inputs, check_run
+from qerl.workflow.checks import check_drift, check_inputs, check_run
 from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, expand, plain
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
@@ -219,7 +219,6 @@ def plan(config: Config) -> Plan:
             raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
         evaluations[evaluation.id] = evaluation
     result = Plan(config, trained, timed, checkpoints, evaluations)
-    check_followed(result)
     check_drift(result)
     return result
 
@@ -354,17 +353,12 @@ def _check_paths(plan: Plan) -> None:
     config = plan.config
     models = {f"models.{name}.path": m.path for name, m in config.models.items() if isinstance(m, LocalModel)}
     data = {f"datasets.{name}.origin": one.own_file for name, one in config.datasets.items()}
-    followed = {
-        f"experiments.{run.experiment}.thermostat.metrics": run.settings.thermostat.metrics
-        for run in plan.runs.values()
-        if run.settings.thermostat
-    }
     given = {"model": config.model, "problems": config.problems}
     gates = config.gates
     of_gates = (
         {f"gates.{key}": getattr(gates, key) for key in ("file", "baselines", "vectors", "stored")} if gates else {}
     )
-    for key, path in {**given, **models, **data, **followed, **of_gates}.items():
+    for key, path in {**given, **models, **data, **of_gates}.items():
         if path is not None and "{" in str(path):
             raise ConfigError(
                 f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "

@@ -142,9 +142,6 @@ def checked_source(settings: RunFile) -> Path:
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
         check_unchanged(settings.dataset.origin.function)
-    followed = settings.thermostat.metrics if settings.thermostat else None
-    if followed is not None and not followed.is_file():
-        raise ConfigError(f"thermostat.metrics {followed} doesn't exist; give the metrics.jsonl of a finished run")
     check_engine(settings.rollout, "rollout.engine")
     check_trackers(settings.track, "track")
     source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))
@@ -281,7 +278,6 @@ def train_stage(settings: RunFile) -> Stage[TrainJob]:
         data=folder / DATA,
         work=folder / WORK,
         tracked=folder / TRACKED,
-        followed=settings.thermostat.metrics if settings.thermostat else None,
         out=folder,
     )
     return Stage("reward", job, folder)

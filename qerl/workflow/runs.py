@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from qerl.results.printed import figures_fed, tables_fed
@@ -101,16 +100,6 @@ class Plan:
     def folder(self) -> str:
         """The folder of all results of this configuration."""
         return f"results/{self.config.name}"
-
-    def followed(self, run: PlannedRun) -> PlannedRun | None:
-        """The run that a run's thermostat follows: another arm at the same point of the grid."""
-        arm = run.settings.thermostat.arm if run.settings.thermostat else None
-        return self._by_point.get((run.experiment, arm, json.dumps(run.varied))) if arm else None
-
-    @cached_property
-    def _by_point(self) -> dict[tuple[str, str, str], PlannedRun]:
-        """Each run by its experiment, arm and point of the grid."""
-        return {(run.experiment, run.arm, json.dumps(run.varied)): run for run in self.runs.values()}
 
     def evaluations_of(self, experiment: str) -> list[PlannedEvaluation]:
         """The evaluations of an experiment's trained policies."""

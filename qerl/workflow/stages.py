@@ -180,7 +180,6 @@ class Jobs:
             data=self.files.data(run.settings.dataset),
             work=self.files.work / id,
             tracked=self.files.tracked,
-            followed=self.files.followed(id),
             out=self.files.run(id),
         )
 

@@ -7,9 +7,9 @@ from statistics import median
 import pandas as pd
 import pytest
 
-from qerl.report import grid
+from qerl.report import speed_tables
 from qerl.report.speed_tables import mix_table
-from qerl.results.speed_readers import load
+from qerl.results.speeds import load
 from qerl.settings.base import read_yaml
 from qerl.workflow.grid import committed_files
 
@@ -35,8 +35,9 @@ def points() -> pd.DataFrame:
     [("7B", ("1", "8", "32")), ("7B", ("64", "128", "256")), ("32B", ("1", "8", "32")), ("32B", ("64", "256"))],
 )
 def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, counts):
-    speeds = grid.decode_table(points, size).set_index(["engine", "weights"])
-    ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
+    points = points[points["size"] == size]
+    speeds = speed_tables.decode_table(points).set_index(["engine", "weights"])
+    ratios = speed_tables.ratio_table(points).set_index(["weights", "against vLLM"])
     vllm = speeds.loc["vllm"].loc[["bf16", "nvfp4"]]
     asked = f"{size} decode at {' / '.join(counts)} sequences"
     assert readme_row(asked) == [
@@ -66,8 +67,8 @@ def test_ratios_of_other_families_in_the_readme_are_those_of_the_workflow(size, 
 def family_ratios(size, key, counts, folders=FAMILIES):
     """Ratios to vLLM's speed as the README has them."""
     points = load([file for file in committed_files(folders) if file.name.startswith("decode-")], "decode")
-    points = points[points["rank"] == 16]
-    ratios = grid.ratio_table(points, size).set_index(["weights", "against vLLM"])
+    points = points[(points["rank"] == 16) & (points["size"] == size)]
+    ratios = speed_tables.ratio_table(points).set_index(["weights", "against vLLM"])
     return [f"{ratios.loc[key, count]:.2f}" for count in counts]
 
 
@@ -79,7 +80,8 @@ def test_ratios_of_packed_delta_nets_in_the_readme_are_those_of_the_workflow():
 @pytest.mark.parametrize("counts", [(1, 8, 32), (64, 128, 256)])
 def test_speeds_of_the_portable_kernels_are_those_of_the_workflow(counts):
     points = load(sorted(CARDS.glob("decode-*.json")), "decode")
-    speeds = grid.decode_table(points[points["rank"] == 16], "7B").set_index(["engine", "weights"])[[*map(str, counts)]]
+    speeds = speed_tables.decode_table(points[(points["rank"] == 16) & (points["size"] == "7B")])
+    speeds = speeds.set_index(["engine", "weights"])[[*map(str, counts)]]
     ours, vllm = speeds.loc[("native-portable", "nvfp4")], speeds.loc["vllm"].loc[["nvfp4", "bf16"]].max()
     work = "7B decode with the portable kernels" + (", which serve other GPUs," if 1 in counts else "")
     assert readme_row(f"{work} at {' / '.join(map(str, counts))} sequences") == [

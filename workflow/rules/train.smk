@@ -11,7 +11,6 @@ rule train:
         ),
         checked=of("train", lambda job: JOBS.checked_run(job.id)),
         checkpoint=of("train", lambda job: str(job.checkpoint)),
-        followed=of("train", lambda job: [str(job.followed)] if job.followed else []),
     output:
         policy=directory(FILES.policy("{run}")),
         metrics=FILES.run("{run}") / paths.METRICS,

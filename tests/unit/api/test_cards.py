@@ -71,13 +71,6 @@ def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
     check_private({"README.md": (tmp_path / "README.md").read_text()})
 
 
-def test_the_settings_have_no_path_of_what_a_thermostat_followed(tmp_path):
-    thermostat = {"metrics": "/home/me/other/metrics.jsonl"}
-    text = run_card(facts(BaseModel("org/base", True, None, True), thermostat=thermostat), "me/mine")
-    check_private({"README.md": text})
-    assert "thermostat:\n  " in text
-
-
 def test_a_model_trained_in_full_loads_by_itself(tmp_path):
     settings = {"weights": "bf16", "method": "full"}
     made = card(run_card(facts(BaseModel("org/base", True, None, True), **settings), "me/mine"), tmp_path)

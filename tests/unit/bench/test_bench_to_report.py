@@ -14,6 +14,7 @@ from qerl.data.sources import prepare
 from qerl.jobs import RolloutJob, StepJob, TimedRun
 from qerl.report import paper, tables
 from qerl.results import readers
+from qerl.results.speeds import load
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import RunSettings
@@ -83,7 +84,7 @@ def rollouts(bases):
 
 def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
     raw = json.loads(steps.read_text())["points"]
-    table = tables.memory_speed(readers.load_benches([steps], "step"), readers.load_quantization([]))
+    table = tables.memory_speed(load([steps], "step"), readers.load_quantization([]))
     medians = [np.median(point["samples"]) for point in raw]
     expected = [1, 1, 1, *(medians[i] / medians[i + 3] for i in range(3))]
     assert table["speedup"].tolist() == pytest.approx(expected)
@@ -92,7 +93,7 @@ def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
 
 
 def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
-    found = list(paper.steps(readers.load_benches([steps], "step")))
+    found = list(paper.steps(load([steps], "step")))
     speedups = [result for result in found if result.metric == "step_speedup" and result.weights == "nvfp4"]
     assert {result.model for result in found} == {MODEL}
     assert [result.setting for result in speedups] == [{"bs": "4", "gc": gc} for gc in ("off", "off", "on")]
@@ -101,7 +102,7 @@ def test_steps_join_the_paper_s_cells_by_completions_and_checkpointing(steps):
 
 def test_rollouts_join_the_paper_s_cells_by_sequences(rollouts):
     raw = json.loads(rollouts.read_text())["points"]
-    found = list(paper.rollouts(readers.load_benches([rollouts], "rollout")))
+    found = list(paper.rollouts(load([rollouts], "rollout")))
     rates = [result for result in found if result.metric == "rollout_rate"]
     assert [(r.model, r.weights, r.rank, r.setting) for r in rates] == [
         (MODEL, weights, rank, {"bs": "2"}) for rank in (0, 4) for weights in ("bf16", "nvfp4")
@@ -118,10 +119,10 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
     monkeypatch.setattr("qerl.bench.rollouts.make_sampler", fails)
     out = bases / "failed.json"
     time_steps([timed_run(bases, "bf16", *GRID[0])], out)
-    assert readers.load_benches([out], "step")["status"].tolist() == ["out of memory"]
+    assert load([out], "step")["status"].tolist() == ["out of memory"]
     settings = RolloutBench(kind="rollout", model=MODEL, weights=["bf16"], ranks=[4], dtype="float32")
     time_rollouts(bases, settings, out)
-    assert readers.load_benches([out], "rollout")["status"].tolist() == ["out of memory"]
+    assert load([out], "rollout")["status"].tolist() == ["out of memory"]
 
 
 def test_synthetic_points_have_the_keys_of_measured_ones(steps, rollouts):

@@ -5,15 +5,16 @@ from dataclasses import fields
 from itertools import product
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from qerl.checkpoints.shapes import ModelShape
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.models.random import model_config
-from qerl.report.paper_page import write_rollout_tables, write_step_tables
-from qerl.results.speed_readers import load
+from qerl.report.paper_speeds import beside_printed
+from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import read_yaml
-from qerl.workflow.grid import committed_files, measured_files, point_jobs, state
+from qerl.workflow.grid import measured_files, point_jobs, state
 from qerl.workflow.plan import plan_from
 
 
@@ -51,21 +52,28 @@ def memory_of(part, shape):
     return step_memory(shape, settings, part.settings.memory_gb * 1e9 + CONTEXT)
 
 
-def test_the_committed_grid_has_all_that_the_papers_tables_ask_for(tmp_path):
-    """Tables 3 and 5 to 9 and Figures 1 and 11 in both readings of a batch, by both engines; one file each is there."""
-    files = committed_files(committed_grid().samples)
-    decoded, stepped = (next(file for file in files if file.name.startswith(kind)) for kind in ("decode-", "step-"))
-    asked = [
-        *write_rollout_tables(load([decoded], "decode"), tmp_path),
-        *write_step_tables(load([stepped], "grpo_step"), tmp_path),
-    ]
+def test_the_committed_grid_has_all_that_the_papers_tables_ask_for():
+    """Tables 3 and 5 to 9 and Figures 1 and 11 in both readings of a batch, by both engines."""
     parts = [(id, part) for id, job in jobs_of(committed_grid()).items() for part in job.parts]
     steps = {part.file for id, part in parts if id.startswith("step-")}
     decodes = {(part.file, count) for id, part in parts if id.startswith("decode-") for count in part.sequences}
-    assert {row["of"] for row in asked} == {f"table{n}" for n in (3, 5, 6, 7, 8, 9)} | {"figure1", "figure11"}
-    for row in asked:
-        file = f"{row['file']}.json"
-        assert file in steps or (file, row["sequences"]) in decodes, row
+    names, asked = (*(f"table{n}" for n in (3, 5, 6, 7, 8, 9)), "figure1", "figure11"), set()
+    for name in names:
+        for cell in beside_printed([name], ["rollout", "step"], []).to_dict("records"):
+            size, setting = cell["model"].removeprefix("qwen2.5-").upper(), cell["setting"]
+            batch = int(setting.partition("bs=")[2].partition(";")[0])
+            for factor, engine in product((1, 8), ("native", "vllm")):
+                if cell["metric"] == "rollout_rate":
+                    rank = 16 if pd.isna(cell["rank"]) else int(cell["rank"])
+                    file = decode_name(engine, size, cell["weights"], rank, 256, 2048)
+                    assert (f"{file}.json", batch * factor) in decodes, cell
+                elif cell["metric"] == "step_seconds":
+                    work = f"1x{batch}" if factor == 1 else f"{batch}x{factor}"
+                    recompute = "no-recompute" if "gc=off" in setting else "recompute"
+                    file = step_name("qerl", size, cell["weights"], 16, f"{work}-256x2048", recompute)
+                    assert f"{file}.json" in steps, cell
+                asked.add(name)
+    assert asked == {*names}
 
 
 def test_caps_have_settings_that_fit():

@@ -113,7 +113,8 @@ def test_steps_are_jobs_by_recomputation_and_cap():
     chosen = found["step-qerl-tiny-nvfp4-r16-16x8-128x1024-auto-12gb"].parts[0].settings
     assert (chosen.recompute, chosen.micro_batch_tokens) == ("auto", 16 * (128 + 1024))
     trl = found["step-trl-tiny-bf16-r16-16x8-128x1024-recompute"]
-    assert (trl.kind, trl.settings.micro_batch, trl.settings.recompute) == ("trl_step", 16, True)
+    assert trl.function == "qerl.bench.trl:measure_steps"
+    assert (trl.parts[0].settings.micro_batch, trl.parts[0].settings.recompute) == (16, True)
     assert len(found) == 7
 
 
@@ -142,8 +143,7 @@ def test_steps_of_mixed_lengths_and_of_trl_without_its_correction_are_points_of_
         "step-trl-tiny-bf16-r16-16x8-128x300to1024-recompute-no-correction",
         "step-qerl-tiny-nvfp4-r16-16x8-128x300to1024-recompute",
     ]
-    corrected, plain, shared = found.values()
-    [ours] = shared.parts
+    [corrected], [plain], [ours] = (job.parts for job in found.values())
     assert (ours.work.median, ours.work.sigma, ours.work.tokens) == (300, 0.8, 1024)
     assert (corrected.work.sigma, corrected.settings.correction, plain.settings.correction) == (0.5, True, False)
     refused = parse(ShapesSettings, {"samples": ["committed"], "steps": [STEP | {"correction": [False]}]}, "grid")
@@ -169,7 +169,8 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
     jobs = jobs_of(settings)
     assert list(jobs) == ["prompts-tiny-nvfp4-r0", "prompts-tiny-nvfp4-r16"]
     job = jobs["prompts-tiny-nvfp4-r16"]
-    assert (job.points, job.work.rank, job.repeats) == ([(1, 16), (8, 64)], 16, 7)
+    [part] = job.parts
+    assert (part.points, part.work.rank, part.work.repeats) == ([(1, 16), (8, 64)], 16, 7)
     assert job.function == "qerl.bench.decode:measure_prompts"
     point = {"prompts": 8, "tokens": 64, "first": 1.0, "samples": [1.0], "reserved_bytes": None}
     work = {"size": "tiny", "weights": "nvfp4", "rank": 16}

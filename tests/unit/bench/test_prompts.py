@@ -9,8 +9,8 @@ import torch
 
 from qerl.bench import decode
 from qerl.host.gpus import Seconds
-from qerl.jobs import PromptsJob, ShapesJob
-from qerl.report.grid import write_shapes
+from qerl.jobs import PromptsJob, PromptsPart, ShapesJob
+from qerl.report.speed_tables import write_shapes
 from qerl.results import readers
 from qerl.settings.workloads import Prompting
 
@@ -19,8 +19,8 @@ POINTS = [(1, 8), (2, 4)]
 
 def measure(out: Path, **changes) -> dict:
     """Do a job on the tiny shape."""
-    work = Prompting(size="tiny", weights="nvfp4", rank=changes.pop("rank", 4))
-    decode.measure_prompts(PromptsJob(work=work, points=POINTS, repeats=2, out=out, **changes))
+    work = Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes)
+    decode.measure_prompts(PromptsJob(parts=[PromptsPart(file=out.name, work=work, points=POINTS)], out=out.parent))
     return json.loads(out.read_text())
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.jobs import TrlStepJob
+from qerl.jobs import GrpoStepJob, StepPart
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import StepWork, TrlStep
 from tests import forks
@@ -57,7 +57,8 @@ def job(out, weights="bf16", lengths=None, **settings):
         "sleep": False,
     }
     own = TrlStep(**{**values, "vllm_memory": None, "optimizer": "adamw_torch_fused", **settings})
-    return TrlStepJob(work=StepWork(size="tiny", weights=weights, **WORK | (lengths or {})), settings=own, out=out)
+    work = StepWork(size="tiny", weights=weights, **WORK | (lengths or {}))
+    return GrpoStepJob(parts=[StepPart(file=Path(out).name, work=work, settings=own)], out=Path(out).parent)
 
 
 def assert_timed(result):
@@ -92,7 +93,7 @@ def test_completions_of_some_questions_earn_the_same(grpo_step_trl):
 def test_a_step_by_transformers_generation(grpo_step_trl, tmp_path, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "test")
     out = tmp_path / "out.json"
-    grpo_step_trl.measure_step(job(out, "nf4", sampler="transformers"))
+    grpo_step_trl.measure_steps(job(out, "nf4", sampler="transformers"))
     result = json.loads(out.read_text())
     assert_timed(result)
     assert result["steps"][0]["sync"] == 0
@@ -115,7 +116,7 @@ def measure_with_vllm(job):
     vllm._custom_ops._supports_onednn = False
     torch.cpu._is_amx_tile_supported = lambda: False
     with torch.compiler.set_stance("force_eager"):
-        grpo_step_trl.measure_step(job)
+        grpo_step_trl.measure_steps(job)
 
 
 @nightly
@@ -149,8 +150,8 @@ def test_vllm_draws_the_lengths_of_the_work(grpo_step_trl):
         def clone(self):
             return Params(self)
 
-    trainer = SimpleNamespace(work=job("out").work, _generate_alike=lambda *asked, **others: (asked, others))
-    trainer.work = job("out", lengths=MIXED).work
+    trainer = SimpleNamespace(work=job("out").parts[0].work, _generate_alike=lambda *asked, **others: (asked, others))
+    trainer.work = job("out", lengths=MIXED).parts[0].work
     asked, others = grpo_step_trl.TimedTrainer._generate_lengths(
         trainer, ["p", "p", "q", "q"], Params(max_tokens=4, temperature=0.7), use_tqdm=False
     )
@@ -162,7 +163,7 @@ def test_vllm_draws_the_lengths_of_the_work(grpo_step_trl):
 
 def test_transformers_generate_has_one_length(grpo_step_trl, tmp_path):
     with pytest.raises(ConfigError, match="gives all completions one length; use sampler vllm"):
-        grpo_step_trl.measure_step(job(tmp_path / "out.json", sampler="transformers", lengths=MIXED))
+        grpo_step_trl.measure_steps(job(tmp_path / "out.json", sampler="transformers", lengths=MIXED))
 
 
 def test_vllm_gets_memory_for_all_completions_at_once(grpo_step_trl):
@@ -194,7 +195,7 @@ def test_a_sampler_without_room_is_a_row_and_another_error_is_not(
     monkeypatch.setattr(grpo_step_trl, "_run", fail)
     out = tmp_path / "out.json"
     with nullcontext() if status else pytest.raises(ValueError, match=message):
-        grpo_step_trl.measure_step(job(out))
+        grpo_step_trl.measure_steps(job(out))
     assert out.exists() == bool(status)
     assert not status or json.loads(out.read_text())["status"] == status
 
@@ -212,11 +213,11 @@ def test_two_jobs_on_one_machine_meet_on_ports_of_their_own(grpo_step_trl, tmp_p
         monkeypatch.setenv("MASTER_PORT", "1")  # so that it is put back
         monkeypatch.delenv("MASTER_PORT")
         with pytest.raises(InterruptedError):
-            grpo_step_trl.measure_step(job(tmp_path / "out.json"))
+            grpo_step_trl.measure_steps(job(tmp_path / "out.json"))
     assert len({*ports, "29500"}) == 3
 
 
 def test_another_release_of_trl_is_refused(grpo_step_trl, monkeypatch, tmp_path):
     monkeypatch.setattr("trl.__version__", "1.17.0")
     with pytest.raises(ConfigError, match=r"TRL is 1.17.0"):
-        grpo_step_trl.measure_step(job(tmp_path / "out.json"))
+        grpo_step_trl.measure_steps(job(tmp_path / "out.json"))

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from qerl.bench import rollouts, trace
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.jobs import RolloutMixJob
+from qerl.jobs import MixPart, RolloutMixJob
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
@@ -82,21 +82,22 @@ def test_other_lengths_than_those_asked_for_are_not_timed(tmp_path):
         return MixEngine("any", lambda prompts, round_: swapped)
 
     with pytest.raises(RuntimeError, match="of other lengths"):
-        measure(RolloutMixJob(work=mix(), out=tmp_path / "out.json"), start)
+        measure(mix(), tmp_path / "out.json", start)
 
 
 def test_an_engine_without_memory_is_a_result(tmp_path):
     def start(workload):
         raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
 
-    measure(RolloutMixJob(work=mix(), out=tmp_path / "out.json"), start)
+    measure(mix(), tmp_path / "out.json", start)
     stored = read(RolloutMixResult, tmp_path / "out.json")
     assert (stored.status, stored.runs) == ("out of memory", ())
 
 
 def measured(tmp_path, module, **changes) -> RolloutMixResult:
     out = tmp_path / f"{module.__name__}.json"
-    module.measure_mix(RolloutMixJob(work=mix(**changes), out=out))
+    part = MixPart(file=out.name, work=mix(**changes))
+    module.measure_mix(RolloutMixJob(parts=[part], out=tmp_path))
     assert json.loads(out.read_text())["bench"] == "rollout_mix"
     return read(RolloutMixResult, out)
 

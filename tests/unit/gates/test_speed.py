@@ -19,21 +19,21 @@ def head() -> str:
 
 
 def test_a_commit_is_unpacked_once_with_its_kernels(tmp_path):
-    folder = speed.unpacked_wheel(head(), tmp_path)
+    folder = speed.unpacked(head(), tmp_path)
     assert {"api.py", "kernels"} <= {file.name for file in (folder / "qerl").iterdir()}
     committed = subprocess.run(
         ["git", "show", "HEAD:qerl/kernels/cuda/kernel.cu"], cwd=PACKAGE.parent, capture_output=True
     )
     assert (folder / "qerl/kernels/cuda/kernel.cu").read_bytes() == committed.stdout
     (folder / "mark").touch()
-    assert speed.unpacked_wheel(head(), tmp_path) == folder
+    assert speed.unpacked(head(), tmp_path) == folder
     assert (folder / "mark").exists()
     assert [path.name for path in tmp_path.iterdir()] == [head()]
 
 
 def test_a_commit_that_is_not_here_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"^commit 012345678901 of the baseline isn't in this clone; fetch it .*$"):
-        speed.unpacked_wheel("0123456789" * 4, tmp_path)
+        speed.unpacked("0123456789" * 4, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -95,7 +95,7 @@ def small_worker(file: Path) -> Path:
 @pytest.mark.slow
 def test_a_slower_version_is_seen(tmp_path, monkeypatch):
     """The baseline's stand-in takes twice as long for every rollout, and for nothing else."""
-    monkeypatch.setattr(speed, "unpacked_wheel", lambda *_: version(tmp_path / "slower", 2.0))
+    monkeypatch.setattr(speed, "unpacked", lambda *_: version(tmp_path / "slower", 2.0))
     monkeypatch.setattr(speed, "PACKAGE", version(tmp_path / "now", 1.0) / "qerl")
     monkeypatch.setattr(speed, "WORKER", small_worker(tmp_path / "worker.py"))
     pairs = speed.compare("c" * 40, POLICY, 2, tmp_path)

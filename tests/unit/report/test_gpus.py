@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from qerl.jobs import ShapesJob
-from qerl.report import grid
+from qerl.report import speed_tables
 from qerl.report.format import gpu_label
 from tests.synthetic_results import decode_file, moved, step_file
 
@@ -48,7 +48,7 @@ def test_decode_speeds_of_several_gpus(tmp_path):
             ("vllm", 64, H200),
         )
     ]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path))
     of_each = ["H100 80GB HBM3"] * 3 + ["H200", "H100 80GB HBM3"] + ["H200"] * 2
     assert gpus_of(tmp_path, "decode-7B-128x256") == gpus_of(tmp_path, "floor-7B-128x256") == of_each
     assert gpus_of(tmp_path, "ratio-7B-128x256") == ["H100 80GB HBM3", "H100 80GB HBM3, H200", "H200"]
@@ -62,7 +62,7 @@ def test_rows_of_one_gpu_have_no_column(tmp_path):
     files = [decode_file(tmp_path, engine, "nvfp4", SPEEDS, machine=H200) for engine in ("native", "vllm")]
     files += [decode_file(tmp_path, "native", "nvfp4", SPEEDS, rank=0, machine=H200)]
     files += [moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H200, memory_gb=12.0)]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     tables = {file: pd.read_csv(file) for file in (tmp_path / "out").glob("*.csv")}
     assert len(tables) >= 6
     assert not [file.name for file, table in tables.items() if {"GPU", "machine"} & set(table)]

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from qerl.jobs import ShapesJob
-from qerl.report import grid, speed_tables
-from qerl.results import speed_readers
+from qerl.report import speed_tables
+from qerl.results.speeds import load
 from qerl.results.store import ResultError
 from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, step_file
 
@@ -29,7 +29,7 @@ def rows_of(table: pd.DataFrame, *keys: str) -> dict:
 
 def test_a_point_by_hand(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0, 500.0, 600.0]}, rank=0)
-    (point,) = speed_readers.load([file], "decode").to_dict("records")
+    (point,) = load([file], "decode").to_dict("records")
     assert point == {
         "engine": "native",
         "size": "7B",
@@ -40,7 +40,7 @@ def test_a_point_by_hand(tmp_path):
         "sequences": 1,
         "status": "ok",
         "samples": [400.0, 500.0, 600.0],
-        "prompt_seconds": 2.048,
+        "rollouts": [pytest.approx(256 / (256 / rate + 2.048)) for rate in (400, 500, 600)],
         "tokens_per_second": 500.0,
         "tokens_per_second_p25": 450.0,
         "tokens_per_second_p75": 550.0,
@@ -50,11 +50,13 @@ def test_a_point_by_hand(tmp_path):
         "peak_memory_gb": 12.5,
         "machine": "Test GPU",
         "commit": PROVENANCE["commit"][:12],
+        "model": "qwen2.5-7b",
+        "bench": "native on Test GPU",
     }
 
 
 def test_the_decode_table_distinguishes_failed_from_not_measured(files):
-    table = speed_tables.decode_table(speed_readers.load(files, "decode"), "7B")
+    table = speed_tables.decode_table(load(files, "decode"))
     assert table.to_dict("list") == {
         "engine": ["native", "native", "vllm", "vllm"],
         "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
@@ -67,7 +69,7 @@ def test_the_decode_table_distinguishes_failed_from_not_measured(files):
 
 
 def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
-    rows = rows_of(speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B"), "weights", "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "weights", "against vLLM")
     faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
     assert (faster["1"], same["1"]) == (2.5, 2.5)
     assert (faster["64"], same["64"]) == (1.5, 2.0)
@@ -83,7 +85,7 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
         decode_file(tmp_path, "vllm", "bf16", {1: OUT_OF_MEMORY, 8: OUT_OF_MEMORY, 64: [10.0]}),
         decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0], 8: "timeout", 64: [10.0]}),
     ]
-    rows = rows_of(speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B"), "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "against vLLM")
     faster = rows["faster of BF16, NVFP4"]
     assert faster["1"] == 3.0
     assert pd.isna(faster["1_low"])  # one repeat has no interval
@@ -95,20 +97,20 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
 def test_portable_kernels_are_beside_other_kernels_and_vllm(files, tmp_path):
     speeds = {1: [350.0, 350.0], 64: [3800.0, 3800.0], 256: [9000.0, 9000.0]}
     files = [*files, decode_file(tmp_path / "portable", "native", "nvfp4", speeds, kernels="portable")]
-    rows = rows_of(speed_tables.decode_table(speed_readers.load(files, "decode"), "7B"), "engine", "weights")
+    rows = rows_of(speed_tables.decode_table(load(files, "decode")), "engine", "weights")
     of_one = {engine: rows[engine, "nvfp4"]["1"] for engine in ("native-portable", "native", "vllm")}
     assert of_one == {"native-portable": 350, "native": 500, "vllm": 200}
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     # Comparisons of formats and of engines are those of the GPU's own kernels.
     assert "500" in (tmp_path / "out/decode-7B-128x256.md").read_text()
-    ratios = rows_of(speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B"), "weights", "against vLLM")
+    ratios = rows_of(speed_tables.ratio_table(load(files, "decode")), "weights", "against vLLM")
     assert ratios["nvfp4", "NVFP4"]["1"] == 2.5
     assert "native, portable kernels NVFP4" in texts(tmp_path / "out/decode-rank16-128x256.svg")
 
 
 def test_crossover_by_engine_and_rank(files, tmp_path):
     files = [*files, decode_file(tmp_path, "transformers", "nf4", {1: [10.0]})]
-    rows = rows_of(speed_tables.crossover(speed_readers.load(files, "decode")), "size", "engine", "rank")
+    rows = rows_of(speed_tables.crossover(load(files, "decode")), "size", "engine", "rank")
     assert set(rows) == {("7B", "native", 16), ("7B", "vllm", 16)}
     native, vllm = rows["7B", "native", 16], rows["7B", "vllm", 16]
     assert (native["1"], native["64"], native["256"]) == (4.0, 1.0, "–")
@@ -134,7 +136,7 @@ def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
         decode_file(tmp_path, "native", "nvfp4", told),
         decode_file(tmp_path, "native", "bf16", {count: [100.0] for count in speeds}),
     ]
-    (row,) = speed_tables.crossover(speed_readers.load(files, "decode")).to_dict("records")
+    (row,) = speed_tables.crossover(load(files, "decode")).to_dict("records")
     assert row["crosses"] == crosses
 
 
@@ -146,13 +148,13 @@ def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
         decode_file(tmp_path, "vllm", "nvfp4", {1: [10.0]}, rank=16),
         decode_file(tmp_path, "native", "bf16", {1: [10.0]}, rank=0),
     ]
-    rows = rows_of(speed_tables.adapters(speed_readers.load(files, "decode")), "engine", "weights", "rank")
+    rows = rows_of(speed_tables.adapters(load(files, "decode")), "engine", "weights", "rank")
     assert set(rows) == {("native", "nvfp4", 16), ("native", "nvfp4", 64)}
     small, large = rows["native", "nvfp4", 16], rows["native", "nvfp4", 64]
     assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
     assert small["8"] == "native NVFP4: out of memory"
     assert (large["1"], large["8"]) == ("–", 0.75)
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     assert "0.93× [0.90×, 0.95×]" in (tmp_path / "out" / "adapters-128x256.md").read_text()
 
 
@@ -170,7 +172,7 @@ def test_contexts_are_the_crossover_by_prompt(tmp_path):
         decode_file(tmp_path / f"{prompt}", engine, weights, told, prompt=prompt)
         for (engine, weights, prompt), told in speeds.items()
     ]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     rows = pd.read_csv(tmp_path / "out/contexts-256.csv").to_dict("records")
     assert [(row["engine"], row["prompt"], row["tokens"], row["crosses"]) for row in rows] == [
         ("native", 128, 256, "6"),  # two thirds of the way from 1 to 16: 16 ** (2 / 3) = 6.3
@@ -178,7 +180,6 @@ def test_contexts_are_the_crossover_by_prompt(tmp_path):
     ]
     assert [float(row["1"]) for row in rows] == [2.0, 1.5]
     assert rows[1]["16"] == "native NVFP4: out of memory"
-    assert {"7B, native, LoRA rank 16", "128 tokens", "4,096 tokens"} <= texts(tmp_path / "out/contexts-rank16-256.svg")
 
 
 def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
@@ -191,8 +192,8 @@ def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
     ]
     made.append(decode_file(tmp_path / "dense", "vllm", "bf16", {1: [150.0] * 3}, **hybrid))
     step = step_file(tmp_path, "qerl NVFP4 LoRA, packed delta nets", "qwen3.5-27b", [1.0], "auto")
-    points = speed_readers.load(made, "decode")
-    table = speed_tables.decode_table(points, "qwen3.5-27b")
+    points = load(made, "decode")
+    table = speed_tables.decode_table(points)
     named = ["nvfp4", "nvfp4-delta-nets"]
     assert list(zip(table["engine"], table["weights"], table["1"], strict=True)) == [
         *(("native", name, 100.0 * count) for count, name in enumerate(named, 1)),
@@ -201,11 +202,11 @@ def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
     ]
     floors = points.set_index(["engine", "weights"])["floor_ms"]
     assert floors["native", "nvfp4-delta-nets"] < 0.75 * floors["native", "nvfp4"]
-    ratios = rows_of(speed_tables.ratio_table(points, "qwen3.5-27b"), "weights", "against vLLM")
+    ratios = rows_of(speed_tables.ratio_table(points), "weights", "against vLLM")
     assert ratios["nvfp4-delta-nets", "NVFP4-DELTA-NETS"]["1"] == pytest.approx(2.0)
     assert ratios["nvfp4-delta-nets", "faster of BF16, NVFP4, NVFP4-DELTA-NETS"]["1"] == pytest.approx(200 / 150)
     assert ratios["nvfp4", "faster of BF16, NVFP4"]["1"] == pytest.approx(100 / 150)
-    grid.write_shapes(ShapesJob(files=[*made, step], out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=[*made, step], out=tmp_path / "out"))
     assert "NVFP4-DELTA-NETS" in (tmp_path / "out/decode-qwen3.5-27b-128x256.md").read_text()
     assert "packed delta nets" in (tmp_path / "out/steps.md").read_text()
 
@@ -215,15 +216,15 @@ def test_machines_are_stated_but_not_compared(tmp_path):
         decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
         decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0]}, machine="GPU B"),
     ]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B-128x256.md").read_text()
-    rows = rows_of(speed_tables.ratio_table(speed_readers.load(files, "decode"), "7B"), "against vLLM")
+    rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "against vLLM")
     assert rows["NVFP4"]["1"] == "different machines"
 
 
 def test_a_published_shape_has_floors_and_no_rows_of_the_papers_tables(tmp_path):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0] * 3}, size="qwen3-30b-a3b")
-    grid.write_shapes(ShapesJob(files=[file], out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=[file], out=tmp_path / "out"))
     assert {path.stem for path in (tmp_path / "out").glob("*.md")} == {
         "decode-qwen3-30b-a3b-128x256",
         "floor-qwen3-30b-a3b-128x256",
@@ -233,10 +234,10 @@ def test_a_published_shape_has_floors_and_no_rows_of_the_papers_tables(tmp_path)
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
-    grid.write_shapes(ShapesJob(files=[*files, *steps], out=out))
+    speed_tables.write_shapes(ShapesJob(files=[*files, *steps], out=out))
     tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")}
     tables |= {"memory", "steps"}
-    figures = {"decode-rank16-128x256", "crossover-rank16-128x256"}
+    figures = {"decode-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
     wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png", "narrow.svg")}
     assert {path.name for path in out.iterdir()} == wanted
@@ -259,9 +260,9 @@ def test_no_points_is_one_sentence(tmp_path):
     started = decode_file(tmp_path, "native", "nvfp4", {})
     for files in ([], [started]):
         with pytest.raises(ResultError, match="no points of decode speed yet; `qerl grid`"):
-            grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+            speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     with pytest.raises(ResultError, match="no GRPO steps yet"):
-        speed_readers.load([], "grpo_step")
+        load([], "grpo_step")
     assert not (tmp_path / "out").exists()
 
 
@@ -276,13 +277,13 @@ def test_no_points_is_one_sentence(tmp_path):
 def test_a_file_of_another_shape_is_named(tmp_path, changed, told):
     file = decode_file(tmp_path, "native", "nvfp4", {1: [1.0]}, **changed)
     with pytest.raises(ResultError, match=f"{file.name}.*{told}"):
-        speed_readers.load([file], "decode")
+        load([file], "decode")
 
 
 def test_a_point_measured_twice_is_refused(tmp_path):
     files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}, machine=machine) for machine in "AB"]
     with pytest.raises(ResultError, match="native 7B nvfp4 rank 16, 8 sequences is in two decode files"):
-        speed_readers.load(files, "decode")
+        load(files, "decode")
 
 
 def test_other_lengths_are_other_tables(tmp_path):
@@ -290,7 +291,7 @@ def test_other_lengths_are_other_tables(tmp_path):
         decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}),
         decode_file(tmp_path, "vllm", "nvfp4", {8: [1.0]}, tokens=512),
     ]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     for engine, lengths in (("native", "128x256"), ("vllm", "128x512")):
         text = (tmp_path / f"out/decode-7B-{lengths}.md").read_text()
         assert [name for name in ("native", "vLLM", "vllm") if f"| {name}" in text] == [engine]
@@ -306,7 +307,7 @@ def test_points_at_the_papers_lengths_stand_beside_its_numbers(tmp_path):
         decode_file(tmp_path, "native", weights, {n: [rate] * 3 for n, rate in told.items()}, prompt=256, tokens=2048)
         for weights, told in rates.items()
     ]
-    grid.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
     for reading, ratio in (("sequences", 22.528 / 10.24), ("prompts", 22.528 / 12.288)):
         rows = pd.read_csv(tmp_path / f"out/table9-native-{reading}.csv").set_index(
             ["metric", "model", "weights", "rank"]

@@ -3,8 +3,9 @@
 import pandas as pd
 import pytest
 
+from qerl.jobs import ShapesJob
 from qerl.report import speed_tables
-from qerl.results import speed_readers
+from qerl.results import speeds
 from tests.synthetic_results import MACHINE, PROVENANCE, write_json
 
 #: 1,000 tokens in all.
@@ -65,7 +66,7 @@ def by_engine(table: pd.DataFrame) -> dict:
 
 
 def test_the_lead_is_over_the_faster_of_vllms_formats(files):
-    rows = by_engine(speed_tables.mix_table(speed_readers.load(files, "rollout_mix")))
+    rows = by_engine(speed_tables.mix_table(speeds.load(files, "rollout_mix")))
     ours = rows[("native", "nvfp4")]
     assert (ours["tokens_per_second"], ours["seconds"], ours["speedup"]) == (250.0, 4.0, 2.0)
     assert ours["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all"
@@ -76,11 +77,11 @@ def test_the_lead_is_over_the_faster_of_vllms_formats(files):
 
 def test_other_workloads_and_machines_are_not_compared(tmp_path, files):
     other = mix_file(tmp_path, "vllm", "bf16", [8.0], lengths=[[1, 2], [3, 4], [5, 6]])
-    rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], other, files[2]], "rollout_mix")))
+    rows = by_engine(speed_tables.mix_table(speeds.load([files[0], other, files[2]], "rollout_mix")))
     assert (rows[("native", "nvfp4")]["note"], rows[("native", "nvfp4")]["repeats"]) == ("–", 3)
     elsewhere = PROVENANCE | {"machine": MACHINE | {"label": "another"}}
     far = mix_file(tmp_path, "vllm", "bf16", [8.0], provenance=elsewhere)
-    rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], far, files[2]], "rollout_mix")))
+    rows = by_engine(speed_tables.mix_table(speeds.load([files[0], far, files[2]], "rollout_mix")))
     assert rows[("native", "nvfp4")]["note"] == "different machines"
 
 
@@ -94,21 +95,21 @@ def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatc
     counts = {"steps": 50, "verifications": 100, "rows_per_step": 6.0, "tokens_per_verification": 2.5, "sources": found}
     runs = [{"seconds": 2.0, "phases": PHASES, "drafts": counts}]
     drafted = mix_file(tmp_path, "native", "mxfp4", [2.0], drafts=True, runs=runs)
-    frame = speed_readers.load([*files, drafted], "rollout_mix")
+    frame = speeds.load([*files, drafted], "rollout_mix")
     row = by_engine(speed_tables.mix_table(frame))[("native", "mxfp4")]
     assert row["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all, drafts"
-    table = speed_tables.phase_table(speed_readers.load([drafted], "rollout_mix")).set_index("phase")
+    table = speed_tables.phase_table(speeds.load([drafted], "rollout_mix")).set_index("phase")
     assert table.loc["drafts verified, 16 rows", "ms/step"] == pytest.approx(2.5)
     [drafts] = speed_tables.draft_table(frame).to_dict("records")
     assert (drafts["source"], drafts["verified"], drafts["right"], drafts["share"]) == ("sibling", 200, 150, 75.0)
     assert (drafts["rows a step"], drafts["tokens a verification"]) == (6.0, 2.5)
-    speed_tables.write_mixes(frame, tmp_path / "out")
+    speed_tables.write_shapes(ShapesJob(files=[drafted], out=tmp_path / "out"))
     cells = (tmp_path / "out/mix-drafts.md").read_text().splitlines()[2].split("|")
     assert [cell.strip() for cell in cells[-7:-1]] == ["6.00", "2.50", "sibling", "200", "150", "75.0"]
 
 
 def test_phases_add_up_to_the_rollout(files):
-    table = speed_tables.phase_table(speed_readers.load(files, "rollout_mix")).set_index("phase")
+    table = speed_tables.phase_table(speeds.load(files, "rollout_mix")).set_index("phase")
     assert table["share"].sum() == pytest.approx(100.0)
     assert table.loc["before and after", "seconds"] == pytest.approx(4.0 - 3.75)
     assert table.loc["decode, batch of 4", "ms/step"] == pytest.approx(1e3 * 2 / 300)
@@ -119,6 +120,6 @@ def test_phases_add_up_to_the_rollout(files):
 
 def test_a_rollout_out_of_memory_is_a_row(tmp_path, files):
     failed = mix_file(tmp_path, "vllm", "bf16", [], status="out of memory", ready_seconds=None, first_seconds=None)
-    rows = by_engine(speed_tables.mix_table(speed_readers.load([files[0], failed, files[2]], "rollout_mix")))
+    rows = by_engine(speed_tables.mix_table(speeds.load([files[0], failed, files[2]], "rollout_mix")))
     assert rows[("vllm", "bf16")]["status"] == "out of memory"
     assert rows[("native", "nvfp4")]["speedup"] == 2.5

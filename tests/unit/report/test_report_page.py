@@ -10,7 +10,7 @@ import pytest
 
 from qerl.gates.compare import read_verdicts, verdict_table
 from qerl.jobs import ReportJob, ShapesJob
-from qerl.report import grid, make
+from qerl.report import make, speed_tables
 from qerl.report.format import page
 from qerl.report.page import write_report
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
@@ -165,7 +165,7 @@ def test_the_speed_grid_has_a_report_of_its_tables_and_figures(tmp_path):
     points = [
         decode_file(tmp_path, "native", weights, {1: [400.0, 410.0], 8: [3000.0]}) for weights in ("nvfp4", "bf16")
     ]
-    grid.write_shapes(ShapesJob(files=points, out=tmp_path / "tables"))
+    speed_tables.write_shapes(ShapesJob(files=points, out=tmp_path / "tables"))
     (tmp_path / "results.txt").write_text("".join(f"{path}\n" for path in points))
     write_bare("speed", [tmp_path / "tables"], tmp_path)
     text = (tmp_path / "report.html").read_text()

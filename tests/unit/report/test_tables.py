@@ -7,6 +7,7 @@ import pytest
 from qerl.report import tables
 from qerl.report.format import by_dataset, present
 from qerl.results import readers
+from qerl.results.speeds import load
 from qerl.results.store import ResultError
 from tests.synthetic_results import (
     NO_METRICS,
@@ -151,7 +152,7 @@ def test_throughput_by_hand(tmp_path):
     ]
     points[2]["status"] = "out of memory"
     bench = write_bench(tmp_path, "rollout", "rollout", points)
-    table = tables.throughput(readers.load_benches([bench], "rollout")).set_index(["weights", "rank"])
+    table = tables.throughput(load([bench], "rollout")).set_index(["weights", "rank"])
     nvfp4 = table.loc[("nvfp4", 16)]
     assert nvfp4["tokens_per_second"] == 145
     assert (nvfp4["tokens_per_second_p25"], nvfp4["tokens_per_second_p75"]) == (137.5, 152.5)
@@ -174,7 +175,7 @@ def test_memory_and_speed_by_hand(tmp_path):
     ]
     bench = write_bench(tmp_path, "step", "step", steps)
     report = write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.08, "up_proj": 0.10})
-    points, reports = readers.load_benches([bench], "step"), readers.load_quantization([report])
+    points, reports = load([bench], "step"), readers.load_quantization([report])
     table = tables.memory_speed(points, reports)
     assert table["speedup"].tolist()[:5] == pytest.approx([2.5 / 4, 1, 1, 2.5 / 1.5, 2.0])
     nvfp4 = table.iloc[3]
@@ -198,7 +199,7 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
     ]
     alone = write_bench(tmp_path, "alone", "step", steps)
     both = write_bench(tmp_path, "both", "step", [*steps, step_point("bf16-lora", [3.0], **other)])
-    points = readers.load_benches([alone, both], "step")
+    points = load([alone, both], "step")
     table = tables.memory_speed(points, readers.load_quantization([])).set_index("bench")
     assert table.loc["alone", "speedup"].tolist() == pytest.approx([1, np.nan, 2], nan_ok=True)
     assert table.loc["alone", "speedup_base"].tolist() == ["bf16-lora", "no BF16 LoRA", "bf16-lora"]
@@ -208,7 +209,7 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
 def test_a_speed_up_over_bf16_lora_that_failed_says_so(tmp_path):
     steps = [step_point("bf16-lora", [], "out of memory"), step_point("nvfp4-lora", [1.0])]
     bench = write_bench(tmp_path, "step", "step", steps)
-    row = tables.memory_speed(readers.load_benches([bench], "step"), readers.load_quantization([])).iloc[1]
+    row = tables.memory_speed(load([bench], "step"), readers.load_quantization([])).iloc[1]
     assert np.isnan(row["speedup"])
     assert row["speedup_base"] == "bf16-lora (out of memory)"
 
@@ -260,9 +261,9 @@ def test_a_file_of_another_shape_names_itself(tmp_path):
         readers.load_runs([tmp_path / "missing.json"])
     bench = write_bench(tmp_path, "b", "rollout", [rollout_point("bf16", 16, [])])
     with pytest.raises(ResultError, match="status ok needs samples"):
-        readers.load_benches([bench], "rollout")
+        load([bench], "rollout")
     with pytest.raises(ResultError, match=r"b\.json is not a StepBenchResult: unknown key"):
-        readers.load_benches([bench], "step")
+        load([bench], "step")
 
 
 def test_metrics_without_a_column_name_file_and_line(tmp_path):

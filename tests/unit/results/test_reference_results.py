@@ -18,7 +18,7 @@ SHOWN = {
     ".xml": "report of tests",
 }
 #: Tables are derived from results; three files of numbers have readers and schemas of their own.
-TABLES = {"problems.csv", "sizes.csv", "speeds.csv"}
+TABLES = {"sizes.csv", "speeds.csv"}
 FILES = sorted(file for file in REFERENCE.rglob("*") if file.is_file())
 STORED = [file for file in FILES if file.suffix in (".json", ".jsonl", ".parquet")]
 

@@ -12,7 +12,7 @@ from qerl.kernels.state import DeltaHeads, state_bytes
 from qerl.models.policy import lora_config
 from qerl.models.random import model_config
 from qerl.models.structure import structure_of
-from qerl.results.speed_readers import byte_parts, step_bytes, step_flops
+from qerl.results.floor import byte_parts, step_bytes, step_flops
 from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings
 from tests.bits import bits_per_weight

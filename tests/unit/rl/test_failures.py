@@ -15,7 +15,7 @@ from qerl.jobs import EvaluateJob, PlannedPolicy
 from qerl.report import make as report_job
 from qerl.results import readers
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.failures import DivergedError, FollowedRunError, TimeLimitError
+from qerl.rl.failures import DivergedError, TimeLimitError
 from qerl.rl.train import train_run
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
@@ -150,7 +150,7 @@ def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
     assert done["summary"]["peak_memory_bytes"] == 10**13
 
 
-def test_a_run_that_diverges_is_a_row_and_so_is_its_follower(folder):
+def test_a_run_that_diverges_is_a_row(folder):
     turns = "\n\ndef turns(answer, problem):\n    global calls\n    calls += 1\n    return calls % 2\n"
     Path("own_reward.py").write_text(REWARD + turns)  # rewards that differ, so that there is a gradient at every step
     diverging = {"optimizer": {"name": "adamw", "learning_rate": 1e10}, "steps": 8}
@@ -158,14 +158,8 @@ def test_a_run_that_diverges_is_a_row_and_so_is_its_follower(folder):
     lost = train(folder, "lost", diverging, on_failure="row")
     assert re.fullmatch(r"diverged after [0-7] of 8 steps", lost["status"])
     assert "not finite" in lost["reason"]
-    metrics = folder / "train/lost/metrics.jsonl"
-    follower = {"thermostat": {"metrics": str(metrics)}}
-    found = train(folder, "follower", follower, on_failure="row", followed=metrics)
-    assert found["status"] == "followed run failed after 0 of 4 steps"
-    assert lost["status"] in found["reason"]
-    for name, changes, error in (("a", diverging, (DivergedError, NotFiniteError)), ("b", follower, FollowedRunError)):
-        with pytest.raises(error):
-            train(folder, name, changes, followed=metrics if name == "b" else None)
+    with pytest.raises((DivergedError, NotFiniteError)):
+        train(folder, "a", diverging)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,8 @@ def test_updates_over_fixed_rows_are_those_over_rows_as_they_are(base, loss):
     for step, (samples, temperature) in enumerate(
         [(batch(0), 1.0), (batch(1), 1.0), (silent, 1.0), (batch(2), 0.7)], 1
     ):
-        expected, found = (one.update(step, samples, temperature) for one in (plain, fixed))
+        plain.temperature = fixed.temperature = temperature
+        expected, found = (one.update(step, samples) for one in (plain, fixed))
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name

@@ -87,10 +87,8 @@ def test_trackers_are_no_change_of_a_run(inputs, tmp_path):
 
 def test_a_record_has_no_folder_of_this_machine(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.rl.train.Trackers", lambda _, record: record)
-    thermostat = {"metrics": str(tmp_path / "other" / "metrics.jsonl")}
-    one = job(inputs, tmp_path, "named", track=["wandb"], model=str(inputs / "base"), thermostat=thermostat)
+    one = job(inputs, tmp_path, "named", track=["wandb"], model=str(inputs / "base"))
     settings = _trackers(one, tmp_path, Processes()).settings
     assert settings["model"] == "base"
-    assert settings["thermostat"]["metrics"] == "metrics.jsonl"
     assert str(tmp_path) not in json.dumps(settings)
     assert settings["optimizer"] == one.settings.optimizer.model_dump(mode="json")

@@ -58,7 +58,7 @@ def test_each_number_of_a_completion_has_its_noise(checkpoints, tmp_path):
     assert len({params.seed for _, params in asked}) == 1
     fresh = trainer(checkpoints, tmp_path / "fresh", noise=made.settings.noise.model_dump())
     with fresh.noise.at(1, 5):
-        rollout = fresh.collector.collect(1, 0, fresh._behaviour(1))
+        rollout = fresh.collector.collect(1, 0, fresh._perturb(1))
         for number, (prompts, params) in enumerate(asked):
             fresh.noise.set(1, 5, number)
             alone = fresh.collector.sampler.generate(prompts, params)

@@ -35,12 +35,12 @@ SHARP = {"max_tokens": 6, "temperature": 0.1}
 TIMING = ("seconds/", "tokens_per_second/", "memory_bytes")
 
 
-def trainer(checkpoints, work, thermostat=None, /, **changes) -> Trainer:
+def trainer(checkpoints, work, /, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     base = checkpoints / settings.weights
     policy = make_policy(settings, base)
     collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
-    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl", thermostat)
+    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:

@@ -12,14 +12,15 @@ from qerl.cli.workflow import run_job
 from qerl.host import provenance
 from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
-from qerl.jobs import KINDS, DecodeJob, RolloutMixJob, TrainJob
+from qerl.jobs import KINDS, PointJob, TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.jobs import train_job
 
 #: The module of each rule's job.
-FUNCTIONS = [kind.does for kind in KINDS.values() if kind not in (DecodeJob, RolloutMixJob)]
-FUNCTIONS += [*DecodeJob.by_engine.values(), *RolloutMixJob.by_engine.values()]
+FUNCTIONS = [
+    path for kind in KINDS.values() for path in (kind.by_system.values() if issubclass(kind, PointJob) else [kind.does])
+]
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
 PLANNING = ("checks", "costs", "grid", "outputs", "plan", "runs", "stages")

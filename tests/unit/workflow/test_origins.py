@@ -10,10 +10,9 @@ from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 RUN, OTHER = "dose-nvfp4-modeltiny-0-seed0", "dose-nvfp4-modeltiny-1-seed0"
-FOLLOWER = "dose-follower-modeltiny-0-seed0"
 CALLS = [
     *(("data", "countdown"), ("data", "comparisons"), ("pretrain", "tiny-0"), ("pretrain", "tiny-1")),
-    *(("quantize", "tiny-0-nvfp4"), ("quantize", "tiny-0-bf16"), ("train", RUN), ("train", OTHER), ("train", FOLLOWER)),
+    *(("quantize", "tiny-0-nvfp4"), ("quantize", "tiny-0-bf16"), ("train", RUN), ("train", OTHER)),
     *(("evaluate", RUN), ("evaluate", OTHER), ("evaluate", "base-tiny-0-bf16"), ("table", "accuracy")),
     *(("gather", "planned"), ("dose", "tiny-0"), ("page", "planned")),
 ]
@@ -21,14 +20,13 @@ CALLS = [
 
 def deciding(change=lambda values: None) -> dict[tuple[str, str], str]:
     values = read_yaml(ROOT / "config/dose-small.yaml")
-    # Bases that imitate two tasks, and a run that follows another.
+    # Bases that imitate two tasks.
     values["datasets"]["comparisons"] = {
         **{"format": "math", "instruction": "Box the answer."},
         "origin": {"source": "comparisons", "clauses": [1, 2], "train": 4000, "validation": 32, "test": 64},
     }
     for model in values["models"].values():
         model["datasets"] = ["countdown", "comparisons"]
-    values["experiments"]["dose"]["arms"]["follower"] = {"weights": "bf16", "thermostat.arm": "nvfp4"}
     change(values)
     plan = plan_from(values, ROOT / "config/mini.yaml")
     jobs = Jobs(plan)
@@ -50,14 +48,13 @@ def test_other_data_decide_everything_that_reads_them():
     assert set(CALLS) - found == {("data", "countdown")}  # bases imitate the solutions of both tasks
 
 
-def test_a_changed_arm_decides_the_run_that_follows_it():
+def test_a_changed_arm_decides_its_runs_and_what_is_made_of_them():
     def noisy(values):
         values["experiments"]["dose"]["arms"]["nvfp4"]["noise.schedule"] = "linear"
 
     assert changed(noisy) == {
         ("train", RUN),
         ("train", OTHER),
-        ("train", FOLLOWER),
         ("evaluate", RUN),
         ("evaluate", OTHER),
     } | {("table", "accuracy"), ("gather", "planned"), ("dose", "tiny-0"), ("page", "planned")}

@@ -29,40 +29,6 @@ def with_experiment(**experiment):
     return values(experiments={"e": {"base": base, **experiment}}, benches={})
 
 
-# --- a run that follows another one
-
-
-def thermostat(**arms):
-    given = with_experiment(
-        base={"steps": 9}, arms={"warm": {}, **arms}, grid={"seed": [0, 1], "optimizer.learning_rate": [1e-4, 1e-3]}
-    )
-    return planned(given)
-
-
-def test_a_thermostat_follows_the_run_at_the_same_point_of_the_grid():
-    made = thermostat(cool={"thermostat.arm": "warm"})
-    jobs = Jobs(made)
-    for run in made.runs.values():
-        followed = jobs.train(run.id).followed
-        if run.arm == "warm":
-            assert followed is None
-        else:
-            assert followed == Path(f"results/mini/train/{run.id.replace('cool', 'warm')}/metrics.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("arm", "sentence"),
-    [
-        ({"thermostat.arm": "hot"}, "experiments.e.arms.cool.thermostat.arm=hot is not an arm of this experiment"),
-        ({"thermostat.arm": "cool"}, "itself follows another arm"),
-        ({"thermostat.arm": "warm", "steps": 10}, "takes 9 steps, fewer than the 10 of cool"),
-    ],
-)
-def test_a_thermostat_that_cant_follow_is_one_sentence(arm, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        thermostat(cool=arm)
-
-
 # --- grids
 
 
@@ -110,7 +76,7 @@ def test_every_run_has_a_unique_folder_name():
             {"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]},
             "twice; keep one of the equal",
         ),
-        ({"thermostat.metrics": ["a b", "a-b"]}, "make arms of grid values that differ only in special characters"),
+        ({"adapter.targets": [["a b"], ["a-b"]]}, "make arms of grid values that differ only in special characters"),
     ],
 )
 def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):

@@ -265,12 +265,6 @@ def test_an_end_of_the_tokenizer_that_ends_no_completion_is_told(model, tmp_path
     assert ("the tokenizer's end <eos> (1) doesn't end them" in caplog.text) == told
 
 
-def test_a_thermostat_without_the_file_that_it_follows_is_refused(settings):
-    refused(
-        settings | {"thermostat": {"metrics": "nowhere.jsonl"}}, r"thermostat.metrics .*nowhere.jsonl doesn't exist"
-    )
-
-
 def test_engines_are_looked_for_where_jobs_start(configuration, monkeypatch):
     configuration["evaluation"]["engine"] = "vllm"
     made = planned(configuration)

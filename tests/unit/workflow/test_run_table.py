@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from qerl.settings.base import ConfigError
-from qerl.workflow.costs import UNMEASURED, Costs, run_work, sheet, total, totals
+from qerl.workflow.costs import UNMEASURED, Costs, Hours, run_work, sheet, totals
 from tests.synthetic_results import write_evaluation, write_run
 from tests.unit.workflow.test_plan import ROOT, planned, values
 
@@ -32,7 +32,7 @@ def test_hours_are_tokens_over_the_measured_speed_and_never_invented():
 def test_the_hours_of_many_short_runs_add_up():
     plan_ = planned(values("dose"))
     runs, costs = sheet(plan_, "h200"), Costs("h200")
-    whole = total(costs.update(run_work(run)) for run in plan_.runs.values())
+    whole = sum((costs.update(run_work(run)) for run in plan_.runs.values()), Hours())
     assert whole.estimated > 0.1
     assert f"updates: unmeasured, by estimate at most {whole} GPU-hours on h200" in totals(plan_, runs, "h200")
 

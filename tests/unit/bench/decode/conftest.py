@@ -4,10 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from qerl.bench import decode
-from qerl.bench import hf as decode_hf
 from qerl.bench import timing as decode_points
-from qerl.bench import vllm as decode_vllm
 from qerl.host.gpus import Seconds
 
 
@@ -35,10 +32,11 @@ def clock(monkeypatch):
         now[0] += 2.0 + 0.25 * (count - 1)
         return len(prompts) * count
 
-    def timed(drawn, *sizes):
-        return decode_points.timed(lambda *asked: (draw(*asked), drawn(*asked))[1], *sizes)
+    original = decode_points.timed
+
+    def timed(engine, *about):
+        return original(engine._replace(draw=lambda *asked: (draw(*asked), engine.draw(*asked))[1]), *about)
 
     monkeypatch.setattr(decode_points, "seconds", seconds)
-    for engine in (decode, decode_hf, decode_vllm):
-        monkeypatch.setattr(engine, "timed", timed)
+    monkeypatch.setattr(decode_points, "timed", timed)
     return draw

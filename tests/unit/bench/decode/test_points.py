@@ -12,12 +12,13 @@ from qerl.bench import decode
 from qerl.bench import hf as decode_hf
 from qerl.bench import timing as decode_points
 from qerl.bench import vllm as decode_vllm
+from qerl.bench.timing import Engine
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.jobs import DecodeJob, DecodePart
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.report import speed_tables
-from qerl.results import speed_readers, speeds
+from qerl.results import speeds
 from qerl.results.speeds import DecodePoint
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
@@ -74,21 +75,21 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
 def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
     """A mixture's, in small; its vocabulary bounds the prompts."""
     monkeypatch.setitem(PUBLISHED, "mixture", FAMILIES["qwen3_moe"].config(vocab_size=256).to_dict())
-    for module in (speeds, speed_readers):
+    for module in (speeds,):
         monkeypatch.setattr(module, "SIZES", (*SIZES, "mixture"))
     out = tmp_path / "out.json"
     work = Decoding(engine="native", weights="nvfp4", **SETTINGS | {"size": "mixture"})
     decode.measure_points(DecodeJob(parts=[DecodePart(file=out.name, work=work, sequences=[2])], out=tmp_path))
     result = read(out)
     assert (result["work"]["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
-    points = speed_readers.load([out], "decode")
+    points = speeds.load([out], "decode")
     assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().tolist()) == ([8.0], [True])
 
 
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     """A file without the key has dense ones, as those that were committed before there was the key."""
     monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
-    for module in (speeds, speed_readers):
+    for module in (speeds,):
         monkeypatch.setattr(module, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
     for file, packed in zip(files, (False, True), strict=True):
@@ -100,9 +101,9 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     assert saved == pytest.approx(numbers * (2 - 4.5 / 8), rel=0.01)
     del dense["work"]["pack_delta_nets"]
     files[0].write_text(json.dumps(dense))
-    points = speed_readers.load(files, "decode")
+    points = speeds.load(files, "decode")
     assert points["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
-    table = speed_tables.decode_table(points, "hybrid")
+    table = speed_tables.decode_table(points)
     assert table["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
     other = work.model_copy(update={"pack_delta_nets": False})
     with pytest.raises(ConfigError, match="points of pack_delta_nets=True, not False"):
@@ -153,9 +154,8 @@ def job(**other):
     return Decoding(**values | other)
 
 
-def point(sequences):
-    timed = {"samples": [10.0 * sequences], "prompt_seconds": 1.0, "prompt_samples": [1.0]}
-    return DecodePoint(sequences=sequences, status="ok", sampler="s", weight_bytes=1, peak_memory_bytes=2, **timed)
+def engine(_):
+    return Engine(lambda prompts, count, seed: len(prompts) * count, "s", lambda: 1)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,9 @@ def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("written") / "out.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
-        decode_points.DecodePoints(out, job()).run([1], lambda: point)
+        point = DecodePoint(sequences=1, status="ok", samples=[10.0], prompt_seconds=1.0, prompt_samples=[1.0])
+        patch.setattr(decode_points, "timed", lambda *_: point)
+        decode_points.DecodePoints(out, job()).run([1], lambda: engine)
     return out
 
 
@@ -201,11 +203,11 @@ def test_another_file_is_refused(tmp_path, text):
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measured = tmp_path / "out.json", [], decode.measure_decode
+    out, held, measured = tmp_path / "out.json", [], decode.engine_of
 
-    def scarce(policy, sequences, *sizes):
+    def scarce(policy, work, sequences):
         if sequences == 1:
-            return measured(policy, sequences, *sizes)
+            return measured(policy, work, sequences)
         tensor = torch.zeros(8)
         held.append(weakref.ref(tensor))
         try:
@@ -215,7 +217,7 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
                 raise
             raise RuntimeError("lower max_tokens") from error
 
-    monkeypatch.setattr(decode, "measure_decode", scarce)
+    monkeypatch.setattr(decode, "engine_of", scarce)
     measure(decode, out, [3, 2, 1])
     last, *failed = read(out)["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
@@ -234,7 +236,7 @@ def test_sequences_that_would_wait_for_each_other_are_a_row(tmp_path, pages, sta
 
     def measure(sequences):
         decode_points.check_room(pages, 16, sequences, 17)
-        return point(sequences)
+        return engine(sequences)
 
     decode_points.DecodePoints(out, job()).run([3], lambda: measure)
     assert [point["status"] for point in read(out)["points"]] == [status]

@@ -2,19 +2,28 @@
 
 import pytest
 
-from qerl.bench import timing as decode_points
+from qerl.bench.timing import Engine
+from qerl.bench.timing import timed as time_point
 from qerl.jobs import enough_runs
+from qerl.settings.workloads import Decoding
+
+
+def timed(draw, sequences, prompt, tokens, size="tiny"):
+    """The point of an engine that draws so. It isn't that of the fixture, whose clock a `draw` moves itself."""
+    work = Decoding(engine="native", size=size, weights="bf16", rank=0, prompt=prompt, tokens=tokens)
+    return time_point(Engine(draw, "any", lambda: 1), work, sequences)
 
 
 @pytest.mark.parametrize("tokens", [100, 32000, 151936])
-def test_ids_of_prompts_are_in_the_vocabulary(clock, tokens):
+def test_ids_of_prompts_are_in_the_vocabulary(clock, tokens, monkeypatch):
+    monkeypatch.setattr("qerl.bench.timing.vocabulary", lambda size: tokens)
     seen = []
 
     def draw(prompts, count, seed):
         seen.extend(prompts)
         return clock(prompts, count, seed)
 
-    decode_points.timed(draw, 3, 50, 5, tokens)
+    timed(draw, 3, 50, 5)
     ids = [one for prompt in seen for one in prompt]
     assert min(1000, tokens // 2) <= min(ids)
     assert tokens // 3 <= max(ids) < min(100000, tokens)
@@ -27,7 +36,7 @@ def test_prompts_do_not_count(clock):
         lengths.update((len(prompts), len(prompt)) for prompt in prompts)
         return clock(prompts, count, seed)
 
-    point = decode_points.timed(draw, 6, 10, 5, 100)
+    point = timed(draw, 6, 10, 5)
     assert (point.samples, point.prompt_samples) == ([24.0] * 3, [2.0] * 3)
     assert lengths == {(6, 10)}
 
@@ -41,7 +50,7 @@ def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
         return clock(prompts, count, seed)
 
     # 6 * 5 tokens; those of the first round took 2 s longer, its prompts too.
-    point = decode_points.timed(draw, 6, 10, 5, 100)
+    point = timed(draw, 6, 10, 5)
     assert (point.samples, point.prompt_samples) == ([30 / 3.25, 24.0, 24.0], [4.0, 2.0, 2.0])
     assert point.prompt_seconds == 2.0
 
@@ -51,7 +60,7 @@ def test_what_prompts_take_longer_throughout_is_not_decoding(clock):
         clock(prompts, 1, seed)
         return clock(prompts, count, seed)
 
-    assert decode_points.timed(draw, 6, 10, 5, 100).samples == [24.0] * 3
+    assert timed(draw, 6, 10, 5).samples == [24.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -63,15 +72,15 @@ def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, ru
 
 def test_a_long_run_is_timed_once(clock):
     """By that clock, 33 tokens take 10 s, the first one with the prompts."""
-    assert decode_points.timed(clock, 6, 10, 32, 100).samples == [24.0]
-    assert decode_points.timed(clock, 6, 10, 31, 100).samples == [24.0] * 3
+    assert timed(clock, 6, 10, 32).samples == [24.0]
+    assert timed(clock, 6, 10, 31).samples == [24.0] * 3
 
 
 def test_work_that_was_not_done_is_not_timed(clock):
     with pytest.raises(RuntimeError, match="35 tokens were drawn instead of 36"):
-        decode_points.timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5, 100)
+        timed(lambda *arguments: clock(*arguments) - 1, 6, 10, 5)
 
 
 def test_time_within_that_of_the_prompts_is_no_speed(clock):
     with pytest.raises(RuntimeError, match="decode more of them"):
-        decode_points.timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5, 100)
+        timed(lambda prompts, count, seed: clock(prompts, 1, seed) * count, 6, 10, 5)

@@ -1,6 +1,8 @@
-"""GRPO steps of the speed grid beside the paper's Tables 3 and 5 to 8."""
+"""Points and GRPO steps of the speed grid beside the paper's tables."""
 
+import json
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pandas as pd
@@ -8,14 +10,17 @@ import pytest
 import torch
 
 from qerl.bench.workloads import memory_of, write_out_of_memory, write_steps
-from qerl.report import paper_page
-from qerl.report.paper_page import write_missing
-from qerl.results import speed_readers
+from qerl.report.paper_speeds import write_rollout_tables, write_step_tables
+from qerl.results import speeds
+from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import TimedStep
+from qerl.settings.base import read_yaml
 from qerl.settings.workloads import EngineStep, StepWork
+from qerl.workflow.grid import committed_files
 from tests.synthetic_results import decode_file, moved
 
 OUT_OF_MEMORY = "out of memory"
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +66,7 @@ def step(
 
 def tables(files: list[Path], out: Path) -> dict[str, pd.DataFrame]:
     """The tables by name, each indexed by model, weights, setting and metric."""
-    paper_page.write_step_tables(speed_readers.load(files, "grpo_step"), out)
+    write_step_tables(speeds.load(files, "grpo_step"), out)
     read = {file.stem: pd.read_csv(file) for file in out.glob("*.csv")}
     keys = ["model", "weights", "setting", "metric"]
     return {name: table.fillna({"setting": ""}).set_index(keys).sort_index() for name, table in read.items()}
@@ -114,31 +119,6 @@ def test_table_3_is_made_with_and_without_checkpointing(files, tmp_path):
     assert text.count("| paper") == 6
 
 
-def test_what_rows_lack_is_listed_by_the_file_that_would_have_it(files, tmp_path):
-    """A batch of 8 is one prompt of 8 completions, or 8 prompts of 8; Table 3 alone has NF4, in BF16's batches."""
-    lacking = paper_page.write_step_tables(speed_readers.load(files, "grpo_step"), tmp_path)
-    names = {(row["file"], row["of"]) for row in lacking}
-    assert ("step-qerl-7B-nvfp4-r16-1x2-256x2048-recompute", "table6") not in names
-    assert ("step-qerl-7B-nf4-r16-1x2-256x2048-recompute", "table3") not in names
-    assert ("step-qerl-7B-nvfp4-r16-1x8-256x2048-recompute", "table3") not in names
-    for file, table in {
-        "step-qerl-7B-nf4-r16-1x4-256x2048-recompute": "table3",
-        "step-qerl-7B-nvfp4-r16-8x8-256x2048-no-recompute": "table6",
-        "step-qerl-32B-nvfp4-r16-1x2-256x2048-recompute": "table8",
-    }.items():
-        assert (file, table) in names
-    points = [decode_file(tmp_path, "native", "bf16", {1: [1.0], 2: "out of memory"}, prompt=256, tokens=2048)]
-    lacking = paper_page.write_rollout_tables(speed_readers.load(points, "decode"), tmp_path)
-    asked = {(row["file"], row["sequences"]) for row in lacking}
-    assert {n for file, n in asked if file == "decode-native-7B-bf16-r16-256x2048"} == {8, 16, 64}
-    assert {n for file, n in asked if file == "decode-vllm-7B-bf16-r16-256x2048"} == {1, 2, 8, 16, 64}
-    assert {n for file, n in asked if file == "decode-native-14B-nf4-r32-256x2048"} == {1, 8}
-    write_missing(lacking, tmp_path)
-    table = pd.read_csv(tmp_path / "paper-missing.csv").set_index("file")
-    row = table.loc["decode-native-7B-bf16-r16-256x2048"]
-    assert tuple(row) == ("not run", "8, 16, 64", "figure1, table6, table9")
-
-
 def test_the_paper_s_seconds_and_its_failures_stand_beside_ours(tmp_path):
     """Table 8: BF16 was out of memory, NVFP4 took 10.6 s with checkpointing; Table 7: both were, without it."""
     files = [
@@ -183,9 +163,6 @@ def test_each_system_and_each_machine_has_its_own_base(tmp_path):
     ]
     moved(files[-1], "another GPU")
     found = tables(files, tmp_path / "out")
-    lacking = paper_page.write_step_tables(speed_readers.load(files, "grpo_step"), tmp_path / "out")
-    apart = {(row["file"], row["of"]) for row in lacking if row["why"] != "not run"}
-    assert apart == {("step-qerl-7B-nvfp4-r16-1x2-256x2048-recompute", name) for name in ("table3", "table6")}
     trl, qerl = (found[f"table3-{system}-sequences-gc-on"].loc["qwen2.5-7b"] for system in ("trl", "qerl"))
     assert trl.loc[("nf4", "bs=2", "step_speedup"), "ours"] == 1.5
     assert qerl.loc[("nvfp4", "bs=2", "step_speedup"), "status"] == "different machines"
@@ -198,10 +175,52 @@ def test_a_rollout_and_its_base_of_another_machine_are_not_compared(tmp_path):
         decode_file(tmp_path, "native", "bf16", {1: [100.0]}, machine="GPU A", **lengths),
         decode_file(tmp_path, "native", "nvfp4", {1: [150.0]}, machine="GPU B", **lengths),
     ]
-    lacking = paper_page.write_rollout_tables(speed_readers.load(files, "decode"), tmp_path)
-    apart = {(row["file"], row["sequences"], row["of"]) for row in lacking if row["why"] != "not run"}
-    assert apart == {("decode-native-7B-nvfp4-r16-256x2048", 1, "table9")}
+    write_rollout_tables(speeds.load(files, "decode"), tmp_path)
     table = pd.read_csv(tmp_path / "table9-native-sequences.csv").set_index(["model", "weights", "rank", "metric"])
     rows = table.sort_index().loc["qwen2.5-7b", "nvfp4", 16]
     assert dict(rows["status"]) == {"rollout_rate": "ok", "rollout_speedup": "different machines"}
     assert set(rows["source"]) == {"native on GPU B/nvfp4"}
+
+
+def of_samples(files, name, row):
+    """The number of a row of a table by the file that its properties name, and that of its samples."""
+    settings = dict(part.split("=") for part in row["setting"].split("; "))
+    size, batch = row["model"].removeprefix("qwen2.5-").upper(), int(settings["bs"])
+    _, system, reading, *gc = name.split("-", 3)
+    factor = {"sequences": 1, "prompts": 8}[reading]
+    rank = 16 if pd.isna(row["rank"]) else int(row["rank"])
+    if row["metric"] == "rollout_rate":
+        content = files.get(decode_name(system, size, row["weights"], rank, 256, 2048))
+        [point] = [one for one in content["points"] if one["sequences"] == batch * factor]
+        drawn = batch * factor * 2048
+        return drawn / (drawn / median(point["samples"]) + point["prompt_seconds"])
+    recompute = (
+        "recompute" if "on" in (settings.get("gc"), *(end.removeprefix("gc-") for end in gc)) else "no-recompute"
+    )
+    work = f"1x{batch}" if factor == 1 else f"{batch}x{factor}"
+    content = files[step_name(system, size, row["weights"], 16, f"{work}-256x2048", recompute)]
+    return median(step["step"] for step in content["steps"])
+
+
+def test_every_number_is_that_of_its_committed_samples(tmp_path):
+    samples = read_yaml(ROOT / "config/shapes.yaml")["shapes"]["samples"]
+    files = {file.stem: file for file in committed_files([ROOT / folder for folder in samples])}
+    decode, steps = ([file for name, file in files.items() if name.startswith(kind)] for kind in ("decode-", "step-"))
+    write_rollout_tables(speeds.load(decode, "decode"), tmp_path)
+    write_step_tables(speeds.load(steps, "grpo_step"), tmp_path)
+    contents = {name: json.loads(file.read_text()) for name, file in files.items()}
+    seen = set()
+    for table in tmp_path.glob("table*.csv"):
+        for row in pd.read_csv(table).to_dict("records"):
+            if row["metric"] in ("rollout_rate", "step_seconds") and row["status"] == "ok":
+                assert float(row["ours"]) == pytest.approx(of_samples(contents, table.stem, row)), (table.stem, row)
+                seen.add((table.stem.split("-")[0], row["metric"]))
+    assert seen == {(f"table{n}", "rollout_rate") for n in (5, 6, 7, 8, 9)} | {
+        (f"table{n}", "step_seconds") for n in (3, 5, 6, 7, 8)
+    }
+
+
+def test_points_of_other_lengths_make_no_table(tmp_path):
+    file = decode_file(tmp_path, "native", "bf16", {1: [100.0]})
+    write_rollout_tables(speeds.load([file], "decode"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
