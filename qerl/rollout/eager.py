@@ -128,7 +128,7 @@ def _record(
     return torch.tensor(alive, device=rows.device)
 
 
-class NativeSampler:
+class EagerSampler:
     """Sampler in plain PyTorch with a KV cache. The prompt of a group is computed once.
 
     `max_sequences` bounds how many sequences are decoded together, and so the memory of the cache.

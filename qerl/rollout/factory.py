@@ -10,7 +10,7 @@ import torch
 
 from qerl.models.linear import packed_format
 from qerl.models.policy import Policy, gathered, load_policy
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams, check_served, refused_by_engine
 from qerl.settings.base import ConfigError
@@ -108,12 +108,12 @@ class ShardedSampler:
 # The choice of a sampler by the settings.
 
 
-def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[EngineSampler] | type[NativeSampler]:
+def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[EngineSampler] | type[EagerSampler]:
     """The sampler of `engine: native`: the engine on a GPU if it serves a model of `config`, else the eager one.
 
     `weights` is the format of a packed model.
     """
-    return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else NativeSampler
+    return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else EagerSampler
 
 
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:

@@ -17,7 +17,7 @@ from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task, token_texts
 from qerl.rl.train import make_policy
 from qerl.rl.trainer import Trainer
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2, write_template
@@ -55,7 +55,7 @@ def reward_that_random_completions_differ_in(monkeypatch):
 def trainer(checkpoint, work, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     policy = make_policy(settings, checkpoint)
-    collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
+    collector = Collector(settings, policy, EagerSampler(policy), Task(PROBLEMS, "gsm8k", ""))
     return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "metrics.jsonl")
 
 
