@@ -18,7 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from qerl.formats import words as layout
 from qerl.formats.words import Words
 from qerl.kernels import reference
-from qerl.kernels.operations import mixture_operations, operations
+from qerl.kernels.operations import Operations, operations
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.models.linear import PackedLinear, stacked, words_of
 from qerl.models.lora import products
@@ -134,35 +134,14 @@ def fuse_mlps(model: nn.Module) -> None:
 Layer = nn.Linear | PackedLinear
 
 
-class DenseProducts(Protocol):
-    """Grouped products of dense weights, documented in `qerl.kernels.reference`."""
-
-    def dense_product(self, weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
-        """See `reference.dense_product`."""
-        ...
-
-    def dense_input_gradient(
-        self, weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False
-    ) -> None:
-        """See `reference.dense_input_gradient`."""
-        ...
-
-    def dense_weight_gradient(self, grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
-        """See `reference.dense_weight_gradient`."""
-        ...
-
-
 class GroupedLinear(Protocol):
     """Layers of every expert that read the same input, as one product; an expert's outputs are concatenated."""
 
     #: N, the outputs of an expert, and K, its inputs.
     out_features: int
     in_features: int
-
-    @property
-    def dense(self) -> DenseProducts:
-        """The same products of dense tensors, for adapters."""
-        ...
+    #: The same products of dense tensors, for adapters.
+    dense: Operations
 
     def sync(self) -> None:
         """Do nothing: adapters are apart."""
@@ -188,16 +167,13 @@ class TorchGroupedLinear:
     It waits for the device, so that no CUDA graph can have it.
     """
 
+    dense: Operations = reference
+
     def __init__(self, experts: Sequence[Sequence[Layer]]) -> None:
         self._experts = experts
         self.out_features = sum(layer.out_features for layer in experts[0])
         self.in_features = experts[0][0].in_features
         self._bias = _biases(experts)
-
-    @property
-    def dense(self) -> DenseProducts:
-        """See `GroupedLinear`."""
-        return reference
 
     def sync(self) -> None:
         """See `GroupedLinear`."""
@@ -240,8 +216,10 @@ class PortableGroupedLinear:
         return weights_format in layout.FORMATS or (weights_format == "bf16" and columns % 64 == 0)
 
     def __init__(self, experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> None:
+        from qerl.kernels import triton
         from qerl.kernels.triton.experts import GroupedOperands
 
+        self.dense: Operations = triton
         layers = list(chain.from_iterable(experts))
         self.out_features = sum(layer.out_features for layer in experts[0])
         self.in_features = layers[0].in_features
@@ -257,13 +235,6 @@ class PortableGroupedLinear:
         self.operands = GroupedOperands(
             weights, self.out_features, factors, None if bias is None else bias.float().flatten()
         )
-
-    @property
-    def dense(self) -> DenseProducts:
-        """See `GroupedLinear`."""
-        from qerl.kernels.triton import experts
-
-        return experts
 
     def sync(self) -> None:
         """See `GroupedLinear`."""
@@ -359,14 +330,14 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights)
         out = y.new_empty(len(weights), y.shape[1])
-        mixture_operations(y.device).combine(y, weights, out, False)
+        operations(y.device).combine(y, weights, out, False)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         y, weights = ctx.saved_tensors
-        return mixture_operations(y.device).combine_gradients(grad.contiguous(), y, weights)
+        return operations(y.device).combine_gradients(grad.contiguous(), y, weights)
 
 
 def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
@@ -425,7 +396,7 @@ class ExpertFactors:
 class GroupedAdapters:
     """Adapters of a grouped product in the dtype of its activations, at addresses that never change."""
 
-    def __init__(self, factors: ExpertFactors, dense: DenseProducts, dtype: torch.dtype) -> None:
+    def __init__(self, factors: ExpertFactors, dense: Operations, dtype: torch.dtype) -> None:
         self._factors, self._dense = factors, dense
         self._down, self._up = factors.empty(dtype)
         self.sync()
@@ -547,7 +518,7 @@ class Experts(nn.ModuleList):
             return self._one_by_one(hidden, chosen, weights)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
+        products, groups = self.products(dtype), operations(hidden.device).group(chosen.int(), len(self))
         lora = lora or ExpertLora()
         both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
         inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu_of_halves(both)

@@ -5,7 +5,7 @@ Logits are computed tile by tile, unless all are to be kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels import reference
+from qerl.kernels.operations import Operations, operations
 
 #: Rows and columns of a tile of logits. One tile exists at a time, of 64 MB in 16 bits.
 ROWS, COLUMNS = 2048, 16384
-
-#: (tiles, targets, temperature) to the target's logit, log-sum-exp and entropy: `reference.tile_statistics`.
-Statistics = Callable[[Iterator[tuple[int, Tensor]], Tensor, float], tuple[Tensor, Tensor, Tensor]]
-#: (logits, first, targets, log-sum-exp, grad, temperature, entropy and its grad) to the logits' gradient:
-#: `reference.tile_gradient`.
-Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class _KeptLogprobs(torch.autograd.Function):
         cap: SoftCap | None,
     ) -> tuple[Tensor, Tensor]:
         logits = _logits(hidden, head.to(hidden.dtype), bias, cap)
-        chosen, lse, entropy = _operations(hidden)[0](iter([(0, logits)]), targets, temperature)
+        chosen, lse, entropy = _operations(hidden).tile_statistics([(0, logits)], targets, temperature)
         ctx.save_for_backward(hidden, head, targets, lse, entropy)
         # Not a saved tensor, because the only backward pass overwrites it.
         ctx.logits, ctx.temperature, ctx.cap = logits, temperature, cap
@@ -107,12 +102,12 @@ class _TiledLogprobs(torch.autograd.Function):
         temperature: float,
         cap: SoftCap | None,
     ) -> tuple[Tensor, Tensor]:
-        statistics = _operations(hidden)[0]
+        kernels = _operations(hidden)
         space = _space(hidden, head)
         parts = []
         for rows, aims in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
             tiles = ((first, logits) for first, _, logits in _tiles(rows, head, bias, cap, space))
-            parts.append(statistics(tiles, aims, temperature))
+            parts.append(kernels.tile_statistics(tiles, aims, temperature))
         chosen, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head, bias, targets, lse, entropy)
         ctx.temperature, ctx.cap = temperature, cap
@@ -157,7 +152,8 @@ def _logits_gradient(
 ) -> Tensor:
     """The gradient of the head's products; it may take the place of `logits`."""
     slope = None if ctx.cap is None else ctx.cap.slope(logits)
-    gradient = _operations(logits)[1](logits, first, targets, lse, grad, ctx.temperature, entropy, grad_entropy)
+    kernels = _operations(logits)
+    gradient = kernels.tile_gradient(logits, first, targets, lse, grad, ctx.temperature, entropy, grad_entropy)
     return gradient if slope is None else gradient.mul_(slope)
 
 
@@ -165,13 +161,9 @@ def _has_kernels(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
-    """The operations of Triton on a GPU, or of PyTorch on other devices and for float64."""
-    if not _has_kernels(hidden):
-        return reference.tile_statistics, reference.tile_gradient
-    from qerl.kernels.triton.sampling import tile_gradient, tile_statistics
-
-    return tile_statistics, tile_gradient
+def _operations(hidden: Tensor) -> Operations:
+    """Triton's operations on a GPU, or PyTorch's on other devices and for float64."""
+    return operations(hidden.device) if _has_kernels(hidden) else reference
 
 
 def _space(hidden: Tensor, head: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
-from qerl.kernels.operations import Operations, mixture_operations, operations
+from qerl.kernels.operations import Rope, operations
 from qerl.kernels.state import (
     Activation,
     DecodeState,
@@ -165,22 +165,23 @@ class MixtureMlp:
                 "the native engine has no grouped product for these experts: they must be NVFP4, MXFP4 or dense, in "
                 "one format, and dense ones need widths that are multiples of 64"
             )
-        self._mixture, self._operations = mixture_operations(device), operations(device)
+        self._operations = operations(device)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
         """See `Mlp`."""
         router, products = self._router, self._products
-        scores = self._mixture.scores(x, router.weight, getattr(router, "bias", None))
-        numbers, weights = self._mixture.route(scores, router.top_k, self._normalised)
-        groups = self._mixture.group(numbers, self._count)
+        ops = self._operations
+        scores = ops.scores(x, router.weight, getattr(router, "bias", None))
+        numbers, weights = ops.route(scores, router.top_k, self._normalised)
+        groups = ops.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)
         products.gate_up(x, groups, inner, clamped is None, _added(self._of_gate_up, x, groups))
         if clamped:
-            inner = self._operations.clamped_glu(inner, *clamped)
+            inner = ops.clamped_glu(inner, *clamped)
         y = x.new_empty(groups.count, out.shape[1])
         products.down(inner, groups, y, lora=_added(self._of_down, inner, groups))
-        self._mixture.combine(y, weights, out, residual)
+        ops.combine(y, weights, out, residual)
 
 
 class SharedMixtureMlp:
@@ -238,54 +239,17 @@ def projections(module: Any, fused: str, *parts: str) -> list[Any]:
 # What mixes the tokens of a sequence in a block: attention, which reads pages of a cache, or a gated delta net.
 
 #: Cosines and sines of each kind of attention.
-Ropes = Mapping[str | None, tuple[Tensor, Tensor]]
-
-
-class Tokens(Protocol):
-    """The tokens of a pass: one of each slot, or those of prompts."""
-
-    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets."""
-        ...
-
-    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
-        """Outputs [n, H * V] of a delta net's inputs, gates z, b and a; `net` gets the new states."""
-        ...
+Ropes = Mapping[str | None, Rope]
 
 
 @dataclass(frozen=True)
-class StepTokens:
-    """The last token of the slots `rows`."""
+class Mixing:
+    """How the tokens of a pass, those of a step or of prompts, read earlier tokens of their sequences."""
 
-    operations: Operations
-    state: DecodeState
-    rows: Tensor
-    splits: int
-    drafted: bool
-
-    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.attend(qkv, cache, self.state, self.rows, rope, heads, self.splits, self.drafted)
-
-    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.delta_step(*parts, heads, net, self.state, self.rows)
-
-
-@dataclass(frozen=True)
-class PromptTokens:
-    """The tokens of prompts in a row."""
-
-    operations: Operations
-    row: PromptRow
-
-    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.attend_prompts(qkv, cache, self.row, rope, heads)
-
-    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.delta_prompts(*parts, heads, net, self.row)
+    #: Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets.
+    attend: Callable[[Tensor, KVCache, Heads, Rope], Tensor]
+    #: Outputs [n, H * V] of a delta net's inputs and of its gates z, b and a; its state gets the new values.
+    recur: Callable[[Tensor, Tensor, Tensor, Tensor, DeltaHeads, DeltaState], Tensor]
 
 
 @dataclass(frozen=True)
@@ -303,11 +267,11 @@ class Attention:
         """The products."""
         return [self.qkv, self.out]
 
-    def __call__(self, x: Tensor, tokens: Tokens, cache: Any, ropes: Ropes) -> Tensor:
+    def __call__(self, x: Tensor, mixing: Mixing, cache: Any, ropes: Ropes) -> Tensor:
         """What `out` reads [n, Hq * D], from normalised hidden states x [n, hidden] and the block's cache."""
         qkv = x.new_empty(len(x), self.qkv.out_features)
         self.qkv(x, qkv)
-        return tokens.attend(qkv, cache, self.heads, ropes[self.kind])
+        return mixing.attend(qkv, cache, self.heads, ropes[self.kind])
 
 
 @dataclass(frozen=True)
@@ -324,7 +288,7 @@ class DeltaNet:
         """The products."""
         return [*(linear for linear, _ in self.projections), self.out]
 
-    def __call__(self, x: Tensor, tokens: Tokens, net: DeltaState, ropes: Ropes) -> Tensor:
+    def __call__(self, x: Tensor, mixing: Mixing, net: DeltaState, ropes: Ropes) -> Tensor:
         """What `out` reads [n, H * V], from normalised hidden states x [n, hidden] and the net's states."""
         del ropes
         parts: list[Tensor] = []
@@ -333,7 +297,8 @@ class DeltaNet:
             joint = x.new_empty(len(x), linear.out_features)
             linear(x, joint)
             parts = [*joint.split(list(widths), 1), *parts]
-        return tokens.recur(parts, self.heads, net)
+        mixed, z, b, a = parts
+        return mixing.recur(mixed, z, b, a, self.heads, net)
 
 
 def attention_of(
@@ -539,17 +504,25 @@ class Decoder:
         `drafted`: slots may share pages that they write to, each at a position of its own. `states` are those of
         `new_states`.
         """
-        tokens = StepTokens(self.operations, state, rows, splits, drafted)
-        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, tokens)
-        self.operations.draw(self.logits(x), rows, state, sampling, truncated, replayed)
+        ops = self.operations
+        mixing = Mixing(
+            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits, drafted),
+            lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
+        )
+        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, mixing)
+        ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last norm, at each prompt's last token.
 
         `cache` then holds the keys and values of all tokens, and `states` those after the prompts.
         """
-        tokens = PromptTokens(self.operations, row)
-        return self._through_blocks(self._embedded(row.ids), cache, states, tokens, row.last)
+        ops = self.operations
+        mixing = Mixing(
+            lambda qkv, block, heads, rope: ops.attend_prompts(qkv, block, row, rope, heads),
+            lambda mixed, z, b, a, heads, net: ops.delta_prompts(mixed, z, b, a, heads, net, row),
+        )
+        return self._through_blocks(self._embedded(row.ids), cache, states, mixing, row.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, H] after the last norm."""
@@ -566,19 +539,19 @@ class Decoder:
         x: Tensor,
         cache: KVCache,
         states: DeltaStates | None,
-        tokens: Tokens,
-        wanted: Tensor | None = None,
+        mixing: Mixing,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
+        """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x."""
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
         following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
         normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
         for block, then in zip(self._blocks, following, strict=True):
-            kept: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
-            mixed = block.mixer(normed, tokens, kept, self._ropes)
-            if wanted is not None and block is self._blocks[-1]:
+            memory: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
+            mixed = block.mixer(normed, mixing, memory, self._ropes)
+            if rows is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
-                x, mixed = x[wanted], mixed[wanted]
+                x, mixed = x[rows], mixed[rows]
             normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
             normed = self._add(x, block.mlp, normed, block.after_mlp, then)
         return normed

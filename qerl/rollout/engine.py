@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from qerl.host.gpus import allocatable_bytes
+from qerl.kernels.operations import operations_name
 from qerl.kernels.state import FP8, PAGE, DecodeState, SamplingState, page_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
@@ -73,7 +74,8 @@ class EngineSampler:
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
         kernels = sorted({type(linear).__name__ for linear in self._decoder.linears})
         weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
-        return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
+        language = operations_name(self.policy.device.type == "cuda")
+        return f"native engine, {language} and {', '.join(kernels)} on {' and '.join(weights)}"
 
     @property
     def released(self) -> bool:
