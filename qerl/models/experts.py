@@ -33,50 +33,33 @@ class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up by Triton, which saves only gate and up for the backward pass; PyTorch saves silu(gate) too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         from qerl.kernels.triton import norms
 
-        ctx.save_for_backward(gate, up)
-        return norms.swiglu_forward(gate, up)
+        ctx.save_for_backward(*tensors)
+        return norms.swiglu_forward(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         from qerl.kernels.triton import norms
 
         return norms.swiglu_backward(grad, *ctx.saved_tensors)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, by Triton on a GPU, and by PyTorch elsewhere and in float64."""
-    if gate.is_cuda and gate.dtype == up.dtype != torch.float64:
-        return _SwiGLU.apply(gate, up)
+def swiglu(*tensors: Tensor) -> Tensor:
+    """silu(gate) * up of two tensors, or [M, I] of one tensor [M, 2 I] with both side by side, which isn't copied.
+
+    By Triton on a GPU, and by PyTorch elsewhere and in float64.
+    """
+    if (
+        tensors[0].is_cuda
+        and torch.float64 not in (dtypes := {tensor.dtype for tensor in tensors})
+        and len(dtypes) == 1
+    ):
+        return _SwiGLU.apply(*tensors)
+    gate, up = tensors if len(tensors) == 2 else tensors[0].chunk(2, -1)
     return nn.functional.silu(gate) * up
-
-
-class _SwiGLUOfHalves(torch.autograd.Function):
-    """silu(gate) * up of one tensor with both, by Triton, without copies of the halves."""
-
-    @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        from qerl.kernels.triton import norms
-
-        ctx.save_for_backward(both)
-        return norms.forward_of_halves(both)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        from qerl.kernels.triton import norms
-
-        return norms.backward_of_halves(grad, *ctx.saved_tensors)
-
-
-def swiglu_of_halves(both: Tensor) -> Tensor:
-    """silu(gate) * up [M, I] of contiguous gate and up [M, 2 I] side by side, as `swiglu` computes it."""
-    if both.is_cuda and both.dtype != torch.float64:
-        return _SwiGLUOfHalves.apply(both)
-    return swiglu(*both.chunk(2, -1))
 
 
 class _ClampedGLU(torch.autograd.Function):
@@ -521,7 +504,7 @@ class Experts(nn.ModuleList):
         products, groups = self.products(dtype), operations(hidden.device).group(chosen.int(), len(self))
         lora = lora or ExpertLora()
         both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
-        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu_of_halves(both)
+        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(both)
         out = adapted_product(inner, groups, products.down, lora.down)
         return weighted_sum(out, weights.float()).to(hidden.dtype)
 
