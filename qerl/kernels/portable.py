@@ -56,6 +56,11 @@ class PortableOperands:
         return len(self.down)
 
 
+def ranks_at_once(rank: int, most: int) -> int:
+    """The ranks of an adapter that a program multiplies at a time: a power of two, no fewer than an instruction."""
+    return min(max(1 << (rank - 1).bit_length(), 16), most)
+
+
 #: By the most rows of x: the fastest of those timed with 7B's shapes on an H200 (docs/lab/portable.md). With two warps,
 #: the compiler takes mma.sync on Hopper, too, and no two warps decode the same weights.
 _TILES = {

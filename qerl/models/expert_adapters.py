@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError
 from qerl.checkpoints.tensors import write_tensors
-from qerl.models.experts import ExpertFactors, ExpertLora, Experts, Layer, device_of
-from qerl.models.linear import POLICY_ADAPTER
+from qerl.models.experts import ExpertLora, Experts, Layer
+from qerl.models.linear import POLICY_ADAPTER, Lora, device_of
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
 from qerl.settings.errors import nearest
@@ -56,7 +56,7 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
     def lora(self) -> ExpertLora:
         """The adapter, even while it is disabled."""
         both = ("gate_up_proj",) if self.in_stacks else ("gate_proj", "up_proj")
-        return ExpertLora(self._factors(*both), self._factors("down_proj"))
+        return ExpertLora(self._loras(*both), self._loras("down_proj"))
 
     @property
     def in_stacks(self) -> bool:
@@ -73,12 +73,10 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
         """A ("A") [experts, r, in] or B ("B") [experts, out, r] of a projection."""
         return self.get_parameter(f"lora_{side}.{POLICY_ADAPTER}.{projection}")
 
-    def _factors(self, *projections: str) -> ExpertFactors | None:
+    def _loras(self, *projections: str) -> list[Lora]:
         """The adapters of projections that read the same input: all of them have one, or none."""
-        if projections[0] not in self.projections:
-            return None
-        downs, ups = ([self.adapter(side, name) for name in projections] for side in "AB")
-        return ExpertFactors(downs, ups, self.scale)
+        named = [name for name in projections if name in self.projections]
+        return [Lora(self.adapter("A", name), self.adapter("B", name), self.scale) for name in named]
 
 
 def _fresh(base: Experts, projection: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -20,7 +20,7 @@ from qerl.formats.words import Words
 from qerl.kernels import reference
 from qerl.kernels.operations import Operations, operations
 from qerl.kernels.state import GroupedLora, Groups
-from qerl.models.linear import PackedLinear, stacked, words_of
+from qerl.models.linear import Lora, PackedLinear, StackedLora, device_of, stacked, words_of
 from qerl.models.lora import products
 
 # The MLP of a block. With a kernel for the device, its activation takes one pass over memory in each direction.
@@ -258,11 +258,6 @@ def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGrou
     return TorchGroupedLinear(experts)
 
 
-def device_of(layer: Layer) -> torch.device:
-    """The device of a layer's weights."""
-    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
-
-
 def _dense(layer: Layer, dtype: torch.dtype) -> Tensor:
     return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
 
@@ -285,27 +280,6 @@ def _bias(layer: Layer) -> Tensor:
     return layer.bias.detach()
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradient of x. It saves no activation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
-        ctx.groups, ctx.linear, ctx.rows = groups, linear, len(x)
-        out = x.new_empty(groups.count, linear.out_features)
-        linear(x, groups, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        groups = ctx.groups
-        out = grad.new_empty(groups.count, ctx.linear.in_features)
-        ctx.linear.input_gradient(grad.contiguous(), groups, out)
-        if ctx.rows != groups.count:
-            out = out.view(ctx.rows, groups.chosen, -1).sum(1)
-        return out, None, None
-
-
 class _WeightedSum(torch.autograd.Function):
     """Sums [T, H] of y [T k, H] by weights float32 [T, k], in float32, with the gradients of both."""
 
@@ -323,11 +297,6 @@ class _WeightedSum(torch.autograd.Function):
         return operations(y.device).combine_gradients(grad.contiguous(), y, weights)
 
 
-def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
-    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with the gradient of x."""
-    return _GroupedProduct.apply(x.contiguous(), groups, linear)
-
-
 def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
     """Sums [T, H] of outputs y [T k, H] by weights float32 [T, k], with gradients of both."""
     return _WeightedSum.apply(y, weights.contiguous())
@@ -339,113 +308,73 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
 # rows, and B (A x) is added in the base's product.
 
 
-@dataclass(frozen=True)
-class ExpertFactors:
-    """A [experts, r, K] and B [experts, N, r] of layers of every expert that read the same input, in order."""
+class GroupedAdapters(StackedLora):
+    """Adapters of a grouped product in the dtype of its activations; A and B are those of every expert."""
 
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    scale: float
-
-    def empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Zeros for all A, [experts, R, K], and for block-diagonal B, [experts, N, R]; R is the sum of the ranks."""
-        rank, rows = (sum(part.shape[1] for part in parts) for parts in (self.downs, self.ups))
-        (experts, _, columns), device = self.downs[0].shape, self.downs[0].device
-        down = torch.zeros(experts, rank, columns, dtype=dtype, device=device)
-        return down, torch.zeros(experts, rows, rank, dtype=dtype, device=device)
-
-    def parts(self, down: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The parts of each layer in tensors of the shapes of `empty`."""
-        ranks, rows = ([part.shape[1] for part in parts] for parts in (self.downs, self.ups))
-        diagonal = zip(up.split(rows, 1), ranks, strict=True)
-        firsts = [sum(ranks[:number]) for number in range(len(ranks))]
-        ups = [part[..., first : first + rank] for (part, rank), first in zip(diagonal, firsts, strict=True)]
-        return list(zip(down.split(ranks, 1), ups, strict=True))
-
-    @torch.no_grad()
-    def write(self, down: Tensor, up: Tensor) -> None:
-        """Copy A and the scale times B into tensors of `empty`, whose zeros stay."""
-        for (to_down, to_up), a, b in zip(self.parts(down, up), self.downs, self.ups, strict=True):
-            to_down.copy_(a)
-            to_up.copy_(b * self.scale)
-
-    def stacked(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All A and block-diagonal B with the scale, in `dtype`."""
-        down, up = self.empty(dtype)
-        self.write(down, up)
-        return down, up
-
-
-class GroupedAdapters:
-    """Adapters of a grouped product in the dtype of its activations, at addresses that never change."""
-
-    def __init__(self, factors: ExpertFactors, dense: Operations, dtype: torch.dtype) -> None:
-        self._factors, self._dense = factors, dense
-        self._down, self._up = factors.empty(dtype)
-        self.sync()
-
-    def sync(self) -> None:
-        """Copy the present adapters."""
-        self._factors.write(self._down, self._up)
+    def __init__(self, loras: Sequence[Lora], dense: Operations, dtype: torch.dtype) -> None:
+        super().__init__(loras, dtype)
+        self._dense = dense
 
     def __call__(self, x: Tensor, groups: Groups) -> GroupedLora:
         """What the adapters add to the product of x [T, K] or [pairs, K]."""
-        shrunk = x.new_empty(groups.count, self._down.shape[1])
-        self._dense.dense_product(self._down, x, groups, shrunk)
-        return GroupedLora(shrunk, self._up)
+        shrunk = x.new_empty(groups.count, self.rank)
+        self._dense.dense_product(self.down, x, groups, shrunk)
+        return GroupedLora(shrunk, self.up)
 
 
-class _AdaptedProduct(torch.autograd.Function):
-    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradients of x, A and B. It saves x and A x.
+class _GroupedProduct(torch.autograd.Function):
+    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradients of x and of the layers' A and B, if any.
 
-    A and s B are cast to the dtype of x in each direction. Their gradients are sums in float32. `adapters` has all A,
-    then all B.
+    It saves x and A x only with adapters, of which A and s B are cast to the dtype of x in each direction. Their
+    gradients are sums in float32. `adapters` lists A and B of each layer in order.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups, linear: GroupedLinear, scale: float, *adapters: Tensor) -> Tensor:
-        down, up = _factors(adapters, scale).stacked(x.dtype)
-        shrunk = x.new_empty(groups.count, down.shape[1])
-        linear.dense.dense_product(down, x, groups, shrunk)
+        ctx.groups, ctx.linear, ctx.scale, ctx.rows = groups, linear, scale, len(x)
+        lora = None
+        if adapters:
+            lora = GroupedAdapters(_loras(adapters, scale), linear.dense, x.dtype)(x, groups)
+            ctx.save_for_backward(x, lora.shrunk, *adapters)
         out = x.new_empty(groups.count, linear.out_features)
-        linear(x, groups, out, lora=GroupedLora(shrunk, up))
-        ctx.save_for_backward(x, shrunk, *adapters)
-        ctx.groups, ctx.linear, ctx.scale = groups, linear, scale
+        linear(x, groups, out, lora=lora)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shrunk, *adapters = ctx.saved_tensors
         groups, dense, grad = ctx.groups, ctx.linear.dense, grad.contiguous()
-        factors = _factors(adapters, ctx.scale)
-        down, up = factors.stacked(x.dtype)
-        of_shrunk = torch.empty_like(shrunk)
-        dense.dense_input_gradient(up, grad, groups, of_shrunk)
-        of_down = dense.dense_weight_gradient(of_shrunk, x, groups, len(down))
-        of_up = dense.dense_weight_gradient(grad, shrunk, groups, len(down)).mul_(ctx.scale)
-        parts = factors.parts(of_down, of_up)
-        of_adapters = [part.to(adapters[0].dtype) for side in zip(*parts, strict=True) for part in side]
+        grads: list[Tensor] = []
+        if ctx.saved_tensors:
+            x, shrunk, *adapters = ctx.saved_tensors
+            lora = StackedLora(_loras(adapters, ctx.scale), x.dtype)
+            grad_shrunk = torch.empty_like(shrunk)
+            dense.dense_input_gradient(lora.up, grad, groups, grad_shrunk)
+            grad_down = dense.dense_weight_gradient(grad_shrunk, x, groups, len(lora.down))
+            grad_up = dense.dense_weight_gradient(grad, shrunk, groups, len(lora.down)).mul_(ctx.scale)
+            grads = [part.to(adapters[0].dtype) for pair in lora.parts(grad_down, grad_up) for part in pair]
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, *of_adapters
-        of_x = x.new_empty(groups.count, x.shape[1])
-        ctx.linear.input_gradient(grad, groups, of_x)
-        dense.dense_input_gradient(down, of_shrunk, groups, of_x, add=True)
-        if len(x) != groups.count:
-            of_x = of_x.view(len(x), groups.chosen, -1).sum(1)
-        return of_x, None, None, None, *of_adapters
+            return None, None, None, None, *grads
+        grad_x = grad.new_empty(groups.count, ctx.linear.in_features)
+        ctx.linear.input_gradient(grad, groups, grad_x)
+        if ctx.saved_tensors:
+            dense.dense_input_gradient(lora.down, grad_shrunk, groups, grad_x, add=True)
+        if ctx.rows != groups.count:
+            grad_x = grad_x.view(ctx.rows, groups.chosen, -1).sum(1)
+        return grad_x, None, None, None, *grads
 
 
-def _factors(adapters: Sequence[Tensor], scale: float) -> ExpertFactors:
-    half = len(adapters) // 2
-    return ExpertFactors(adapters[:half], adapters[half:], scale)
+def _loras(adapters: Sequence[Tensor], scale: float) -> list[Lora]:
+    return [Lora(down, up, scale) for down, up in zip(adapters[::2], adapters[1::2], strict=True)]
 
 
-def adapted_product(x: Tensor, groups: Groups, linear: GroupedLinear, factors: ExpertFactors | None) -> Tensor:
-    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B."""
-    if factors is None:
-        return grouped_product(x, groups, linear)
-    return _AdaptedProduct.apply(x.contiguous(), groups, linear, factors.scale, *factors.downs, *factors.ups)
+def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear, loras: Sequence[Lora] = ()) -> Tensor:
+    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B.
+
+    `loras` are those of all layers that read x, with one scale, or none.
+    """
+    scale, adapters = (loras[0].scale if loras else 0.0), (part for lora in loras for part in (lora.down, lora.up))
+    return _GroupedProduct.apply(x.contiguous(), groups, linear, scale, *adapters)
 
 
 # The experts of a mixture as linear layers, which can be packed one by one, and its router in float32.
@@ -467,10 +396,10 @@ class ExpertProducts:
 
 @dataclass(frozen=True)
 class ExpertLora:
-    """Adapters of the grouped products of a block's experts, None of a product without them."""
+    """Adapters of the layers of a block's experts by their product; none of a product without them."""
 
-    gate_up: ExpertFactors | None = None
-    down: ExpertFactors | None = None
+    gate_up: Sequence[Lora] = ()
+    down: Sequence[Lora] = ()
 
 
 class Experts(nn.ModuleList):
@@ -503,9 +432,9 @@ class Experts(nn.ModuleList):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         products, groups = self.products(dtype), operations(hidden.device).group(chosen.int(), len(self))
         lora = lora or ExpertLora()
-        both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
+        both = grouped_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
         inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(both)
-        out = adapted_product(inner, groups, products.down, lora.down)
+        out = grouped_product(inner, groups, products.down, lora.down)
         return weighted_sum(out, weights.float()).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:

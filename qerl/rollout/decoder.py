@@ -20,8 +20,6 @@ from qerl.kernels.state import (
     DeltaHeads,
     DeltaState,
     DeltaStates,
-    GroupedLora,
-    Groups,
     Heads,
     KVCache,
     Norm,
@@ -34,7 +32,6 @@ from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.delta_net import PackedDeltaNet
 from qerl.models.expert_adapters import AdaptedExperts
 from qerl.models.experts import (
-    ExpertFactors,
     ExpertLora,
     Experts,
     Float32Router,
@@ -155,10 +152,11 @@ class MixtureMlp:
         self._router, self._normalised = router, router.normalised
         self._products, self._count = experts.products(dtype), len(experts)
         products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
-        self._of_gate_up = _copies(lora.gate_up, products[0], dtype)
-        self._of_down = _copies(lora.down, products[1], dtype)
-        copies = (one for one in (self._of_gate_up, self._of_down) if one is not None)
-        self.linears: Sequence[Product] = (*products, *copies)
+        self._adapters = [
+            GroupedAdapters(loras, product.dense, dtype) if loras else None
+            for loras, product in zip((lora.gate_up, lora.down), products, strict=True)
+        ]
+        self.linears: Sequence[Product] = (*products, *filter(None, self._adapters))
         device = router.weight.device
         if device.type == "cuda" and any(isinstance(linear, TorchGroupedLinear) for linear in products):
             raise ConfigError(
@@ -176,11 +174,12 @@ class MixtureMlp:
         groups = ops.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)
-        products.gate_up(x, groups, inner, clamped is None, _added(self._of_gate_up, x, groups))
+        of_gate_up, of_down = self._adapters
+        products.gate_up(x, groups, inner, clamped is None, of_gate_up(x, groups) if of_gate_up else None)
         if clamped:
             inner = ops.clamped_glu(inner, *clamped)
         y = x.new_empty(groups.count, out.shape[1])
-        products.down(inner, groups, y, lora=_added(self._of_down, inner, groups))
+        products.down(inner, groups, y, lora=of_down(inner, groups) if of_down else None)
         ops.combine(y, weights, out, residual)
 
 
@@ -197,14 +196,6 @@ class SharedMixtureMlp:
         self._shared(x, shared)
         self._mixture(x, out, residual)
         out.addcmul_(shared, self._gate(x).sigmoid())
-
-
-def _copies(factors: ExpertFactors | None, linear: GroupedLinear, dtype: torch.dtype) -> GroupedAdapters | None:
-    return None if factors is None else GroupedAdapters(factors, linear.dense, dtype)
-
-
-def _added(adapters: GroupedAdapters | None, x: Tensor, groups: Groups) -> GroupedLora | None:
-    return None if adapters is None else adapters(x, groups)
 
 
 def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:

@@ -9,15 +9,13 @@ from qerl.kernels import reference
 from qerl.kernels.operations import operations
 from qerl.kernels.state import BLOCK_SIZES, block_size, captured
 from qerl.models.experts import (
-    ExpertFactors,
     GroupedAdapters,
     PortableGroupedLinear,
-    adapted_product,
     grouped,
     grouped_product,
     weighted_sum,
 )
-from qerl.models.linear import PackedLinear
+from qerl.models.linear import Lora, PackedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,13 +75,13 @@ def test_adapters_of_experts_and_their_gradients_are_near_those_of_float64(weigh
     exact = torch.stack([torch.cat([weight for _, weight in two]) for two in pairs])
     downs = [(torch.randn(EXPERTS, rank, HIDDEN, device=DEVICE) / HIDDEN**0.5).requires_grad_() for _ in range(2)]
     ups = [torch.randn(EXPERTS, WIDE, rank, device=DEVICE).requires_grad_() for _ in range(2)]
-    factors = ExpertFactors(downs, ups, 0.5)
+    loras = [Lora(down, up, 0.5) for down, up in zip(downs, ups, strict=True)]
     for tokens, by_token in ((1, True), (13, False), (100, True), (1000, True), (2000, False)):
         numbers, _ = operations(DEVICE).route(torch.randn(tokens, EXPERTS, device=DEVICE), CHOSEN, True)
         groups, owner = operations(DEVICE).group(numbers, EXPERTS), numbers.flatten().long()
         rows = tokens if by_token else tokens * CHOSEN
         x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        out = adapted_product(x, groups, linear, factors)
+        out = grouped_product(x, groups, linear, loras)
         grads = torch.randn(out.shape, device=DEVICE, dtype=torch.bfloat16)
         found = torch.autograd.grad(out, [x, *downs, *ups], grads)
         wide = [tensor.detach().double().requires_grad_() for tensor in (x, *downs, *ups)]
@@ -91,7 +89,7 @@ def test_adapters_of_experts_and_their_gradients_are_near_those_of_float64(weigh
         assert (out.double() - expected).norm() < 0.01 * expected.norm(), (tokens, weights)
         for one, other in zip(found, torch.autograd.grad(expected, wide, grads.double()), strict=True):
             assert (one.double() - other).norm() < 0.01 * other.norm(), (tokens, weights)
-        silu, added = out.new_empty(len(out), WIDE), GroupedAdapters(factors, linear.dense, torch.bfloat16)
+        silu, added = out.new_empty(len(out), WIDE), GroupedAdapters(loras, linear.dense, torch.bfloat16)
         linear(x.detach(), groups, silu, True, added(x.detach(), groups))
         gate, above = expected.detach().chunk(2, 1)
         gated = nn.functional.silu(gate) * above
@@ -115,7 +113,7 @@ def test_a_captured_graph_has_the_adapters_that_were_synced_last():
     linear = grouped(rows, torch.bfloat16)
     down = torch.randn(EXPERTS, 16, HIDDEN, device=DEVICE)
     up = torch.zeros(EXPERTS, WIDE, 16, device=DEVICE)
-    adapters = GroupedAdapters(ExpertFactors([down], [up], 2.0), linear.dense, torch.bfloat16)
+    adapters = GroupedAdapters([Lora(down, up, 2.0)], linear.dense, torch.bfloat16)
     x, scores = torch.randn(32, HIDDEN, device=DEVICE).bfloat16(), torch.randn(32, EXPERTS, device=DEVICE)
     out = torch.empty(32 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
 

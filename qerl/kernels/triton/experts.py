@@ -12,7 +12,14 @@ from torch import Tensor
 
 from qerl.formats.words import BLOCK_COLUMNS, Words
 from qerl.kernels import reference
-from qerl.kernels.portable import GradientTile, Tile, gradient_tile_for, grouped_tile_for, weight_gradient_tile_for
+from qerl.kernels.portable import (
+    GradientTile,
+    Tile,
+    gradient_tile_for,
+    grouped_tile_for,
+    ranks_at_once,
+    weight_gradient_tile_for,
+)
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.kernels.triton.launch import begin, dependent
 from qerl.kernels.triton.linear import wait_for_products, weight_values
@@ -299,6 +306,8 @@ def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 # mypy: disable-error-code="assignment"
 
 
+#: The most ranks of an adapter that a program multiplies at a time.
+_MOST_RANKS = 64
 #: Columns of dense weights that a program reads at a time.
 DENSE_COLUMNS = tl.constexpr(64)
 
@@ -568,9 +577,9 @@ def multiply(
     grouped_product[(len(groups.experts), tiles)](
         codes, scales, x, groups.pairs, groups.experts, factors, bias, up, shrunk, out, groups.count,
         _pairs_a_row(x, groups), operands.rows, all_rows, operands.columns, width, **decode,
-        TAIL=operands.columns % block != 0, BIASED=operands.bias is not None, RANK=rank, RANKS=_ranks(rank),
-        SILU=silu, N=tile.n, M=tile.m, STRIPS=groups.size // tile.m, STAGES=tile.stages, num_warps=tile.warps,
-        **dependent(x.device),
+        TAIL=operands.columns % block != 0, BIASED=operands.bias is not None, RANK=rank,
+        RANKS=ranks_at_once(rank, _MOST_RANKS), SILU=silu, N=tile.n, M=tile.m, STRIPS=groups.size // tile.m,
+        STAGES=tile.stages, num_warps=tile.warps, **dependent(x.device),
     )  # fmt: skip
 
 
@@ -624,11 +633,6 @@ def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int)
         **dependent(x.device),
     )  # fmt: skip
     return out
-
-
-def _ranks(rank: int) -> int:
-    """The ranks of an adapter that an instruction multiplies at a time."""
-    return min(max(triton.next_power_of_2(rank), 16), 64)
 
 
 def _pairs_a_row(x: Tensor, groups: Groups) -> int:

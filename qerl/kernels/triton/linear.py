@@ -12,7 +12,7 @@ from triton.language.extra.cuda import num_warps
 from triton.language.target_info import cuda_capability_geq
 
 from qerl.formats.words import BLOCK_COLUMNS, Words
-from qerl.kernels.portable import PortableOperands, Tile, tile_for
+from qerl.kernels.portable import PortableOperands, Tile, ranks_at_once, tile_for
 from qerl.kernels.state import COEFFICIENTS, Activation, workspace
 from qerl.kernels.triton.launch import begin, dependent, let_next_start, wait_for_earlier
 
@@ -390,23 +390,16 @@ def multiply(
     sums = torch.empty(row_blocks * tiles * divided * tile.n * tile.m, dtype=torch.float32, device=x.device)
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
     senders = triton.cdiv(rank, SHRINK_ROWS.value)
+    bias = operands.factors if operands.bias is None else operands.bias  # the former isn't read
     fused_product[((senders + tiles) * row_blocks * splits,)](
-        words.codes, words.scales, operands.factors, _or(operands.bias, operands.factors), operands.down, operands.up,
-        x, out, sums, shrunk, space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks,
-        tiles, span, row_blocks, width,
-        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
-        RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, ACTIVATION=activation or "",
-        RESIDUAL=residual, N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
+        words.codes, words.scales, operands.factors, bias, operands.down, operands.up, x, out, sums, shrunk,
+        space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks, tiles, span,
+        row_blocks, width,
+        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF,
+        RANK=rank, RANKS=ranks_at_once(rank, _MOST_RANKS), SPLITS=splits,
+        BIASED=operands.bias is not None, ACTIVATION=activation or "", RESIDUAL=residual,
+        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
     )  # fmt: skip
-
-
-def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
-    """A tensor, or one that isn't read in its place."""
-    return placeholder if tensor is None else tensor
-
-
-def _ranks(rank: int) -> int:
-    return min(max(16, triton.next_power_of_2(rank)), _MOST_RANKS)
 
 
 # The product of a narrow dense layer with its adapter in Triton, out = W x + B (A x), as one launch for few rows of x.
