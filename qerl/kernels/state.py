@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import accumulate, pairwise
 from math import pi, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -549,6 +549,8 @@ def workspace(device: torch.device) -> Workspace:
 
 # Capture of GPU work in CUDA graphs.
 
+Graph = TypeVar("Graph")
+
 
 def capture(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
     """Capture `work`, which has run before, in a CUDA graph. The returned function replays it on the same tensors.
@@ -566,6 +568,27 @@ def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]
     """Run `work` once, which compiles kernels and initializes libraries, then `capture` it."""
     work()
     return capture(work, memory)
+
+
+class GraphBySize(dict[Hashable, Graph]):
+    """Graphs by the sizes of their tensors and by what else differs, each captured at its first use.
+
+    They share the memory pool `memory`, so no two may run at the same time. Without one, on a CPU, nothing is captured.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def at(self, size: Hashable, make: Callable[[], Graph]) -> Graph:
+        """The graph of this size, or what `make` returns, which is then the size's graph."""
+        if size not in self:
+            self[size] = make()
+        return self[size]
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats `work`, which runs once now if it is captured."""
+        return work if self.memory is None else captured(work, self.memory)
 
 
 # The device state of steps that verify drafts: the texts in which drafts are found, guesses, and rows.

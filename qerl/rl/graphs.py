@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels.packed_sequences import FixedPacking, KeyPlaces, Packing
-from qerl.kernels.state import capture
+from qerl.kernels.state import GraphBySize, capture
 from qerl.models.blocks import PackedAttention
 from qerl.models.experts import GatedMLP
 from qerl.models.linear import PackedLinear
@@ -153,13 +153,13 @@ MOST_BYTES = 2**31
 
 Work = Callable[[], None]
 #: Makes a function that repeats work on the same tensors, from work that has run before. It may run it once more.
-Capture = Callable[[Work], Work]
+Recorder = Callable[[Work], Work]
 
 
 class _Pass:
     """The hidden states of rows of one size, and with `gradients` the gradients of the trained tensors."""
 
-    def __init__(self, policy: Policy, first: MicroBatch, gradients: bool, capture: Capture) -> None:
+    def __init__(self, policy: Policy, first: MicroBatch, gradients: bool, record: Recorder) -> None:
         self._policy = policy
         self._gradients = gradients
         self.states: Tensor
@@ -172,8 +172,8 @@ class _Pass:
             self._run_back()
         # Nodes of autograd belong to a stream. While one lives, later passes use it, and capture has another stream.
         del self.states
-        self.run = capture(self._run)
-        self.run_back = capture(self._run_back) if gradients else None
+        self.run = record(self._run)
+        self.run_back = record(self._run_back) if gradients else None
         self.states = self.states.detach()
 
     def _run(self) -> None:
@@ -212,14 +212,14 @@ class PassGraphs:
     """
 
     def __init__(
-        self, policy: Policy, recomputation: Recomputation | None = None, capture: Capture | None = None
+        self, policy: Policy, recomputation: Recomputation | None = None, record: Recorder | None = None
     ) -> None:
         self._policy = policy
         self._recomputation = recomputation
-        self._passes: dict[tuple[PaddedSize, bool], _Pass] = {}
         self._trained = [parameter for _, parameter in policy.trainable()]
         self._joint = torch.zeros((), device=policy.device, requires_grad=True)
-        self._capture = capture or partial(_captured, torch.cuda.graph_pool_handle())
+        self._passes: GraphBySize[_Pass] = GraphBySize(None if record else torch.cuda.graph_pool_handle())
+        self._record = record or partial(capture, memory=self._passes.memory)
 
     def fitting_tokens(self) -> int:
         """The most tokens of a row that can be a graph, by the memory that is free now."""
@@ -242,23 +242,19 @@ class PassGraphs:
         for parameter, gradient in zip(self._trained, self._gradients, strict=True):
             parameter.grad = gradient
 
+    def _new_pass(self, batch: MicroBatch) -> _Pass:
+        if self._recomputation is not None:
+            self._recomputation.choose(1)  # none: a graph recomputes nothing
+        return _Pass(self._policy, batch, torch.is_grad_enabled(), self._record)
+
     def logprobs_and_entropy(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """See `qerl.rl.packing.logprobs_and_entropy`; with gradients only after `use_gradients`."""
-        key = PaddedSize.of(batch), torch.is_grad_enabled()
         # With and without gradients apart: a pass without them keeps no activations.
-        if key not in self._passes:
-            if self._recomputation is not None:
-                self._recomputation.choose(1)  # none: a graph recomputes nothing
-            self._passes[key] = _Pass(self._policy, batch, torch.is_grad_enabled(), self._capture)
-        captured = self._passes[key]
+        captured = self._passes.at((PaddedSize.of(batch), torch.is_grad_enabled()), partial(self._new_pass, batch))
         captured.padded.fill(batch)
         states: Tensor = _Replay.apply(self._joint, captured, len(batch.targets_M))
         values = head_logprobs(self._policy, states, batch, temperature, keep_logits=True)
         return batch.unpacked(values[0]), batch.unpacked(values[1])
-
-
-def _captured(memory: Any, work: Work) -> Work:
-    return capture(work, memory)
 
 
 def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:

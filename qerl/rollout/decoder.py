@@ -20,6 +20,7 @@ from qerl.kernels.state import (
     DeltaHeads,
     DeltaState,
     DeltaStates,
+    GraphBySize,
     Heads,
     KVCache,
     Norm,
@@ -620,8 +621,7 @@ class DecodeGraphs:
         self._whole = whole
         self._state, self._cache, self._sampling = state, cache, sampling
         self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
-        self._captured: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
-        self._memory = memory
+        self._graphs: GraphBySize[Callable[[], None]] = GraphBySize(memory)
 
     @torch.no_grad()
     def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
@@ -629,20 +629,15 @@ class DecodeGraphs:
         if not count:
             return
         bucket = bucket_of(self._state.count if self._whole else len(chosen))
-        step = self._step(bucket, splits, truncated, replayed)
+        size = bucket, splits, truncated, replayed
+        step = self._graphs.at(size, partial(self._captured_step, *size))
         padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
         self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
         for _ in range(count):
             step()
 
-    def _step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
-        key = bucket, splits, truncated, replayed
-        if key not in self._captured:
-            rows = self._rows[:bucket]
-            step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
-            eager: Callable[[], None] = partial(step, *inputs, splits, truncated, replayed, states=self._states)
-            if self._memory is not None:
-                rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
-                eager = captured(eager, self._memory)
-            self._captured[key] = eager
-        return self._captured[key]
+    def _captured_step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
+        rows = self._rows[:bucket]
+        rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
+        step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
+        return self._graphs.captured(partial(step, *inputs, splits, truncated, replayed, states=self._states))
