@@ -77,8 +77,8 @@ def scale_decode(weights_format: str) -> tuple[int, int]:
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether layers of these shapes [rows, columns] can be stored as tiles."""
-    whole = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
-    return weights_format in ("nvfp4", "mxfp4") and whole
+    divides = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
+    return weights_format in ("nvfp4", "mxfp4") and divides
 
 
 def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:

@@ -34,7 +34,7 @@ class Operations(Protocol):
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See `reference.rms_norm`."""
 
-    def add_normed(self, to: Tensor, x: Tensor, norm: Norm, then: Norm) -> Tensor:
+    def add_normed(self, to: Tensor, x: Tensor, norm: Norm, next_norm: Norm) -> Tensor:
         """See `reference.add_normed`."""
 
     def clamped_glu(self, both: Tensor, alpha: float, limit: float) -> Tensor:

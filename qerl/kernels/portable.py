@@ -31,8 +31,8 @@ class Tile:
     def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
         """The number of parts of W's columns, of which `blocks` blocks exist."""
         tiles = -(-rows_of_w // self.n) * -(-rows // self.m)
-        wanted = self.programs * processors // tiles
-        return max(1, min(wanted, blocks // _LEAST_SPAN, _MOST_SPLITS))
+        most = self.programs * processors // tiles
+        return max(1, min(most, blocks // _LEAST_SPAN, _MOST_SPLITS))
 
     @property
     def registers(self) -> int:

@@ -353,14 +353,14 @@ class DeltaStates:
         return cls(recent, torch.zeros(size, dtype=torch.float32, device=device))
 
     @property
-    def held(self) -> int:
+    def group_row(self) -> int:
         """The row of a waiting group."""
         return self.recent.shape[1] - 1
 
     @property
     def idle(self) -> int:
         """The row of the idle slot."""
-        return self.held - 1
+        return self.group_row - 1
 
     @property
     def nbytes(self) -> int:

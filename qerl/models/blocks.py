@@ -45,12 +45,12 @@ def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tupl
 
 
 def _backward(
-    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, of_weight: bool
+    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `qerl.kernels.triton.norms.norm_backward`."""
     normed = hidden * inverse
     product = grad * normed
-    grad_weight = product.flatten(0, -2).sum(0) if of_weight else None
+    grad_weight = product.flatten(0, -2).sum(0) if needs_weight else None
     along = (product @ weight)[..., None] / hidden.shape[-1]
     grad_hidden = (grad * weight).addcmul_(normed, along, value=-1)
     return torch.mul(grad_hidden, inverse, out=torch.empty_like(hidden)), grad_weight
@@ -213,8 +213,8 @@ def token_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: P
         assert isinstance(packing, Packing)  # CUDA graphs serve packed attention alone
         return _padded_hidden(lm, ids[0], positions[0], packing)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.
-    made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
-    output = lm.base_model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
+    mask = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
+    output = lm.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, packing=packing)
     return output.last_hidden_state
 
 

@@ -550,21 +550,21 @@ def _router_class(module: nn.Module) -> type[nn.Module]:
 def _weights_of_all(router: Any, hidden: Tensor) -> Tensor | None:
     """The weights [T, E] of all experts, of which a router chooses some; None if it takes or gives something else."""
     try:
-        given = router(hidden.clone())
-        [weights] = [one for one in given if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
-        [numbers] = [one for one in given if one.shape == weights.shape and not one.is_floating_point()]
+        outputs = router(hidden.clone())
+        [weights] = [one for one in outputs if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
+        [numbers] = [one for one in outputs if one.shape == weights.shape and not one.is_floating_point()]
         return hidden.new_zeros(len(hidden), len(router.weight)).scatter(1, numbers, weights)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def _normalises(router: Any, hidden: Tensor, given: Tensor) -> bool | None:
+def _normalises(router: Any, hidden: Tensor, weights: Tensor) -> bool | None:
     """Whether the weights that a router has given add up to 1; None if they aren't a softmax's probabilities."""
     scores = reference.scores(hidden, router.weight, getattr(router, "bias", None))
     for normalised in (True, False):
-        numbers, weights = reference.route(scores, router.top_k, normalised)
-        expected = torch.zeros_like(scores).scatter(1, numbers.long(), weights)
-        if torch.allclose(given, expected, rtol=0, atol=1e-5):
+        numbers, probabilities = reference.route(scores, router.top_k, normalised)
+        expected = torch.zeros_like(scores).scatter(1, numbers.long(), probabilities)
+        if torch.allclose(weights, expected, rtol=0, atol=1e-5):
             return normalised
     return None
 
@@ -584,17 +584,19 @@ def _split(stack: nn.Module) -> Experts:
     """Experts of a stack's shapes: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
     down = stack.get_parameter("down_proj")
     count, hidden, wide = down.shape
-    made: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
+    options: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
     shapes = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
-    experts = ({name: nn.Linear(*shape, **made) for name, shape in shapes.items()} for _ in range(count))
+    experts = ({name: nn.Linear(*shape, **options) for name, shape in shapes.items()} for _ in range(count))
     return Experts(GatedMLP(nn.ModuleDict(expert)) for expert in experts)
 
 
 def _split_gpt_oss(stack: GptOssExperts) -> Experts:
     """Experts of a stack's shapes: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]."""
     count, wide, hidden = stack.down_proj.shape
-    made: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
+    options: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
     return Experts(
-        GptOssExpert(nn.Linear(hidden, 2 * wide, **made), nn.Linear(wide, hidden, **made), stack.alpha, stack.limit)
+        GptOssExpert(
+            nn.Linear(hidden, 2 * wide, **options), nn.Linear(wide, hidden, **options), stack.alpha, stack.limit
+        )
         for _ in range(count)
     )

@@ -69,8 +69,8 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     weights_format = weights_format_of(source)
     headers = read_headers(source)
     layers = set(packed_layers(headers, weights_format))
-    kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
-    tensors = {name: converted(kept[name], tensor, dtype) for name, tensor in stream(kept)}
+    unpacked = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
+    tensors = {name: converted(unpacked[name], tensor, dtype) for name, tensor in stream(unpacked)}
     for layer, packed in read_packed(headers, weights_format):
         tensors[f"{layer}.weight"] = dequantize(packed, dtype)
     _copy_but_weights(source, target)

@@ -239,7 +239,7 @@ def _insert_packed(
 ) -> None:
     """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
-    of_experts = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
+    expert_prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
     for layer in packed_layers(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
@@ -259,7 +259,7 @@ def _insert_packed(
             )
         except FormatError as error:
             raise CheckpointError(f"{folder}: {layer}: {error}") from None
-        packed.keepable = not layer.startswith(of_experts)
+        packed.keepable = not layer.startswith(expert_prefixes)
         model.set_submodule(layer, packed)
 
 

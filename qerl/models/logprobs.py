@@ -56,8 +56,8 @@ def logprobs_and_entropy(
     With `keep` on a GPU, all logits [M, V] are kept for the backward pass in the dtype of `hidden`, and nothing is
     recomputed. The results are the same up to rounding.
     """
-    kept = keep and _has_kernels(hidden)
-    return (_KeptLogprobs if kept else _TiledLogprobs).apply(hidden, head, bias, targets, temperature, cap)
+    keeps_logits = keep and _has_kernels(hidden)
+    return (_KeptLogprobs if keeps_logits else _TiledLogprobs).apply(hidden, head, bias, targets, temperature, cap)
 
 
 class _KeptLogprobs(torch.autograd.Function):
@@ -127,9 +127,9 @@ class _TiledLogprobs(torch.autograd.Function):
             part = slice(start, start + ROWS)
             grad_rows = torch.zeros_like(hidden[part], dtype=lse.dtype)
             for first, weight, logits in _tiles(hidden[part], head, bias, ctx.cap, space):
-                of_rows = None if grad_entropy is None else grad_entropy[part]
+                grad_entropy_rows = None if grad_entropy is None else grad_entropy[part]
                 grad_logits = _logits_gradient(
-                    logits, first, targets[part], lse[part], grad[part], entropy[part], of_rows, ctx
+                    logits, first, targets[part], lse[part], grad[part], entropy[part], grad_entropy_rows, ctx
                 )
                 _add_product(grad_rows, grad_logits, weight)
                 if grad_head is not None:

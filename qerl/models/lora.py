@@ -39,10 +39,10 @@ class KeyedDropout(nn.Module):
             return x
         if x.shape[:-1] != (1, sum(self.lengths)):
             raise RuntimeError(f"dropout has keys of {sum(self.lengths)} tokens for an input {list(x.shape)}")
-        kept = torch.cat([self._kept(*piece, x) for piece in zip(self.keys, self.lengths, strict=True)])
-        return (x * kept) / (1 - self.p)
+        mask = torch.cat([self._mask(*piece, x) for piece in zip(self.keys, self.lengths, strict=True)])
+        return (x * mask) / (1 - self.p)
 
-    def _kept(self, key: Key, tokens: int, x: Tensor) -> Tensor:
+    def _mask(self, key: Key, tokens: int, x: Tensor) -> Tensor:
         """The kept values as bool [tokens, features], a function of the key alone."""
         seed = np.random.SeedSequence([*key, self.layer]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(x.device).manual_seed(int(seed))
@@ -161,7 +161,7 @@ class SharedCasts:
             torch._foreach_copy_(targets, downs + list(torch._foreach_mul(ups, scales)))
 
     @torch.no_grad()
-    def of(
+    def operands(
         self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
     ) -> _Operands | None:
         """The operands of layers; None if they are large, or if passes read the adapters as they are."""
@@ -278,7 +278,7 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     else:
         frozen, adapters = _read(layers)
         casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
-        shared = casts.of(key, frozen, adapters, dtype) if casts else None
+        shared = casts.operands(key, frozen, adapters, dtype) if casts else None
         outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 

@@ -99,11 +99,11 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     others = _other_matrices(source, headers, layers)
     packer = _NF4(others) if weights_format == "nf4" else _FP4(weights_format, others)
     partners = {name: packer.partners(name) & layers for name in layers}
-    led = set().union(*partners.values())
+    members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def tensors_of(name: str) -> dict[str, Tensor]:
-        if name in led:
+        if name in members:
             return {}
         group = {member: headers[member] for member in (name, *sorted(partners.get(name, ())))}
         dense = {

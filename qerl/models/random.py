@@ -408,9 +408,9 @@ def _pack(lm: nn.Module, names: Sequence[str], weights: str, device: torch.devic
     parts = [quantize(dense, weights)] if len(layers) == 1 else split_rows(quantize(dense, weights), rows)
     for name, layer, part in zip(names, layers, parts, strict=True):
         bias = None if layer.bias is None else torch.zeros(rows, dtype=torch.bfloat16, device=device)
-        made = PackedLinear.from_packed(part, bias)
-        made.keepable = ".experts." not in name
-        lm.set_submodule(name, made)
+        packed = PackedLinear.from_packed(part, bias)
+        packed.keepable = ".experts." not in name
+        lm.set_submodule(name, packed)
 
 
 # Policies with random weights, which are never written to disk.

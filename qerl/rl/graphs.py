@@ -91,7 +91,7 @@ class PaddedBatch:
             keys_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
             copies=KeyPlaces(
                 sources=torch.zeros(size.keys, **whole),  # type: ignore[call-overload]
-                of_piece=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
+                own=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
                 shared=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
                 places=torch.zeros(size.copies, size.tokens, **whole),  # type: ignore[call-overload]
                 missing=torch.ones(size.copies, size.tokens, dtype=torch.bool, device=device),
@@ -128,7 +128,7 @@ class PaddedBatch:
         ):
             target.copy_(_filled_up(ends, len(target), int(ends[-1])))
         self.packing.copies.sources.copy_(_filled_up(copies.sources, self.size.keys, 0))
-        self.packing.copies.of_piece.copy_(copies.of_piece)
+        self.packing.copies.own.copy_(copies.own)
         self.packing.copies.shared.copy_(_filled_up(copies.shared, self.size.tokens, last))
         placed, missing = copies.places, copies.missing
         if missing is None:

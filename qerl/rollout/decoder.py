@@ -175,12 +175,12 @@ class MixtureMlp:
         groups = ops.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)
-        of_gate_up, of_down = self._adapters
-        products.gate_up(x, groups, inner, clamped is None, of_gate_up(x, groups) if of_gate_up else None)
+        gate_up_lora, down_lora = self._adapters
+        products.gate_up(x, groups, inner, clamped is None, gate_up_lora(x, groups) if gate_up_lora else None)
         if clamped:
             inner = ops.clamped_glu(inner, *clamped)
         y = x.new_empty(groups.count, out.shape[1])
-        products.down(inner, groups, y, lora=of_down(inner, groups) if of_down else None)
+        products.down(inner, groups, y, lora=down_lora(inner, groups) if down_lora else None)
         ops.combine(y, weights, out, residual)
 
 
@@ -441,7 +441,7 @@ class Decoder:
 
     def _sync_all(self) -> None:
         pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
-        alike = [(to, from_) for to, from_ in pairs if to.is_contiguous() and from_.dtype == torch.float32]
+        alike = [pair for pair in pairs if pair[0].is_contiguous() and pair[1].dtype == torch.float32]
         if len(alike) < len(pairs) or not pairs:
             for linear in self.linears:
                 linear.sync()
@@ -473,8 +473,8 @@ class Decoder:
         if hasattr(self._model.rotary_emb, "mrope_section"):
             positions = positions.expand(3, 1, -1)  # in time, height and width, which are the same in a text
         for kind in dict.fromkeys(attention.kind for attention in self._attentions):
-            rotary, of_kind = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
-            cos, sin = rotary(self._embedding[:1, None], positions, **of_kind)
+            rotary, options = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
+            cos, sin = rotary(self._embedding[:1, None], positions, **options)
             half = len(getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq"))  # most models have both
             tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
         return tables
@@ -538,27 +538,27 @@ class Decoder:
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
         following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
         normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
-        for block, then in zip(self._blocks, following, strict=True):
+        for block, next_norm in zip(self._blocks, following, strict=True):
             memory: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
             mixed = block.mixer(normed, mixing, memory, self._ropes)
             if rows is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
                 x, mixed = x[rows], mixed[rows]
             normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
-            normed = self._add(x, block.mlp, normed, block.after_mlp, then)
+            normed = self._add(x, block.mlp, normed, block.after_mlp, next_norm)
         return normed
 
-    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None, then: Norm) -> Tensor:
+    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None, next_norm: Norm) -> Tensor:
         """Add a product or an MLP, with `norm` its normalised output, to the hidden states `to` [B, H] in place.
 
-        Returns the norm `then` of the sum.
+        Returns the norm `next_norm` of the sum.
         """
         if norm is None:
             linear(x, to, residual=True)
-            return self.operations.rms_norm(to, then)
+            return self.operations.rms_norm(to, next_norm)
         out = torch.empty_like(to)
         linear(x, out)
-        return self.operations.add_normed(to, out, norm, then)
+        return self.operations.add_normed(to, out, norm, next_norm)
 
 
 def _changes(config: Any) -> bool:
@@ -603,7 +603,7 @@ def bucket_of(rows: int) -> int:
 class DecodeGraphs:
     """Runs decode steps of slots; each (bucket, splits, truncated, replayed) is captured at its first use.
 
-    `whole`: every step has the batch size of all slots, so that no product depends on the number of active sequences.
+    `all_slots`: every step has the batch size of all slots, so that no product depends on how many are active.
     `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
     """
 
@@ -613,12 +613,12 @@ class DecodeGraphs:
         state: DecodeState,
         cache: KVCache,
         sampling: SamplingState,
-        whole: bool,
+        all_slots: bool,
         memory: Any,
         states: DeltaStates | None = None,
     ) -> None:
         self._decoder, self._states = decoder, states
-        self._whole = whole
+        self._all_slots = all_slots
         self._state, self._cache, self._sampling = state, cache, sampling
         self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
         self._graphs: GraphBySize[Callable[[], None]] = GraphBySize(memory)
@@ -628,7 +628,7 @@ class DecodeGraphs:
         """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
         if not count:
             return
-        bucket = bucket_of(self._state.count if self._whole else len(chosen))
+        bucket = bucket_of(self._state.count if self._all_slots else len(chosen))
         size = bucket, splits, truncated, replayed
         step = self._graphs.at(size, partial(self._captured_step, *size))
         padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]

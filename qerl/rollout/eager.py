@@ -44,13 +44,13 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
     if params.top_p == 1 and not params.top_k:
         return _search(probs.cumsum(-1), uniform)
     sorted_probs, order = _ranked(probs, params)
-    whole: torch.Tensor | float = 1.0
+    mass: torch.Tensor | float = 1.0
     if params.top_k:  # top-p is a share of what top-k keeps, as in vLLM and transformers
         sorted_probs[:, params.top_k :] = 0
-        whole = sorted_probs.sum(-1, keepdim=True)
+        mass = sorted_probs.sum(-1, keepdim=True)
     # A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p.
-    kept = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * whole
-    position = _search((sorted_probs * kept).cumsum(-1), uniform)
+    allowed = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * mass
+    position = _search((sorted_probs * allowed).cumsum(-1), uniform)
     return order.gather(-1, position[:, None])[:, 0]
 
 

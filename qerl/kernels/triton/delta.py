@@ -121,14 +121,14 @@ def _recur(
         heads, b, a, start, stride, head, row, column, rate, bias, KEY, VALUE, KEY_DIM, VALUE_DIM
     )
     for token in range(start, end):
-        q, k, v, kept, written = query, key, value, decay, beta
+        q, k, v, fade, gain = query, key, value, decay, beta
         if PROMPTS:  # the next token's loads, under this one's arithmetic
             query, key, value, decay, beta = _token(
                 heads, b, a, tl.minimum(token + 1, end - 1), stride, head, row, column, rate, bias,
                 KEY, VALUE, KEY_DIM, VALUE_DIM,
             )  # fmt: skip
-        now = now * kept
-        change = written * (v - tl.sum(now * k[:, None], axis=0))
+        now = now * fade
+        change = gain * (v - tl.sum(now * k[:, None], axis=0))
         now += k[:, None] * change[None, :]
         result = tl.sum(now * q[:, None], axis=0)
         tl.store(out + token * (VALUE * VALUE_DIM), result, column < VALUE_DIM)

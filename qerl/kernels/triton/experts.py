@@ -151,12 +151,12 @@ def _places(scores, e, CHOSEN: tl.constexpr):
     A chosen expert's integer becomes its place above the lowest one, which is below that of any score.
     """
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 equals 0
-    left = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     for place in tl.static_range(CHOSEN):
-        best = tl.max(left, 1)[:, None]
-        best_expert = tl.min(tl.where(left == best, e, scores.shape[1]), 1)[:, None]
-        left = tl.where(e == best_expert, _LOWEST + place, left)
-    return tl.where(left < _LOWEST + CHOSEN, left ^ _LOWEST, CHOSEN)
+        best = tl.max(order, 1)[:, None]
+        best_expert = tl.min(tl.where(order == best, e, scores.shape[1]), 1)[:, None]
+        order = tl.where(e == best_expert, _LOWEST + place, order)
+    return tl.where(order < _LOWEST + CHOSEN, order ^ _LOWEST, CHOSEN)
 
 
 @triton.jit
@@ -261,7 +261,7 @@ def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
 
 
 @triton.jit
-def _combine_gradients(grad, y, weights, of_y, of_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_gradients(grad, y, weights, grad_y, grad_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     """Gradients of a token's outputs of experts and of their weights."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -270,21 +270,21 @@ def _combine_gradients(grad, y, weights, of_y, of_weights, width, CHOSEN: tl.con
     for place in tl.static_range(CHOSEN):
         pair = row * CHOSEN + place
         part = tl.load(y + pair * width + column, inside, other=0.0).to(tl.float32)
-        tl.store(of_weights + pair, tl.sum(part * above, 0))
-        tl.store(of_y + pair * width + column, (above * tl.load(weights + pair)).to(of_y.dtype.element_ty), inside)
+        tl.store(grad_weights + pair, tl.sum(part * above, 0))
+        tl.store(grad_y + pair * width + column, (above * tl.load(weights + pair)).to(grad_y.dtype.element_ty), inside)
 
 
 def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.combine_gradients`; y and weights are read once."""
     if y.dtype == torch.float64:
         return reference.combine_gradients(grad, y, weights)
-    (rows, width), of_y, of_weights = grad.shape, torch.empty_like(y), torch.empty_like(weights)
+    (rows, width), grad_y, grad_weights = grad.shape, torch.empty_like(y), torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     _combine_gradients[(rows,)](
-        grad, y, weights, of_y, of_weights, width,
+        grad, y, weights, grad_y, grad_weights, width,
         CHOSEN=weights.shape[1], BLOCK=block, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
-    return of_y, of_weights
+    return grad_y, grad_weights
 
 
 # Grouped products in Triton: each block of pairs is multiplied by the weights of its expert.

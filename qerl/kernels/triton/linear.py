@@ -418,12 +418,12 @@ def _narrow(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles, of_weight = tl.num_programs(0), tl.cdiv(width, N)
+    tiles, weight_tiles = tl.num_programs(0), tl.cdiv(width, N)
     m, n, k = block * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    if tile < of_weight:
+    if tile < weight_tiles:
         matrix, row, count = weight, tile * N, width
     else:
-        matrix, row, count = down, (tile - of_weight) * N, RANK
+        matrix, row, count = down, (tile - weight_tiles) * N, RANK
     begin(PDL)
     total = tl.zeros([M, N], tl.float32)
     for column in tl.range(split * SPAN, tl.minimum((split + 1) * SPAN, columns), K, num_stages=3):
@@ -442,7 +442,7 @@ def _narrow(
         y = _sum_of_splits(sums, wide, 0, tiles, width, SPLITS, M, N)
         if RANK:
             rank = tl.arange(0, RANKS)
-            shrunk = _sum_of_splits(sums, rank, of_weight, tiles, RANK, SPLITS, M, N).to(up.dtype.element_ty)
+            shrunk = _sum_of_splits(sums, rank, weight_tiles, tiles, RANK, SPLITS, M, N).to(up.dtype.element_ty)
             mask = (rank < RANK)[:, None] & (wide < width)[None, :]
             b = tl.load(up + wide[None, :] * RANK + rank[:, None], mask, other=0.0)
             y = tl.dot(shrunk, b, y, input_precision="ieee")

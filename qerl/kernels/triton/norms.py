@@ -74,13 +74,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def add_normed(to: Tensor, x: Tensor, norm: Norm, then: Norm) -> Tensor:
+def add_normed(to: Tensor, x: Tensor, norm: Norm, next_norm: Norm) -> Tensor:
     """See `reference.add_normed`."""
     out = torch.empty_like(x)
     _add_normed[(len(x),)](
-        x, *_tensors(norm), to, *_tensors(then), out, x.shape[1], norm.eps, then.eps,
+        x, *_tensors(norm), to, *_tensors(next_norm), out, x.shape[1], norm.eps, next_norm.eps,
         NOISY=norm.noise is not None, OFFSET=norm.offset,
-        THEN_NOISY=then.noise is not None, THEN_OFFSET=then.offset, **_block(x),
+        THEN_NOISY=next_norm.noise is not None, THEN_OFFSET=next_norm.offset, **_block(x),
     )  # fmt: skip
     return out
 
@@ -157,18 +157,18 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, of_weight: bool
+    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x, in its dtype, and with `of_weight` of the weight in float32; deterministic."""
+    """Gradients of x, in its dtype, and with `needs_weight` of the weight in float32; deterministic."""
     grad, x, width = grad.contiguous(), x.contiguous(), x.shape[-1]
     rows = len(inverses)
     programs = min(_PROGRAMS, rows)
     grad_x = torch.empty_like(x)
-    parts = torch.empty(programs if of_weight else 0, width, dtype=torch.float32, device=x.device)
+    parts = torch.empty(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        grad, x, weight, inverses, grad_x, parts, rows, width, OF_WEIGHT=of_weight, **_launch(width)
+        grad, x, weight, inverses, grad_x, parts, rows, width, OF_WEIGHT=needs_weight, **_launch(width)
     )
-    return grad_x, parts.sum(0) if of_weight else None
+    return grad_x, parts.sum(0) if needs_weight else None
 
 
 # Rotary embeddings of queries and keys in Triton, after an RMSNorm of each head where a model has one.
@@ -234,8 +234,8 @@ def _turn(
 
 @triton.jit
 def _rotate(
-    query, key, of_query, of_key, query_weight, key_weight, cos, sin, query_out, key_out,
-    query_stride, key_stride, of_query_stride, of_key_stride, eps,
+    query, key, grad_query, grad_key, query_weight, key_weight, cos, sin, query_out, key_out,
+    query_stride, key_stride, grad_query_stride, grad_key_stride, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, NORMED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -245,12 +245,12 @@ def _rotate(
     c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
     s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
     _turn(
-        query, of_query, query_weight, query_out, token, query_stride, of_query_stride, half, in_half, c1, c2, s1, s2,
-        eps, QUERY, QUERY_BLOCK, DIM, NORMED, BACK,
+        query, grad_query, query_weight, query_out, token, query_stride, grad_query_stride,
+        half, in_half, c1, c2, s1, s2, eps, QUERY, QUERY_BLOCK, DIM, NORMED, BACK,
     )  # fmt: skip
     _turn(
-        key, of_key, key_weight, key_out, token, key_stride, of_key_stride, half, in_half, c1, c2, s1, s2,
-        eps, KV, KV_BLOCK, DIM, NORMED, BACK,
+        key, grad_key, key_weight, key_out, token, key_stride, grad_key_stride,
+        half, in_half, c1, c2, s1, s2, eps, KV, KV_BLOCK, DIM, NORMED, BACK,
     )  # fmt: skip
 
 
@@ -274,13 +274,13 @@ def rotate(
     assert dim % 2 == 0
     if grads and not weights:
         query, key = grads
-    query, key, of_query, of_key = map(_with_contiguous_heads, (query, key, *(grads or (query, key))))
+    query, key, grad_query, grad_key = map(_with_contiguous_heads, (query, key, *(grads or (query, key))))
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
     blocks = [triton.next_power_of_2(size) for size in (heads, kv, dim // 2)]
     _rotate[(tokens,)](
         # Placeholders, which aren't read without gradients and norms.
-        query, key, of_query, of_key, *(weights or (query, key)), cos.contiguous(), sin.contiguous(), *outs,
-        query.stride(0), key.stride(0), of_query.stride(0), of_key.stride(0), eps,
+        query, key, grad_query, grad_key, *(weights or (query, key)), cos.contiguous(), sin.contiguous(), *outs,
+        query.stride(0), key.stride(0), grad_query.stride(0), grad_key.stride(0), eps,
         QUERY=heads, QUERY_BLOCK=blocks[0], KV=kv, KV_BLOCK=blocks[1], DIM=dim, HALF_BLOCK=blocks[2],
         NORMED=len(weights) > 0, BACK=len(grads) > 0, num_warps=min(max(blocks[0] * blocks[2] // 512, 1), 16),
     )  # fmt: skip

@@ -223,14 +223,14 @@ def _gradient(
     scale = tl.load(grad + row) * inverse
     if ENTROPY:
         spread = tl.load(entropy + row)
-        of_spread = tl.load(grad_entropy + row) * inverse
+        grad_spread = tl.load(grad_entropy + row) * inverse
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
         x = tl.load(line + column, inside, other=0.0).to(tl.float32) * inverse
         out = scale * ((column == place).to(tl.float32) - tl.exp(x - level))
         if ENTROPY:
-            out -= of_spread * tl.exp(x - level) * (x - level + spread)
+            out -= grad_spread * tl.exp(x - level) * (x - level + spread)
         tl.store(line + column, out.to(logits.dtype.element_ty), inside)
 
 
@@ -267,10 +267,11 @@ def tile_gradient(
 ) -> Tensor:
     """See `reference.tile_gradient`; it overwrites `logits`, which must be contiguous."""
     # Without a gradient of the entropy the kernel reads neither of the two.
-    spread, of_spread = (lse, lse) if entropy is None or grad_entropy is None else (entropy, grad_entropy)
+    spread, grad_spread = (lse, lse) if entropy is None or grad_entropy is None else (entropy, grad_entropy)
     _gradient[(len(logits),)](
-        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread.contiguous(), of_spread.contiguous(),
-        first, logits.shape[1], 1.0 / temperature, ENTROPY=grad_entropy is not None, BLOCK=_LOGITS_BLOCK, num_warps=8,
+        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread.contiguous(),
+        grad_spread.contiguous(), first, logits.shape[1], 1.0 / temperature,
+        ENTROPY=grad_entropy is not None, BLOCK=_LOGITS_BLOCK, num_warps=8,
     )  # fmt: skip
     return logits
 
