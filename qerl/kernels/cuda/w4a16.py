@@ -280,9 +280,16 @@ def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation:
 
     `activation` is that of GATED.
     """
-    most = workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
+    tiles, processors = operands.tiles, workspace(x.device).processors
+    most = processors // LEAST_WORKERS * MOST_ROWS
     for rows, outs in zip(x.split(most), out.split(most), strict=True):
-        _launch(operands, rows, outs, mode, activation)
+        variant, blocks = variant_for(len(rows), tiles.rows, tiles.columns, processors)
+        row_blocks = -(-len(rows) // variant.rows)
+        workers = variant.workers(blocks, processors // row_blocks)
+        params = _params(operands, rows, outs, mode, activation, variant, row_blocks, workers)
+        shared_bytes = variant.shared_bytes(operands.ranks)
+        function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
+        launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
 def compile_ahead(products: Iterable[Operands], rows: int) -> None:
@@ -305,17 +312,6 @@ def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
         RANK=rank,
         CLUSTER=variant.cluster,
     )
-
-
-def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation: Activation) -> None:
-    tiles, processors = operands.tiles, workspace(x.device).processors
-    variant, blocks = variant_for(len(x), tiles.rows, tiles.columns, processors)
-    row_blocks = -(-len(x) // variant.rows)
-    workers = variant.workers(blocks, processors // row_blocks)
-    params = _params(operands, x, out, mode, activation, variant, row_blocks, workers)
-    shared_bytes = variant.shared_bytes(operands.ranks)
-    function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
-    launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
 def _params(
