@@ -412,13 +412,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); download it again") from None
-    return {name: _info(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-
-
-def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    if dtype not in _BYTES:
-        raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {layouts.QUANTIZE_AGAIN}")
-    return TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape), name)
+    tensors = {}
+    for name, part in slices.items():
+        dtype, shape = part.get_dtype(), tuple(part.get_shape())
+        if dtype not in _BYTES:
+            raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {layouts.QUANTIZE_AGAIN}")
+        tensors[name] = TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape), name)
+    return tensors
 
 
 # The context length of a model, read from its config.json, without torch.

@@ -162,7 +162,8 @@ def weights_format(quantization: object) -> str:
     if method == "mxfp4":
         return "mxfp4"
     if method == "bitsandbytes":
-        return _bitsandbytes(quantization)
+        _require(quantization, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"})
+        return "nf4"
     if isinstance(method, str) and method.startswith("modelopt"):
         return _modelopt(quantization)
     if method in _INTEGERS:
@@ -195,8 +196,9 @@ def _compressed(quantization: Mapping[str, Any]) -> str:
     groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
     if not groups or not all(isinstance(group, Mapping) for group in groups):
         raise FormatError(f"compressed-tensors format {declared!r} in {len(groups)} groups; {QUANTIZE_AGAIN}")
-    for key, value in _unsupported(quantization, groups).items():
-        if value:
+    rounds_outputs = any(group.get("output_activations") for group in groups)
+    for key in ("output_activations", "transform_config", "sparsity_config"):
+        if rounds_outputs if key == "output_activations" else quantization.get(key):
             raise FormatError(f"{key}, which isn't supported; {QUANTIZE_AGAIN}")
     formats = {_group_format(declared, group) for group in groups} - {"fp8"}
     if not formats:
@@ -204,14 +206,6 @@ def _compressed(quantization: Mapping[str, Any]) -> str:
     if len(formats) > 1:
         raise FormatError(f"layers in {' and '.join(sorted(formats))}, of which one is supported; {QUANTIZE_AGAIN}")
     return formats.pop()
-
-
-def _unsupported(quantization: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "output_activations": any(group.get("output_activations") for group in groups),
-        "transform_config": quantization.get("transform_config"),
-        "sparsity_config": quantization.get("sparsity_config"),
-    }
 
 
 def _group_format(declared: str, group: Mapping[str, Any]) -> str:
@@ -254,13 +248,6 @@ def _layers(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """ModelOpt's algorithm of each layer, of a file with several."""
     layers = section.get("quantized_layers")
     return [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
-
-
-def _bitsandbytes(quantization: Mapping[str, Any]) -> str:
-    _require(
-        quantization, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
-    )  # fmt: skip
-    return "nf4"
 
 
 def _only_fp8(what: str) -> FormatError:

@@ -41,16 +41,14 @@ class Packing:
         return _widths(self.lengths, self.prompts)
 
     def parts(self, row: Tensor, dim: int) -> list[list[Tensor]]:
-        """The parts (its prompt's and its own) of each piece's keys or values, from a `row` along dimension `dim`.
-
-        All copies of a prompt come from one `expand`, whose backward pass sums their gradients in one operation. Adding
-        them one by one in 16 bits would round each time.
-        """
+        """The parts (its prompt's and its own) of each piece's keys or values, from a `row` along dimension `dim`."""
         pieces = row.split(self.lengths, dim)
         copies: dict[int, Iterator[Tensor]] = {}
         parts = []
         for place, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True)):
             if prompt is None:
+                # All copies come from one `expand`, whose backward pass sums their gradients in one operation. Adding
+                # them one by one in 16 bits would round each time.
                 copies[place] = iter(piece.expand(1 + self.prompts.count(place), *piece.shape).unbind(0))
                 parts.append([next(copies[place])])
             else:
@@ -233,12 +231,7 @@ def _flash(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """PyTorch's flash attention over sequences of variable length, with a backward pass that repeats to the bit.
-
-    The usual backward pass adds each block of keys' share of the queries' gradient atomically. With three blocks, some
-    300 keys, the order of the sums changes the last bits, and no run repeats. `varlen_attn` can't choose the other
-    algorithm, which PyTorch takes from a global switch, without the switch's effect on all other operations.
-    """
+    """PyTorch's flash attention over sequences of variable length, with a backward pass that repeats to the bit."""
 
     @staticmethod
     def forward(
@@ -264,6 +257,9 @@ class _FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, state, unused = ctx.saved_tensors
+        # The usual backward pass adds each block of keys' share of the queries' gradient atomically. With three blocks,
+        # some 300 keys, the order of the sums changes the last bits, and no run repeats. `varlen_attn` can't choose the
+        # other algorithm, which PyTorch takes from a global switch, without its effect on all other operations.
         with _deterministic():
             grads = torch.ops.aten._flash_attention_backward(
                 grad.contiguous(), *tensors, *ctx.options, state, unused, **ctx.named

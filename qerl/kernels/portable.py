@@ -112,13 +112,7 @@ _GROUPED = {
     64: Tile(128, 8, 4, 3),
     128: Tile(128, 128, 8, 3),
 }
-_GRADIENTS = {
-    8: GradientTile(64, 4, 3),
-    16: GradientTile(64, 4, 3),
-    32: GradientTile(64, 4, 3),
-    64: GradientTile(64, 4, 3),
-    128: GradientTile(64, 4, 3),
-}
+_GRADIENT = GradientTile(64, 4, 3)
 
 
 def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
@@ -132,9 +126,8 @@ def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
 
 def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
     """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
-    tile = _GRADIENTS[pairs]
     # Sums and operands in float32 of 128 pairs take more registers than four warps have.
-    return tile if itemsize == 2 else replace(tile, warps=max(tile.warps, pairs // 16), stages=1)
+    return _GRADIENT if itemsize == 2 else replace(_GRADIENT, warps=max(_GRADIENT.warps, pairs // 16), stages=1)
 
 
 def weight_gradient_tile_for(rows: int, columns: int, pairs: int, itemsize: int = 2) -> WeightGradientTile:

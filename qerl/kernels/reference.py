@@ -242,9 +242,6 @@ def tile_statistics(
 
     `tiles` are ranges of the vocabulary, each given by its first token and its logits [rows, columns], which are
     overwritten. `targets` [rows] are token ids. Results are float32, or float64 for float64 logits.
-
-    The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability. Log-sum-exp
-    less the mean logit would be a small difference of large numbers.
     """
     parts = []
     for first, raw in tiles:
@@ -256,6 +253,8 @@ def tile_statistics(
         parts.append((chosen, lse, -logprobs.exp().mul_(logprobs).sum(-1)))
     chosen, lses, entropies = (torch.stack(column) for column in zip(*parts, strict=True))
     lse = lses.logsumexp(0)
+    # The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability.
+    # Log-sum-exp less the mean logit would be a small difference of large numbers.
     logs = lses - lse
     return chosen.sum(0), lse, (logs.exp() * (entropies - logs)).sum(0)
 

@@ -215,8 +215,7 @@ EXPONENT = 0x7F800000
 class KVCache:
     """Pages of keys and values of all blocks, or of one block, then without the first dimension.
 
-    In FP8 each key and each value of a head has a scale. It is a power of two, so that a rounded element times its
-    scale is exact in bfloat16: prompts attend in bfloat16 to what decode steps read in FP8.
+    In FP8 each key and each value of a head has a scale.
     """
 
     data: Tensor  # [layers, pages, 2, Hkv, PAGE, D], in the model's dtype or FP8
@@ -279,6 +278,8 @@ def page_bytes(heads: int, dim: int, dtype: torch.dtype) -> int:
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Keys or values [..., D] in FP8, and the scales [...] by which they are multiplied."""
     peak = x.float().abs().amax(-1).clamp(min=SMALLEST)
+    # A power of two, so that a rounded element times its scale is exact in bfloat16: prompts attend in bfloat16 to what
+    # decode steps read in FP8.
     scales = (peak.view(torch.int32) & EXPONENT).view(torch.float32) / LARGEST
     return (x.float() / scales[..., None]).to(FP8), scales
 

@@ -187,12 +187,10 @@ def _attend_capped(
 
 
 def _shares_heads(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
-    """Whether query heads can read the KV head that they share in place.
-
-    transformers copies keys and values for each query head if there is a mask, which kernels of GPUs need. PyTorch's
-    kernel for CPUs makes the same bits without the copies, which took more time than the attention. With gradients
-    the order of their sums would be another one.
-    """
+    """Whether query heads can read the KV head that they share in place."""
+    # transformers copies keys and values for each query head if there is a mask, which kernels of GPUs need. PyTorch's
+    # kernel for CPUs makes the same bits without the copies, which took more time than the attention. With gradients
+    # the order of their sums would be another one.
     plain = not settings.get("dropout") and settings.get("position_bias") is None
     return query.device.type == "cpu" and mask is not None and plain and not torch.is_grad_enabled()
 

@@ -528,10 +528,8 @@ def _traits(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _router_class(module: nn.Module) -> type[nn.Module]:
-    """A router's class with the mixin; its own class for a module that isn't a router.
-
-    It computes random tokens with random weights, so no name of a class decides.
-    """
+    """A router's class with the mixin; its own class for a module that isn't a router."""
+    # No name of a class decides, but what it computes of random tokens with random weights.
     kind = type(module)
     generator = torch.Generator().manual_seed(0)
     router: Any = deepcopy(module).to_empty(device="cpu").float()

@@ -109,6 +109,8 @@ class _Operands:
     def products(self, x: Tensor, dropped: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The products with A [M, ranks], and the layers' outputs [M, out]."""
         shrunk = (x if dropped is None else dropped) @ self.down.T
+        # The adapter's product is written first, and the base's is added in place, as are the terms of x's gradient. So
+        # no tensor as large as the input or an output is written twice or kept in addition.
         outs = []
         for layer, up, part in zip(self.layers, self.ups, self.parts(shrunk), strict=True):
             bias = layer.base.bias
@@ -124,12 +126,10 @@ class _Operands:
 
 
 class SharedCasts:
-    """Adapters in the 16-bit dtype of passes, which all passes of an update read.
+    """Adapters in the 16-bit dtype of passes, which all passes of an update read."""
 
-    In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass, as
-    their casts would take memory.
-    """
-
+    # In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass,
+    # as their casts would take memory.
     #: The most elements of the adapters of layers with the same input. Those of an MLP of 7B have more.
     MOST = 2**18
 
@@ -175,10 +175,8 @@ class SharedCasts:
 class _LoraProducts(torch.autograd.Function):
     """x W^T + b + s (d A^T) B^T for layers with the same x, where d is x or x after dropout; [M, in] to [M, out] each.
 
-    The adapter's product is written first, and the base's product is added in place. The terms of x's gradient are
-    added in the same way. So no tensor as large as the input or an output is written twice or kept in addition. A and
-    s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` lists A and B of
-    each layer in order.
+    A and s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` lists A
+    and B of each layer in order.
     """
 
     @staticmethod
@@ -219,12 +217,13 @@ class _LoraProducts(torch.autograd.Function):
         return grad_x, through_down, None, None, *grad_adapters
 
 
+# PEFT's layer casts the input to the adapter's float32, which autocast casts back; each layer keeps a copy, though q, k
+# and v could share one. It also computes B's output, scales it and adds it, in three tensors as large as the layer's
+# output.
 class LeanLoraLinear(LoraLinear):
     """LoRA whose forward and backward passes keep and write fewer tensors than PEFT's.
 
-    PEFT's layer casts the input to the adapter's float32, which autocast casts back; each layer keeps a copy, though q,
-    k and v could share one. It also computes B's output, scales it and adds it, in three tensors as large as the
-    layer's output. This class uses PEFT's code if autocast doesn't cast input and adapter to one dtype, if several
+    This class uses PEFT's code if autocast doesn't cast input and adapter to one dtype, if several
     adapters are active, and if the base is trained.
     """
 
@@ -295,11 +294,12 @@ def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]
     return frozen, adapters
 
 
+# To prepare them in each step takes an eighth of a small policy's decode step on a CPU.
 @contextmanager
 def constant_adapters(model: nn.Module) -> Iterator[None]:
     """A context without gradients or changes of adapters, in which plain LoRA layers prepare theirs once.
 
-    That takes an eighth of a small policy's decode step on a CPU. Outputs stay the same, bit for bit.
+    Outputs stay the same, bit for bit.
     """
     layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
     try:

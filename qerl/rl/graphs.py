@@ -74,26 +74,24 @@ class PaddedSize:
         )
 
 
-class PaddedBatch:
+class PaddedMicroBatch:
     """The inputs of a pass in tensors of one size, which stay in place; `fill` writes those of a micro-batch."""
 
     def __init__(self, size: PaddedSize, device: torch.device) -> None:
-        whole = {"dtype": torch.long, "device": device}
-        ends = {"dtype": torch.int32, "device": device}
+        int64, int32 = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.long, torch.int32))
         self.size = size
-        self.ids = torch.zeros(1, size.tokens, **whole)  # type: ignore[call-overload]
-        self.positions = torch.zeros(1, size.tokens, **whole)  # type: ignore[call-overload]
-        self.states_M = torch.zeros(size.states, **whole)  # type: ignore[call-overload]
+        self.ids, self.positions = int64(1, size.tokens), int64(1, size.tokens)
+        self.states_M = int64(size.states)
         self.packing = FixedPacking(
             longest=size.longest,
             widest=size.widest,
-            queries_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
-            keys_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
+            queries_ends=int32(size.pieces + 1),
+            keys_ends=int32(size.pieces + 1),
             copies=KeyPlaces(
-                sources=torch.zeros(size.keys, **whole),  # type: ignore[call-overload]
-                own=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
-                shared=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
-                places=torch.zeros(size.copies, size.tokens, **whole),  # type: ignore[call-overload]
+                sources=int64(size.keys),
+                own=int64(size.tokens),
+                shared=int64(size.tokens),
+                places=int64(size.copies, size.tokens),
                 missing=torch.ones(size.copies, size.tokens, dtype=torch.bool, device=device),
             ),
         )
@@ -119,27 +117,23 @@ class PaddedBatch:
         pieces = [self.size.longest] * (padding // self.size.longest)
         pieces += [rest] if (rest := padding % self.size.longest) else []
         lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
-        made = Packing.of(lengths, prompts, _CPU)
-        copies = made.copies
-        assert self.packing.copies.missing is not None
-        for target, ends in (
-            (self.packing.queries_ends, made.queries_ends),
-            (self.packing.keys_ends, made.keys_ends),
-        ):
-            target.copy_(_filled_up(ends, len(target), int(ends[-1])))
-        self.packing.copies.sources.copy_(_filled_up(copies.sources, self.size.keys, 0))
-        self.packing.copies.own.copy_(copies.own)
-        self.packing.copies.shared.copy_(_filled_up(copies.shared, self.size.tokens, last))
-        placed, missing = copies.places, copies.missing
-        if missing is None:
-            missing = torch.zeros(placed.shape, dtype=torch.bool)
-        room = (0, self.size.tokens - placed.shape[1], 0, self.size.copies - placed.shape[0])
-        self.packing.copies.places.copy_(torch.nn.functional.pad(placed, room))
-        self.packing.copies.missing.copy_(torch.nn.functional.pad(missing, room, value=True))
+        full, target = Packing.of(lengths, prompts, _CPU), self.packing
+        _write(full.queries_ends, target.queries_ends, int(full.queries_ends[-1]))
+        _write(full.keys_ends, target.keys_ends, int(full.keys_ends[-1]))
+        copies, missing = full.copies, full.copies.missing
+        _write(copies.sources, target.copies.sources, 0)
+        _write(copies.own, target.copies.own, 0)
+        _write(copies.shared, target.copies.shared, last)
+        _write(copies.places, target.copies.places, 0)
+        assert target.copies.missing is not None
+        missing = torch.zeros(copies.places.shape, dtype=torch.bool) if missing is None else missing
+        _write(missing, target.copies.missing, True)
 
 
-def _filled_up(values: Tensor, size: int, filler: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, size - len(values)), value=filler)
+def _write(values: Tensor, target: Tensor, filler: int) -> None:
+    """Copy values to the first places of each dimension, and the filler to the others."""
+    sizes = zip(reversed(target.shape), reversed(values.shape), strict=True)
+    target.copy_(torch.nn.functional.pad(values, [n for size, count in sizes for n in (0, size - count)], value=filler))
 
 
 # Forward and backward passes of small policies as CUDA graphs.
@@ -163,11 +157,11 @@ class _Pass:
         self._policy = policy
         self._gradients = gradients
         self.states: Tensor
-        self.padded = PaddedBatch(PaddedSize.of(first), policy.device)
+        self.padded = PaddedMicroBatch(PaddedSize.of(first), policy.device)
         # Attention sets no output of an empty row, and zero times such a number may be NaN.
         self.padded.fill(first)
         self._run()  # compiles kernels, and casts the adapters for all passes (`SharedCasts`)
-        self.of_states = torch.zeros_like(self.states)
+        self.grad_states = torch.zeros_like(self.states)
         if gradients:
             self._run_back()
         # Nodes of autograd belong to a stream. While one lives, later passes use it, and capture has another stream.
@@ -181,7 +175,7 @@ class _Pass:
             self.states = token_states(self._policy, self.padded)
 
     def _run_back(self) -> None:
-        self.states.backward(self.of_states)
+        self.states.backward(self.grad_states)
 
 
 class _Replay(torch.autograd.Function):
@@ -198,9 +192,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         captured: _Pass = ctx.captured
         assert captured.run_back is not None
-        captured.of_states[: len(grad)].copy_(grad)
+        captured.grad_states[: len(grad)].copy_(grad)
         # States of padding have no gradient, whatever the row before left here.
-        captured.of_states[len(grad) :] = 0
+        captured.grad_states[len(grad) :] = 0
         captured.run_back()
         return None, None, None
 

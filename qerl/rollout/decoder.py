@@ -206,7 +206,10 @@ def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernel
     experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
     if not (routers and experts):
         return _dense_of(mlp, activation, dtype, kernels)
-    mixture = _mixture_of(routers[0], experts[0], dtype)
+    if isinstance(experts[0], AdaptedExperts):
+        mixture = MixtureMlp(routers[0], experts[0].base_layer, dtype, experts[0].lora)
+    else:
+        mixture = MixtureMlp(routers[0], experts[0], dtype)
     if not hasattr(mlp, "shared_expert"):
         return mixture
     return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, dtype, kernels), mlp.shared_expert_gate)
@@ -215,12 +218,6 @@ def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernel
 def _dense_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
     gate_up = fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=True, kernels=kernels)
     return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), activation)
-
-
-def _mixture_of(router: Float32Router, experts: Experts | AdaptedExperts, dtype: torch.dtype) -> MixtureMlp:
-    if isinstance(experts, AdaptedExperts):
-        return MixtureMlp(router, experts.base_layer, dtype, experts.lora)
-    return MixtureMlp(router, experts, dtype)
 
 
 def projections(module: Any, fused: str, *parts: str) -> list[Any]:
@@ -297,9 +294,18 @@ def attention_of(
     attention: Any, config: Any, kind: str | None, window: int | None, dtype: torch.dtype, kernels: Kernels
 ) -> Attention:
     """The attention of a block, by transformers' module of it."""
-    heads = _heads(attention, config, window)
-    layers = projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
-    qkv = fuse(layers, dtype, kernels=kernels)
+    heads = Heads(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+        attention.scaling,
+        window=window,
+        sinks=getattr(attention, "sinks", None),
+    )
+    if hasattr(attention, "q_norm"):
+        q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
+        heads = replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
+    qkv = fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels)
     heads = replace(heads, gated=qkv.out_features > heads.width)
     return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels))
 
@@ -325,21 +331,6 @@ def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
     else:
         products = [(fuse(wide + narrow, dtype, kernels=kernels), widths[0] + widths[1])]
     return DeltaNet(heads, products, fuse([net.out_proj], dtype, kernels=kernels))
-
-
-def _heads(attention: Any, config: Any, window: int | None) -> Heads:
-    heads = Heads(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attention.head_dim,
-        attention.scaling,
-        window=window,
-        sinks=getattr(attention, "sinks", None),
-    )
-    if not hasattr(attention, "q_norm"):
-        return heads
-    q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
-    return replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
 
 
 # A policy's blocks for prefill and decode steps: fused products on its own weights, with a paged KV cache.
@@ -373,7 +364,7 @@ class Decoder:
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
         activation: Any = activation_of(config)
         self._blocks = [
-            _block(layer, number, config, mlp_of(layer.mlp, activation, self.dtype, kernels), self.dtype, kernels)
+            _block(layer, number, config, activation, self.dtype, kernels)
             for number, layer in enumerate(self._model.layers)
         ]
         self._norm = norm_of(self._model.norm)
@@ -381,8 +372,10 @@ class Decoder:
         self._nets = [block.mixer for block in self._blocks if isinstance(block.mixer, DeltaNet)]
         self._vocabulary = config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
-        #: The tokens of the longest sequence; None if positions of longer ones are as those of short ones.
-        self.longest = context_length(config.to_dict()) if _changes(config) else None
+        #: The tokens of the longest sequence, where rotary positions change for all tokens of a text that passes a
+        #: length; else None.
+        changes = config.rope_parameters.get("rope_type") == "longrope"
+        self.longest = context_length(config.to_dict()) if changes else None
         self._ropes = self._rope_tables(1)
         self._adapted = policy.peft is not None
         self._parameters = list(policy.lm.parameters())
@@ -561,29 +554,24 @@ class Decoder:
         return self.operations.add_normed(to, out, norm, next_norm)
 
 
-def _changes(config: Any) -> bool:
-    """Whether rotary positions change for all tokens of a text that passes a length."""
-    return config.rope_parameters.get("rope_type") == "longrope"
-
-
-def _block(layer: Any, number: int, config: Any, mlp: Mlp, dtype: torch.dtype, kernels: Kernels) -> _Block:
+def _block(
+    layer: Any, number: int, config: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels
+) -> _Block:
+    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
+        mixer: Attention | DeltaNet = delta_net_of(net, dtype, kernels)
+    else:
+        kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
+        mixer = attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
     # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
     around = hasattr(layer, "pre_feedforward_layernorm")
     return _Block(
-        mixer=_mixer(layer, number, config, dtype, kernels),
+        mixer=mixer,
         input_norm=norm_of(layer.input_layernorm),
         after_attention=norm_of(layer.post_attention_layernorm) if around else None,
         mlp_norm=norm_of(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
-        mlp=mlp,
+        mlp=mlp_of(layer.mlp, activation, dtype, kernels),
         after_mlp=norm_of(layer.post_feedforward_layernorm) if around else None,
     )
-
-
-def _mixer(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> Attention | DeltaNet:
-    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
-        return delta_net_of(net, dtype, kernels)
-    kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
-    return attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
 
 
 # Decode steps of any batch size, as CUDA graphs on a GPU and eagerly elsewhere.

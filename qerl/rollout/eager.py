@@ -55,12 +55,10 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
 
 
 def _ranked(probs: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [B, n] in descending order, and their tokens; equal ones in the order of tokens.
-
-    A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW`, or a larger top-k,
-    if they hold more than top-p in every row; the margin is that of rounding. `topk` leaves the order of equal values
-    open.
-    """
+    """Probabilities [B, n] in descending order, and their tokens; equal ones in the order of tokens."""
+    # A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW`, or a larger top-k,
+    # if they hold more than top-p in every row; the margin is that of rounding. `topk` leaves the order of equal values
+    # open.
     few = max(_FEW, params.top_k)
     if not probs.is_cuda and probs.shape[-1] > few:
         top, tokens = probs.topk(few)

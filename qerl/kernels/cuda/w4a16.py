@@ -98,10 +98,8 @@ class KernelVariant:
         return max(self.stages * stage + 1024 + exchanged + shrunk, ONE_PER_SM_BYTES if self.one_per_sm else 0)
 
     def workers(self, blocks: int, most: int) -> int:
-        """Workers that share `blocks` of W of a row block; `most` thread blocks of it fit onto the GPU.
-
-        Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
-        """
+        """Workers that share `blocks` of W of a row block; `most` thread blocks of it fit onto the GPU."""
+        # Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
         return min(most // self.cluster, blocks if self.small_batch else max(blocks // 2, 1))
 
     def blocks(self, rows: int, columns: int) -> int:
@@ -130,9 +128,8 @@ class KernelVariant:
         return 32 * (8 + 1 + self.shrink_warps + self._has_idle_warp(rank))
 
     def registers_per_thread(self, rank: int) -> int:
-        """The limit of registers per thread. Without adapters fewer suffice, and an idle warp separates thread
-        blocks.
-        """
+        """The limit of registers per thread."""
+        # Without adapters fewer suffice, and an idle warp separates thread blocks.
         return 96 if self._has_idle_warp(rank) else self.registers
 
     def _has_idle_warp(self, rank: int) -> bool:

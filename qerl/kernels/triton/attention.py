@@ -301,7 +301,7 @@ def gate_of(query, inside, shape: tl.constexpr):
 
 @triton.jit
 def _split_tokens(position, PAGE: tl.constexpr):
-    """Tokens of a split for a sequence whose last token is at `position`, as `geometry.pages_per_split`."""
+    """Tokens of a split for a sequence whose last token is at `position`, as `state.pages_per_split`."""
     pages = position // PAGE + 1
     size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
     return size * PAGE
@@ -661,7 +661,7 @@ def attend(
     splits: int,
     drafted: bool = False,
 ) -> Tensor:
-    """See `reference.attend`; `splits` is `geometry.splits_of` the most pages of a sequence."""
+    """See `reference.attend`; `splits` is `state.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
     shape = _shape(heads, cache, rope, batch, state.pages.shape[1], splits, drafted)
     out = qkv.new_empty(batch, heads.query * heads.dim)

@@ -156,7 +156,7 @@ def _gated_norm(
 def delta_step(
     mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, state: DecodeState, rows: Tensor
 ) -> Tensor:
-    """See `delta_reference.delta_step`."""
+    """See `reference.delta_step`."""
     convolved = _convolved(mixed, heads, net.recent, state.position, rows, prompts=False)
     out = torch.empty(len(rows), heads.parts[2], dtype=torch.float32, device=mixed.device)
     _run(convolved, b, a, heads, net, state.position, rows, rows, out, prompts=False)
@@ -166,7 +166,7 @@ def delta_step(
 def delta_prompts(
     mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, row: PromptRow
 ) -> Tensor:
-    """See `delta_reference.delta_prompts`."""
+    """See `reference.delta_prompts`."""
     assert row.slots is not None
     convolved = _convolved(mixed, heads, net.recent, row.positions, row.slots, prompts=True)
     out = torch.zeros(len(mixed), heads.parts[2], dtype=torch.float32, device=mixed.device)

@@ -82,7 +82,7 @@ def _place(
 
 
 def group_many(numbers: Tensor, experts: int) -> Groups:
-    """See `mixture_reference.group`. Doesn't wait for the device, and always gives the same groups."""
+    """See `reference.group`. Doesn't wait for the device, and always gives the same groups."""
     (tokens, chosen), device = numbers.shape, numbers.device
     groups, numbers = Groups.empty(tokens, chosen, experts, device), numbers.contiguous()
     (blocks, size), bins = groups.pairs.shape, triton.next_power_of_2(experts + 1)
@@ -607,7 +607,7 @@ def input_gradient(
 
 
 def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
-    """See `mixture_reference.dense_product`."""
+    """See `reference.dense_product`."""
     rows = weights.shape[1]
     tile = grouped_tile_for(groups.size, x.element_size())
     narrow = replace(tile, n=min(tile.n, max(triton.next_power_of_2(rows), 32)))  # for rows that are ranks
@@ -615,12 +615,12 @@ def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> No
 
 
 def dense_input_gradient(weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False) -> None:
-    """See `mixture_reference.dense_input_gradient`."""
+    """See `reference.dense_input_gradient`."""
     input_gradient(GroupedOperands(weights.flatten(0, 1), weights.shape[1], None, None), grad, groups, out, add)
 
 
 def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
-    """See `mixture_reference.dense_weight_gradient`."""
+    """See `reference.dense_weight_gradient`."""
     (_, rows), (_, columns) = grad.shape, x.shape
     out = torch.empty(experts, rows, columns, dtype=torch.float32, device=x.device)
     # Blocks without pairs come last.

@@ -237,12 +237,10 @@ def _gradient(
 def tile_statistics(
     tiles: Iterable[tuple[int, Tensor]], targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.tile_statistics`; tiles must be contiguous and aren't changed.
-
-    For each row, the maximum m, S = sum exp(x - m), T = sum exp(x - m) (x - m) and the target's logit are carried from
-    tile to tile. The entropy log S - T / S is a sum of two non-negative terms relative to the maximum, and so not a
-    small difference of large numbers.
-    """
+    """See `reference.tile_statistics`; tiles must be contiguous and aren't changed."""
+    # For each row, the maximum m, S = sum exp(x - m), T = sum exp(x - m) (x - m) and the target's logit are carried
+    # from tile to tile. The entropy log S - T / S is a sum of two non-negative terms relative to the maximum, and so
+    # not a small difference of large numbers.
     rows = len(targets)
     state = torch.zeros(4, rows, dtype=torch.float32, device=targets.device)
     state[0] = _LOWEST.value
@@ -300,7 +298,7 @@ def _keep(slots, texts, line, drawn, tokens, stride, BLOCK: tl.constexpr):
 
 
 def keep(slots: Tensor, texts: TextState, state: DecodeState) -> None:
-    """See `drafts_reference.keep`."""
+    """See `reference.keep`."""
     most = state.tokens.shape[1]
     _keep[(len(slots), triton.cdiv(most, _DRAFT_BLOCK))](
         slots, texts.tokens, texts.places[4], state.drawn, state.tokens, state.tokens.stride(0), BLOCK=_DRAFT_BLOCK
@@ -375,7 +373,7 @@ def _guess(
 
 
 def guess(slots: Tensor, texts: TextState, state: DecodeState, sampling: SamplingState, totals: DraftTotals) -> Guesses:
-    """See `drafts_reference.guess`."""
+    """See `reference.guess`."""
     keep(slots, texts, state)
     count, device = len(slots), slots.device
     parts = torch.empty(count, _PARTS, dtype=torch.int64, device=device)
@@ -434,7 +432,7 @@ def _spread(
 
 
 def spread(guesses: Guesses, ends: Tensor, state: DecodeState, rows: DraftRows, count: int, replayed: bool) -> None:
-    """See `drafts_reference.spread`."""
+    """See `reference.spread`."""
     of_row = rows.state
     _spread[(count,)](
         guesses.slots, ends, guesses.kind, guesses.tokens, len(ends), state.count, state.position, state.drawn,
@@ -485,7 +483,7 @@ def _settle(
 
 
 def settle(rows: DraftRows, state: DecodeState, count: int, totals: DraftTotals) -> None:
-    """See `drafts_reference.settle`."""
+    """See `reference.settle`."""
     of_row = rows.state
     _settle[(count,)](
         rows.slot, rows.ahead, rows.drafted, rows.kind, of_row.position, of_row.drawn, of_row.token, of_row.logprobs,
