@@ -100,14 +100,11 @@ class GatedMLP(nn.Module):
         return self.down_proj(swiglu(*products(x, (self.gate_proj, self.up_proj))))
 
 
-def _fusible(mlp: nn.Module) -> bool:
-    return type(mlp).__name__ in _PLAIN and isinstance(getattr(mlp, "act_fn", None), (nn.SiLU, SiLUActivation))
-
-
 def fuse_mlps(model: nn.Module) -> None:
     """Replace every MLP of a known plain class with SiLU by `GatedMLP`; projections and their names stay."""
     for name, module in list(model.named_modules()):
-        if _fusible(module):
+        silu = isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
+        if silu and type(module).__name__ in _PLAIN:
             model.set_submodule(name, GatedMLP(module))
 
 
@@ -207,8 +204,8 @@ class PortableGroupedLinear:
         self.out_features = sum(layer.out_features for layer in experts[0])
         self.in_features = layers[0].in_features
         packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-        weights: Words | Tensor | None = words_of(packed) if packed else _stacked(layers)
-        assert weights is not None
+        dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        weights: Words | Tensor = words_of(packed) if packed else stacked(dense)
         factors = None
         if isinstance(weights, Words):
             parts = torch.tensor(weights.parts)
@@ -260,10 +257,6 @@ def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGrou
 
 def _dense(layer: Layer, dtype: torch.dtype) -> Tensor:
     return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
-
-
-def _stacked(layers: Sequence[Layer]) -> Tensor | None:
-    return stacked([layer for layer in layers if isinstance(layer, nn.Linear)])
 
 
 def _biases(experts: Sequence[Sequence[Layer]]) -> Tensor | None:

@@ -379,10 +379,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, resid
 
 
 @torch.no_grad()
-def stacked(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """The weights of `layers` as one tensor [N, K]; the layers' weights become views of it. None without layers."""
-    if not layers:
-        return None
+def stacked(layers: Sequence[nn.Linear]) -> Tensor:
+    """The weights of `layers` as one tensor [N, K]; the layers' weights become views of it."""
     weights = [layer.weight for layer in layers]
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
     if not _adjacent(weights):

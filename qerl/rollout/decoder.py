@@ -434,18 +434,15 @@ class Decoder:
 
     def _sync_all(self) -> None:
         pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
-        alike = [pair for pair in pairs if pair[0].is_contiguous() and pair[1].dtype == torch.float32]
-        if len(alike) < len(pairs) or not pairs:
-            for linear in self.linears:
-                linear.sync()
-            return
-        if self._copies is None:
+        in_one = pairs and all(to.is_contiguous() and source.dtype == torch.float32 for to, source in pairs)
+        if in_one and self._copies is None:
             from qerl.kernels.triton.linear import Copies
 
             self._copies = Copies(*zip(*pairs, strict=True))
-        self._copies()
+        if in_one and self._copies is not None:
+            self._copies()
         for linear in self.linears:
-            if not isinstance(linear, W4Linear):
+            if not (in_one and isinstance(linear, W4Linear)):
                 linear.sync()
 
     def reach(self, tokens: int) -> None:
