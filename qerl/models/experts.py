@@ -188,13 +188,6 @@ class PortableGroupedLinear:
     The layers' weights move into one tensor, of which each layer then reads its part, so there is only one copy.
     """
 
-    @staticmethod
-    def serves(device: torch.device, weights_format: str, columns: int, dtype: torch.dtype) -> bool:
-        """Whether this class supports layers of a format ("bf16": dense) with this input, of activations of `dtype`."""
-        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
-            return False
-        return weights_format in layout.FORMATS or (weights_format == "bf16" and columns % 64 == 0)
-
     def __init__(self, experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> None:
         from qerl.kernels import triton
         from qerl.kernels.triton.experts import GroupedOperands
@@ -247,10 +240,10 @@ class PortableGroupedLinear:
 def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGroupedLinear | PortableGroupedLinear:
     """One product of layers that read the same input, of each expert in order, with activations of `dtype`."""
     layers = list(chain.from_iterable(experts))
-    formats = {layer.weights_format if isinstance(layer, PackedLinear) else "bf16" for layer in layers}
-    device = device_of(layers[0])
-    alike = len(formats) == 1 and (formats != {"bf16"} or {layer.weight.dtype for layer in layers} == {dtype})
-    if alike and PortableGroupedLinear.serves(device, formats.pop(), layers[0].in_features, dtype):
+    formats = {layer.weights_format if isinstance(layer, PackedLinear) else layer.weight.dtype for layer in layers}
+    dense = formats == {dtype} and layers[0].in_features % 64 == 0
+    has_kernels = device_of(layers[0]).type == "cuda" and dtype in (torch.bfloat16, torch.float32)
+    if has_kernels and len(formats) == 1 and (dense or not formats.isdisjoint(layout.FORMATS)):
         return PortableGroupedLinear(experts, dtype)
     return TorchGroupedLinear(experts)
 

@@ -351,11 +351,6 @@ class TorchLinear:
 class BitsandbytesLinear(TorchLinear):
     """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
 
-    @staticmethod
-    def serves(capability: tuple[int, int] | None, weights_format: str, dtype: torch.dtype) -> bool:
-        """Whether this class supports layers in a format on a GPU of this capability, with activations of `dtype`."""
-        return capability is not None and weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES
-
     def _multiply_base(
         self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
     ) -> None:
@@ -405,11 +400,6 @@ def _adjacent(weights: Sequence[Tensor]) -> bool:
 def is_hopper(capability: tuple[int, int] | None) -> bool:
     """Whether a GPU of this compute capability (None: the CPU) has the instructions of `W4Linear`."""
     return capability is not None and capability[0] == 9
-
-
-def serves(weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether `W4Linear` supports layers of `shapes` [out, in] in a format, with activations of `dtype`."""
-    return dtype == torch.bfloat16 and tile_layout.fits(weights_format, shapes)
 
 
 class W4Linear:
@@ -502,16 +492,6 @@ class PortableLinear:
 
     The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
     """
-
-    @staticmethod
-    def serves(
-        capability: tuple[int, int] | None, weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
-    ) -> bool:
-        """Whether this class supports layers of `shapes` [out, in] in a format, with activations of `dtype`.
-
-        `capability` is the compute capability of their GPU, and None on a CPU.
-        """
-        return capability is not None and dtype == torch.bfloat16 and word_layout.fits(weights_format, shapes)
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         adapted = [unwrap(layer) for layer in layers]
@@ -624,14 +604,13 @@ def product_class(
 
     `capability` is the compute capability of the layers' GPU, and None on a CPU.
     """
+    if capability is None:
+        return TorchLinear
     for_hopper = kernels == "auto" and is_hopper(capability)
-    if for_hopper and serves(weights_format, shapes, dtype):
-        return W4Linear
-    if not for_hopper and PortableLinear.serves(capability, weights_format, shapes, dtype):
-        return PortableLinear
-    if BitsandbytesLinear.serves(capability, weights_format, dtype):
-        return BitsandbytesLinear
-    return TorchLinear
+    fits = tile_layout.fits if for_hopper else word_layout.fits
+    if dtype == torch.bfloat16 and fits(weights_format, shapes):
+        return W4Linear if for_hopper else PortableLinear
+    return BitsandbytesLinear if weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES else TorchLinear
 
 
 def fuse(
