@@ -31,7 +31,7 @@ from qerl.models.loading import checkpoint_structure, config_of, has_packed_delt
 from qerl.models.policy import DTYPES, refused_train_norms
 from qerl.models.random import model_config
 from qerl.models.structure import structure_of
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import native_class
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
@@ -40,7 +40,7 @@ from qerl.workflow.bases import HUB_MODEL
 
 #: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
 COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
-_SAMPLERS = {EngineSampler: "engine with CUDA graphs", NativeSampler: "eager sampler, for small models"}
+_SAMPLERS = {EngineSampler: "engine with CUDA graphs", EagerSampler: "eager sampler, for small models"}
 #: The products of the eager sampler on a GPU.
 _EAGER = "weights unpacked once a rollout"
 #: The shape that stands for a model if none is named.

@@ -107,8 +107,8 @@ MUTATIONS = {
     ),
     "top-p that the draw ignores": Mutation(
         "qerl/rollout/eager.py",
-        "kept = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * whole",
-        "kept = torch.ones_like(sorted_probs, dtype=torch.bool)",
+        "allowed = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * mass",
+        "allowed = torch.ones_like(sorted_probs, dtype=torch.bool)",
         ("completions, stored policy",),
     ),
     "a grader of evaluations that finds the answer anywhere": Mutation(

@@ -174,8 +174,8 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
     """Sentences on what a published checkpoint has and this package doesn't apply, and on layers that it unpacks."""
     if whole_model(folder):
         yield f"{folder} is a model of images and text: its text model alone is read and counted, the rest is left"
-    further = _further_blocks(folder)
-    if further and any(name.startswith(further) for name in _stored(folder)):
+    extra = _further_blocks(folder)
+    if extra and any(name.startswith(extra) for name in _stored(folder)):
         yield f"{folder} has blocks of multi-token prediction, which are left out"
     if ignored := left_out(folder):
         yield f"{folder}: {' and '.join(ignored)}, which its config.json states, isn't applied"
@@ -249,9 +249,9 @@ def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
     if types is None:
         return
     if not isinstance(types, list) or len(types) != layers:
-        given = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
+        stated = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
         raise CheckpointError(
-            f"{folder / CONFIG} has {given} for num_hidden_layers={layers}; correct one of them, each layer has a type"
+            f"{folder / CONFIG} has {stated} for num_hidden_layers={layers}; correct one of them, each layer has a type"
         )
     if unknown := [name for name in types if name not in LAYER_TYPES]:
         raise CheckpointError(
@@ -330,9 +330,9 @@ def index_of(folder: Path) -> dict[str, str] | None:
     shards = set(index.values()) - {WEIGHTS}
     if not shards or not (folder / WEIGHTS).exists():
         return index
-    if left := sorted(shard for shard in shards if (folder / shard).exists()):
+    if others := sorted(shard for shard in shards if (folder / shard).exists()):
         raise CheckpointError(
-            f"{folder} holds two sets of weights, {WEIGHTS} and those of {INDEX} ({left[0]}, ...), and libraries "
+            f"{folder} holds two sets of weights, {WEIGHTS} and those of {INDEX} ({others[0]}, ...), and libraries "
             "differ in which they load; delete one set"
         )
     return None
@@ -361,8 +361,8 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     layer can have the tensors.
     """
     try:
-        further = _further_blocks(folder)
-        return own_layout({name: info for name, info in _stored(folder).items() if not name.startswith(further)})
+        extra = _further_blocks(folder)
+        return own_layout({name: info for name, info in _stored(folder).items() if not name.startswith(extra)})
     except FormatError as error:
         raise CheckpointError(str(error)) from None
 
@@ -372,10 +372,10 @@ def _further_blocks(folder: Path) -> tuple[str, ...]:
     if not (folder / CONFIG).is_file():
         return ()
     config = text_config(_read_json(folder / CONFIG))
-    blocks, further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    if type(blocks) is not int or type(further) is not int:
+    blocks, extra = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(blocks) is not int or type(extra) is not int:
         return ()
-    return tuple(f"model.layers.{number}." for number in range(blocks, blocks + further))
+    return tuple(f"model.layers.{number}." for number in range(blocks, blocks + extra))
 
 
 def _stored(folder: Path) -> dict[str, TensorInfo]:
@@ -412,13 +412,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); download it again") from None
-    return {name: _info(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-
-
-def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    if dtype not in _BYTES:
-        raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {layouts.QUANTIZE_AGAIN}")
-    return TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape), name)
+    tensors = {}
+    for name, part in slices.items():
+        dtype, shape = part.get_dtype(), tuple(part.get_shape())
+        if dtype not in _BYTES:
+            raise CheckpointError(f"{path} holds {name} in {dtype}, which isn't supported; {layouts.QUANTIZE_AGAIN}")
+        tensors[name] = TensorInfo(path, dtype, shape, _BYTES[dtype] * math.prod(shape), name)
+    return tensors
 
 
 # The context length of a model, read from its config.json, without torch.
@@ -490,8 +490,8 @@ def stock_loading(folder: Path) -> StockLoading:
     It stacks experts while it loads them. By transformers 5.17, experts in NVFP4 lose their global scales so, without
     an error, and those in NF4 fail.
     """
-    whole, weights = whole_model(folder), weights_format_of(folder)
-    loader = TEXT_LOADER if whole is None else whole.loader
+    model, weights = whole_model(folder), weights_format_of(folder)
+    loader = TEXT_LOADER if model is None else model.loader
     if weights in ("nvfp4", "nf4") and any(".experts." in name for name in read_headers(folder)):
         return StockLoading(loader, "qerl")
     if weights not in ("nvfp4", "mxfp4"):

@@ -53,7 +53,7 @@ class ImageTextModel:
     """transformers' class that makes the model of which PEFT loads an adapter."""
     prefix: str = "model."
     """The prefix of the text model's modules there."""
-    beside: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
     """The modules beside the text model there, which have layers of the same names."""
 
     def adapter_name(self, name: str) -> str:
@@ -63,21 +63,21 @@ class ImageTextModel:
     @property
     def excluded(self) -> str | None:
         """A pattern of the modules that get no adapter, for PEFT; None if the class has the text model alone."""
-        return rf".*\b(?:{'|'.join(self.beside)})\b.*" if self.beside else None
+        return rf".*\b(?:{'|'.join(self.siblings)})\b.*" if self.siblings else None
 
 
-def _beside_a_tower(texts: Mapping[str, str]) -> ImageTextModel:
+def _tower_model(texts: Mapping[str, str]) -> ImageTextModel:
     """A kind whose class has a vision tower, a projector and the text model."""
-    beside = ("vision_tower", "multi_modal_projector")
-    return ImageTextModel(texts, "AutoModelForImageTextToText", "model.language_model.", beside)
+    siblings = ("vision_tower", "multi_modal_projector")
+    return ImageTextModel(texts, "AutoModelForImageTextToText", "model.language_model.", siblings)
 
 
 #: The kinds whose text model is read, by the model_type of the whole.
 IMAGE_TEXT_MODELS = {
     "qwen3_5": ImageTextModel({"qwen3_5_text": "Qwen3_5ForCausalLM"}),
     "qwen3_5_moe": ImageTextModel({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}),
-    "gemma3": _beside_a_tower({"gemma3_text": "Gemma3ForCausalLM"}),
-    "mistral3": _beside_a_tower({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
+    "gemma3": _tower_model({"gemma3_text": "Gemma3ForCausalLM"}),
+    "mistral3": _tower_model({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
 }
 
 
@@ -116,8 +116,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     stated = _DEFAULTS.get(kind, {}) | shared | text
     # The ends of text are those of the whole: the text_config of Gemma 3 lacks the end of a turn.
-    whole = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
-    return {**stated, "architectures": [model.texts[kind]], **whole}
+    outer = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
+    return {**stated, "architectures": [model.texts[kind]], **outer}
 
 
 def is_within(name: str) -> bool:
@@ -162,7 +162,8 @@ def weights_format(quantization: object) -> str:
     if method == "mxfp4":
         return "mxfp4"
     if method == "bitsandbytes":
-        return _bitsandbytes(quantization)
+        _require(quantization, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"})
+        return "nf4"
     if isinstance(method, str) and method.startswith("modelopt"):
         return _modelopt(quantization)
     if method in _INTEGERS:
@@ -195,8 +196,9 @@ def _compressed(quantization: Mapping[str, Any]) -> str:
     groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
     if not groups or not all(isinstance(group, Mapping) for group in groups):
         raise FormatError(f"compressed-tensors format {declared!r} in {len(groups)} groups; {QUANTIZE_AGAIN}")
-    for key, value in _unsupported(quantization, groups).items():
-        if value:
+    rounds_outputs = any(group.get("output_activations") for group in groups)
+    for key in ("output_activations", "transform_config", "sparsity_config"):
+        if rounds_outputs if key == "output_activations" else quantization.get(key):
             raise FormatError(f"{key}, which isn't supported; {QUANTIZE_AGAIN}")
     formats = {_group_format(declared, group) for group in groups} - {"fp8"}
     if not formats:
@@ -204,14 +206,6 @@ def _compressed(quantization: Mapping[str, Any]) -> str:
     if len(formats) > 1:
         raise FormatError(f"layers in {' and '.join(sorted(formats))}, of which one is supported; {QUANTIZE_AGAIN}")
     return formats.pop()
-
-
-def _unsupported(quantization: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "output_activations": any(group.get("output_activations") for group in groups),
-        "transform_config": quantization.get("transform_config"),
-        "sparsity_config": quantization.get("sparsity_config"),
-    }
 
 
 def _group_format(declared: str, group: Mapping[str, Any]) -> str:
@@ -254,13 +248,6 @@ def _layers(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """ModelOpt's algorithm of each layer, of a file with several."""
     layers = section.get("quantized_layers")
     return [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
-
-
-def _bitsandbytes(quantization: Mapping[str, Any]) -> str:
-    _require(
-        quantization, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"}
-    )  # fmt: skip
-    return "nf4"
 
 
 def _only_fp8(what: str) -> FormatError:
@@ -338,7 +325,7 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
-    stored = dict(_of_experts({_named_here(name): info for name, info in _of_text(stored).items()}))
+    stored = dict(_expert_tensors({_own_mixture_name(name): info for name, info in _text_tensors(stored).items()}))
     tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
     packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
     return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
@@ -347,32 +334,32 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
     """How tensors are named in files like those of `headers`: as here, but for parts of some mixtures."""
     if any(_OF_MIXTRAL.fullmatch(info.stored) for info in headers.values()):
-        return _of_mixtral
-    return _with_corrections if any(_CORRECTION.fullmatch(info.stored) for info in headers.values()) else str
+        return _mixtral_name
+    return _correction_name if any(_CORRECTION.fullmatch(info.stored) for info in headers.values()) else str
 
 
-def _named_here(name: str) -> str:
+def _own_mixture_name(name: str) -> str:
     return _CORRECTION.sub(r"\1.gate.\2", _renamed(name, _OF_MIXTRAL, "mlp", _LAYERS_OF_MIXTRAL))
 
 
-def _with_corrections(name: str) -> str:
+def _correction_name(name: str) -> str:
     return _OF_ROUTER.sub(r"\1.\2", name)
 
 
-def _of_mixtral(name: str) -> str:
+def _mixtral_name(name: str) -> str:
     stored = {layer: short for short, layer in _LAYERS_OF_MIXTRAL.items()}
     return _renamed(name, _OF_MIXTURE, "block_sparse_moe", stored)
 
 
-def _renamed(name: str, of_mixture: re.Pattern[str], mixture: str, layers: Mapping[str, str]) -> str:
-    match = of_mixture.fullmatch(name)
+def _renamed(name: str, pattern: re.Pattern[str], mixture: str, layers: Mapping[str, str]) -> str:
+    match = pattern.fullmatch(name)
     if match is None:
         return name
     block, part, layer, tensor = match.groups()
     return ".".join(filter(None, (block, mixture, part, layers.get(layer), tensor)))
 
 
-def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+def _text_tensors(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     """The tensors of the text model, by its names."""
     if not any(map(is_within, stored)):
         return stored
@@ -380,7 +367,7 @@ def _of_text(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     return {name: info for name, info in named if name is not None}
 
 
-def _of_experts(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+def _expert_tensors(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
     """The tensors, with those of each expert in place of stacks."""
     for name, info in stored.items():
         stack = _STACK.fullmatch(name)
@@ -389,9 +376,9 @@ def _of_experts(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorI
             continue
         experts, layer, part = stack.groups()
         if part is None and f"{name}_bias" not in stored:
-            yield from _of_dense_stack(experts, layer, info)
+            yield from _dense_stack_parts(experts, layer, info)
         elif part is not None and len(info.shape) > 1:
-            yield from _of_packed_stack(experts, f"{layer}.{_STACKED[part]}", info)
+            yield from _packed_stack_parts(experts, f"{layer}.{_STACKED[part]}", info)
         else:
             raise FormatError(
                 f"{info.shard} holds {name} {list(info.shape)}, a stack of experts in another format than MXFP4, which "
@@ -399,7 +386,7 @@ def _of_experts(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorI
             )
 
 
-def _of_packed_stack(experts: str, part: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+def _packed_stack_parts(experts: str, part: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """The tensors of each expert, of a stack as gpt-oss has it.
 
     It has blocks [experts, out, groups, 16] of codes, scales [experts, out, groups], or a bias [experts, out].
@@ -410,7 +397,7 @@ def _of_packed_stack(experts: str, part: str, info: TensorInfo) -> Iterator[tupl
         yield f"{experts}.{place}.{part}", replace(info, shape=shape, size_bytes=info.size_bytes // count, place=place)
 
 
-def _of_dense_stack(experts: str, layer: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+def _dense_stack_parts(experts: str, layer: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """The weights of each expert, of a stack [experts, out, in] as Qwen3.5 has it, with gate's rows before up's."""
     layers = _DENSE[layer]
     if len(info.shape) != 3 or info.shape[1] % len(layers):
@@ -488,11 +475,11 @@ def _scales(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
 
 def _unpacked(packed: dict[str, TensorInfo]) -> TensorInfo:
     """The output head as a dense weight, of its packed tensors."""
-    codes, scale, whole = (packed.get(f"{_HEAD}.weight_{part}") for part in ("packed", "scale", "global_scale"))
-    if codes is None or scale is None or len(codes.shape) != 2 or len(packed) != 2 + (whole is not None):
+    codes, scale, global_scale = (packed.get(f"{_HEAD}.weight_{part}") for part in ("packed", "scale", "global_scale"))
+    if codes is None or scale is None or len(codes.shape) != 2 or len(packed) != 2 + (global_scale is not None):
         raise FormatError(f"the packed {_HEAD} has only {', '.join(packed)}; download the checkpoint again")
     rows, half = codes.shape
-    parts = (codes, scale) if whole is None else (codes, scale, whole)
+    parts = (codes, scale) if global_scale is None else (codes, scale, global_scale)
     return TensorInfo(
         codes.shard, codes.dtype, (rows, 2 * half), sum(part.size_bytes for part in parts), codes.stored,
         "unpacked", parts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 # Architectures of known models. The workflow reads them on every call, so this module imports no large library.
@@ -45,17 +46,7 @@ FUSED = (
 
 def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
     """[out, in] of the seven projections of a block, in its order."""
-    hidden, _, heads, kv_heads, intermediate, _, _ = ARCHITECTURES[size]
-    narrow = hidden // heads * kv_heads
-    return {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (narrow, hidden),
-        "self_attn.v_proj": (narrow, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
-    }
+    return dict(zip(chain.from_iterable(FUSED), shape_of(size).linears, strict=True))
 
 
 # Widths and counts of a model, from which its memory and the floor of its steps follow.

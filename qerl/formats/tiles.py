@@ -46,18 +46,16 @@ _ROWS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Weights of layers with the same input, concatenated, or of two layers `interleaved` by 8 rows."""
+class KernelWeights:
+    """Weights of layers with the same input, concatenated, in a layout of kernels."""
 
-    data: Tensor  # uint8 [blocks of rows, blocks of columns, 8, 1152]
+    data: Tensor  # uint8
     weights_format: str
     parts: tuple[int, ...]  # rows of each layer
     columns: int
-    interleaved: bool
     factors: tuple[float, ...]  # of each layer: weight = factor * code * (decoded scale)
     global_scales: tuple[Tensor | None, ...]
     largest_exponents: tuple[int, ...]  # MXFP4: of each layer's scales
-    divisors: tuple[float, ...]  # of each layer: weight = code * (scale / divisor)
 
     @property
     def rows(self) -> int:
@@ -67,39 +65,55 @@ class Tiles:
     @property
     def scale_decode(self) -> tuple[int, int]:
         """Multiplier and offset of scale bytes."""
-        return scale_decode(self.weights_format)
+        return NVFP4_DECODE if self.weights_format == "nvfp4" else MXFP4_DECODE
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """The divisor of each layer: weight = code * (scale / divisor)."""
+        return tuple(2.0**LEFT / factor for factor in self.factors)
+
+    def as_packed(self, part: int, codes: Tensor, scales: Tensor) -> Packed:
+        """A layer's weight, of codes [rows, columns / 2] and scale bytes [rows, columns / 16] as `codes_and_scales`."""
+        if self.weights_format == "mxfp4":
+            exponents = scales[:, ::2].int() + self.largest_exponents[part] - _MX_TOP
+            tensors = {"weight_scale": exponents.clamp(min=0).to(torch.uint8)}
+        else:
+            global_scale = self.global_scales[part]
+            assert global_scale is not None
+            stored = _e5m3(scales.device)[1][scales.long()].view(torch.float8_e4m3fn)
+            tensors = {"weight_scale": stored, "weight_global_scale": global_scale}
+        return Packed(self.weights_format, (self.parts[part], self.columns), {"weight_packed": codes, **tensors})
 
 
-def scale_decode(weights_format: str) -> tuple[int, int]:
-    """Multiplier and offset of scale bytes of NVFP4 or MXFP4."""
-    return NVFP4_DECODE if weights_format == "nvfp4" else MXFP4_DECODE
+@dataclass(frozen=True)
+class Tiles(KernelWeights):
+    """`data` is [blocks of rows, blocks of columns, 8, 1152]; two layers may be `interleaved` by 8 rows."""
+
+    interleaved: bool = False
 
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether layers of these shapes [rows, columns] can be stored as tiles."""
-    whole = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
-    return weights_format in ("nvfp4", "mxfp4") and whole
+    divides = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
+    return weights_format in ("nvfp4", "mxfp4") and divides
 
 
 def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
     """Store the weights of `layers` as tiles on their device. Raises `FormatError` unless scales are positive
     numbers.
     """
-    weights_format, columns = layers[0].weights_format, layers[0].shape[1]
-    parts = tuple(layer.shape[0] for layer in layers)
-    codes, scales, factors, largest = [], [], [], []
-    for layer in layers:
-        code, scale, factor, top = codes_and_scales(layer)
-        codes.append(code)
-        scales.append(scale)
-        factors.append(factor)
-        largest.append(top)
-    if interleaved:
-        codes, scales = [_interleave(codes)], [_interleave(scales)]
-    data = _to_blocks(torch.cat(codes), torch.cat(scales))
-    globals_ = tuple(layer.tensors.get("weight_global_scale") for layer in layers)
-    divisors = tuple(2.0**LEFT / factor for factor in factors)
-    return Tiles(data, weights_format, parts, columns, interleaved, tuple(factors), globals_, tuple(largest), divisors)
+    codes, scales, factors, largest = zip(*map(codes_and_scales, layers), strict=True)
+    join = _interleave if interleaved else torch.cat
+    return Tiles(
+        data=_to_blocks(join(codes), join(scales)),
+        weights_format=layers[0].weights_format,
+        parts=tuple(layer.shape[0] for layer in layers),
+        columns=layers[0].shape[1],
+        factors=factors,
+        global_scales=tuple(layer.tensors.get("weight_global_scale") for layer in layers),
+        largest_exponents=largest,
+        interleaved=interleaved,
+    )
 
 
 def unpack(tiles: Tiles, part: int) -> Packed:
@@ -110,11 +124,7 @@ def unpack(tiles: Tiles, part: int) -> Packed:
     else:
         start = sum(tiles.parts[:part])
         codes, scales = (t[start : start + tiles.parts[part]] for t in (codes, scales))
-    tensors = {
-        "weight_packed": codes.contiguous(),
-        **stored_scales(tiles.weights_format, tiles.global_scales[part], tiles.largest_exponents[part], scales),
-    }
-    return Packed(tiles.weights_format, (tiles.parts[part], tiles.columns), tensors)
+    return tiles.as_packed(part, codes.contiguous(), scales)
 
 
 # --- scales ----------------------------------------------------------------------------------------------------------
@@ -144,18 +154,6 @@ def _without(codes: Tensor, empty: Tensor) -> Tensor:
     )
 
 
-def stored_scales(
-    weights_format: str, global_scale: Tensor | None, largest_exponent: int, scales: Tensor
-) -> dict[str, Tensor]:
-    """The scales of a `Packed` for bytes [rows, columns / 16], the inverse of `codes_and_scales`."""
-    if weights_format == "mxfp4":
-        exponents = scales[:, ::2].int() + largest_exponent - _MX_TOP
-        return {"weight_scale": exponents.clamp(min=0).to(torch.uint8)}
-    assert global_scale is not None
-    stored = _e5m3(scales.device)[1][scales.long()].view(torch.float8_e4m3fn)
-    return {"weight_scale": stored, "weight_global_scale": global_scale}
-
-
 @cache
 def _e5m3(device: torch.device) -> tuple[Tensor, Tensor]:
     """From E4M3 bytes (positive) to E5M3, whose value is (1 + m / 8) * 2^(e - 9), and back; 256 entries each."""
@@ -171,7 +169,7 @@ def _e5m3(device: torch.device) -> tuple[Tensor, Tensor]:
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
-def _interleave(two: list[Tensor]) -> Tensor:
+def _interleave(two: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.view(-1, 8, t.shape[1]) for t in two], dim=1).view(-1, two[0].shape[1])
 
 

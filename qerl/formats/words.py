@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qerl.formats.codecs import Packed
 from qerl.formats.group_size import GROUP_SIZE
-from qerl.formats.tiles import LEFT, code_words, codes_and_scales, codes_at, scale_decode, stored_scales
+from qerl.formats.tiles import KernelWeights, code_words, codes_and_scales, codes_at
 
 BLOCK_COLUMNS = 128
 WORDS = BLOCK_COLUMNS // 8
@@ -30,21 +30,8 @@ FORMATS = ("nvfp4", "mxfp4")
 
 
 @dataclass(frozen=True)
-class Words:
-    """Weights of layers with the same input, concatenated."""
-
-    data: Tensor  # uint8: all codes, then all scales
-    weights_format: str
-    parts: tuple[int, ...]  # rows of each layer
-    columns: int
-    factors: tuple[float, ...]  # of each layer: weight = factor * code * (decoded scale)
-    global_scales: tuple[Tensor | None, ...]
-    largest_exponents: tuple[int, ...]  # MXFP4: of each layer's scales
-
-    @property
-    def rows(self) -> int:
-        """Rows of all layers together."""
-        return sum(self.parts)
+class Words(KernelWeights):
+    """`data` has all codes, then all scales."""
 
     @property
     def blocks(self) -> int:
@@ -67,16 +54,6 @@ class Words:
         return self.data[self._code_bytes :].view(-1, self.rows, BLOCK_COLUMNS // self.group)
 
     @property
-    def scale_decode(self) -> tuple[int, int]:
-        """Multiplier and offset of scale bytes."""
-        return scale_decode(self.weights_format)
-
-    @property
-    def divisors(self) -> tuple[float, ...]:
-        """The divisor of each layer: weight = code * (scale / divisor)."""
-        return tuple(2.0**LEFT / factor for factor in self.factors)
-
-    @property
     def _code_bytes(self) -> int:
         return self.rows * self.blocks * BLOCK_COLUMNS // 2
 
@@ -97,9 +74,9 @@ def pack(layers: Sequence[Packed]) -> Words:
         weights_format=weights_format,
         parts=tuple(layer.shape[0] for layer in layers),
         columns=columns,
-        factors=tuple(factors),
+        factors=factors,
         global_scales=tuple(layer.tensors.get("weight_global_scale") for layer in layers),
-        largest_exponents=tuple(largest),
+        largest_exponents=largest,
     )
 
 
@@ -109,8 +86,7 @@ def unpack(words: Words, part: int) -> Packed:
     codes, scales = (t[:, start : start + rows].transpose(0, 1).flatten(1) for t in (words.codes, words.scales))
     codes, scales = codes[:, : words.columns // 8], scales[:, : words.columns // words.group]
     every = scales.repeat_interleave(words.group // 16, dim=1)
-    stored = stored_scales(words.weights_format, words.global_scales[part], words.largest_exponents[part], every)
-    return Packed(words.weights_format, (rows, words.columns), {"weight_packed": _from_words(codes), **stored})
+    return words.as_packed(part, _from_words(codes), every)
 
 
 def _to_blocks(items: Tensor, each: int) -> Tensor:

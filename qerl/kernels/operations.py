@@ -1,37 +1,159 @@
-"""The implementations of a decode step's operations for a device."""
+"""What samplers and updates compute beside products with packed weights, and who computes it on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qerl.kernels import reference
-from qerl.kernels.state import Groups, Guesses, Norm
+from qerl.kernels.state import (
+    DecodeState,
+    DeltaHeads,
+    DeltaState,
+    DraftRows,
+    DraftTotals,
+    Groups,
+    Guesses,
+    Heads,
+    KVCache,
+    Norm,
+    PromptRow,
+    SamplingState,
+    TextState,
+)
+
+Rope = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Operations:
-    """Norm, gates of MLPs, attention of decode steps and prompts, and sampling (`qerl.kernels.reference`). Delta
-    nets are in `qerl.kernels.reference`, and steps that verify drafts in `qerl.kernels.reference`.
-    """
+class Operations(Protocol):
+    """Functions of a module: `qerl.kernels.reference`, which says what each computes, or Triton's."""
 
-    name: str
-    rms_norm: Callable[[Tensor, Norm], Tensor]
-    add_normed: Callable[[Tensor, Tensor, Norm, Norm], Tensor]
-    clamped_glu: Callable[[Tensor, float, float], Tensor]
-    attend: Callable[..., Tensor]
-    attend_prompts: Callable[..., Tensor]
-    delta_step: Callable[..., Tensor]
-    delta_prompts: Callable[..., Tensor]
-    draw: Callable[..., None]
-    keep: Callable[..., None]
-    guess: Callable[..., Guesses]
-    spread: Callable[..., None]
-    settle: Callable[..., None]
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `reference.rms_norm`."""
+
+    def add_normed(self, to: Tensor, x: Tensor, norm: Norm, next_norm: Norm) -> Tensor:
+        """See `reference.add_normed`."""
+
+    def clamped_glu(self, both: Tensor, alpha: float, limit: float) -> Tensor:
+        """See `reference.clamped_glu`."""
+
+    # Attention.
+
+    def attend(
+        self,
+        qkv: Tensor,
+        cache: KVCache,
+        state: DecodeState,
+        rows: Tensor,
+        rope: Rope,
+        heads: Heads,
+        splits: int,
+        drafted: bool = False,
+    ) -> Tensor:
+        """See `reference.attend`."""
+
+    def attend_prompts(self, qkv: Tensor, cache: KVCache, row: PromptRow, rope: Rope, heads: Heads) -> Tensor:
+        """See `reference.attend_prompts`."""
+
+    # Gated delta nets.
+
+    def delta_step(
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        heads: DeltaHeads,
+        net: DeltaState,
+        state: DecodeState,
+        rows: Tensor,
+    ) -> Tensor:
+        """See `reference.delta_step`."""
+
+    def delta_prompts(
+        self, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, row: PromptRow
+    ) -> Tensor:
+        """See `reference.delta_prompts`."""
+
+    # Tokens and their log-probabilities.
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        state: DecodeState,
+        sampling: SamplingState,
+        truncated: bool,
+        replayed: bool = False,
+    ) -> None:
+        """See `reference.draw`."""
+
+    def tile_statistics(
+        self, tiles: Iterable[tuple[int, Tensor]], targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `reference.tile_statistics`."""
+
+    def tile_gradient(
+        self,
+        logits: Tensor,
+        first: int,
+        targets: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        temperature: float,
+        entropy: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
+    ) -> Tensor:
+        """See `reference.tile_gradient`."""
+
+    # Mixtures of experts.
+
+    def scores(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `reference.scores`."""
+
+    def route(self, scores: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+        """See `reference.route`."""
+
+    def group(self, numbers: Tensor, experts: int) -> Groups:
+        """See `reference.group`."""
+
+    def combine(self, y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
+        """See `reference.combine`."""
+
+    def combine_gradients(self, grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """See `reference.combine_gradients`."""
+
+    def dense_product(self, weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
+        """See `reference.dense_product`."""
+
+    def dense_input_gradient(
+        self, weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False
+    ) -> None:
+        """See `reference.dense_input_gradient`."""
+
+    def dense_weight_gradient(self, grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
+        """See `reference.dense_weight_gradient`."""
+
+    # Steps that verify drafts.
+
+    def keep(self, slots: Tensor, texts: TextState, state: DecodeState) -> None:
+        """See `reference.keep`."""
+
+    def guess(
+        self, slots: Tensor, texts: TextState, state: DecodeState, sampling: SamplingState, totals: DraftTotals
+    ) -> Guesses:
+        """See `reference.guess`."""
+
+    def spread(
+        self, guesses: Guesses, ends: Tensor, state: DecodeState, rows: DraftRows, count: int, replayed: bool
+    ) -> None:
+        """See `reference.spread`."""
+
+    def settle(self, rows: DraftRows, state: DecodeState, count: int, totals: DraftTotals) -> None:
+        """See `reference.settle`."""
 
 
 def operations_name(on_gpu: bool) -> str:
@@ -41,49 +163,8 @@ def operations_name(on_gpu: bool) -> str:
 
 def operations(device: torch.device) -> Operations:
     """Triton's operations on a GPU, PyTorch's elsewhere."""
-    name = operations_name(device.type == "cuda")
-    if name == "PyTorch":
-        ref = reference
-        return _operations(name, ref, ref, ref, ref, reference, ref, reference)
-    from qerl.kernels.triton import attention, delta, norms, prompt_attention, sampling
+    if operations_name(device.type == "cuda") == "PyTorch":
+        return reference
+    from qerl.kernels import triton
 
-    return _operations(name, norms, norms, attention, prompt_attention, delta, sampling, sampling)
-
-
-@dataclass(frozen=True)
-class MixtureOperations:
-    """Operations of a mixture of experts beside its products, documented in `qerl.kernels.reference`."""
-
-    scores: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
-    group: Callable[[Tensor, int], Groups]
-    combine: Callable[[Tensor, Tensor, Tensor, bool], None]
-    combine_gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def mixture_operations(device: torch.device) -> MixtureOperations:
-    """Triton's operations on a GPU, PyTorch's elsewhere."""
-    made: Any = reference
-    if operations_name(device.type == "cuda") == "Triton":
-        from qerl.kernels.triton import experts as made  # type: ignore[no-redef]
-    return MixtureOperations(made.scores, made.route, made.group, made.combine, made.combine_gradients)
-
-
-def _operations(
-    name: str, norm: Any, glu: Any, attention: Any, prompts: Any, delta: Any, sampling: Any, drafts: Any
-) -> Operations:
-    return Operations(
-        name=name,
-        rms_norm=norm.rms_norm,
-        add_normed=norm.add_normed,
-        clamped_glu=glu.clamped_glu,
-        attend=attention.attend,
-        attend_prompts=prompts.attend_prompts,
-        delta_step=delta.delta_step,
-        delta_prompts=delta.delta_prompts,
-        draw=sampling.draw,
-        keep=drafts.keep,
-        guess=drafts.guess,
-        spread=drafts.spread,
-        settle=drafts.settle,
-    )
+    return triton

@@ -41,16 +41,14 @@ class Packing:
         return _widths(self.lengths, self.prompts)
 
     def parts(self, row: Tensor, dim: int) -> list[list[Tensor]]:
-        """The parts (its prompt's and its own) of each piece's keys or values, from a `row` along dimension `dim`.
-
-        All copies of a prompt come from one `expand`, whose backward pass sums their gradients in one operation. Adding
-        them one by one in 16 bits would round each time.
-        """
+        """The parts (its prompt's and its own) of each piece's keys or values, from a `row` along dimension `dim`."""
         pieces = row.split(self.lengths, dim)
         copies: dict[int, Iterator[Tensor]] = {}
         parts = []
         for place, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True)):
             if prompt is None:
+                # All copies come from one `expand`, whose backward pass sums their gradients in one operation. Adding
+                # them one by one in 16 bits would round each time.
                 copies[place] = iter(piece.expand(1 + self.prompts.count(place), *piece.shape).unbind(0))
                 parts.append([next(copies[place])])
             else:
@@ -69,14 +67,14 @@ class Packing:
         """
         ends = [0, *accumulate(self.lengths)]
         pieces = [np.arange(first, end) for first, end in pairwise(ends)]
-        whole = [
+        sequences = [
             piece if prompt is None else np.concatenate([pieces[prompt], piece])
             for number, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True))
             if number not in self.prompts
         ]
-        tokens = np.zeros((len(whole), max(map(len, whole))), dtype=np.int64)
+        tokens = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
         mask, places = np.zeros(tokens.shape, dtype=bool), np.empty(ends[-1], dtype=np.int64)
-        for number, sequence in enumerate(whole):
+        for number, sequence in enumerate(sequences):
             tokens[number, : len(sequence)], mask[number, : len(sequence)] = sequence, True
             places[sequence] = number * tokens.shape[1] + np.arange(len(sequence))
         return tokens, mask, places
@@ -113,7 +111,7 @@ class KeyPlaces:
     """Places of a row's tokens among the keys of all pieces; index tensors are int64."""
 
     sources: Tensor  # [keys] the token of each key
-    of_piece: Tensor  # [L] the key of each token in its own piece
+    own: Tensor  # [L] the key of each token in its own piece
     shared: Tensor  # [S] the tokens of prompts
     places: Tensor  # [copies, S] the keys of these tokens, in order; the first one where there are fewer copies
     missing: Tensor | None  # [copies, S] bool, where there are fewer copies; None if nowhere
@@ -130,7 +128,7 @@ class KeyPlaces:
                 sources.append(tokens[prompt])
                 copies[prompt].append(keys[piece])
             sources.append(tokens[piece])
-        of_piece = [np.arange(end - length, end) for end, length in zip(keys[1:], lengths, strict=True)]
+        own = [np.arange(end - length, end) for end, length in zip(keys[1:], lengths, strict=True)]
         most = max(map(len, copies.values()))
         places, missing = [], []
         for prompt, firsts in copies.items():
@@ -140,7 +138,7 @@ class KeyPlaces:
         uneven = any(part.any() for part in missing)
         return cls(
             sources=torch.from_numpy(np.concatenate(sources)).to(device),
-            of_piece=torch.from_numpy(np.concatenate(of_piece)).to(device),
+            own=torch.from_numpy(np.concatenate(own)).to(device),
             shared=torch.from_numpy(np.concatenate([tokens[prompt] for prompt in copies])).to(device),
             places=torch.from_numpy(np.hstack(places)).to(device),
             missing=torch.from_numpy(np.hstack(missing)).to(device) if uneven else None,
@@ -169,11 +167,11 @@ class _AllKeys(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         copies: KeyPlaces = ctx.copies
-        of_row = grad.index_select(0, copies.of_piece)
+        grad_row = grad.index_select(0, copies.own)
         shared = grad.index_select(0, copies.places.flatten()).unflatten(0, copies.places.shape)
         if copies.missing is not None:
             shared.masked_fill_(copies.missing[..., None, None], 0.0)
-        return of_row.index_copy_(0, copies.shared, shared.sum(0)), None
+        return grad_row.index_copy_(0, copies.shared, shared.sum(0)), None
 
 
 def _widths(lengths: Sequence[int], prompts: Sequence[int | None]) -> list[int]:
@@ -233,12 +231,7 @@ def _flash(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """PyTorch's flash attention over sequences of variable length, with a backward pass that repeats to the bit.
-
-    The usual backward pass adds each block of keys' share of the queries' gradient atomically. With three blocks, some
-    300 keys, the order of the sums changes the last bits, and no run repeats. `varlen_attn` can't choose the other
-    algorithm, which PyTorch takes from a global switch, without the switch's effect on all other operations.
-    """
+    """PyTorch's flash attention over sequences of variable length, with a backward pass that repeats to the bit."""
 
     @staticmethod
     def forward(
@@ -264,6 +257,9 @@ class _FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, state, unused = ctx.saved_tensors
+        # The usual backward pass adds each block of keys' share of the queries' gradient atomically. With three blocks,
+        # some 300 keys, the order of the sums changes the last bits, and no run repeats. `varlen_attn` can't choose the
+        # other algorithm, which PyTorch takes from a global switch, without its effect on all other operations.
         with _deterministic():
             grads = torch.ops.aten._flash_attention_backward(
                 grad.contiguous(), *tensors, *ctx.options, state, unused, **ctx.named

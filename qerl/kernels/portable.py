@@ -31,8 +31,8 @@ class Tile:
     def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
         """The number of parts of W's columns, of which `blocks` blocks exist."""
         tiles = -(-rows_of_w // self.n) * -(-rows // self.m)
-        wanted = self.programs * processors // tiles
-        return max(1, min(wanted, blocks // _LEAST_SPAN, _MOST_SPLITS))
+        most = self.programs * processors // tiles
+        return max(1, min(most, blocks // _LEAST_SPAN, _MOST_SPLITS))
 
     @property
     def registers(self) -> int:
@@ -54,6 +54,11 @@ class PortableOperands:
     def rank(self) -> int:
         """The sum of the layers' ranks."""
         return len(self.down)
+
+
+def ranks_at_once(rank: int, most: int) -> int:
+    """The ranks of an adapter that a program multiplies at a time: a power of two, no fewer than an instruction."""
+    return min(max(1 << (rank - 1).bit_length(), 16), most)
 
 
 #: By the most rows of x: the fastest of those timed with 7B's shapes on an H200 (docs/lab/portable.md). With two warps,
@@ -107,13 +112,7 @@ _GROUPED = {
     64: Tile(128, 8, 4, 3),
     128: Tile(128, 128, 8, 3),
 }
-_GRADIENTS = {
-    8: GradientTile(64, 4, 3),
-    16: GradientTile(64, 4, 3),
-    32: GradientTile(64, 4, 3),
-    64: GradientTile(64, 4, 3),
-    128: GradientTile(64, 4, 3),
-}
+_GRADIENT = GradientTile(64, 4, 3)
 
 
 def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
@@ -127,9 +126,8 @@ def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
 
 def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
     """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
-    tile = _GRADIENTS[pairs]
     # Sums and operands in float32 of 128 pairs take more registers than four warps have.
-    return tile if itemsize == 2 else replace(tile, warps=max(tile.warps, pairs // 16), stages=1)
+    return _GRADIENT if itemsize == 2 else replace(_GRADIENT, warps=max(_GRADIENT.warps, pairs // 16), stages=1)
 
 
 def weight_gradient_tile_for(rows: int, columns: int, pairs: int, itemsize: int = 2) -> WeightGradientTile:

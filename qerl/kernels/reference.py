@@ -54,9 +54,9 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps))).to(x.dtype)
 
 
-def add_normed(to: Tensor, x: Tensor, norm: Norm, then: Norm) -> Tensor:
-    """Add the norm of x [B, H] to `to` [B, H] in place; returns the norm `then` of the sum."""
-    return rms_norm(to.add_(rms_norm(x, norm)), then)
+def add_normed(to: Tensor, x: Tensor, norm: Norm, next_norm: Norm) -> Tensor:
+    """Add the norm of x [B, H] to `to` [B, H] in place; returns the norm `next_norm` of the sum."""
+    return rms_norm(to.add_(rms_norm(x, norm)), next_norm)
 
 
 def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
@@ -169,8 +169,8 @@ def draw(
     rows, scaled = rows[live].long(), logits[live].float() * sampling.scale[0]
     noisy = scaled + sampling.scale[1] * gumbel(sampling.seed, state.sequence[rows], state.drawn[rows], logits.shape[1])
     if truncated:
-        kept = logits[live].float() >= threshold(logits[live], sampling)[:, None]
-        noisy = noisy.masked_fill(~kept, -torch.inf)
+        allowed = logits[live].float() >= threshold(logits[live], sampling)[:, None]
+        noisy = noisy.masked_fill(~allowed, -torch.inf)
     token = state.tokens[rows, state.drawn[rows].long()].long() if replayed else noisy.argmax(-1)
     logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
     _advance(token, logprob, rows, state, sampling)
@@ -195,8 +195,8 @@ def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
     ordered = logits.float().sort(dim=-1, descending=True).values
     first = torch.arange(logits.shape[1], device=logits.device) < sampling.top_k
     probs = torch.softmax((ordered * sampling.scale[0]).masked_fill(~first, -torch.inf), dim=-1)
-    kept = first & ((probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1))
-    return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+    allowed = first & ((probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1))
+    return ordered.gather(-1, allowed.sum(-1, keepdim=True) - 1)[:, 0]
 
 
 def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor:
@@ -242,9 +242,6 @@ def tile_statistics(
 
     `tiles` are ranges of the vocabulary, each given by its first token and its logits [rows, columns], which are
     overwritten. `targets` [rows] are token ids. Results are float32, or float64 for float64 logits.
-
-    The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability. Log-sum-exp
-    less the mean logit would be a small difference of large numbers.
     """
     parts = []
     for first, raw in tiles:
@@ -256,6 +253,8 @@ def tile_statistics(
         parts.append((chosen, lse, -logprobs.exp().mul_(logprobs).sum(-1)))
     chosen, lses, entropies = (torch.stack(column) for column in zip(*parts, strict=True))
     lse = lses.logsumexp(0)
+    # The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability.
+    # Log-sum-exp less the mean logit would be a small difference of large numbers.
     logs = lses - lse
     return chosen.sum(0), lse, (logs.exp() * (entropies - logs)).sum(0)
 
@@ -445,9 +444,9 @@ def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
 
 def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of y, in its dtype, and of the weights, in float32, of that of the sums [T, H] in `combine`."""
-    of_y = grad[:, None] * weights[..., None].to(y.dtype)
-    of_weights = torch.bmm(y.view(*weights.shape, -1), grad[..., None])[..., 0]
-    return of_y.view_as(y), of_weights.to(weights.dtype)
+    grad_y = grad[:, None] * weights[..., None].to(y.dtype)
+    grad_weights = torch.bmm(y.view(*weights.shape, -1), grad[..., None])[..., 0]
+    return grad_y.view_as(y), grad_weights.to(weights.dtype)
 
 
 def product(x: Tensor, groups: Groups, weight: Callable[[int], Tensor], bias: Tensor | None, out: Tensor) -> None:
@@ -455,14 +454,14 @@ def product(x: Tensor, groups: Groups, weight: Callable[[int], Tensor], bias: Te
 
     `weight` gives an expert's W [N, K]; `bias` is [experts, N].
     """
-    for number, pairs in _of_experts(groups):
+    for number, pairs in _pairs_by_expert(groups):
         y = x[_rows(x, pairs, groups)] @ weight(number).T
         out[pairs] = y if bias is None else y + bias[number].to(y.dtype)
 
 
 def input_gradient(grad: Tensor, groups: Groups, weight: Callable[[int], Tensor], out: Tensor) -> None:
     """Write the gradient out [pairs, K] of each pair's input, of that of its output by tokens [T, N] or [pairs, N]."""
-    for number, pairs in _of_experts(groups):
+    for number, pairs in _pairs_by_expert(groups):
         out[pairs] = grad[_rows(grad, pairs, groups)] @ weight(number)
 
 
@@ -486,12 +485,12 @@ def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int)
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = x.new_zeros(experts, grad.shape[1], x.shape[1], dtype=wide)
-    for number, pairs in _of_experts(groups):
+    for number, pairs in _pairs_by_expert(groups):
         out[number] = grad[pairs].T.to(wide) @ x[_rows(x, pairs, groups)].to(wide)
     return out
 
 
-def _of_experts(groups: Groups) -> list[tuple[int, Tensor]]:
+def _pairs_by_expert(groups: Groups) -> list[tuple[int, Tensor]]:
     """Each expert that has pairs, and these."""
     experts = []
     for number in groups.experts.unique().tolist():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import accumulate, pairwise
 from math import pi, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -215,8 +215,7 @@ EXPONENT = 0x7F800000
 class KVCache:
     """Pages of keys and values of all blocks, or of one block, then without the first dimension.
 
-    In FP8 each key and each value of a head has a scale. It is a power of two, so that a rounded element times its
-    scale is exact in bfloat16: prompts attend in bfloat16 to what decode steps read in FP8.
+    In FP8 each key and each value of a head has a scale.
     """
 
     data: Tensor  # [layers, pages, 2, Hkv, PAGE, D], in the model's dtype or FP8
@@ -279,6 +278,8 @@ def page_bytes(heads: int, dim: int, dtype: torch.dtype) -> int:
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Keys or values [..., D] in FP8, and the scales [...] by which they are multiplied."""
     peak = x.float().abs().amax(-1).clamp(min=SMALLEST)
+    # A power of two, so that a rounded element times its scale is exact in bfloat16: prompts attend in bfloat16 to what
+    # decode steps read in FP8.
     scales = (peak.view(torch.int32) & EXPONENT).view(torch.float32) / LARGEST
     return (x.float() / scales[..., None]).to(FP8), scales
 
@@ -353,14 +354,14 @@ class DeltaStates:
         return cls(recent, torch.zeros(size, dtype=torch.float32, device=device))
 
     @property
-    def held(self) -> int:
+    def group_row(self) -> int:
         """The row of a waiting group."""
         return self.recent.shape[1] - 1
 
     @property
     def idle(self) -> int:
         """The row of the idle slot."""
-        return self.held - 1
+        return self.group_row - 1
 
     @property
     def nbytes(self) -> int:
@@ -549,6 +550,8 @@ def workspace(device: torch.device) -> Workspace:
 
 # Capture of GPU work in CUDA graphs.
 
+Graph = TypeVar("Graph")
+
 
 def capture(work: Callable[[], None], memory: Any = None) -> Callable[[], None]:
     """Capture `work`, which has run before, in a CUDA graph. The returned function replays it on the same tensors.
@@ -566,6 +569,27 @@ def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]
     """Run `work` once, which compiles kernels and initializes libraries, then `capture` it."""
     work()
     return capture(work, memory)
+
+
+class GraphBySize(dict[Hashable, Graph]):
+    """Graphs by the sizes of their tensors and by what else differs, each captured at its first use.
+
+    They share the memory pool `memory`, so no two may run at the same time. Without one, on a CPU, nothing is captured.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def at(self, size: Hashable, make: Callable[[], Graph]) -> Graph:
+        """The graph of this size, or what `make` returns, which is then the size's graph."""
+        if size not in self:
+            self[size] = make()
+        return self[size]
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats `work`, which runs once now if it is captured."""
+        return work if self.memory is None else captured(work, self.memory)
 
 
 # The device state of steps that verify drafts: the texts in which drafts are found, guesses, and rows.

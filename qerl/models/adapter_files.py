@@ -114,9 +114,9 @@ def check_taken(model: PeftModel, folder: Path) -> None:
     stored = set(map(_own, _shapes(folder)))
     if missing := sorted(expected - stored):
         raise CheckpointError(f"{folder / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} calls for; save it again")
-    if left := sorted(name for name in stored - expected if ".lora_" in name):
+    if extra := sorted(name for name in stored - expected if ".lora_" in name):
         raise CheckpointError(
-            f"{folder / ADAPTER} holds {left[0]}, which {ADAPTER_CONFIG} doesn't name or the model lacks; give the "
+            f"{folder / ADAPTER} holds {extra[0]}, which {ADAPTER_CONFIG} doesn't name or the model lacks; give the "
             "adapter's own model, or save it again"
         )
 
@@ -140,10 +140,10 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], checkpoint: Path) -> None:
     """Write an adapter of the base `checkpoint`, whose `tensors` have the text model's names."""
     folder.mkdir(exist_ok=True)
-    whole = whole_model(checkpoint)
-    if whole is not None:
-        tensors = {whole.adapter_name(name): tensor for name, tensor in tensors.items()}
-        config = config | ({"exclude_modules": whole.excluded} if whole.excluded else {})
+    model = whole_model(checkpoint)
+    if model is not None:
+        tensors = {model.adapter_name(name): tensor for name, tensor in tensors.items()}
+        config = config | ({"exclude_modules": model.excluded} if model.excluded else {})
     named = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
     write_tensors(named, folder / ADAPTER)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

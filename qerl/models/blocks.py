@@ -45,12 +45,12 @@ def _forward(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tupl
 
 
 def _backward(
-    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, of_weight: bool
+    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, needs_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `qerl.kernels.triton.norms.norm_backward`."""
     normed = hidden * inverse
     product = grad * normed
-    grad_weight = product.flatten(0, -2).sum(0) if of_weight else None
+    grad_weight = product.flatten(0, -2).sum(0) if needs_weight else None
     along = (product @ weight)[..., None] / hidden.shape[-1]
     grad_hidden = (grad * weight).addcmul_(normed, along, value=-1)
     return torch.mul(grad_hidden, inverse, out=torch.empty_like(hidden)), grad_weight
@@ -187,12 +187,10 @@ def _attend_capped(
 
 
 def _shares_heads(query: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> bool:
-    """Whether query heads can read the KV head that they share in place.
-
-    transformers copies keys and values for each query head if there is a mask, which kernels of GPUs need. PyTorch's
-    kernel for CPUs makes the same bits without the copies, which took more time than the attention. With gradients
-    the order of their sums would be another one.
-    """
+    """Whether query heads can read the KV head that they share in place."""
+    # transformers copies keys and values for each query head if there is a mask, which kernels of GPUs need. PyTorch's
+    # kernel for CPUs makes the same bits without the copies, which took more time than the attention. With gradients
+    # the order of their sums would be another one.
     plain = not settings.get("dropout") and settings.get("position_bias") is None
     return query.device.type == "cpu" and mask is not None and plain and not torch.is_grad_enabled()
 
@@ -213,8 +211,8 @@ def token_hidden(lm: PreTrainedModel, ids: Tensor, positions: Tensor, packing: P
         assert isinstance(packing, Packing)  # CUDA graphs serve packed attention alone
         return _padded_hidden(lm, ids[0], positions[0], packing)
     # transformers uses a 4-dimensional mask as it is, so this empty one keeps it from building a mask.
-    made = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
-    output = lm.base_model(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, packing=packing)
+    mask = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
+    output = lm.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, packing=packing)
     return output.last_hidden_state
 
 
@@ -235,57 +233,40 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary embeddings by Triton. Only cos and sin, which all blocks share, are saved for the backward pass."""
+    """Norms of heads by frozen weights, if there are any, then rotary embeddings, by Triton.
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from qerl.kernels.triton.norms import rotate
-
-        ctx.save_for_backward(cos, sin)
-        return rotate(query, key, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        from qerl.kernels.triton.norms import rotate
-
-        return *rotate(of_query, of_key, *ctx.saved_tensors, back=True), None, None
-
-
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated queries and keys [L, heads, D], by transformers' cosines and sines [L, D]; on a GPU."""
-    return _Rotation.apply(query, key, cos, sin)
-
-
-class _NormedRotation(torch.autograd.Function):
-    """Norms of heads by frozen weights, then rotary embeddings, by Triton. Only the inputs are saved."""
+    Without norms only cos and sin, which all blocks share, are saved for the backward pass.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, weights: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, ...], eps: float
     ) -> tuple[Tensor, Tensor]:
-        from qerl.kernels.triton.norms import rotate_normed
+        from qerl.kernels.triton.norms import rotate
 
-        ctx.save_for_backward(query, key, *weights, cos, sin)
+        ctx.save_for_backward(cos, sin, *weights, *((query, key) if weights else ()))
         ctx.eps = eps
-        return rotate_normed(query, key, weights, eps, cos, sin)
+        return rotate(query, key, cos, sin, weights, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from qerl.kernels.triton.norms import rotate_normed
+        from qerl.kernels.triton.norms import rotate
 
-        query, key, query_weight, key_weight, cos, sin = ctx.saved_tensors
-        weights = query_weight, key_weight
-        return *rotate_normed(query, key, weights, ctx.eps, cos, sin, (grads[0], grads[1])), None, None, None, None
+        cos, sin, *saved = ctx.saved_tensors
+        query, key = saved[2:] or grads  # without norms their values don't count
+        return *rotate(query, key, cos, sin, saved[:2], ctx.eps, grads), None, None, None, None
 
 
-def rotate_normed(
-    query: Tensor, key: Tensor, norms: Sequence[nn.Module], cos: Tensor, sin: Tensor
+def rotate(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[nn.Module] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys as `rotate` has them, after the two `norms` of their heads, whose weights are frozen."""
-    weights = norms[0].get_parameter("weight"), norms[1].get_parameter("weight")
-    return _NormedRotation.apply(query, key, weights, epsilon_of(norms[0]), cos, sin)
+    """Rotated queries and keys [L, heads, D], by transformers' cosines and sines [L, D]; on a GPU.
+
+    The two `norms` of their heads, whose weights are frozen, come first.
+    """
+    weights = tuple(norm.get_parameter("weight") for norm in norms)
+    return _Rotation.apply(query, key, cos, sin, weights, epsilon_of(norms[0]) if norms else 0.0)
 
 
 def _kernel_serves(hidden: Tensor) -> bool:
@@ -327,7 +308,7 @@ class PackedAttention(nn.Module):
         """Rotated queries and keys [L, heads, D], normalised before if the class has norms for them."""
         norms = [norm for name in "qk" if (norm := getattr(self, f"{name}_norm", None)) is not None]
         if norms and not any(parameter.requires_grad for norm in norms for parameter in norm.parameters()):
-            return rotate_normed(query, key, norms, cos, sin)
+            return rotate(query, key, cos, sin, norms)
         query, key = (norm(x) for norm, x in zip(norms, (query, key), strict=True)) if norms else (query, key)
         return rotate(query, key, cos, sin)
 

@@ -140,11 +140,9 @@ def _prepared(both: Tensor, values: Tensor, decays: Tensor, rates: Tensor) -> tu
 
 
 def _between(decays: Tensor) -> Tensor:
-    """The decay [..., C, C] from the token of each column to that of each row, 0 if it is earlier.
-
-    Each sums its log-decays, which are [..., C], anew. A difference of sums from a chunk's start would lose small
-    decays beside large ones. No exponent is positive.
-    """
+    """The decay [..., C, C] from each column's token to each row's, 0 if it is earlier, of log-decays [..., C]."""
+    # Each sums its log-decays anew. A difference of sums from a chunk's start would lose small decays beside large
+    # ones. No exponent is positive.
     later = torch.full((CHUNK, CHUNK), -torch.inf, dtype=decays.dtype, device=decays.device).triu_(1)
     return decays.unsqueeze(-1).expand(*decays.shape, CHUNK).tril(-1).cumsum(-2).add_(later).exp_()
 

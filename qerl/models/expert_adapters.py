@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError
 from qerl.checkpoints.tensors import write_tensors
-from qerl.models.experts import ExpertFactors, ExpertLora, Experts, Layer, device_of
-from qerl.models.linear import POLICY_ADAPTER
+from qerl.models.experts import ExpertLora, Experts, Layer
+from qerl.models.linear import POLICY_ADAPTER, Lora, device_of
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
 from qerl.settings.errors import nearest
@@ -48,7 +48,7 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
         self.scale = alpha / rank
         downs, ups = nn.ParameterDict(), nn.ParameterDict()
         for name in projections:
-            downs[name], ups[name] = _fresh(base, name, rank)
+            downs[name], ups[name] = _new_factors(base, name, rank)
         self.lora_A = nn.ModuleDict({POLICY_ADAPTER: downs})
         self.lora_B = nn.ModuleDict({POLICY_ADAPTER: ups})
 
@@ -56,7 +56,7 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
     def lora(self) -> ExpertLora:
         """The adapter, even while it is disabled."""
         both = ("gate_up_proj",) if self.in_stacks else ("gate_proj", "up_proj")
-        return ExpertLora(self._factors(*both), self._factors("down_proj"))
+        return ExpertLora(self._loras(*both), self._loras("down_proj"))
 
     @property
     def in_stacks(self) -> bool:
@@ -73,15 +73,13 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
         """A ("A") [experts, r, in] or B ("B") [experts, out, r] of a projection."""
         return self.get_parameter(f"lora_{side}.{POLICY_ADAPTER}.{projection}")
 
-    def _factors(self, *projections: str) -> ExpertFactors | None:
+    def _loras(self, *projections: str) -> list[Lora]:
         """The adapters of projections that read the same input: all of them have one, or none."""
-        if projections[0] not in self.projections:
-            return None
-        downs, ups = ([self.adapter(side, name) for name in projections] for side in "AB")
-        return ExpertFactors(downs, ups, self.scale)
+        named = [name for name in projections if name in self.projections]
+        return [Lora(self.adapter("A", name), self.adapter("B", name), self.scale) for name in named]
 
 
-def _fresh(base: Experts, projection: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+def _new_factors(base: Experts, projection: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     """A as PEFT draws it for a linear layer, and B = 0, both float32."""
     layer: Layer = base[0].get_submodule(projection)  # type: ignore[assignment]
     device, count = device_of(layer), len(base)
@@ -128,16 +126,16 @@ def projections_of(adapter: AdapterSettings, structure: Structure) -> list[str]:
 
     Raises `ConfigError` if the experts lack one.
     """
-    layers, asked = _layers(structure), set(adapter.of_experts)
-    if _in_stacks(structure) and asked & _PARTS:
-        asked = asked - _PARTS | {_FUSED}
-    if unknown := sorted(asked - set(layers)):
+    layers, targets = _layers(structure), set(adapter.of_experts)
+    if _in_stacks(structure) and targets & _PARTS:
+        targets = targets - _PARTS | {_FUSED}
+    if unknown := sorted(targets - set(layers)):
         names = [f"experts.{name}" for name in layers]
         raise ConfigError(
             f"adapter.targets has experts.{unknown[0]}, and the experts of the model have {', '.join(names)}"
             f"{nearest(f'experts.{unknown[0]}', names)}"
         )
-    return [name for name in layers if name in asked]
+    return [name for name in layers if name in targets]
 
 
 def name_experts(config: LoraConfig, projections: Sequence[str], structure: Structure) -> None:
@@ -169,15 +167,15 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
             f"{folder / ADAPTER_CONFIG} has target_parameters, and experts of this model have adapters of their own "
             "layers here; take an adapter that names these in target_modules"
         )
-    of_experts = {name.rpartition(".")[2] for name in stacks} if stacks else named & set(layers)
-    if of_experts:
+    adapted = {name.rpartition(".")[2] for name in stacks} if stacks else named & set(layers)
+    if adapted:
         _check_plain(config, folder)
         config.target_parameters = None
-        config.target_modules = sorted(named - of_experts) or DUMMY_TARGET_MODULES
+        config.target_modules = sorted(named - adapted) or DUMMY_TARGET_MODULES
     else:
         with safe_open(folder / ADAPTER, "pt") as file:
             _check_taken(file.keys(), folder)
-    return [name for name in layers if name in of_experts]
+    return [name for name in layers if name in adapted]
 
 
 def _take_none(config: LoraConfig, shared: Mapping[str, str], folder: Path) -> list[str]:
@@ -205,10 +203,10 @@ def _check_plain(config: LoraConfig, folder: Path) -> None:
 
 def _check_taken(keys: Iterable[str], folder: Path) -> None:
     """Raise `CheckpointError` if one of the keys that are left is of an expert."""
-    if left := sorted(key for key in keys if ".experts." in key):
+    if extra := sorted(key for key in keys if ".experts." in key):
         raise CheckpointError(
-            f"{folder / ADAPTER} holds {left[0]}, which target_modules in {ADAPTER_CONFIG} doesn't name; list the last "
-            "parts of the layers' names there, such as up_proj"
+            f"{folder / ADAPTER} holds {extra[0]}, which target_modules in {ADAPTER_CONFIG} doesn't name; list the "
+            "last parts of the layers' names there, such as up_proj"
         )
 
 
@@ -255,12 +253,12 @@ def _stored(name: str, experts: AdaptedExperts) -> Iterator[tuple[str, Tensor]]:
     """The key of each matrix in a file, and a view of its values; those of more dimensions than two are flattened."""
     for place, projection in enumerate(reversed(experts.projections)):
         for side in "AB":
-            whole = experts.adapter(side, projection)
+            matrices = experts.adapter(side, projection)
             if experts.in_stacks:  # PEFT wraps the stack of down around that of gate and up
                 key = f"{name}{'.base_layer' * place}.lora_{side}.weight"
-                yield key, whole.flatten(0, 1) if side == "A" else whole.permute(1, 2, 0)
+                yield key, matrices.flatten(0, 1) if side == "A" else matrices.permute(1, 2, 0)
                 continue
-            yield from ((f"{name}.{n}.{projection}.lora_{side}.weight", matrix) for n, matrix in enumerate(whole))
+            yield from ((f"{name}.{n}.{projection}.lora_{side}.weight", matrix) for n, matrix in enumerate(matrices))
 
 
 def _layers(structure: Structure) -> list[str]:

@@ -18,9 +18,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from qerl.formats import words as layout
 from qerl.formats.words import Words
 from qerl.kernels import reference
-from qerl.kernels.operations import mixture_operations, operations
+from qerl.kernels.operations import Operations, operations
 from qerl.kernels.state import GroupedLora, Groups
-from qerl.models.linear import PackedLinear, stacked, words_of
+from qerl.models.linear import Lora, PackedLinear, StackedLora, device_of, stacked, words_of
 from qerl.models.lora import products
 
 # The MLP of a block. With a kernel for the device, its activation takes one pass over memory in each direction.
@@ -33,50 +33,33 @@ class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up by Triton, which saves only gate and up for the backward pass; PyTorch saves silu(gate) too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         from qerl.kernels.triton import norms
 
-        ctx.save_for_backward(gate, up)
-        return norms.swiglu_forward(gate, up)
+        ctx.save_for_backward(*tensors)
+        return norms.swiglu_forward(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         from qerl.kernels.triton import norms
 
         return norms.swiglu_backward(grad, *ctx.saved_tensors)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, by Triton on a GPU, and by PyTorch elsewhere and in float64."""
-    if gate.is_cuda and gate.dtype == up.dtype != torch.float64:
-        return _SwiGLU.apply(gate, up)
+def swiglu(*tensors: Tensor) -> Tensor:
+    """silu(gate) * up of two tensors, or [M, I] of one tensor [M, 2 I] with both side by side, which isn't copied.
+
+    By Triton on a GPU, and by PyTorch elsewhere and in float64.
+    """
+    if (
+        tensors[0].is_cuda
+        and torch.float64 not in (dtypes := {tensor.dtype for tensor in tensors})
+        and len(dtypes) == 1
+    ):
+        return _SwiGLU.apply(*tensors)
+    gate, up = tensors if len(tensors) == 2 else tensors[0].chunk(2, -1)
     return nn.functional.silu(gate) * up
-
-
-class _SwiGLUOfHalves(torch.autograd.Function):
-    """silu(gate) * up of one tensor with both, by Triton, without copies of the halves."""
-
-    @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        from qerl.kernels.triton import norms
-
-        ctx.save_for_backward(both)
-        return norms.forward_of_halves(both)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        from qerl.kernels.triton import norms
-
-        return norms.backward_of_halves(grad, *ctx.saved_tensors)
-
-
-def swiglu_of_halves(both: Tensor) -> Tensor:
-    """silu(gate) * up [M, I] of contiguous gate and up [M, 2 I] side by side, as `swiglu` computes it."""
-    if both.is_cuda and both.dtype != torch.float64:
-        return _SwiGLUOfHalves.apply(both)
-    return swiglu(*both.chunk(2, -1))
 
 
 class _ClampedGLU(torch.autograd.Function):
@@ -117,14 +100,11 @@ class GatedMLP(nn.Module):
         return self.down_proj(swiglu(*products(x, (self.gate_proj, self.up_proj))))
 
 
-def _fusible(mlp: nn.Module) -> bool:
-    return type(mlp).__name__ in _PLAIN and isinstance(getattr(mlp, "act_fn", None), (nn.SiLU, SiLUActivation))
-
-
 def fuse_mlps(model: nn.Module) -> None:
     """Replace every MLP of a known plain class with SiLU by `GatedMLP`; projections and their names stay."""
     for name, module in list(model.named_modules()):
-        if _fusible(module):
+        silu = isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
+        if silu and type(module).__name__ in _PLAIN:
             model.set_submodule(name, GatedMLP(module))
 
 
@@ -134,35 +114,14 @@ def fuse_mlps(model: nn.Module) -> None:
 Layer = nn.Linear | PackedLinear
 
 
-class DenseProducts(Protocol):
-    """Grouped products of dense weights, documented in `qerl.kernels.reference`."""
-
-    def dense_product(self, weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
-        """See `reference.dense_product`."""
-        ...
-
-    def dense_input_gradient(
-        self, weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False
-    ) -> None:
-        """See `reference.dense_input_gradient`."""
-        ...
-
-    def dense_weight_gradient(self, grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
-        """See `reference.dense_weight_gradient`."""
-        ...
-
-
 class GroupedLinear(Protocol):
     """Layers of every expert that read the same input, as one product; an expert's outputs are concatenated."""
 
     #: N, the outputs of an expert, and K, its inputs.
     out_features: int
     in_features: int
-
-    @property
-    def dense(self) -> DenseProducts:
-        """The same products of dense tensors, for adapters."""
-        ...
+    #: The same products of dense tensors, for adapters.
+    dense: Operations
 
     def sync(self) -> None:
         """Do nothing: adapters are apart."""
@@ -188,16 +147,13 @@ class TorchGroupedLinear:
     It waits for the device, so that no CUDA graph can have it.
     """
 
+    dense: Operations = reference
+
     def __init__(self, experts: Sequence[Sequence[Layer]]) -> None:
         self._experts = experts
         self.out_features = sum(layer.out_features for layer in experts[0])
         self.in_features = experts[0][0].in_features
         self._bias = _biases(experts)
-
-    @property
-    def dense(self) -> DenseProducts:
-        """See `GroupedLinear`."""
-        return reference
 
     def sync(self) -> None:
         """See `GroupedLinear`."""
@@ -232,22 +188,17 @@ class PortableGroupedLinear:
     The layers' weights move into one tensor, of which each layer then reads its part, so there is only one copy.
     """
 
-    @staticmethod
-    def serves(device: torch.device, weights_format: str, columns: int, dtype: torch.dtype) -> bool:
-        """Whether this class supports layers of a format ("bf16": dense) with this input, of activations of `dtype`."""
-        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
-            return False
-        return weights_format in layout.FORMATS or (weights_format == "bf16" and columns % 64 == 0)
-
     def __init__(self, experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> None:
+        from qerl.kernels import triton
         from qerl.kernels.triton.experts import GroupedOperands
 
+        self.dense: Operations = triton
         layers = list(chain.from_iterable(experts))
         self.out_features = sum(layer.out_features for layer in experts[0])
         self.in_features = layers[0].in_features
         packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-        weights: Words | Tensor | None = words_of(packed) if packed else _stacked(layers)
-        assert weights is not None
+        dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        weights: Words | Tensor = words_of(packed) if packed else stacked(dense)
         factors = None
         if isinstance(weights, Words):
             parts = torch.tensor(weights.parts)
@@ -257,13 +208,6 @@ class PortableGroupedLinear:
         self.operands = GroupedOperands(
             weights, self.out_features, factors, None if bias is None else bias.float().flatten()
         )
-
-    @property
-    def dense(self) -> DenseProducts:
-        """See `GroupedLinear`."""
-        from qerl.kernels.triton import experts
-
-        return experts
 
     def sync(self) -> None:
         """See `GroupedLinear`."""
@@ -296,25 +240,16 @@ class PortableGroupedLinear:
 def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGroupedLinear | PortableGroupedLinear:
     """One product of layers that read the same input, of each expert in order, with activations of `dtype`."""
     layers = list(chain.from_iterable(experts))
-    formats = {layer.weights_format if isinstance(layer, PackedLinear) else "bf16" for layer in layers}
-    device = device_of(layers[0])
-    alike = len(formats) == 1 and (formats != {"bf16"} or {layer.weight.dtype for layer in layers} == {dtype})
-    if alike and PortableGroupedLinear.serves(device, formats.pop(), layers[0].in_features, dtype):
+    formats = {layer.weights_format if isinstance(layer, PackedLinear) else layer.weight.dtype for layer in layers}
+    dense = formats == {dtype} and layers[0].in_features % 64 == 0
+    has_kernels = device_of(layers[0]).type == "cuda" and dtype in (torch.bfloat16, torch.float32)
+    if has_kernels and len(formats) == 1 and (dense or not formats.isdisjoint(layout.FORMATS)):
         return PortableGroupedLinear(experts, dtype)
     return TorchGroupedLinear(experts)
 
 
-def device_of(layer: Layer) -> torch.device:
-    """The device of a layer's weights."""
-    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
-
-
 def _dense(layer: Layer, dtype: torch.dtype) -> Tensor:
     return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
-
-
-def _stacked(layers: Sequence[Layer]) -> Tensor | None:
-    return stacked([layer for layer in layers if isinstance(layer, nn.Linear)])
 
 
 def _biases(experts: Sequence[Sequence[Layer]]) -> Tensor | None:
@@ -331,27 +266,6 @@ def _bias(layer: Layer) -> Tensor:
     return layer.bias.detach()
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradient of x. It saves no activation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
-        ctx.groups, ctx.linear, ctx.rows = groups, linear, len(x)
-        out = x.new_empty(groups.count, linear.out_features)
-        linear(x, groups, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        groups = ctx.groups
-        out = grad.new_empty(groups.count, ctx.linear.in_features)
-        ctx.linear.input_gradient(grad.contiguous(), groups, out)
-        if ctx.rows != groups.count:
-            out = out.view(ctx.rows, groups.chosen, -1).sum(1)
-        return out, None, None
-
-
 class _WeightedSum(torch.autograd.Function):
     """Sums [T, H] of y [T k, H] by weights float32 [T, k], in float32, with the gradients of both."""
 
@@ -359,19 +273,14 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights)
         out = y.new_empty(len(weights), y.shape[1])
-        mixture_operations(y.device).combine(y, weights, out, False)
+        operations(y.device).combine(y, weights, out, False)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         y, weights = ctx.saved_tensors
-        return mixture_operations(y.device).combine_gradients(grad.contiguous(), y, weights)
-
-
-def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear) -> Tensor:
-    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with the gradient of x."""
-    return _GroupedProduct.apply(x.contiguous(), groups, linear)
+        return operations(y.device).combine_gradients(grad.contiguous(), y, weights)
 
 
 def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
@@ -385,113 +294,73 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
 # rows, and B (A x) is added in the base's product.
 
 
-@dataclass(frozen=True)
-class ExpertFactors:
-    """A [experts, r, K] and B [experts, N, r] of layers of every expert that read the same input, in order."""
+class GroupedAdapters(StackedLora):
+    """Adapters of a grouped product in the dtype of its activations; A and B are those of every expert."""
 
-    downs: Sequence[Tensor]
-    ups: Sequence[Tensor]
-    scale: float
-
-    def empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Zeros for all A, [experts, R, K], and for block-diagonal B, [experts, N, R]; R is the sum of the ranks."""
-        rank, rows = (sum(part.shape[1] for part in parts) for parts in (self.downs, self.ups))
-        (experts, _, columns), device = self.downs[0].shape, self.downs[0].device
-        down = torch.zeros(experts, rank, columns, dtype=dtype, device=device)
-        return down, torch.zeros(experts, rows, rank, dtype=dtype, device=device)
-
-    def parts(self, down: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The parts of each layer in tensors of the shapes of `empty`."""
-        ranks, rows = ([part.shape[1] for part in parts] for parts in (self.downs, self.ups))
-        diagonal = zip(up.split(rows, 1), ranks, strict=True)
-        firsts = [sum(ranks[:number]) for number in range(len(ranks))]
-        ups = [part[..., first : first + rank] for (part, rank), first in zip(diagonal, firsts, strict=True)]
-        return list(zip(down.split(ranks, 1), ups, strict=True))
-
-    @torch.no_grad()
-    def write(self, down: Tensor, up: Tensor) -> None:
-        """Copy A and the scale times B into tensors of `empty`, whose zeros stay."""
-        for (to_down, to_up), a, b in zip(self.parts(down, up), self.downs, self.ups, strict=True):
-            to_down.copy_(a)
-            to_up.copy_(b * self.scale)
-
-    def stacked(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All A and block-diagonal B with the scale, in `dtype`."""
-        down, up = self.empty(dtype)
-        self.write(down, up)
-        return down, up
-
-
-class GroupedAdapters:
-    """Adapters of a grouped product in the dtype of its activations, at addresses that never change."""
-
-    def __init__(self, factors: ExpertFactors, dense: DenseProducts, dtype: torch.dtype) -> None:
-        self._factors, self._dense = factors, dense
-        self._down, self._up = factors.empty(dtype)
-        self.sync()
-
-    def sync(self) -> None:
-        """Copy the present adapters."""
-        self._factors.write(self._down, self._up)
+    def __init__(self, loras: Sequence[Lora], dense: Operations, dtype: torch.dtype) -> None:
+        super().__init__(loras, dtype)
+        self._dense = dense
 
     def __call__(self, x: Tensor, groups: Groups) -> GroupedLora:
         """What the adapters add to the product of x [T, K] or [pairs, K]."""
-        shrunk = x.new_empty(groups.count, self._down.shape[1])
-        self._dense.dense_product(self._down, x, groups, shrunk)
-        return GroupedLora(shrunk, self._up)
+        shrunk = x.new_empty(groups.count, self.rank)
+        self._dense.dense_product(self.down, x, groups, shrunk)
+        return GroupedLora(shrunk, self.up)
 
 
-class _AdaptedProduct(torch.autograd.Function):
-    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradients of x, A and B. It saves x and A x.
+class _GroupedProduct(torch.autograd.Function):
+    """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradients of x and of the layers' A and B, if any.
 
-    A and s B are cast to the dtype of x in each direction. Their gradients are sums in float32. `adapters` has all A,
-    then all B.
+    It saves x and A x only with adapters, of which A and s B are cast to the dtype of x in each direction. Their
+    gradients are sums in float32. `adapters` lists A and B of each layer in order.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups, linear: GroupedLinear, scale: float, *adapters: Tensor) -> Tensor:
-        down, up = _factors(adapters, scale).stacked(x.dtype)
-        shrunk = x.new_empty(groups.count, down.shape[1])
-        linear.dense.dense_product(down, x, groups, shrunk)
+        ctx.groups, ctx.linear, ctx.scale, ctx.rows = groups, linear, scale, len(x)
+        lora = None
+        if adapters:
+            lora = GroupedAdapters(_loras(adapters, scale), linear.dense, x.dtype)(x, groups)
+            ctx.save_for_backward(x, lora.shrunk, *adapters)
         out = x.new_empty(groups.count, linear.out_features)
-        linear(x, groups, out, lora=GroupedLora(shrunk, up))
-        ctx.save_for_backward(x, shrunk, *adapters)
-        ctx.groups, ctx.linear, ctx.scale = groups, linear, scale
+        linear(x, groups, out, lora=lora)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shrunk, *adapters = ctx.saved_tensors
         groups, dense, grad = ctx.groups, ctx.linear.dense, grad.contiguous()
-        factors = _factors(adapters, ctx.scale)
-        down, up = factors.stacked(x.dtype)
-        of_shrunk = torch.empty_like(shrunk)
-        dense.dense_input_gradient(up, grad, groups, of_shrunk)
-        of_down = dense.dense_weight_gradient(of_shrunk, x, groups, len(down))
-        of_up = dense.dense_weight_gradient(grad, shrunk, groups, len(down)).mul_(ctx.scale)
-        parts = factors.parts(of_down, of_up)
-        of_adapters = [part.to(adapters[0].dtype) for side in zip(*parts, strict=True) for part in side]
+        grads: list[Tensor] = []
+        if ctx.saved_tensors:
+            x, shrunk, *adapters = ctx.saved_tensors
+            lora = StackedLora(_loras(adapters, ctx.scale), x.dtype)
+            grad_shrunk = torch.empty_like(shrunk)
+            dense.dense_input_gradient(lora.up, grad, groups, grad_shrunk)
+            grad_down = dense.dense_weight_gradient(grad_shrunk, x, groups, len(lora.down))
+            grad_up = dense.dense_weight_gradient(grad, shrunk, groups, len(lora.down)).mul_(ctx.scale)
+            grads = [part.to(adapters[0].dtype) for pair in lora.parts(grad_down, grad_up) for part in pair]
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, *of_adapters
-        of_x = x.new_empty(groups.count, x.shape[1])
-        ctx.linear.input_gradient(grad, groups, of_x)
-        dense.dense_input_gradient(down, of_shrunk, groups, of_x, add=True)
-        if len(x) != groups.count:
-            of_x = of_x.view(len(x), groups.chosen, -1).sum(1)
-        return of_x, None, None, None, *of_adapters
+            return None, None, None, None, *grads
+        grad_x = grad.new_empty(groups.count, ctx.linear.in_features)
+        ctx.linear.input_gradient(grad, groups, grad_x)
+        if ctx.saved_tensors:
+            dense.dense_input_gradient(lora.down, grad_shrunk, groups, grad_x, add=True)
+        if ctx.rows != groups.count:
+            grad_x = grad_x.view(ctx.rows, groups.chosen, -1).sum(1)
+        return grad_x, None, None, None, *grads
 
 
-def _factors(adapters: Sequence[Tensor], scale: float) -> ExpertFactors:
-    half = len(adapters) // 2
-    return ExpertFactors(adapters[:half], adapters[half:], scale)
+def _loras(adapters: Sequence[Tensor], scale: float) -> list[Lora]:
+    return [Lora(down, up, scale) for down, up in zip(adapters[::2], adapters[1::2], strict=True)]
 
 
-def adapted_product(x: Tensor, groups: Groups, linear: GroupedLinear, factors: ExpertFactors | None) -> Tensor:
-    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B."""
-    if factors is None:
-        return grouped_product(x, groups, linear)
-    return _AdaptedProduct.apply(x.contiguous(), groups, linear, factors.scale, *factors.downs, *factors.ups)
+def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear, loras: Sequence[Lora] = ()) -> Tensor:
+    """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B.
+
+    `loras` are those of all layers that read x, with one scale, or none.
+    """
+    scale, adapters = (loras[0].scale if loras else 0.0), (part for lora in loras for part in (lora.down, lora.up))
+    return _GroupedProduct.apply(x.contiguous(), groups, linear, scale, *adapters)
 
 
 # The experts of a mixture as linear layers, which can be packed one by one, and its router in float32.
@@ -513,10 +382,10 @@ class ExpertProducts:
 
 @dataclass(frozen=True)
 class ExpertLora:
-    """Adapters of the grouped products of a block's experts, None of a product without them."""
+    """Adapters of the layers of a block's experts by their product; none of a product without them."""
 
-    gate_up: ExpertFactors | None = None
-    down: ExpertFactors | None = None
+    gate_up: Sequence[Lora] = ()
+    down: Sequence[Lora] = ()
 
 
 class Experts(nn.ModuleList):
@@ -547,11 +416,11 @@ class Experts(nn.ModuleList):
             return self._one_by_one(hidden, chosen, weights)
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        products, groups = self.products(dtype), mixture_operations(hidden.device).group(chosen.int(), len(self))
+        products, groups = self.products(dtype), operations(hidden.device).group(chosen.int(), len(self))
         lora = lora or ExpertLora()
-        both = adapted_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
-        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu_of_halves(both)
-        out = adapted_product(inner, groups, products.down, lora.down)
+        both = grouped_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
+        inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(both)
+        out = grouped_product(inner, groups, products.down, lora.down)
         return weighted_sum(out, weights.float()).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
@@ -645,10 +514,8 @@ def _traits(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _router_class(module: nn.Module) -> type[nn.Module]:
-    """A router's class with the mixin; its own class for a module that isn't a router.
-
-    It computes random tokens with random weights, so no name of a class decides.
-    """
+    """A router's class with the mixin; its own class for a module that isn't a router."""
+    # No name of a class decides, but what it computes of random tokens with random weights.
     kind = type(module)
     generator = torch.Generator().manual_seed(0)
     router: Any = deepcopy(module).to_empty(device="cpu").float()
@@ -667,21 +534,21 @@ def _router_class(module: nn.Module) -> type[nn.Module]:
 def _weights_of_all(router: Any, hidden: Tensor) -> Tensor | None:
     """The weights [T, E] of all experts, of which a router chooses some; None if it takes or gives something else."""
     try:
-        given = router(hidden.clone())
-        [weights] = [one for one in given if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
-        [numbers] = [one for one in given if one.shape == weights.shape and not one.is_floating_point()]
+        outputs = router(hidden.clone())
+        [weights] = [one for one in outputs if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
+        [numbers] = [one for one in outputs if one.shape == weights.shape and not one.is_floating_point()]
         return hidden.new_zeros(len(hidden), len(router.weight)).scatter(1, numbers, weights)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def _normalises(router: Any, hidden: Tensor, given: Tensor) -> bool | None:
+def _normalises(router: Any, hidden: Tensor, weights: Tensor) -> bool | None:
     """Whether the weights that a router has given add up to 1; None if they aren't a softmax's probabilities."""
     scores = reference.scores(hidden, router.weight, getattr(router, "bias", None))
     for normalised in (True, False):
-        numbers, weights = reference.route(scores, router.top_k, normalised)
-        expected = torch.zeros_like(scores).scatter(1, numbers.long(), weights)
-        if torch.allclose(given, expected, rtol=0, atol=1e-5):
+        numbers, probabilities = reference.route(scores, router.top_k, normalised)
+        expected = torch.zeros_like(scores).scatter(1, numbers.long(), probabilities)
+        if torch.allclose(weights, expected, rtol=0, atol=1e-5):
             return normalised
     return None
 
@@ -701,17 +568,19 @@ def _split(stack: nn.Module) -> Experts:
     """Experts of a stack's shapes: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
     down = stack.get_parameter("down_proj")
     count, hidden, wide = down.shape
-    made: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
+    options: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
     shapes = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
-    experts = ({name: nn.Linear(*shape, **made) for name, shape in shapes.items()} for _ in range(count))
+    experts = ({name: nn.Linear(*shape, **options) for name, shape in shapes.items()} for _ in range(count))
     return Experts(GatedMLP(nn.ModuleDict(expert)) for expert in experts)
 
 
 def _split_gpt_oss(stack: GptOssExperts) -> Experts:
     """Experts of a stack's shapes: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]."""
     count, wide, hidden = stack.down_proj.shape
-    made: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
+    options: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
     return Experts(
-        GptOssExpert(nn.Linear(hidden, 2 * wide, **made), nn.Linear(wide, hidden, **made), stack.alpha, stack.limit)
+        GptOssExpert(
+            nn.Linear(hidden, 2 * wide, **options), nn.Linear(wide, hidden, **options), stack.alpha, stack.limit
+        )
         for _ in range(count)
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -69,8 +68,8 @@ def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     weights_format = weights_format_of(source)
     headers = read_headers(source)
     layers = set(packed_layers(headers, weights_format))
-    kept = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
-    tensors = {name: converted(kept[name], tensor, dtype) for name, tensor in stream(kept)}
+    unpacked = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
+    tensors = {name: converted(unpacked[name], tensor, dtype) for name, tensor in stream(unpacked)}
     for layer, packed in read_packed(headers, weights_format):
         tensors[f"{layer}.weight"] = dequantize(packed, dtype)
     _copy_but_weights(source, target)
@@ -139,18 +138,13 @@ def _write_base(checkpoint: Path, norms: dict[str, Tensor], target: Path) -> Non
         shutil.copyfile(checkpoint / INDEX, target / INDEX)
     trained = {info.stored: norms[name] for name, info in headers.items() if name in norms}
     for path in weight_files(checkpoint):
-        _rewrite(path, target / path.name, trained.get)
+        with safe_open(path, framework="pt") as shard:
+            tensors = {name: trained.get(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
+            write_tensors(tensors, target / path.name, metadata=shard.metadata())
 
 
 def _copy_but_weights(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
-
-
-def _rewrite(source: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Copy a safetensors file, applying `change` to each tensor."""
-    with safe_open(source, framework="pt") as shard:
-        tensors = {name: change(name, shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
-        write_tensors(tensors, target, metadata=shard.metadata())
 
 
 # Merges of a trained policy into one checkpoint: dense, or with its linear layers packed again.

@@ -19,7 +19,7 @@ from qerl.formats import words as word_layout
 from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_specs
 from qerl.formats.tiles import Tiles
 from qerl.formats.words import Words
-from qerl.kernels.cuda.w4a16 import Mode, Operands, dense, multiply
+from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
 from qerl.kernels.portable import PortableOperands
 from qerl.kernels.state import Activation, gated
 from qerl.settings.base import ConfigError
@@ -196,24 +196,32 @@ POLICY_ADAPTER = "default"
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter that adds `up` [N, R] times `down` [R, K] times `scale` to a weight [N, K]."""
+    """An adapter that adds `scale` times `up` [N, R] times `down` [R, K] to a weight [N, K].
+
+    Both may have experts as a further, first dimension. R is 0 of a layer without an adapter.
+    """
 
     down: Tensor
     up: Tensor
     scale: float
 
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.down.shape[-2]
+
 
 @dataclass(frozen=True)
 class Adapted:
-    """A base layer with the policy's adapter, if it has one."""
+    """A base layer with the policy's adapter."""
 
     base: nn.Linear | PackedLinear
-    lora: Lora | None
+    lora: Lora
 
 
 def unwrap(layer: nn.Module) -> Adapted:
     """The base and adapter of a linear layer. Raises `ConfigError` for another layer, and for a LoRA variant."""
-    lora = None
+    lora: Lora | None = None
     if isinstance(layer, LoraLayer):
         if POLICY_ADAPTER in layer.lora_variant or layer.lora_bias.get(POLICY_ADAPTER):
             raise ConfigError("the native engine supports only plain LoRA; use engine=vllm, or native on a CPU")
@@ -223,7 +231,17 @@ def unwrap(layer: nn.Module) -> Adapted:
         layer = layer.get_base_layer()
     if not isinstance(layer, (nn.Linear, PackedLinear)):
         raise ConfigError(f"the native engine doesn't support layers of {type(layer).__name__}; use engine=vllm")
+    if lora is None:
+        device = device_of(layer)
+        lora = Lora(
+            torch.empty(0, layer.in_features, device=device), torch.empty(layer.out_features, 0, device=device), 0.0
+        )
     return Adapted(layer, lora)
+
+
+def device_of(layer: nn.Linear | PackedLinear) -> torch.device:
+    """The device of a layer's weights."""
+    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
 
 
 def embedding_weight(embedding: Any) -> Tensor:
@@ -234,37 +252,39 @@ def embedding_weight(embedding: Any) -> Tensor:
     return weight
 
 
-class StackedAdapters:
-    """Adapters of layers with the same input: `down` [R, K], and block-diagonal `up` [N, R].
+class StackedLora:
+    """Adapters of layers with the same input as one: `down` [R, K], and block-diagonal `up` [N, R].
 
     R is the sum of the ranks; `up` includes the adapters' scales. Both are in `dtype`, and their addresses never
-    change.
+    change. Those of experts have these as a further, first dimension.
     """
 
-    def __init__(self, layers: Sequence[Adapted], dtype: torch.dtype) -> None:
-        adapters = [(layer.lora, layer.base.out_features) for layer in layers]
-        self._loras = [lora for lora, _ in adapters if lora is not None]
-        self.rank = sum(len(lora.down) for lora in self._loras)
-        rows, columns = sum(width for _, width in adapters), layers[0].base.in_features
-        device = self._loras[0].down.device if self._loras else torch.device("cpu")
-        self.down = torch.zeros(self.rank, columns, dtype=dtype, device=device)
-        self.up = torch.zeros(rows, self.rank, dtype=dtype, device=device)
-        self._downs: list[Tensor] = []
-        self._ups: list[Tensor] = []
-        row = rank = 0
-        for lora, width in adapters:
-            if lora is not None:
-                self._downs.append(self.down[rank : rank + len(lora.down)])
-                self._ups.append(self.up[row : row + width, rank : rank + len(lora.down)])
-                rank += len(lora.down)
-            row += width
+    def __init__(self, loras: Sequence[Lora], dtype: torch.dtype) -> None:
+        *experts, _, columns = loras[0].down.shape
+        self._loras, device = loras, loras[0].down.device
+        self.rank, rows = sum(lora.rank for lora in loras), sum(lora.up.shape[-2] for lora in loras)
+        self.down = torch.zeros(*experts, self.rank, columns, dtype=dtype, device=device)
+        self.up = torch.zeros(*experts, rows, self.rank, dtype=dtype, device=device)
+        self.sync()
+
+    def parts(self, down: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's A and B in tensors of the shapes of `down` and `up`."""
+        parts, row, rank = [], 0, 0
+        for lora in self._loras:
+            rows, ranks = slice(row, row + lora.up.shape[-2]), slice(rank, rank + lora.rank)
+            parts.append((down[..., ranks, :], up[..., rows, ranks]))
+            row, rank = rows.stop, ranks.stop
+        return parts
 
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the present adapters."""
-        if self._loras:
-            scaled = torch._foreach_mul([lora.up for lora in self._loras], [lora.scale for lora in self._loras])
-            torch._foreach_copy_(self._downs + self._ups, [lora.down for lora in self._loras] + list(scaled))
+        pairs = zip(self._loras, self.parts(self.down, self.up), strict=True)
+        adapted = [(lora, *part) for lora, part in pairs if lora.rank]
+        if adapted:
+            loras, downs, ups = zip(*adapted, strict=True)
+            scaled = torch._foreach_mul([lora.up for lora in loras], [lora.scale for lora in loras])
+            torch._foreach_copy_([*downs, *ups], [*(lora.down for lora in loras), *scaled])
 
 
 # Layers with the same input as one product: in PyTorch for any layer and device, by bitsandbytes for NF4.
@@ -277,7 +297,7 @@ class TorchLinear:
         adapted = [unwrap(layer) for layer in layers]
         self._bases = [layer.base for layer in adapted]
         self._dtype = dtype
-        self._adapters = StackedAdapters(adapted, dtype)
+        self._adapters = StackedLora([layer.lora for layer in adapted], dtype)
         dense = [base for base in self._bases if isinstance(base, nn.Linear)]
         self._weight = stacked(dense) if len(dense) == len(self._bases) else None  # else some layers are packed
         self.out_features = sum(base.out_features for base in self._bases)
@@ -331,11 +351,6 @@ class TorchLinear:
 class BitsandbytesLinear(TorchLinear):
     """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
 
-    @staticmethod
-    def serves(capability: tuple[int, int] | None, weights_format: str, dtype: torch.dtype) -> bool:
-        """Whether this class supports layers in a format on a GPU of this capability, with activations of `dtype`."""
-        return capability is not None and weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES
-
     def _multiply_base(
         self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
     ) -> None:
@@ -359,10 +374,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, resid
 
 
 @torch.no_grad()
-def stacked(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """The weights of `layers` as one tensor [N, K]; the layers' weights become views of it. None without layers."""
-    if not layers:
-        return None
+def stacked(layers: Sequence[nn.Linear]) -> Tensor:
+    """The weights of `layers` as one tensor [N, K]; the layers' weights become views of it."""
     weights = [layer.weight for layer in layers]
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
     if not _adjacent(weights):
@@ -389,11 +402,6 @@ def is_hopper(capability: tuple[int, int] | None) -> bool:
     return capability is not None and capability[0] == 9
 
 
-def serves(weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether `W4Linear` supports layers of `shapes` [out, in] in a format, with activations of `dtype`."""
-    return dtype == torch.bfloat16 and tile_layout.fits(weights_format, shapes)
-
-
 class W4Linear:
     """A `FusedLinear` of NVFP4 or MXFP4 layers with bfloat16 activations.
 
@@ -409,33 +417,34 @@ class W4Linear:
         device = self.tiles.data.device
         self._loras = [layer.lora for layer in adapted]
         if len(self.tiles.parts) > len(layers):
-            self._loras = [half for lora in self._loras for half in _halves_of(lora)]
-        ranks = [len(lora.down) for lora in self._loras if lora is not None]
-        self.rank = -(-max(ranks) // 16) * 16 if ranks else 0
+            # Phi-3's fused gate and up is stored as two layers whose rows alternate, so that the product applies SiLU
+            # itself. Both have its A. A x is computed twice, at rank 16 under 0.2 % of the layer's bytes.
+            [lora] = self._loras
+            self._loras = [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]
+        self.rank = -(-max(lora.rank for lora in self._loras) // RANK_STEP) * RANK_STEP
         shape = (len(self._loras), self.rank, self.tiles.columns)
         self.operands = Operands(
             tiles=self.tiles,
             bias=_bias(bases, interleaved),
-            lora_a=torch.zeros(shape, dtype=torch.bfloat16, device=device),
-            lora_b=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
-            lora_scales=tuple(lora.scale if lora else 0.0 for lora in self._loras),
+            down=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            ups=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
+            scales=tuple(lora.scale for lora in self._loras),
         )
         self.sync()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """The copies of `sync` as (to, from); ranks are padded with zeros to a multiple of 16."""
+        """The copies of `sync` as (target, source); further ranks of the targets stay zero."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for lora, a, b in zip(self._loras, self.operands.lora_a, self.operands.lora_b, strict=True):
-            if lora is not None:
-                rank = len(lora.down)
-                pairs += [(a[:rank], lora.down), (b[:, :rank], lora.up)]
+        for lora, down, up in zip(self._loras, self.operands.down, self.operands.ups, strict=True):
+            if lora.rank:
+                pairs += [(down[: lora.rank], lora.down), (up[:, : lora.rank], lora.up)]
         return pairs
 
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the present adapters, in bfloat16."""
-        for to, from_ in self.copies():
-            to.copy_(from_)
+        for target, source in self.copies():
+            target.copy_(source)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous bfloat16."""
@@ -465,13 +474,6 @@ def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     return tiles
 
 
-# Phi-3's fused gate and up is stored as two layers whose rows alternate, so that the product applies SiLU itself. A x
-# is computed twice, at rank 16 under 0.2 % of the layer's bytes.
-def _halves_of(lora: Lora | None) -> list[Lora | None]:
-    """The adapters of a fused layer's halves, which share the matrix A."""
-    return [None, None] if lora is None else [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]
-
-
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
     """The biases in float32, in the order of the tiles' rows; None without biases."""
     biases = [base.bias.data.float() for base in bases if base.bias is not None]
@@ -491,23 +493,13 @@ class PortableLinear:
     The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
     """
 
-    @staticmethod
-    def serves(
-        capability: tuple[int, int] | None, weights_format: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
-    ) -> bool:
-        """Whether this class supports layers of `shapes` [out, in] in a format, with activations of `dtype`.
-
-        `capability` is the compute capability of their GPU, and None on a CPU.
-        """
-        return capability is not None and dtype == torch.bfloat16 and word_layout.fits(weights_format, shapes)
-
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         adapted = [unwrap(layer) for layer in layers]
         self._bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
         self._words = words_of(self._bases)
         self.out_features = self._words.rows
         self._dtype = dtype
-        self._adapters = StackedAdapters(adapted, dtype)
+        self._adapters = StackedLora([layer.lora for layer in adapted], dtype)
         rows = [
             torch.full((part,), factor) for part, factor in zip(self._words.parts, self._words.factors, strict=True)
         ]
@@ -612,14 +604,13 @@ def product_class(
 
     `capability` is the compute capability of the layers' GPU, and None on a CPU.
     """
+    if capability is None:
+        return TorchLinear
     for_hopper = kernels == "auto" and is_hopper(capability)
-    if for_hopper and serves(weights_format, shapes, dtype):
-        return W4Linear
-    if not for_hopper and PortableLinear.serves(capability, weights_format, shapes, dtype):
-        return PortableLinear
-    if BitsandbytesLinear.serves(capability, weights_format, dtype):
-        return BitsandbytesLinear
-    return TorchLinear
+    fits = tile_layout.fits if for_hopper else word_layout.fits
+    if dtype == torch.bfloat16 and fits(weights_format, shapes):
+        return W4Linear if for_hopper else PortableLinear
+    return BitsandbytesLinear if weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES else TorchLinear
 
 
 def fuse(
@@ -639,5 +630,5 @@ def fuse(
 
 
 def _capability(base: nn.Linear | PackedLinear) -> tuple[int, int] | None:
-    device = (base.qweight if isinstance(base, PackedLinear) else base.weight).device
+    device = device_of(base)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -122,7 +122,10 @@ def load_model(
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
     _check_scales(model, headers)
     if tied_head is not None:
-        _tie_head(model, tied_head, headers)
+        if tied_head in headers:
+            embedding = model.get_input_embeddings().get_parameter("weight")
+            _check_tied(model.get_parameter(tied_head), embedding, headers[tied_head])
+        model.tie_weights()
     _restore_computed_buffers(model, device)
     if (folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder)
@@ -239,7 +242,7 @@ def _insert_packed(
 ) -> None:
     """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
-    of_experts = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
+    expert_prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
     for layer in packed_layers(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
@@ -259,7 +262,7 @@ def _insert_packed(
             )
         except FormatError as error:
             raise CheckpointError(f"{folder}: {layer}: {error}") from None
-        packed.keepable = not layer.startswith(of_experts)
+        packed.keepable = not layer.startswith(expert_prefixes)
         model.set_submodule(layer, packed)
 
 
@@ -310,11 +313,18 @@ def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: Tens
     """Store a tensor of the file in its parameter or buffer."""
     module = slot.module
     if name.endswith(nf4.STATE_NAME):
-        _fill_nf4_state(module, tensor, info)
+        assert isinstance(module, PackedLinear)
+        try:
+            state = nf4.read_state(tensor)
+        except FormatError as error:
+            raise CheckpointError(f"{info.shard}: {error}") from None
+        if "nested_offset" in state:
+            module.weight_nested_offset = nf4.offset(state, tensor.device)
         return
     target = getattr(module, slot.name)
     packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
-    if tensor.shape != target.shape or (packed and tensor.dtype != target.dtype) or not _is_float(tensor, packed):
+    fits = tensor.dtype == target.dtype if packed else tensor.is_floating_point()
+    if tensor.shape != target.shape or not fits:
         raise _mismatch(name, info, target)
     tensor = tensor if packed else converted(info, tensor, dtype)
     setattr(module, slot.name, tensor if slot.name in module._buffers else nn.Parameter(tensor))
@@ -327,20 +337,6 @@ def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
     )
 
 
-def _is_float(tensor: Tensor, packed: bool) -> bool:
-    return packed or tensor.is_floating_point()
-
-
-def _fill_nf4_state(module: nn.Module, tensor: Tensor, info: TensorInfo) -> None:
-    assert isinstance(module, PackedLinear)
-    try:
-        state = nf4.read_state(tensor)
-    except FormatError as error:
-        raise CheckpointError(f"{info.shard}: {error}") from None
-    if "nested_offset" in state:
-        module.weight_nested_offset = nf4.offset(state, tensor.device)
-
-
 def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
     """Raise `CheckpointError` if scales of a packed layer make infinity or NaN of codes."""
     for layer, module in model.named_modules():
@@ -350,14 +346,6 @@ def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> Non
             except FormatError as error:
                 marker = _MARKER[module.weights_format]
                 raise CheckpointError(f"{headers[layer + marker].shard}: {layer}: {error}") from None
-
-
-def _tie_head(model: PreTrainedModel, tied_head: str, headers: dict[str, TensorInfo]) -> None:
-    """Share the embedding's tensor with the head; a checkpoint with both must have equal ones."""
-    if tied_head in headers:
-        embedding = model.get_input_embeddings().get_parameter("weight")
-        _check_tied(model.get_parameter(tied_head), embedding, headers[tied_head])
-    model.tie_weights()
 
 
 def _check_tied(head: Tensor, embedding: Tensor, info: TensorInfo) -> None:

@@ -5,7 +5,7 @@ Logits are computed tile by tile, unless all are to be kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels import reference
+from qerl.kernels.operations import Operations, operations
 
 #: Rows and columns of a tile of logits. One tile exists at a time, of 64 MB in 16 bits.
 ROWS, COLUMNS = 2048, 16384
-
-#: (tiles, targets, temperature) to the target's logit, log-sum-exp and entropy: `reference.tile_statistics`.
-Statistics = Callable[[Iterator[tuple[int, Tensor]], Tensor, float], tuple[Tensor, Tensor, Tensor]]
-#: (logits, first, targets, log-sum-exp, grad, temperature, entropy and its grad) to the logits' gradient:
-#: `reference.tile_gradient`.
-Gradient = Callable[[Tensor, int, Tensor, Tensor, Tensor, float, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,12 @@ def logprobs_and_entropy(
     With `keep` on a GPU, all logits [M, V] are kept for the backward pass in the dtype of `hidden`, and nothing is
     recomputed. The results are the same up to rounding.
     """
-    kept = keep and _has_kernels(hidden)
-    return (_KeptLogprobs if kept else _TiledLogprobs).apply(hidden, head, bias, targets, temperature, cap)
+    return _Logprobs.apply(hidden, head, bias, targets, temperature, cap, keep and _has_kernels(hidden))
 
 
-class _KeptLogprobs(torch.autograd.Function):
+class _Logprobs(torch.autograd.Function):
+    """See `logprobs_and_entropy`; bias and head may have no gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -75,45 +71,19 @@ class _KeptLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         cap: SoftCap | None,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        logits = _logits(hidden, head.to(hidden.dtype), bias, cap)
-        chosen, lse, entropy = _operations(hidden)[0](iter([(0, logits)]), targets, temperature)
-        ctx.save_for_backward(hidden, head, targets, lse, entropy)
+        kernels = _operations(hidden)
         # Not a saved tensor, because the only backward pass overwrites it.
-        ctx.logits, ctx.temperature, ctx.cap = logits, temperature, cap
-        ctx.set_materialize_grads(False)  # no gradient of the entropy unless a loss reads it
-        return chosen - lse, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, targets, lse, entropy = ctx.saved_tensors
-        logits, ctx.logits = ctx.logits, None
-        grad = torch.zeros_like(lse) if grad is None else grad
-        grad_logits = _logits_gradient(logits, 0, targets, lse, grad, entropy, grad_entropy, ctx)
-        grad_head = (grad_logits.T @ hidden).to(head.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_logits.sum(0).to(head.dtype) if ctx.needs_input_grad[2] else None
-        return grad_logits @ head.to(hidden.dtype), grad_head, grad_bias, None, None, None
-
-
-class _TiledLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        cap: SoftCap | None,
-    ) -> tuple[Tensor, Tensor]:
-        statistics = _operations(hidden)[0]
-        space = _space(hidden, head)
-        parts = []
-        for rows, aims in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
-            tiles = ((first, logits) for first, _, logits in _tiles(rows, head, bias, cap, space))
-            parts.append(statistics(tiles, aims, temperature))
-        chosen, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.logits = _logits(hidden, head.to(hidden.dtype), bias, cap) if keep else None
+        if keep:
+            chosen, lse, entropy = kernels.tile_statistics([(0, ctx.logits)], targets, temperature)
+        else:
+            space, parts = _space(hidden, head), []
+            for rows, aims in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
+                tiles = ((first, logits) for first, _, logits in _tiles(rows, head, bias, cap, space))
+                parts.append(kernels.tile_statistics(tiles, aims, temperature))
+            chosen, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head, bias, targets, lse, entropy)
         ctx.temperature, ctx.cap = temperature, cap
         ctx.set_materialize_grads(False)  # no gradient of the entropy unless a loss reads it
@@ -124,17 +94,24 @@ class _TiledLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, bias, targets, lse, entropy = ctx.saved_tensors
         grad = torch.zeros_like(lse) if grad is None else grad
+        needs_head, needs_bias = ctx.needs_input_grad[1:3]
+        if ctx.logits is not None:
+            logits, ctx.logits = ctx.logits, None
+            grad_logits = _logits_gradient(logits, 0, targets, lse, grad, entropy, grad_entropy, ctx)
+            grad_head = (grad_logits.T @ hidden).to(head.dtype) if needs_head else None
+            grad_bias = grad_logits.sum(0).to(head.dtype) if needs_bias else None
+            return grad_logits @ head.to(hidden.dtype), grad_head, grad_bias, *[None] * 4
         space = _space(hidden, head)
         grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        grad_head = torch.zeros_like(head) if needs_head else None
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
         for start in range(0, len(hidden), ROWS):
             part = slice(start, start + ROWS)
             grad_rows = torch.zeros_like(hidden[part], dtype=lse.dtype)
             for first, weight, logits in _tiles(hidden[part], head, bias, ctx.cap, space):
-                of_rows = None if grad_entropy is None else grad_entropy[part]
+                grad_entropy_rows = None if grad_entropy is None else grad_entropy[part]
                 grad_logits = _logits_gradient(
-                    logits, first, targets[part], lse[part], grad[part], entropy[part], of_rows, ctx
+                    logits, first, targets[part], lse[part], grad[part], entropy[part], grad_entropy_rows, ctx
                 )
                 _add_product(grad_rows, grad_logits, weight)
                 if grad_head is not None:
@@ -142,7 +119,7 @@ class _TiledLogprobs(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias[first : first + len(weight)] += grad_logits.sum(0)
             grad_hidden[part] = grad_rows
-        return grad_hidden, grad_head, grad_bias, None, None, None
+        return grad_hidden, grad_head, grad_bias, *[None] * 4
 
 
 def _logits_gradient(
@@ -157,7 +134,8 @@ def _logits_gradient(
 ) -> Tensor:
     """The gradient of the head's products; it may take the place of `logits`."""
     slope = None if ctx.cap is None else ctx.cap.slope(logits)
-    gradient = _operations(logits)[1](logits, first, targets, lse, grad, ctx.temperature, entropy, grad_entropy)
+    kernels = _operations(logits)
+    gradient = kernels.tile_gradient(logits, first, targets, lse, grad, ctx.temperature, entropy, grad_entropy)
     return gradient if slope is None else gradient.mul_(slope)
 
 
@@ -165,13 +143,9 @@ def _has_kernels(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _operations(hidden: Tensor) -> tuple[Statistics, Gradient]:
-    """The operations of Triton on a GPU, or of PyTorch on other devices and for float64."""
-    if not _has_kernels(hidden):
-        return reference.tile_statistics, reference.tile_gradient
-    from qerl.kernels.triton.sampling import tile_gradient, tile_statistics
-
-    return tile_statistics, tile_gradient
+def _operations(hidden: Tensor) -> Operations:
+    """Triton's operations on a GPU, or PyTorch's on other devices and for float64."""
+    return operations(hidden.device) if _has_kernels(hidden) else reference
 
 
 def _space(hidden: Tensor, head: Tensor) -> Tensor:

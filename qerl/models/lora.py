@@ -39,10 +39,10 @@ class KeyedDropout(nn.Module):
             return x
         if x.shape[:-1] != (1, sum(self.lengths)):
             raise RuntimeError(f"dropout has keys of {sum(self.lengths)} tokens for an input {list(x.shape)}")
-        kept = torch.cat([self._kept(*piece, x) for piece in zip(self.keys, self.lengths, strict=True)])
-        return (x * kept) / (1 - self.p)
+        mask = torch.cat([self._mask(*piece, x) for piece in zip(self.keys, self.lengths, strict=True)])
+        return (x * mask) / (1 - self.p)
 
-    def _kept(self, key: Key, tokens: int, x: Tensor) -> Tensor:
+    def _mask(self, key: Key, tokens: int, x: Tensor) -> Tensor:
         """The kept values as bool [tokens, features], a function of the key alone."""
         seed = np.random.SeedSequence([*key, self.layer]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(x.device).manual_seed(int(seed))
@@ -74,10 +74,10 @@ def set_keys(modules: Iterable[KeyedDropout], keys: Sequence[Key], lengths: Sequ
 
 @dataclass(frozen=True)
 class _Frozen:
-    """The base layer of an adapter, and the adapter's scaling."""
+    """The base layer of an adapter, and the adapter's scale."""
 
     base: nn.Linear | PackedLinear
-    scaling: float
+    scale: float
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] in `dtype`, unpacked if it is packed."""
@@ -90,47 +90,52 @@ class _Operands:
 
     layers: Sequence[_Frozen]
     down: Tensor
-    """All A stacked, transposed [in, ranks]."""
+    """All A stacked, [ranks, in]."""
     ups: Sequence[Tensor]
-    """s B of each layer, transposed [rank, out]."""
-    biases: Sequence[Tensor | None]
+    """s B of each layer, [out, rank]."""
 
     @classmethod
     def of(cls, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
-        """Cast A and B of each layer, in order in `adapters`, and the biases to `dtype`."""
-        down, ups = _cast(layers, adapters, dtype)
-        biases = [None if layer.base.bias is None else layer.base.bias.to(dtype) for layer in layers]
-        return cls(layers, down.T, [up.T for up in ups], biases)
+        """Cast A and B of each layer, in order in `adapters`, to `dtype`."""
+        ups = [(up * layer.scale).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
+        downs = [down.to(dtype) for down in adapters[::2]]
+        # One alone isn't copied, which on a CPU would take about as long as a small layer.
+        return cls(layers, downs[0] if len(downs) == 1 else torch.cat(downs), ups)
 
-    @property
-    def cast(self) -> tuple[Tensor, list[Tensor]]:
-        """All A stacked [ranks, in], and s B of each layer [out, rank]."""
-        return self.down.T, [up.T for up in self.ups]
+    def parts(self, joint: Tensor, dim: int = 1) -> Sequence[Tensor]:
+        """Each layer's part of a tensor with concatenated ranks."""
+        return [joint] if len(self.ups) == 1 else joint.split([up.shape[1] for up in self.ups], dim)
 
     def products(self, x: Tensor, dropped: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The products with A [M, ranks], and the layers' outputs [M, out]."""
-        shrunk = (x if dropped is None else dropped) @ self.down
-        parts = [shrunk] if len(self.ups) == 1 else shrunk.split([len(up) for up in self.ups], 1)
+        shrunk = (x if dropped is None else dropped) @ self.down.T
+        # The adapter's product is written first, and the base's is added in place, as are the terms of x's gradient. So
+        # no tensor as large as the input or an output is written twice or kept in addition.
         outs = []
-        for layer, up, bias, part in zip(self.layers, self.ups, self.biases, parts, strict=True):
-            out = part @ up if bias is None else torch.addmm(bias, part, up)
+        for layer, up, part in zip(self.layers, self.ups, self.parts(shrunk), strict=True):
+            bias = layer.base.bias
+            out = part @ up.T if bias is None else torch.addmm(bias.to(x.dtype), part, up.T)
             outs.append(out.addmm_(x, layer.weight(x.dtype).T))
         return shrunk, tuple(outs)
 
+    def add_bases(self, grads: Sequence[Tensor], grad_x: Tensor) -> Tensor:
+        """Add the base layers' share of the gradient of x [M, in] in place, by those of the outputs."""
+        for layer, grad in zip(self.layers, grads, strict=True):
+            grad_x.addmm_(grad, layer.weight(grad.dtype))
+        return grad_x
+
 
 class SharedCasts:
-    """Adapters in the 16-bit dtype of passes, which all passes of an update read.
+    """Adapters in the 16-bit dtype of passes, which all passes of an update read."""
 
-    In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass, as
-    their casts would take memory.
-    """
-
+    # In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass,
+    # as their casts would take memory.
     #: The most elements of the adapters of layers with the same input. Those of an MLP of 7B have more.
     MOST = 2**18
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
-        self._kept: dict[Any, tuple[_Operands, Sequence[Tensor]]] = {}
+        self._operands: dict[Any, tuple[_Operands, Sequence[Tensor]]] = {}
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -146,39 +151,32 @@ class SharedCasts:
 
     @torch.no_grad()
     def _cast_again(self) -> None:
-        to: list[Tensor] = []
-        downs: list[Tensor] = []
-        ups: list[Tensor] = []
-        scales: list[float] = []
-        targets: list[Tensor] = []
-        for operands, adapters in self._kept.values():
-            to += operands.down.T.split([len(up) for up in operands.ups])
-            targets += [up.T for up in operands.ups]
-            downs += adapters[::2]
-            ups += adapters[1::2]
-            scales += [layer.scaling for layer in operands.layers]
+        every = self._operands.values()
+        targets = [part for operands, _ in every for part in operands.parts(operands.down, 0)]
+        targets += [up for operands, _ in every for up in operands.ups]
+        downs = [down for _, adapters in every for down in adapters[::2]]
+        ups = [up for _, adapters in every for up in adapters[1::2]]
+        scales = [layer.scale for operands, _ in every for layer in operands.layers]
         if ups:
-            torch._foreach_copy_(to + targets, downs + list(torch._foreach_mul(ups, scales)))
+            torch._foreach_copy_(targets, downs + list(torch._foreach_mul(ups, scales)))
 
     @torch.no_grad()
-    def of(
+    def operands(
         self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
     ) -> _Operands | None:
         """The operands of layers; None if they are large, or if passes read the adapters as they are."""
         if dtype == adapters[0].dtype or sum(part.numel() for part in adapters) > self.MOST:
             return None
-        if (key, dtype) not in self._kept:
-            self._kept[key, dtype] = _Operands.of(layers, adapters, dtype), adapters
-        return self._kept[key, dtype][0]
+        if (key, dtype) not in self._operands:
+            self._operands[key, dtype] = _Operands.of(layers, adapters, dtype), adapters
+        return self._operands[key, dtype][0]
 
 
 class _LoraProducts(torch.autograd.Function):
     """x W^T + b + s (d A^T) B^T for layers with the same x, where d is x or x after dropout; [M, in] to [M, out] each.
 
-    The adapter's product is written first, and the base's product is added in place. The terms of x's gradient are
-    added in the same way. So no tensor as large as the input or an output is written twice or kept in addition. A and
-    s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` lists A and B of
-    each layer in order.
+    A and s B are cast to the dtype of x, to which their gradients are rounded, as under autocast. `adapters` lists A
+    and B of each layer in order.
     """
 
     @staticmethod
@@ -187,72 +185,56 @@ class _LoraProducts(torch.autograd.Function):
         x: Tensor,
         dropped: Tensor | None,
         layers: Sequence[_Frozen],
-        kept: _Operands | None,
+        shared: _Operands | None,
         *adapters: Tensor,
     ) -> tuple[Tensor, ...]:
-        operands = kept or _Operands.of(layers, adapters, x.dtype)
+        operands = shared or _Operands.of(layers, adapters, x.dtype)
         shrunk, outs = operands.products(x, dropped)
         ctx.save_for_backward(x, dropped, shrunk, *adapters)
-        ctx.layers, ctx.kept = layers, kept
+        ctx.layers, ctx.shared = layers, shared
         return outs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, shrunk, *adapters = ctx.saved_tensors
-        down, ups = ctx.kept.cast if ctx.kept else _cast(ctx.layers, adapters, x.dtype)
+        operands = ctx.shared or _Operands.of(ctx.layers, adapters, x.dtype)
         grad_shrunk = torch.empty_like(shrunk)
-        of_adapters: list[Tensor | None] = []
-        parts = zip(ctx.layers, grads, ups, _parts(shrunk, ups), _parts(grad_shrunk, ups), strict=True)
-        for layer, grad, up, part, grad_part in parts:
+        grad_ups = []
+        parts = zip(grads, operands.ups, operands.parts(shrunk), operands.parts(grad_shrunk), strict=True)
+        for layer, (grad, up, part, grad_part) in zip(ctx.layers, parts, strict=True):
             torch.mm(grad, up, out=grad_part)
-            of_adapters += [None, (grad.T @ part).to(adapters[1].dtype).mul_(layer.scaling)]
-        of_down = grad_shrunk.T @ (x if dropped is None else dropped)
-        of_adapters[::2] = _parts(of_down.to(adapters[0].dtype), ups, 0)
-        through_down = grad_shrunk @ down if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
+            grad_ups.append((grad.T @ part).to(adapters[1].dtype).mul_(layer.scale))
+        grad_down = grad_shrunk.T @ (x if dropped is None else dropped)
+        grad_downs = operands.parts(grad_down.to(adapters[0].dtype), 0)
+        grad_adapters = [grad for pair in zip(grad_downs, grad_ups, strict=True) for grad in pair]
+        needs_x, needs_dropped = ctx.needs_input_grad[:2]
+        through_down = grad_shrunk @ operands.down if needs_x or needs_dropped else None
         if dropped is None:
-            return _add_bases(ctx.layers, grads, through_down), None, None, None, *of_adapters
-        grad_x = _add_bases(ctx.layers, grads, torch.zeros_like(x)) if ctx.needs_input_grad[0] else None
-        return grad_x, through_down, None, None, *of_adapters
+            grad_x = None if through_down is None else operands.add_bases(grads, through_down)
+            return grad_x, None, None, None, *grad_adapters
+        grad_x = operands.add_bases(grads, torch.zeros_like(x)) if needs_x else None
+        return grad_x, through_down, None, None, *grad_adapters
 
 
-def _cast(layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """All A stacked [ranks, in], and s B of each layer [out, rank]."""
-    ups = [(up * layer.scaling).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
-    if len(ups) == 1:  # no copy, which on a CPU would take about as long as a small layer
-        return adapters[0].to(dtype), ups
-    return torch.cat([down.to(dtype) for down in adapters[::2]]), ups
-
-
-def _parts(whole: Tensor, ups: Sequence[Tensor], dim: int = 1) -> Sequence[Tensor]:
-    """Each layer's part of a tensor with concatenated ranks."""
-    return [whole] if len(ups) == 1 else whole.split([up.shape[1] for up in ups], dim)
-
-
-def _add_bases(layers: Sequence[_Frozen], grads: Sequence[Tensor], grad_x: Tensor | None) -> Tensor | None:
-    if grad_x is not None:
-        for layer, grad in zip(layers, grads, strict=True):
-            grad_x.addmm_(grad, layer.weight(grad.dtype))
-    return grad_x
-
-
+# PEFT's layer casts the input to the adapter's float32, which autocast casts back; each layer keeps a copy, though q, k
+# and v could share one. It also computes B's output, scales it and adds it, in three tensors as large as the layer's
+# output.
 class LeanLoraLinear(LoraLinear):
     """LoRA whose forward and backward passes keep and write fewer tensors than PEFT's.
 
-    PEFT's layer casts the input to the adapter's float32, which autocast casts back; each layer keeps a copy, though q,
-    k and v could share one. It also computes B's output, scales it and adds it, in three tensors as large as the
-    layer's output. This class uses PEFT's code if autocast doesn't cast input and adapter to one dtype, if several
+    This class uses PEFT's code if autocast doesn't cast input and adapter to one dtype, if several
     adapters are active, and if the base is trained.
     """
 
-    #: Operands by dtype and number of layers, of which this is the first; None outside of `kept_operands`.
-    kept: dict[tuple[torch.dtype, int], _Operands] | None = None
+    #: Operands by dtype and number of layers, of which this is the first; None outside of `constant_adapters`.
+    operands: dict[tuple[torch.dtype, int], _Operands] | None = None
     #: The casts that passes of an update share; None outside of `SharedCasts.unchanged`.
     casts: SharedCasts | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
-        if self.kept and not (args or kwargs):
+        if self.operands and not (args or kwargs):
             return _products(x, None, [self])[0]
         if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
@@ -277,7 +259,7 @@ class LeanLoraLinear(LoraLinear):
 def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Outputs of layers with the same x [..., in], with fewer passes if all are plain LoRA without dropout."""
     # Operands of the first layer alone say nothing about the others, which may have no adapter.
-    if any(count == len(layers) for _, count in getattr(layers[0], "kept", None) or ()):
+    if any(count == len(layers) for _, count in getattr(layers[0], "operands", None) or ()):
         return _products(x, None, layers)  # type: ignore[arg-type]
     lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
     return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
@@ -287,15 +269,15 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
-    kept = layers[0].kept
-    if kept is not None and dropped is None and rows is not None:
-        if (dtype, len(layers)) not in kept:
-            kept[dtype, len(layers)] = _Operands.of(*_read(layers), dtype)
-        outs = kept[dtype, len(layers)].products(rows)[1]
+    operands = layers[0].operands
+    if operands is not None and dropped is None and rows is not None:
+        if (dtype, len(layers)) not in operands:
+            operands[dtype, len(layers)] = _Operands.of(*_read(layers), dtype)
+        outs = operands[dtype, len(layers)].products(rows)[1]
     else:
         frozen, adapters = _read(layers)
         casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
-        shared = casts.of(key, frozen, adapters, dtype) if casts else None
+        shared = casts.operands(key, frozen, adapters, dtype) if casts else None
         outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
@@ -312,20 +294,21 @@ def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]
     return frozen, adapters
 
 
+# To prepare them in each step takes an eighth of a small policy's decode step on a CPU.
 @contextmanager
-def kept_operands(model: nn.Module) -> Iterator[None]:
+def constant_adapters(model: nn.Module) -> Iterator[None]:
     """A context without gradients or changes of adapters, in which plain LoRA layers prepare theirs once.
 
-    That takes an eighth of a small policy's decode step on a CPU. Outputs stay the same, bit for bit.
+    Outputs stay the same, bit for bit.
     """
     layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
     try:
         for layer in layers:
-            layer.kept = {}
+            layer.operands = {}
         yield
     finally:
         for layer in layers:
-            layer.kept = None
+            layer.operands = None
 
 
 class PackedLoraLinear(LeanLoraLinear):

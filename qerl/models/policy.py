@@ -382,26 +382,26 @@ def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
     The seven targets of the default together mean all linear layers of the blocks. Others mean the layers whose names
     end so, or the fused layer that has all of its parts among them. Raises `ConfigError` if the model lacks a target.
     """
-    asked = adapter.beside_experts
-    if set(asked) == set(LAYERS) != set(structure.targets):
+    targets = adapter.beside_experts
+    if set(targets) == set(LAYERS) != set(structure.targets):
         return list(structure.targets)
-    return list(dict.fromkeys(name for target in asked for name in _layers_of(target, asked, structure)))
+    return list(dict.fromkeys(name for target in targets for name in _layers_of(target, targets, structure)))
 
 
-def _layers_of(target: str, asked: Sequence[str], structure: Structure) -> list[str]:
+def _layers_of(target: str, targets: Sequence[str], structure: Structure) -> list[str]:
     if any(_ends(name, target) for name in structure.linears):
         # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
         return [name for name in structure.targets if _ends(name, target)] or [target]
     for fused, parts in _FUSED.items():
         if target in parts and fused in structure.targets:
-            if missing := [part for part in parts if part not in asked]:
+            if missing := [part for part in parts if part not in targets]:
                 raise ConfigError(
                     f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused}; "
                     f"name all of {', '.join(parts)}, or none"
                 )
             return [fused]
-    of_experts = any(_ends(name, target) for name in structure.experts)
-    hint = f"; experts.{target} means that of experts" if of_experts else nearest(target, structure.targets)
+    experts_have_it = any(_ends(name, target) for name in structure.experts)
+    hint = f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
     raise ConfigError(
         f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
         f"adapter.targets out to adapt all of them{hint}"

@@ -44,7 +44,7 @@ from qerl.formats.codecs import Packed, check_magnitudes, dequantize, tensor_spe
 from qerl.formats.group_size import GROUP_SIZE, FormatError
 from qerl.host.console import track
 from qerl.host.provenance import put
-from qerl.models.loading import checkpoint_structure, load_model, load_tokenizer
+from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
 from qerl.settings.models import CalibrationSettings, RandomErrorSettings
@@ -99,11 +99,11 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     others = _other_matrices(source, headers, layers)
     packer = _NF4(others) if weights_format == "nf4" else _FP4(weights_format, others)
     partners = {name: packer.partners(name) & layers for name in layers}
-    led = set().union(*partners.values())
+    members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def tensors_of(name: str) -> dict[str, Tensor]:
-        if name in led:
+        if name in members:
             return {}
         group = {member: headers[member] for member in (name, *sorted(partners.get(name, ())))}
         dense = {
@@ -254,8 +254,6 @@ def write_random_error(source: Path, target: Path, error: RandomErrorSettings) -
     `source` is rounded first, for the mean square of rounding's error in each group. The error is drawn from a normal
     distribution with `error.variance` times this variance, by the seed and the name of the weight.
     """
-    from qerl.models.loading import read_packed
-
     with TemporaryDirectory(dir=target.parent) as scratch:
         packed = Path(scratch) / "packed"
         write_packed(source, packed, error.of)
@@ -432,23 +430,28 @@ def quantize_checkpoint(
         raise ConfigError("pack_delta_nets needs a 4-bit format that is rounded to nearest; leave pack_delta_nets out")
     layers = linear_layers(source, pack_delta_nets)
     headers = _dense_headers(source)
-    if weights_format == "bf16" or calibration is not None:  # what packs the files themselves meets it as it reads them
-        _refuse_what_is_not_finite(headers)
+    if weights_format == "bf16" or calibration is not None:
+        # What packs the files themselves meets NaN and infinity as it reads them; here they are read for that alone.
+        for _ in stream(headers):
+            pass
     if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
     _check_layers(source, layers, headers, error.of if error else weights_format)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
-    from qerl.models.loading import check_tensors
-
     check_tensors(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         partial = Path(scratch) / target.name
         if error is not None:
-            report = _write_with_error(source, partial, error)
+            write_random_error(source, partial, error)
+            report = quantization_report(source, partial, "bf16")
+            report |= {"method": "random", "random_error": error.model_dump(mode="json")}
         elif calibration is not None:
-            report = _equalised(source, partial, weights_format, calibration)
+            dense = partial.with_name(f"{target.name}-equalised")
+            stated = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
+            write_packed(dense, partial, weights_format)
+            report = quantization_report(dense, partial, weights_format) | stated
         else:
             write_packed(source, partial, weights_format, pack_delta_nets)
             report = quantization_report(source, partial, weights_format, pack_delta_nets)
@@ -467,23 +470,6 @@ def _check_layers(source: Path, layers: set[str], headers: dict[str, TensorInfo]
             tensor_specs(weights_format, (rows, columns))
         except FormatError as reason:
             raise FormatError(f"{source}: {layer}: {reason}") from None
-
-
-def _write_with_error(source: Path, target: Path, error: RandomErrorSettings) -> dict[str, Any]:
-    """Write the dense weights with a random error; returns the report."""
-    write_random_error(source, target, error)
-    described = {"method": "random", "random_error": error.model_dump(mode="json")}
-    return quantization_report(source, target, "bf16") | described
-
-
-def _equalised(source: Path, target: Path, weights_format: str, calibration: Calibration) -> dict[str, Any]:
-    """Write the weights packed, after AWQ has equalised the model; returns the report."""
-
-    with TemporaryDirectory(dir=target.parent) as scratch:
-        dense = Path(scratch) / "equalised"
-        described = {"method": "awq", "calibration": write_equalised(source, dense, weights_format, calibration)}
-        write_packed(dense, target, weights_format)
-        return quantization_report(dense, target, weights_format) | described
 
 
 def quantization_report(
@@ -514,11 +500,6 @@ def quantization_report(
     }
 
 
-def _refuse_what_is_not_finite(headers: dict[str, TensorInfo]) -> None:
-    for _ in stream(headers):
-        pass
-
-
 def _dense_headers(source: Path) -> dict[str, TensorInfo]:
     weights_format = weights_format_of(source)
     if weights_format != "bf16":
@@ -532,9 +513,7 @@ def _relative_errors(
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     for layer, stored in _stored_weights(headers, weights_format, layers):
-        kind = layer.rpartition(".")[2]
-        name = f"{layer}.weight"
-        [(_, weight)] = stream({name: dense[name]})
+        kind, weight = layer.rpartition(".")[2], _weight(layer, dense)
         error[kind] += _squares(stored.sub_(weight))
         norm[kind] += _squares(weight)
     # Weights of zero are packed without an error.
@@ -545,15 +524,15 @@ def _stored_weights(
     headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weight of each linear layer of the blocks as float32, unpacked where it is packed."""
-    from qerl.models.loading import read_packed
-
     if weights_format == "bf16":
-        for layer in sorted(layers):
-            [(_, weight)] = stream({f"{layer}.weight": headers[f"{layer}.weight"]})
-            yield layer, weight.float()
-        return
+        yield from ((layer, _weight(layer, headers).float()) for layer in sorted(layers))
     for layer, packed in read_packed(headers, weights_format):
         yield layer, dequantize(packed, torch.float32)
+
+
+def _weight(layer: str, headers: dict[str, TensorInfo]) -> Tensor:
+    [(_, weight)] = stream({f"{layer}.weight": headers[f"{layer}.weight"]})
+    return weight
 
 
 def _squares(values: Tensor) -> float:

@@ -202,7 +202,6 @@ def write_pretty(path: Path, value: Any) -> None:
 
 # Random checkpoints of Qwen2.5's architectures, in the layout of its repositories on the hub.
 
-_STD = 0.02
 #: The most bytes of tensors in a file, unless a single tensor is larger.
 SHARD_BYTES = 10**9
 
@@ -266,7 +265,7 @@ def model_config(size: str, weights_format: str) -> dict[str, Any]:
         "eos_token_id": IDS[END],
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": _STD,
+        "initializer_range": STD,
         "intermediate_size": intermediate,
         "max_position_embeddings": 32768,
         "max_window_layers": layers,
@@ -347,7 +346,7 @@ def _block(size: str, weights_format: str, generator: torch.Generator) -> dict[s
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return (torch.randn(shape, generator=generator, device=generator.device) * _STD).bfloat16()
+    return (torch.randn(shape, generator=generator, device=generator.device) * STD).bfloat16()
 
 
 # Models of published shapes with random weights: any decoder whose structure the package reads.
@@ -376,7 +375,10 @@ def published_model(
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
         with torch.device(device):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for names in _alike(packed) if weights in words.FORMATS else ([name] for name in packed):
+    groups: dict[str, list[str]] = {}  # the same layer of all experts of a block together, where a format allows it
+    for name in packed:
+        groups.setdefault(_EXPERT.sub(".experts.", name) if weights in words.FORMATS else name, []).append(name)
+    for names in groups.values():
         _pack(lm, names, weights, device)
     if any(parameter.is_meta for parameter in lm.parameters()):
         fill_model(lm, device)
@@ -384,14 +386,6 @@ def published_model(
         if isinstance(module, Float32Router):
             module.float()
     return lm
-
-
-def _alike(names: Sequence[str]) -> Iterator[list[str]]:
-    """The same layer of all experts of a block together, and every other layer alone."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_EXPERT.sub(".experts.", name), []).append(name)
-    yield from groups.values()
 
 
 def _pack(lm: nn.Module, names: Sequence[str], weights: str, device: torch.device) -> None:
@@ -408,9 +402,9 @@ def _pack(lm: nn.Module, names: Sequence[str], weights: str, device: torch.devic
     parts = [quantize(dense, weights)] if len(layers) == 1 else split_rows(quantize(dense, weights), rows)
     for name, layer, part in zip(names, layers, parts, strict=True):
         bias = None if layer.bias is None else torch.zeros(rows, dtype=torch.bfloat16, device=device)
-        made = PackedLinear.from_packed(part, bias)
-        made.keepable = ".experts." not in name
-        lm.set_submodule(name, made)
+        packed = PackedLinear.from_packed(part, bias)
+        packed.keepable = ".experts." not in name
+        lm.set_submodule(name, packed)
 
 
 # Policies with random weights, which are never written to disk.

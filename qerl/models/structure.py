@@ -156,24 +156,24 @@ class _Elementwise(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         #: What it reads, the number, or None of tanh, and its result.
-        self.noted: list[tuple[Tensor, float | None, Tensor]] = []
+        self.steps: list[tuple[Tensor, float | None, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor) and isinstance(args[1], (int, float)):
-            self.noted.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
+            self.steps.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
         elif func is torch.ops.aten.tanh.default:
-            self.noted.append((args[0], None, out))
+            self.steps.append((args[0], None, out))
         return out
 
     def between(self, before: Tensor, after: Tensor) -> list[float | None] | None:
         """What makes one tensor the other: nothing for the same one or a view; None if other operations do."""
-        steps = []
-        for tensor, number, result in self.noted:
+        numbers = []
+        for tensor, number, result in self.steps:
             if is_view(tensor, before) and not is_view(after, before):
-                steps.append(number)
+                numbers.append(number)
                 before = result
-        return steps if is_view(after, before) else None
+        return numbers if is_view(after, before) else None
 
 
 @dataclass
@@ -246,23 +246,23 @@ def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
     hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
     with torch.device("meta"):
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
-        made = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+        mask = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     token = _TRACE.set(trace)
     try:
-        with Dropouts() as dropouts, _Elementwise() as noted:
-            output = lm(input_ids=ids, position_ids=positions, attention_mask=made, use_cache=False, **settings)
+        with Dropouts() as dropouts, _Elementwise() as elementwise:
+            output = lm(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **settings)
     finally:
         _TRACE.reset(token)
         for hook in hooks:
             hook.remove()
     # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
-    trace.logit_scale, trace.logit_cap = _logits_of(lm, trace, last[0] if last else None, output.logits, noted)
+    trace.logit_scale, trace.logit_cap = _logits_of(lm, trace, last[0] if last else None, output.logits, elementwise)
     check_calls_of_dropout(dropouts.probabilities, lm.config)
     return trace
 
 
 def _logits_of(
-    lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, noted: _Elementwise
+    lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, elementwise: _Elementwise
 ) -> tuple[float, float | None]:
     """Scale and cap of the logits, `Structure.logit_scale` and `logit_cap`.
 
@@ -272,7 +272,7 @@ def _logits_of(
     read, products = trace.inputs.get(head), trace.outputs.get(head)
     # Operations in place would change the version.
     if read is not None and hidden is not None and is_linear(head) and products is not None and not products._version:
-        before, after = noted.between(hidden, read), noted.between(products, logits)
+        before, after = elementwise.between(hidden, read), elementwise.between(products, logits)
         if (both := _scale_and_cap(before, after, head.bias is not None)) is not None:
             return both
     raise StructureError(
@@ -296,9 +296,9 @@ def _scale_and_cap(
     return (scale, cap if None in after else None) if scale > 0 and cap > 0 else None
 
 
-def is_view(tensor: Tensor, of: Tensor | None) -> bool:
+def is_view(tensor: Tensor, base: Tensor | None) -> bool:
     """Whether a tensor is another one, perhaps in another shape."""
-    return of is not None and (tensor is of or tensor._base is of)
+    return base is not None and (tensor is base or tensor._base is base)
 
 
 # The structure of a decoder: its linear layers, the norms that feed them, and its attention.
@@ -368,9 +368,9 @@ class Structure:
     @property
     def targets(self) -> tuple[str, ...]:
         """Ends of the linear layers' names, such as "q_proj", or "shared_expert.up_proj" beside experts' "up_proj"."""
-        of_experts = {name.rpartition(".")[2] for name in self.experts}
+        expert_ends = {name.rpartition(".")[2] for name in self.experts}
         parts = (name.split(".") for name in self.linears)
-        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in of_experts else part[-1:]) for part in parts))
+        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in expert_ends else part[-1:]) for part in parts))
 
     def noisy_norms(self) -> dict[str, tuple[int, str]]:
         """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""
@@ -387,19 +387,19 @@ class Structure:
         """Full names of the layers that can be packed too; none of a model without delta nets."""
         return self._full_names(self.packed_nets)
 
-    def _full_names(self, of_blocks: tuple[tuple[str, ...], ...]) -> set[str]:
-        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(of_blocks) for name in names}
+    def _full_names(self, blocks: tuple[tuple[str, ...], ...]) -> set[str]:
+        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(blocks) for name in names}
 
 
-_found: dict[str, Structure] = {}
+_structures: dict[str, Structure] = {}
 
 
 def structure_of(config: PreTrainedConfig) -> Structure:
     """The structure of a model. Raises `StructureError` if this project doesn't handle it."""
     key = json.dumps({**config.to_dict(), "_name_or_path": "", "class": type(config).__name__}, default=str)
-    if key not in _found:
-        _found[key] = _find(empty_model(config, torch.float32).eval())
-    return _found[key]
+    if key not in _structures:
+        _structures[key] = _find(empty_model(config, torch.float32).eval())
+    return _structures[key]
 
 
 def _find(lm: Any) -> Structure:
@@ -429,11 +429,11 @@ def _find(lm: Any) -> Structure:
         raise StructureError(
             f"model_type={kind!r} isn't supported, because transformers reads its experts as stacks alone"
         )
-    of_experts = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
+    expert_ends = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
     return Structure(
         blocks=blocks,
         head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
-        linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in of_experts),
+        linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in expert_ends),
         experts=tuple(experts),
         packed=tuple(tuple(_packed(block)) for block in layers),
         packed_nets=tuple(tuple(_packed_of_net(block)) for block in layers),
@@ -519,9 +519,9 @@ def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
             known = isinstance(module, nn.Linear) or any(_is_within(block, path, one) for one in _WITH_PARAMETERS)
             if not known and not leaf and part != _SINKS:
-                whole = ".".join(filter(None, (name, path, part)))
+                full = ".".join(filter(None, (name, path, part)))
                 raise StructureError(
-                    f"model_type={kind!r} isn't supported, because {whole} {list(parameter.shape)} is a "
+                    f"model_type={kind!r} isn't supported, because {full} {list(parameter.shape)} is a "
                     f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
                 )
     classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
@@ -579,15 +579,15 @@ def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], ki
 def _norms(block: nn.Module, trace: Trace) -> Iterator[tuple[str, str]]:
     """Role and name of the block's own norms whose outputs linear layers read."""
     attention = _delta_net(block) or next(n for n, module in block.named_modules() if module in trace.attention)
-    taken = set()
+    known = set()
     for name, norm in block.named_children():
         if is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
             continue
         out = trace.outputs.get(norm)
         readers = [path for path in _linears(block) if is_view(trace.inputs[block.get_submodule(path)], out)]
         roles = {"attention" if path.startswith(f"{attention}.") else "mlp" for path in readers}
-        if roles and min(roles) not in taken:
-            taken.add(min(roles))
+        if roles and min(roles) not in known:
+            known.add(min(roles))
             yield min(roles), name
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels.packed_sequences import FixedPacking, KeyPlaces, Packing
-from qerl.kernels.state import capture
+from qerl.kernels.state import GraphBySize, capture
 from qerl.models.blocks import PackedAttention
 from qerl.models.experts import GatedMLP
 from qerl.models.linear import PackedLinear
@@ -74,26 +74,24 @@ class PaddedSize:
         )
 
 
-class PaddedBatch:
+class PaddedMicroBatch:
     """The inputs of a pass in tensors of one size, which stay in place; `fill` writes those of a micro-batch."""
 
     def __init__(self, size: PaddedSize, device: torch.device) -> None:
-        whole = {"dtype": torch.long, "device": device}
-        ends = {"dtype": torch.int32, "device": device}
+        int64, int32 = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.long, torch.int32))
         self.size = size
-        self.ids = torch.zeros(1, size.tokens, **whole)  # type: ignore[call-overload]
-        self.positions = torch.zeros(1, size.tokens, **whole)  # type: ignore[call-overload]
-        self.states_M = torch.zeros(size.states, **whole)  # type: ignore[call-overload]
+        self.ids, self.positions = int64(1, size.tokens), int64(1, size.tokens)
+        self.states_M = int64(size.states)
         self.packing = FixedPacking(
             longest=size.longest,
             widest=size.widest,
-            queries_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
-            keys_ends=torch.zeros(size.pieces + 1, **ends),  # type: ignore[call-overload]
+            queries_ends=int32(size.pieces + 1),
+            keys_ends=int32(size.pieces + 1),
             copies=KeyPlaces(
-                sources=torch.zeros(size.keys, **whole),  # type: ignore[call-overload]
-                of_piece=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
-                shared=torch.zeros(size.tokens, **whole),  # type: ignore[call-overload]
-                places=torch.zeros(size.copies, size.tokens, **whole),  # type: ignore[call-overload]
+                sources=int64(size.keys),
+                own=int64(size.tokens),
+                shared=int64(size.tokens),
+                places=int64(size.copies, size.tokens),
                 missing=torch.ones(size.copies, size.tokens, dtype=torch.bool, device=device),
             ),
         )
@@ -119,27 +117,23 @@ class PaddedBatch:
         pieces = [self.size.longest] * (padding // self.size.longest)
         pieces += [rest] if (rest := padding % self.size.longest) else []
         lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
-        made = Packing.of(lengths, prompts, _CPU)
-        copies = made.copies
-        assert self.packing.copies.missing is not None
-        for target, ends in (
-            (self.packing.queries_ends, made.queries_ends),
-            (self.packing.keys_ends, made.keys_ends),
-        ):
-            target.copy_(_filled_up(ends, len(target), int(ends[-1])))
-        self.packing.copies.sources.copy_(_filled_up(copies.sources, self.size.keys, 0))
-        self.packing.copies.of_piece.copy_(copies.of_piece)
-        self.packing.copies.shared.copy_(_filled_up(copies.shared, self.size.tokens, last))
-        placed, missing = copies.places, copies.missing
-        if missing is None:
-            missing = torch.zeros(placed.shape, dtype=torch.bool)
-        room = (0, self.size.tokens - placed.shape[1], 0, self.size.copies - placed.shape[0])
-        self.packing.copies.places.copy_(torch.nn.functional.pad(placed, room))
-        self.packing.copies.missing.copy_(torch.nn.functional.pad(missing, room, value=True))
+        full, target = Packing.of(lengths, prompts, _CPU), self.packing
+        _write(full.queries_ends, target.queries_ends, int(full.queries_ends[-1]))
+        _write(full.keys_ends, target.keys_ends, int(full.keys_ends[-1]))
+        copies, missing = full.copies, full.copies.missing
+        _write(copies.sources, target.copies.sources, 0)
+        _write(copies.own, target.copies.own, 0)
+        _write(copies.shared, target.copies.shared, last)
+        _write(copies.places, target.copies.places, 0)
+        assert target.copies.missing is not None
+        missing = torch.zeros(copies.places.shape, dtype=torch.bool) if missing is None else missing
+        _write(missing, target.copies.missing, True)
 
 
-def _filled_up(values: Tensor, size: int, filler: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, size - len(values)), value=filler)
+def _write(values: Tensor, target: Tensor, filler: int) -> None:
+    """Copy values to the first places of each dimension, and the filler to the others."""
+    sizes = zip(reversed(target.shape), reversed(values.shape), strict=True)
+    target.copy_(torch.nn.functional.pad(values, [n for size, count in sizes for n in (0, size - count)], value=filler))
 
 
 # Forward and backward passes of small policies as CUDA graphs.
@@ -153,27 +147,27 @@ MOST_BYTES = 2**31
 
 Work = Callable[[], None]
 #: Makes a function that repeats work on the same tensors, from work that has run before. It may run it once more.
-Capture = Callable[[Work], Work]
+Recorder = Callable[[Work], Work]
 
 
 class _Pass:
     """The hidden states of rows of one size, and with `gradients` the gradients of the trained tensors."""
 
-    def __init__(self, policy: Policy, first: MicroBatch, gradients: bool, capture: Capture) -> None:
+    def __init__(self, policy: Policy, first: MicroBatch, gradients: bool, record: Recorder) -> None:
         self._policy = policy
         self._gradients = gradients
         self.states: Tensor
-        self.padded = PaddedBatch(PaddedSize.of(first), policy.device)
+        self.padded = PaddedMicroBatch(PaddedSize.of(first), policy.device)
         # Attention sets no output of an empty row, and zero times such a number may be NaN.
         self.padded.fill(first)
         self._run()  # compiles kernels, and casts the adapters for all passes (`SharedCasts`)
-        self.of_states = torch.zeros_like(self.states)
+        self.grad_states = torch.zeros_like(self.states)
         if gradients:
             self._run_back()
         # Nodes of autograd belong to a stream. While one lives, later passes use it, and capture has another stream.
         del self.states
-        self.run = capture(self._run)
-        self.run_back = capture(self._run_back) if gradients else None
+        self.run = record(self._run)
+        self.run_back = record(self._run_back) if gradients else None
         self.states = self.states.detach()
 
     def _run(self) -> None:
@@ -181,7 +175,7 @@ class _Pass:
             self.states = token_states(self._policy, self.padded)
 
     def _run_back(self) -> None:
-        self.states.backward(self.of_states)
+        self.states.backward(self.grad_states)
 
 
 class _Replay(torch.autograd.Function):
@@ -198,9 +192,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         captured: _Pass = ctx.captured
         assert captured.run_back is not None
-        captured.of_states[: len(grad)].copy_(grad)
+        captured.grad_states[: len(grad)].copy_(grad)
         # States of padding have no gradient, whatever the row before left here.
-        captured.of_states[len(grad) :] = 0
+        captured.grad_states[len(grad) :] = 0
         captured.run_back()
         return None, None, None
 
@@ -212,14 +206,14 @@ class PassGraphs:
     """
 
     def __init__(
-        self, policy: Policy, recomputation: Recomputation | None = None, capture: Capture | None = None
+        self, policy: Policy, recomputation: Recomputation | None = None, record: Recorder | None = None
     ) -> None:
         self._policy = policy
         self._recomputation = recomputation
-        self._passes: dict[tuple[PaddedSize, bool], _Pass] = {}
         self._trained = [parameter for _, parameter in policy.trainable()]
         self._joint = torch.zeros((), device=policy.device, requires_grad=True)
-        self._capture = capture or partial(_captured, torch.cuda.graph_pool_handle())
+        self._passes: GraphBySize[_Pass] = GraphBySize(None if record else torch.cuda.graph_pool_handle())
+        self._record = record or partial(capture, memory=self._passes.memory)
 
     def fitting_tokens(self) -> int:
         """The most tokens of a row that can be a graph, by the memory that is free now."""
@@ -242,23 +236,19 @@ class PassGraphs:
         for parameter, gradient in zip(self._trained, self._gradients, strict=True):
             parameter.grad = gradient
 
+    def _new_pass(self, batch: MicroBatch) -> _Pass:
+        if self._recomputation is not None:
+            self._recomputation.choose(1)  # none: a graph recomputes nothing
+        return _Pass(self._policy, batch, torch.is_grad_enabled(), self._record)
+
     def logprobs_and_entropy(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """See `qerl.rl.packing.logprobs_and_entropy`; with gradients only after `use_gradients`."""
-        key = PaddedSize.of(batch), torch.is_grad_enabled()
         # With and without gradients apart: a pass without them keeps no activations.
-        if key not in self._passes:
-            if self._recomputation is not None:
-                self._recomputation.choose(1)  # none: a graph recomputes nothing
-            self._passes[key] = _Pass(self._policy, batch, torch.is_grad_enabled(), self._capture)
-        captured = self._passes[key]
+        captured = self._passes.at((PaddedSize.of(batch), torch.is_grad_enabled()), partial(self._new_pass, batch))
         captured.padded.fill(batch)
         states: Tensor = _Replay.apply(self._joint, captured, len(batch.targets_M))
         values = head_logprobs(self._policy, states, batch, temperature, keep_logits=True)
         return batch.unpacked(values[0]), batch.unpacked(values[1])
-
-
-def _captured(memory: Any, work: Work) -> Work:
-    return capture(work, memory)
 
 
 def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:

@@ -26,7 +26,7 @@ from qerl.models.policy import Policy
 from qerl.results.paths import PRETRAIN
 from qerl.results.schema import PretrainReport, Provenance
 from qerl.results.store import write
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import RecordFormat
 from qerl.settings.models import PretrainSettings
@@ -277,6 +277,6 @@ def _solution(problem: Problem) -> str:
 def pretrain_base(job: PretrainJob) -> None:
     """Train the miniature policy and write its checkpoint and `pretrain.json`."""
     outcome = pretrain(
-        job.settings, job.data, job.out, log.info, lambda lm, tokenizer: NativeSampler(Policy(lm, tokenizer))
+        job.settings, job.data, job.out, log.info, lambda lm, tokenizer: EagerSampler(Policy(lm, tokenizer))
     )
     write(job.out / PRETRAIN, PretrainReport(**outcome, provenance=Provenance.of_now(job.settings.seed)))

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
-from qerl.kernels.operations import Operations, mixture_operations, operations
+from qerl.kernels.operations import Rope, operations
 from qerl.kernels.state import (
     Activation,
     DecodeState,
     DeltaHeads,
     DeltaState,
     DeltaStates,
-    GroupedLora,
-    Groups,
+    GraphBySize,
     Heads,
     KVCache,
     Norm,
@@ -34,7 +33,6 @@ from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.delta_net import PackedDeltaNet
 from qerl.models.expert_adapters import AdaptedExperts
 from qerl.models.experts import (
-    ExpertFactors,
     ExpertLora,
     Experts,
     Float32Router,
@@ -155,32 +153,35 @@ class MixtureMlp:
         self._router, self._normalised = router, router.normalised
         self._products, self._count = experts.products(dtype), len(experts)
         products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
-        self._of_gate_up = _copies(lora.gate_up, products[0], dtype)
-        self._of_down = _copies(lora.down, products[1], dtype)
-        copies = (one for one in (self._of_gate_up, self._of_down) if one is not None)
-        self.linears: Sequence[Product] = (*products, *copies)
+        self._adapters = [
+            GroupedAdapters(loras, product.dense, dtype) if loras else None
+            for loras, product in zip((lora.gate_up, lora.down), products, strict=True)
+        ]
+        self.linears: Sequence[Product] = (*products, *filter(None, self._adapters))
         device = router.weight.device
         if device.type == "cuda" and any(isinstance(linear, TorchGroupedLinear) for linear in products):
             raise ConfigError(
                 "the native engine has no grouped product for these experts: they must be NVFP4, MXFP4 or dense, in "
                 "one format, and dense ones need widths that are multiples of 64"
             )
-        self._mixture, self._operations = mixture_operations(device), operations(device)
+        self._operations = operations(device)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
         """See `Mlp`."""
         router, products = self._router, self._products
-        scores = self._mixture.scores(x, router.weight, getattr(router, "bias", None))
-        numbers, weights = self._mixture.route(scores, router.top_k, self._normalised)
-        groups = self._mixture.group(numbers, self._count)
+        ops = self._operations
+        scores = ops.scores(x, router.weight, getattr(router, "bias", None))
+        numbers, weights = ops.route(scores, router.top_k, self._normalised)
+        groups = ops.group(numbers, self._count)
         clamped, width = products.clamped, products.gate_up.out_features
         inner = x.new_empty(groups.count, width if clamped else width // 2)
-        products.gate_up(x, groups, inner, clamped is None, _added(self._of_gate_up, x, groups))
+        gate_up_lora, down_lora = self._adapters
+        products.gate_up(x, groups, inner, clamped is None, gate_up_lora(x, groups) if gate_up_lora else None)
         if clamped:
-            inner = self._operations.clamped_glu(inner, *clamped)
+            inner = ops.clamped_glu(inner, *clamped)
         y = x.new_empty(groups.count, out.shape[1])
-        products.down(inner, groups, y, lora=_added(self._of_down, inner, groups))
-        self._mixture.combine(y, weights, out, residual)
+        products.down(inner, groups, y, lora=down_lora(inner, groups) if down_lora else None)
+        ops.combine(y, weights, out, residual)
 
 
 class SharedMixtureMlp:
@@ -198,14 +199,6 @@ class SharedMixtureMlp:
         out.addcmul_(shared, self._gate(x).sigmoid())
 
 
-def _copies(factors: ExpertFactors | None, linear: GroupedLinear, dtype: torch.dtype) -> GroupedAdapters | None:
-    return None if factors is None else GroupedAdapters(factors, linear.dense, dtype)
-
-
-def _added(adapters: GroupedAdapters | None, x: Tensor, groups: Groups) -> GroupedLora | None:
-    return None if adapters is None else adapters(x, groups)
-
-
 def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:
     """The MLP of a model's module, which shares its weights. Mixtures have silu, or gpt-oss's clamped gate."""
     parts = list(mlp.children())
@@ -213,7 +206,10 @@ def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernel
     experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
     if not (routers and experts):
         return _dense_of(mlp, activation, dtype, kernels)
-    mixture = _mixture_of(routers[0], experts[0], dtype)
+    if isinstance(experts[0], AdaptedExperts):
+        mixture = MixtureMlp(routers[0], experts[0].base_layer, dtype, experts[0].lora)
+    else:
+        mixture = MixtureMlp(routers[0], experts[0], dtype)
     if not hasattr(mlp, "shared_expert"):
         return mixture
     return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, dtype, kernels), mlp.shared_expert_gate)
@@ -224,12 +220,6 @@ def _dense_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Ker
     return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), activation)
 
 
-def _mixture_of(router: Float32Router, experts: Experts | AdaptedExperts, dtype: torch.dtype) -> MixtureMlp:
-    if isinstance(experts, AdaptedExperts):
-        return MixtureMlp(router, experts.base_layer, dtype, experts.lora)
-    return MixtureMlp(router, experts, dtype)
-
-
 def projections(module: Any, fused: str, *parts: str) -> list[Any]:
     """The layer that a checkpoint has fused, as in Phi-3, or its parts."""
     return [getattr(module, name) for name in ((fused,) if hasattr(module, fused) else parts)]
@@ -238,54 +228,17 @@ def projections(module: Any, fused: str, *parts: str) -> list[Any]:
 # What mixes the tokens of a sequence in a block: attention, which reads pages of a cache, or a gated delta net.
 
 #: Cosines and sines of each kind of attention.
-Ropes = Mapping[str | None, tuple[Tensor, Tensor]]
-
-
-class Tokens(Protocol):
-    """The tokens of a pass: one of each slot, or those of prompts."""
-
-    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets."""
-        ...
-
-    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
-        """Outputs [n, H * V] of a delta net's inputs, gates z, b and a; `net` gets the new states."""
-        ...
+Ropes = Mapping[str | None, Rope]
 
 
 @dataclass(frozen=True)
-class StepTokens:
-    """The last token of the slots `rows`."""
+class Mixing:
+    """How the tokens of a pass, those of a step or of prompts, read earlier tokens of their sequences."""
 
-    operations: Operations
-    state: DecodeState
-    rows: Tensor
-    splits: int
-    drafted: bool
-
-    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.attend(qkv, cache, self.state, self.rows, rope, heads, self.splits, self.drafted)
-
-    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.delta_step(*parts, heads, net, self.state, self.rows)
-
-
-@dataclass(frozen=True)
-class PromptTokens:
-    """The tokens of prompts in a row."""
-
-    operations: Operations
-    row: PromptRow
-
-    def attend(self, qkv: Tensor, cache: Any, heads: Heads, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.attend_prompts(qkv, cache, self.row, rope, heads)
-
-    def recur(self, parts: Sequence[Tensor], heads: DeltaHeads, net: DeltaState) -> Tensor:
-        """See `Tokens`."""
-        return self.operations.delta_prompts(*parts, heads, net, self.row)
+    #: Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets.
+    attend: Callable[[Tensor, KVCache, Heads, Rope], Tensor]
+    #: Outputs [n, H * V] of a delta net's inputs and of its gates z, b and a; its state gets the new values.
+    recur: Callable[[Tensor, Tensor, Tensor, Tensor, DeltaHeads, DeltaState], Tensor]
 
 
 @dataclass(frozen=True)
@@ -303,11 +256,11 @@ class Attention:
         """The products."""
         return [self.qkv, self.out]
 
-    def __call__(self, x: Tensor, tokens: Tokens, cache: Any, ropes: Ropes) -> Tensor:
+    def __call__(self, x: Tensor, mixing: Mixing, cache: Any, ropes: Ropes) -> Tensor:
         """What `out` reads [n, Hq * D], from normalised hidden states x [n, hidden] and the block's cache."""
         qkv = x.new_empty(len(x), self.qkv.out_features)
         self.qkv(x, qkv)
-        return tokens.attend(qkv, cache, self.heads, ropes[self.kind])
+        return mixing.attend(qkv, cache, self.heads, ropes[self.kind])
 
 
 @dataclass(frozen=True)
@@ -324,7 +277,7 @@ class DeltaNet:
         """The products."""
         return [*(linear for linear, _ in self.projections), self.out]
 
-    def __call__(self, x: Tensor, tokens: Tokens, net: DeltaState, ropes: Ropes) -> Tensor:
+    def __call__(self, x: Tensor, mixing: Mixing, net: DeltaState, ropes: Ropes) -> Tensor:
         """What `out` reads [n, H * V], from normalised hidden states x [n, hidden] and the net's states."""
         del ropes
         parts: list[Tensor] = []
@@ -333,16 +286,26 @@ class DeltaNet:
             joint = x.new_empty(len(x), linear.out_features)
             linear(x, joint)
             parts = [*joint.split(list(widths), 1), *parts]
-        return tokens.recur(parts, self.heads, net)
+        mixed, z, b, a = parts
+        return mixing.recur(mixed, z, b, a, self.heads, net)
 
 
 def attention_of(
     attention: Any, config: Any, kind: str | None, window: int | None, dtype: torch.dtype, kernels: Kernels
 ) -> Attention:
     """The attention of a block, by transformers' module of it."""
-    heads = _heads(attention, config, window)
-    layers = projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
-    qkv = fuse(layers, dtype, kernels=kernels)
+    heads = Heads(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.head_dim,
+        attention.scaling,
+        window=window,
+        sinks=getattr(attention, "sinks", None),
+    )
+    if hasattr(attention, "q_norm"):
+        q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
+        heads = replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
+    qkv = fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels)
     heads = replace(heads, gated=qkv.out_features > heads.width)
     return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels))
 
@@ -368,21 +331,6 @@ def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
     else:
         products = [(fuse(wide + narrow, dtype, kernels=kernels), widths[0] + widths[1])]
     return DeltaNet(heads, products, fuse([net.out_proj], dtype, kernels=kernels))
-
-
-def _heads(attention: Any, config: Any, window: int | None) -> Heads:
-    heads = Heads(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attention.head_dim,
-        attention.scaling,
-        window=window,
-        sinks=getattr(attention, "sinks", None),
-    )
-    if not hasattr(attention, "q_norm"):
-        return heads
-    q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
-    return replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
 
 
 # A policy's blocks for prefill and decode steps: fused products on its own weights, with a paged KV cache.
@@ -416,7 +364,7 @@ class Decoder:
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
         activation: Any = activation_of(config)
         self._blocks = [
-            _block(layer, number, config, mlp_of(layer.mlp, activation, self.dtype, kernels), self.dtype, kernels)
+            _block(layer, number, config, activation, self.dtype, kernels)
             for number, layer in enumerate(self._model.layers)
         ]
         self._norm = norm_of(self._model.norm)
@@ -424,8 +372,10 @@ class Decoder:
         self._nets = [block.mixer for block in self._blocks if isinstance(block.mixer, DeltaNet)]
         self._vocabulary = config.vocab_size
         self._head = fuse([policy.lm.get_output_embeddings()], self.dtype)
-        #: The tokens of the longest sequence; None if positions of longer ones are as those of short ones.
-        self.longest = context_length(config.to_dict()) if _changes(config) else None
+        #: The tokens of the longest sequence, where rotary positions change for all tokens of a text that passes a
+        #: length; else None.
+        changes = config.rope_parameters.get("rope_type") == "longrope"
+        self.longest = context_length(config.to_dict()) if changes else None
         self._ropes = self._rope_tables(1)
         self._adapted = policy.peft is not None
         self._parameters = list(policy.lm.parameters())
@@ -484,18 +434,15 @@ class Decoder:
 
     def _sync_all(self) -> None:
         pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
-        alike = [(to, from_) for to, from_ in pairs if to.is_contiguous() and from_.dtype == torch.float32]
-        if len(alike) < len(pairs) or not pairs:
-            for linear in self.linears:
-                linear.sync()
-            return
-        if self._copies is None:
+        in_one = pairs and all(to.is_contiguous() and source.dtype == torch.float32 for to, source in pairs)
+        if in_one and self._copies is None:
             from qerl.kernels.triton.linear import Copies
 
             self._copies = Copies(*zip(*pairs, strict=True))
-        self._copies()
+        if in_one and self._copies is not None:
+            self._copies()
         for linear in self.linears:
-            if not isinstance(linear, W4Linear):
+            if not (in_one and isinstance(linear, W4Linear)):
                 linear.sync()
 
     def reach(self, tokens: int) -> None:
@@ -516,8 +463,8 @@ class Decoder:
         if hasattr(self._model.rotary_emb, "mrope_section"):
             positions = positions.expand(3, 1, -1)  # in time, height and width, which are the same in a text
         for kind in dict.fromkeys(attention.kind for attention in self._attentions):
-            rotary, of_kind = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
-            cos, sin = rotary(self._embedding[:1, None], positions, **of_kind)
+            rotary, options = self._model.rotary_emb, {} if kind is None else {"layer_type": kind}
+            cos, sin = rotary(self._embedding[:1, None], positions, **options)
             half = len(getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq"))  # most models have both
             tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
         return tables
@@ -539,17 +486,25 @@ class Decoder:
         `drafted`: slots may share pages that they write to, each at a position of its own. `states` are those of
         `new_states`.
         """
-        tokens = StepTokens(self.operations, state, rows, splits, drafted)
-        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, tokens)
-        self.operations.draw(self.logits(x), rows, state, sampling, truncated, replayed)
+        ops = self.operations
+        mixing = Mixing(
+            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits, drafted),
+            lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
+        )
+        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, mixing)
+        ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last norm, at each prompt's last token.
 
         `cache` then holds the keys and values of all tokens, and `states` those after the prompts.
         """
-        tokens = PromptTokens(self.operations, row)
-        return self._through_blocks(self._embedded(row.ids), cache, states, tokens, row.last)
+        ops = self.operations
+        mixing = Mixing(
+            lambda qkv, block, heads, rope: ops.attend_prompts(qkv, block, row, rope, heads),
+            lambda mixed, z, b, a, heads, net: ops.delta_prompts(mixed, z, b, a, heads, net, row),
+        )
+        return self._through_blocks(self._embedded(row.ids), cache, states, mixing, row.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, H] after the last norm."""
@@ -566,59 +521,54 @@ class Decoder:
         x: Tensor,
         cache: KVCache,
         states: DeltaStates | None,
-        tokens: Tokens,
-        wanted: Tensor | None = None,
+        mixing: Mixing,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, for the rows `wanted` of x [B, H] or for all. Overwrites x."""
+        """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x."""
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
         following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
         normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
-        for block, then in zip(self._blocks, following, strict=True):
-            kept: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
-            mixed = block.mixer(normed, tokens, kept, self._ropes)
-            if wanted is not None and block is self._blocks[-1]:
+        for block, next_norm in zip(self._blocks, following, strict=True):
+            memory: Any = next(nets if isinstance(block.mixer, DeltaNet) else pages)
+            mixed = block.mixer(normed, mixing, memory, self._ropes)
+            if rows is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
-                x, mixed = x[wanted], mixed[wanted]
+                x, mixed = x[rows], mixed[rows]
             normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
-            normed = self._add(x, block.mlp, normed, block.after_mlp, then)
+            normed = self._add(x, block.mlp, normed, block.after_mlp, next_norm)
         return normed
 
-    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None, then: Norm) -> Tensor:
+    def _add(self, to: Tensor, linear: FusedLinear | Mlp, x: Tensor, norm: Norm | None, next_norm: Norm) -> Tensor:
         """Add a product or an MLP, with `norm` its normalised output, to the hidden states `to` [B, H] in place.
 
-        Returns the norm `then` of the sum.
+        Returns the norm `next_norm` of the sum.
         """
         if norm is None:
             linear(x, to, residual=True)
-            return self.operations.rms_norm(to, then)
+            return self.operations.rms_norm(to, next_norm)
         out = torch.empty_like(to)
         linear(x, out)
-        return self.operations.add_normed(to, out, norm, then)
+        return self.operations.add_normed(to, out, norm, next_norm)
 
 
-def _changes(config: Any) -> bool:
-    """Whether rotary positions change for all tokens of a text that passes a length."""
-    return config.rope_parameters.get("rope_type") == "longrope"
-
-
-def _block(layer: Any, number: int, config: Any, mlp: Mlp, dtype: torch.dtype, kernels: Kernels) -> _Block:
+def _block(
+    layer: Any, number: int, config: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels
+) -> _Block:
+    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
+        mixer: Attention | DeltaNet = delta_net_of(net, dtype, kernels)
+    else:
+        kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
+        mixer = attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
     # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
     around = hasattr(layer, "pre_feedforward_layernorm")
     return _Block(
-        mixer=_mixer(layer, number, config, dtype, kernels),
+        mixer=mixer,
         input_norm=norm_of(layer.input_layernorm),
         after_attention=norm_of(layer.post_attention_layernorm) if around else None,
         mlp_norm=norm_of(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
-        mlp=mlp,
+        mlp=mlp_of(layer.mlp, activation, dtype, kernels),
         after_mlp=norm_of(layer.post_feedforward_layernorm) if around else None,
     )
-
-
-def _mixer(layer: Any, number: int, config: Any, dtype: torch.dtype, kernels: Kernels) -> Attention | DeltaNet:
-    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
-        return delta_net_of(net, dtype, kernels)
-    kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
-    return attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
 
 
 # Decode steps of any batch size, as CUDA graphs on a GPU and eagerly elsewhere.
@@ -638,7 +588,7 @@ def bucket_of(rows: int) -> int:
 class DecodeGraphs:
     """Runs decode steps of slots; each (bucket, splits, truncated, replayed) is captured at its first use.
 
-    `whole`: every step has the batch size of all slots, so that no product depends on the number of active sequences.
+    `all_slots`: every step has the batch size of all slots, so that no product depends on how many are active.
     `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
     """
 
@@ -648,37 +598,31 @@ class DecodeGraphs:
         state: DecodeState,
         cache: KVCache,
         sampling: SamplingState,
-        whole: bool,
+        all_slots: bool,
         memory: Any,
         states: DeltaStates | None = None,
     ) -> None:
         self._decoder, self._states = decoder, states
-        self._whole = whole
+        self._all_slots = all_slots
         self._state, self._cache, self._sampling = state, cache, sampling
         self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
-        self._captured: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
-        self._memory = memory
+        self._graphs: GraphBySize[Callable[[], None]] = GraphBySize(memory)
 
     @torch.no_grad()
     def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
         """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
         if not count:
             return
-        bucket = bucket_of(self._state.count if self._whole else len(chosen))
-        step = self._step(bucket, splits, truncated, replayed)
+        bucket = bucket_of(self._state.count if self._all_slots else len(chosen))
+        size = bucket, splits, truncated, replayed
+        step = self._graphs.at(size, partial(self._captured_step, *size))
         padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
         self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
         for _ in range(count):
             step()
 
-    def _step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
-        key = bucket, splits, truncated, replayed
-        if key not in self._captured:
-            rows = self._rows[:bucket]
-            step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
-            eager: Callable[[], None] = partial(step, *inputs, splits, truncated, replayed, states=self._states)
-            if self._memory is not None:
-                rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
-                eager = captured(eager, self._memory)
-            self._captured[key] = eager
-        return self._captured[key]
+    def _captured_step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
+        rows = self._rows[:bucket]
+        rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
+        step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
+        return self._graphs.captured(partial(step, *inputs, splits, truncated, replayed, states=self._states))

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from qerl.models.linear import PackedLinear, dense_weights
-from qerl.models.lora import kept_operands
+from qerl.models.lora import constant_adapters
 from qerl.models.policy import Policy
 from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, refuse_nan, stop_tokens
 
@@ -44,23 +44,21 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
     if params.top_p == 1 and not params.top_k:
         return _search(probs.cumsum(-1), uniform)
     sorted_probs, order = _ranked(probs, params)
-    whole: torch.Tensor | float = 1.0
+    mass: torch.Tensor | float = 1.0
     if params.top_k:  # top-p is a share of what top-k keeps, as in vLLM and transformers
         sorted_probs[:, params.top_k :] = 0
-        whole = sorted_probs.sum(-1, keepdim=True)
+        mass = sorted_probs.sum(-1, keepdim=True)
     # A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p.
-    kept = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * whole
-    position = _search((sorted_probs * kept).cumsum(-1), uniform)
+    allowed = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * mass
+    position = _search((sorted_probs * allowed).cumsum(-1), uniform)
     return order.gather(-1, position[:, None])[:, 0]
 
 
 def _ranked(probs: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [B, n] in descending order, and their tokens; equal ones in the order of tokens.
-
-    A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW`, or a larger top-k,
-    if they hold more than top-p in every row; the margin is that of rounding. `topk` leaves the order of equal values
-    open.
-    """
+    """Probabilities [B, n] in descending order, and their tokens; equal ones in the order of tokens."""
+    # A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW`, or a larger top-k,
+    # if they hold more than top-p in every row; the margin is that of rounding. `topk` leaves the order of equal values
+    # open.
     few = max(_FEW, params.top_k)
     if not probs.is_cuda and probs.shape[-1] > few:
         top, tokens = probs.topk(few)
@@ -128,7 +126,7 @@ def _record(
     return torch.tensor(alive, device=rows.device)
 
 
-class NativeSampler:
+class EagerSampler:
     """Sampler in plain PyTorch with a KV cache. The prompt of a group is computed once.
 
     `max_sequences` bounds how many sequences are decoded together, and so the memory of the cache.
@@ -160,7 +158,7 @@ class NativeSampler:
         stride = max(self.max_sequences // params.count, 1)
         part = params.part or BatchPart(range(len(prompts)), lambda most: ())
         lm = self.policy.lm
-        with dense_weights(lm, lm.dtype), kept_operands(lm), self.policy.autocast():
+        with dense_weights(lm, lm.dtype), constant_adapters(lm), self.policy.autocast():
             for numbers in part.batches(stride):
                 drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
                 for number, group in zip(numbers, drawn, strict=True):

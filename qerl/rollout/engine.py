@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from qerl.host.gpus import allocatable_bytes
+from qerl.kernels.operations import operations_name
 from qerl.kernels.state import FP8, PAGE, DecodeState, SamplingState, page_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
@@ -73,7 +74,8 @@ class EngineSampler:
         packed = {layer.weights_format for layer in self.policy.lm.modules() if isinstance(layer, PackedLinear)}
         kernels = sorted({type(linear).__name__ for linear in self._decoder.linears})
         weights = [*sorted(packed), str(self.policy.lm.dtype).removeprefix("torch.")]
-        return f"native engine, {self._decoder.operations.name} and {', '.join(kernels)} on {' and '.join(weights)}"
+        language = operations_name(self.policy.device.type == "cuda")
+        return f"native engine, {language} and {', '.join(kernels)} on {' and '.join(weights)}"
 
     @property
     def released(self) -> bool:
@@ -161,10 +163,10 @@ class EngineSampler:
                 f"a sequence may have {longest} tokens, and the model's rotary positions change for all of its tokens "
                 f"after {most}; {remedy}"
             )
-        alone, wanted = pages_for(prompts, params.max_tokens, sequences)
-        if self._pool is None or not self._serves(self._pool, alone, wanted, params.max_tokens, sequences):
+        alone, most_pages = pages_for(prompts, params.max_tokens, sequences)
+        if self._pool is None or not self._serves(self._pool, alone, most_pages, params.max_tokens, sequences):
             self.release()
-            self._pool = self._new_pool(alone, wanted, params.max_tokens, sequences)
+            self._pool = self._new_pool(alone, most_pages, params.max_tokens, sequences)
         if self._pool.pages.count < alone:
             if self.settings.kv_cache_gib is None:
                 raise torch.OutOfMemoryError(f"a sequence needs {alone} pages, and memory has {self._pool.pages.count}")
@@ -188,13 +190,13 @@ class EngineSampler:
         pool.verify.begin(layout)
         return pool
 
-    def _serves(self, pool: Pool, alone: int, wanted: int, max_tokens: int, sequences: int) -> bool:
+    def _serves(self, pool: Pool, alone: int, most_pages: int, max_tokens: int, sequences: int) -> bool:
         state = pool.state
         fits = state.tokens.shape[1] >= max_tokens and state.pages.shape[1] >= alone - 2
         enough = state.count >= sequences or self._few_slots
-        return fits and enough and (self._bounded or pool.pages.count >= wanted)
+        return fits and enough and (self._bounded or pool.pages.count >= most_pages)
 
-    def _new_pool(self, alone: int, wanted: int, max_tokens: int, sequences: int) -> Pool:
+    def _new_pool(self, alone: int, most_pages: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads
         dtype = FP8 if self.settings.kv_cache_dtype == "fp8" else decoder.dtype
         page = len(decoder) * page_bytes(heads.kv, heads.dim, dtype)
@@ -202,19 +204,19 @@ class EngineSampler:
         slots = slots_for(room, sequences, alone, page, state_bytes)
         # Two more rows of states: an idle one and a held one.
         affordable = max(room - (slots + 2) * state_bytes, 0) // page
-        self._bounded, self._few_slots = affordable < wanted, slots < sequences
+        self._bounded, self._few_slots = affordable < most_pages, slots < sequences
         # Powers of two, so that a slightly longer rollout needs no new graphs.
         pages_each, tokens = _power_of_two(alone - 2), _power_of_two(max_tokens)
         decoder.reach(pages_each * PAGE)
         decoder.compile_ahead(slots)
         state, states = DecodeState.empty(slots, tokens, pages_each, decoder.device), decoder.new_states(slots)
-        cache, sampling = decoder.new_cache(min(wanted, affordable), dtype), SamplingState.empty(decoder.device)
+        cache, sampling = decoder.new_cache(min(most_pages, affordable), dtype), SamplingState.empty(decoder.device)
         self.cache_bytes = cache.nbytes + (states.nbytes if states else 0)
-        self.cache_wanted_bytes = wanted * page + (sequences + 2) * state_bytes
+        self.cache_wanted_bytes = most_pages * page + (sequences + 2) * state_bytes
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        whole = self.settings.batch_invariant
-        steps = DecodeGraphs(decoder, state, cache, sampling, whole, memory, states)
+        all_slots = self.settings.batch_invariant
+        steps = DecodeGraphs(decoder, state, cache, sampling, all_slots, memory, states)
         pages, prefill = Pages(cache.pages, PAGE), Prefill(decoder, cache, memory, states)
         look_every = steps_between_looks(weight_bytes(self.policy))
         return Pool(decoder, state, cache, pages, sampling, steps, prefill, look_every, None, memory, states)

@@ -10,7 +10,7 @@ import torch
 
 from qerl.models.linear import packed_format
 from qerl.models.policy import Policy, gathered, load_policy
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams, check_served, refused_by_engine
 from qerl.settings.base import ConfigError
@@ -36,7 +36,7 @@ class ShardedSampler:
         self._copy = load_policy(Path(str(policy.lm.name_or_path)), None, dtype, policy.device)
         self._dtypes = {name: parameter.dtype for name, parameter in self._copy.lm.named_parameters()}
         self._sampler: Sampler | None = None
-        self._fresh = False
+        self._is_current = False
         self._release()
 
     @property
@@ -58,14 +58,14 @@ class ShardedSampler:
 
     def _release(self) -> None:
         """Free the copy's weights. A sampler holds their addresses, so the next `sync` makes a new one."""
-        self._sampler, self._fresh = None, False
+        self._sampler, self._is_current = None, False
         for parameter in self._copy.lm.parameters():
             parameter.data = parameter.data.new_empty(0)
 
     @torch.no_grad()
     def sync(self) -> None:
         """Gather the weights, unless this rollout has them, and copy the noise."""
-        if not self._fresh:
+        if not self._is_current:
             self._gather()
         noises = dict(self.policy.lm.named_buffers())
         for name, buffer in self._copy.lm.named_buffers():
@@ -77,12 +77,12 @@ class ShardedSampler:
 
     def _gather(self) -> None:
         weights = dict(self._copy.lm.named_parameters())
-        for name, whole in gathered(self.policy.lm, self._dtypes):
+        for name, weight in gathered(self.policy.lm, self._dtypes):
             if weights[name].numel():
-                weights[name].copy_(whole)
+                weights[name].copy_(weight)
             else:
-                weights[name].data = whole
-        self._fresh = True
+                weights[name].data = weight
+        self._is_current = True
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`. The weights are those of the latest `sync`."""
@@ -90,7 +90,7 @@ class ShardedSampler:
 
     def end_rollout(self) -> None:
         """Expect other weights, and release the copy if it sleeps during updates."""
-        self._fresh = False
+        self._is_current = False
         if self.sleep:
             self._release()
 
@@ -108,12 +108,12 @@ class ShardedSampler:
 # The choice of a sampler by the settings.
 
 
-def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[EngineSampler] | type[NativeSampler]:
+def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[EngineSampler] | type[EagerSampler]:
     """The sampler of `engine: native`: the engine on a GPU if it serves a model of `config`, else the eager one.
 
     `weights` is the format of a packed model.
     """
-    return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else NativeSampler
+    return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else EagerSampler
 
 
 def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
@@ -131,7 +131,7 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         return VllmSampler(policy, settings.vllm)
     if policy.root is not None:
         sleep = settings.native.sleep
-        return ShardedSampler(policy, lambda whole: make_sampler(whole, settings, max_sequences), sleep)
+        return ShardedSampler(policy, lambda copy: make_sampler(copy, settings, max_sequences), sleep)
     if issubclass(kind := native_class(policy.device.type == "cuda", config, packed_format(policy.lm)), EngineSampler):
         return kind(policy, settings.native, max_sequences)
     if settings.native.kv_cache_dtype != "auto":

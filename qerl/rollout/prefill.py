@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.packed_sequences import Packing
-from qerl.kernels.state import PAGE, DeltaStates, KVCache, PromptRow, captured, pack
+from qerl.kernels.state import PAGE, DeltaStates, GraphBySize, KVCache, PromptRow, pack
 from qerl.rollout.decoder import Decoder, upload
 
 #: Tokens of a graph, padding included.
@@ -48,8 +48,8 @@ class Prefill:
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, memory: Any, states: DeltaStates | None = None) -> None:
-        self._decoder, self._cache, self._memory, self._states = decoder, cache, memory, states
-        self._graphs: dict[int, _Graph] = {}
+        self._decoder, self._cache, self._states = decoder, cache, states
+        self._graphs: GraphBySize[_Graph] = GraphBySize(memory)
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures = memory is not None and decoder.dtype.itemsize == 2
 
@@ -68,7 +68,13 @@ class Prefill:
             hidden = self._decoder.last_hidden(placed, self._cache, self._states)
         else:
             row = upload(pack(prompts, pages, PAGE, bucket, MOST_PROMPTS), torch.int32, device)
-            hidden = self._replayed(bucket, row, self._placed(slots, MOST_PROMPTS))[: len(prompts)]
+            placed_slots = self._placed(slots, MOST_PROMPTS)
+            graph = self._graphs.at(bucket, lambda: self._capture(bucket, row.clone(), placed_slots))
+            graph.row.copy_(row)
+            if graph.slots is not None and placed_slots is not None:
+                graph.slots.copy_(placed_slots)
+            graph.replay()
+            hidden = graph.hidden[: len(prompts)]
         return self._decoder.logits(hidden)
 
     def _placed(self, slots: Sequence[int], count: int) -> Tensor | None:
@@ -78,16 +84,6 @@ class Prefill:
         padded = [*slots, *[self._states.idle] * (count - len(slots))]
         return upload(padded, torch.int32, self._decoder.device)
 
-    def _replayed(self, bucket: int, row: Tensor, slots: Tensor | None) -> Tensor:
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket, row.clone(), slots)
-        graph = self._graphs[bucket]
-        graph.row.copy_(row)
-        if graph.slots is not None and slots is not None:
-            graph.slots.copy_(slots)
-        graph.replay()
-        return graph.hidden
-
     def _capture(self, bucket: int, row: Tensor, slots: Tensor | None) -> _Graph:
         prompts, width = PromptRow.of(row, bucket, MOST_PROMPTS, None, slots), self._decoder.width
         hidden = torch.empty(MOST_PROMPTS, width, dtype=self._decoder.dtype, device=self._decoder.device)
@@ -95,4 +91,4 @@ class Prefill:
         def compute() -> None:
             hidden.copy_(self._decoder.last_hidden(prompts, self._cache, self._states))
 
-        return _Graph(row, slots, hidden, captured(compute, self._memory))
+        return _Graph(row, slots, hidden, self._graphs.captured(compute))

@@ -42,8 +42,8 @@ class BatchPart:
         """The prompts in batches of at most `most`, for a sampler that ends a batch before it begins the next."""
         for start in range(0, len(self.initial), most):
             yield self.initial[start : start + most]
-        while taken := self.more(most):
-            yield taken
+        while numbers := self.more(most):
+            yield numbers
 
 
 @dataclass(frozen=True)
@@ -134,26 +134,26 @@ def refuse_nan(policy: Policy, prompts: Sequence[Sequence[int]], groups: Sequenc
 @torch.no_grad()
 def _first_not_finite(policy: Policy, tokens: Sequence[int]) -> str | None:
     """The innermost module whose output is the first with NaN or infinity; its parameter that has them, if one has."""
-    found: list[str] = []
+    names: list[str] = []
 
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            if not found and not all(tensor.isfinite().all() for tensor in tensors):
+            if not names and not all(tensor.isfinite().all() for tensor in tensors):
                 weights = (n for n, p in module.named_parameters(name) if not p.isfinite().all())
-                found.append(next(weights, name))
+                names.append(next(weights, name))
 
         return hook
 
     lm = policy.lm
-    hooks = [module.register_forward_hook(look(name)) for name, module in lm.named_modules() if name]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in lm.named_modules() if name]
     try:
         with dense_weights(lm, lm.dtype), policy.autocast():
             lm(input_ids=torch.tensor([tokens], device=policy.device), use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def refuse_lengths(params: SamplingParams) -> None:

@@ -47,10 +47,10 @@ class Pages:
         """
         if number > self.available:
             raise RuntimeError(f"{number} pages of the KV cache are requested, but only {self.available} are free")
-        taken = [self._free.pop() for _ in range(number)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(number)]
+        for page in pages:
             self._holders[page] = 1
-        return taken
+        return pages
 
     def share(self, pages: Sequence[int]) -> list[int]:
         """Add a holder to the pages."""
@@ -321,9 +321,9 @@ class Scheduler:
     def _waits(self) -> bool:
         """Whether a group waits to enter; without one, a group is taken that waits for any sampler of the batch."""
         if not self._queue and self._more and self._params.part:
-            taken = self._params.part.more(1)
-            self._queue.extend(map(self._group, taken))
-            self._more = len(taken) > 0
+            numbers = self._params.part.more(1)
+            self._queue.extend(map(self._group, numbers))
+            self._more = len(numbers) > 0
         return len(self._queue) > 0
 
     @torch.no_grad()
@@ -345,7 +345,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Fill free slots with waiting sequences as long as pages are free, and draw their first tokens."""
-        fresh: list[WaitingGroup] = []
+        new_groups: list[WaitingGroup] = []
         starting: list[tuple[DecodedSequence, WaitingGroup]] = []
         copies: list[tuple[int, int]] = []
         while self._free and self._waits() and self._has_room(self._queue[0], len(starting)):
@@ -355,7 +355,7 @@ class Scheduler:
             if not group.pages:
                 group.pages = self._pool.pages.take(self._pool.pages.needed(len(group.prompt)))
                 group.row = sequence.slot
-                fresh.append(group)
+                new_groups.append(group)
             copies += self._hand_over(group, sequence)
             starting.append((sequence, group))
             if not group.waiting:
@@ -363,7 +363,7 @@ class Scheduler:
         if not starting:
             return
         self.clock.end("between")
-        for batch in _batches(fresh, self._prefill_tokens):
+        for batch in _batches(new_groups, self._prefill_tokens):
             logits = self._pool.prefill.logits(*zip(*((g.prompt, g.pages, g.row) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
@@ -395,11 +395,11 @@ class Scheduler:
         if not group.waiting:
             sequence.pages = list(group.pages)
             return []
-        whole = len(group.prompt) // pages.size
-        sequence.pages = pages.share(group.pages[:whole])
-        rest = group.pages[whole:]
+        full = len(group.prompt) // pages.size
+        sequence.pages = pages.share(group.pages[:full])
+        rest = group.pages[full:]
         sequence.pages += pages.take(len(rest))
-        return list(zip(rest, sequence.pages[whole:], strict=True))
+        return list(zip(rest, sequence.pages[full:], strict=True))
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:
@@ -409,9 +409,9 @@ class Scheduler:
         """Copy the states after prompts to slots. Only the last group can have sequences that wait: its are held."""
         states, last = self._pool.states, starting[-1][1]
         copies = [(group.row, sequence.slot) for sequence, group in starting if group.row != sequence.slot]
-        if states is not None and last.waiting and last.row != states.held:
-            copies.append((last.row, states.held))
-            last.row = states.held
+        if states is not None and last.waiting and last.row != states.group_row:
+            copies.append((last.row, states.group_row))
+            last.row = states.group_row
         if states is not None and copies:
             states.copy(*upload(copies, torch.int64, self._pool.decoder.device).T)
 
@@ -462,8 +462,8 @@ class Scheduler:
         speculation, verifier, active = self._speculation, self._verifier, len(self._active)
         every = self._pool.look_every
         steps = speculation.plain_steps(active, every) if speculation else every
-        left = max((self._params.max_tokens - sequence.sure for sequence in self._active.values()), default=0)
-        count = min(steps, left)
+        missing = max((self._params.max_tokens - sequence.sure for sequence in self._active.values()), default=0)
+        count = min(steps, missing)
         self._grow(count)
         self.clock.end("between")
         self._pool.steps.run(list(self._active), count, self._splits, self._truncated, self._replayed)

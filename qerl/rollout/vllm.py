@@ -311,7 +311,7 @@ def _check_served(weights: str) -> None:
         )
 
 
-# A completion depends on seed, prompt and its number in the group, as with the native sampler. Its bits depend on
+# A completion depends on seed, prompt and its number in the group, as with the eager sampler. Its bits depend on
 # more, because rounding in kernels varies with the batch.
 def _prompt_seed(seed: int, prompt: int) -> int:
     """A seed of 62 bits for a prompt of the batch; vLLM adds the index of the completion to it."""

@@ -133,8 +133,8 @@ class WorkerExtension:
             sums = checksum(parameters | {name: place for name, (_, place) in parts.items()})
             if all(part is lora[name] for name, (part, _) in parts.items()):
                 return sums
-            whole, here = checksum(norms | lora), checksum(norms | {name: part for name, (part, _) in parts.items()})
-            return {name: whole[name] if sums[name] == here[name] else -1 for name in sums}
+            full, here = checksum(norms | lora), checksum(norms | {name: part for name, (part, _) in parts.items()})
+            return {name: full[name] if sums[name] == here[name] else -1 for name in sums}
 
     def _qerl_model(self) -> nn.Module:
         return self.model_runner.get_model()

@@ -6,18 +6,16 @@ from torch import nn
 
 from qerl.formats.codecs import dequantize, quantize
 from qerl.kernels import reference
-from qerl.kernels.operations import mixture_operations
+from qerl.kernels.operations import operations
 from qerl.kernels.state import BLOCK_SIZES, block_size, captured
 from qerl.models.experts import (
-    ExpertFactors,
     GroupedAdapters,
     PortableGroupedLinear,
-    adapted_product,
     grouped,
     grouped_product,
     weighted_sum,
 )
-from qerl.models.linear import PackedLinear
+from qerl.models.linear import Lora, PackedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -48,8 +46,8 @@ def test_products_and_gradients_are_near_those_of_float64(weights):
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         scores = torch.randn(tokens, EXPERTS, device=DEVICE)
-        numbers, _ = mixture_operations(DEVICE).route(scores, CHOSEN, True)
-        groups = mixture_operations(DEVICE).group(numbers, EXPERTS)
+        numbers, _ = operations(DEVICE).route(scores, CHOSEN, True)
+        groups = operations(DEVICE).group(numbers, EXPERTS)
         out = grouped_product(x, groups, linear)
         rows = torch.randn(out.shape, device=DEVICE, dtype=torch.bfloat16)
         [grad] = torch.autograd.grad(out, x, rows)
@@ -77,13 +75,13 @@ def test_adapters_of_experts_and_their_gradients_are_near_those_of_float64(weigh
     exact = torch.stack([torch.cat([weight for _, weight in two]) for two in pairs])
     downs = [(torch.randn(EXPERTS, rank, HIDDEN, device=DEVICE) / HIDDEN**0.5).requires_grad_() for _ in range(2)]
     ups = [torch.randn(EXPERTS, WIDE, rank, device=DEVICE).requires_grad_() for _ in range(2)]
-    factors = ExpertFactors(downs, ups, 0.5)
+    loras = [Lora(down, up, 0.5) for down, up in zip(downs, ups, strict=True)]
     for tokens, by_token in ((1, True), (13, False), (100, True), (1000, True), (2000, False)):
-        numbers, _ = mixture_operations(DEVICE).route(torch.randn(tokens, EXPERTS, device=DEVICE), CHOSEN, True)
-        groups, owner = mixture_operations(DEVICE).group(numbers, EXPERTS), numbers.flatten().long()
+        numbers, _ = operations(DEVICE).route(torch.randn(tokens, EXPERTS, device=DEVICE), CHOSEN, True)
+        groups, owner = operations(DEVICE).group(numbers, EXPERTS), numbers.flatten().long()
         rows = tokens if by_token else tokens * CHOSEN
         x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        out = adapted_product(x, groups, linear, factors)
+        out = grouped_product(x, groups, linear, loras)
         grads = torch.randn(out.shape, device=DEVICE, dtype=torch.bfloat16)
         found = torch.autograd.grad(out, [x, *downs, *ups], grads)
         wide = [tensor.detach().double().requires_grad_() for tensor in (x, *downs, *ups)]
@@ -91,7 +89,7 @@ def test_adapters_of_experts_and_their_gradients_are_near_those_of_float64(weigh
         assert (out.double() - expected).norm() < 0.01 * expected.norm(), (tokens, weights)
         for one, other in zip(found, torch.autograd.grad(expected, wide, grads.double()), strict=True):
             assert (one.double() - other).norm() < 0.01 * other.norm(), (tokens, weights)
-        silu, added = out.new_empty(len(out), WIDE), GroupedAdapters(factors, linear.dense, torch.bfloat16)
+        silu, added = out.new_empty(len(out), WIDE), GroupedAdapters(loras, linear.dense, torch.bfloat16)
         linear(x.detach(), groups, silu, True, added(x.detach(), groups))
         gate, above = expected.detach().chunk(2, 1)
         gated = nn.functional.silu(gate) * above
@@ -111,17 +109,17 @@ def by_experts(tensors, exact, owner, fan):
 
 def test_a_captured_graph_has_the_adapters_that_were_synced_last():
     torch.manual_seed(4)
-    operations, rows = mixture_operations(DEVICE), [[layer("nvfp4", WIDE, HIDDEN)[0]] for _ in range(EXPERTS)]
+    kernels, rows = operations(DEVICE), [[layer("nvfp4", WIDE, HIDDEN)[0]] for _ in range(EXPERTS)]
     linear = grouped(rows, torch.bfloat16)
     down = torch.randn(EXPERTS, 16, HIDDEN, device=DEVICE)
     up = torch.zeros(EXPERTS, WIDE, 16, device=DEVICE)
-    adapters = GroupedAdapters(ExpertFactors([down], [up], 2.0), linear.dense, torch.bfloat16)
+    adapters = GroupedAdapters([Lora(down, up, 2.0)], linear.dense, torch.bfloat16)
     x, scores = torch.randn(32, HIDDEN, device=DEVICE).bfloat16(), torch.randn(32, EXPERTS, device=DEVICE)
     out = torch.empty(32 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
 
     def compute() -> None:
-        numbers, _ = operations.route(scores, 8, True)
-        groups = operations.group(numbers, EXPERTS)
+        numbers, _ = kernels.route(scores, 8, True)
+        groups = kernels.group(numbers, EXPERTS)
         linear(x, groups, out, lora=adapters(x, groups))
 
     with torch.no_grad():
@@ -143,21 +141,21 @@ def test_scores_are_near_those_of_float64():
     for tokens in (1, 6, 32, 100):
         x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
         for one in (None, bias):
-            found = mixture_operations(DEVICE).scores(x, weight, one)
+            found = operations(DEVICE).scores(x, weight, one)
             expected = x.double() @ weight.double().T + (0 if one is None else one.double())
             assert (found.double() - expected).norm() < 1e-6 * expected.norm()
 
 
 def test_routes_groups_and_sums_are_those_of_pytorch():
     torch.manual_seed(1)
-    operations = mixture_operations(DEVICE)
+    kernels = operations(DEVICE)
     for tokens in TOKENS:
         scores = torch.randn(tokens, 128, device=DEVICE)
-        numbers, weights = operations.route(scores, 8, True)
+        numbers, weights = kernels.route(scores, 8, True)
         expected = reference.route(scores, 8, True)
         assert torch.equal(numbers, expected[0])
         torch.testing.assert_close(weights, expected[1], rtol=1e-5, atol=0)
-        groups, exact = operations.group(numbers, 128), reference.group(numbers, 128)
+        groups, exact = kernels.group(numbers, 128), reference.group(numbers, 128)
         assert torch.equal(groups.experts, exact.experts)
         assert torch.equal(groups.pairs[exact.experts >= 0], exact.pairs[exact.experts >= 0])
         y = torch.randn(tokens * 8, HIDDEN, device=DEVICE)
@@ -167,14 +165,14 @@ def test_routes_groups_and_sums_are_those_of_pytorch():
 
 def test_a_captured_graph_follows_another_choice_of_experts():
     torch.manual_seed(2)
-    operations, rows = mixture_operations(DEVICE), [[layer("nvfp4", WIDE, HIDDEN)[0]] for _ in range(EXPERTS)]
+    kernels, rows = operations(DEVICE), [[layer("nvfp4", WIDE, HIDDEN)[0]] for _ in range(EXPERTS)]
     linear = grouped(rows, torch.bfloat16)
     x, scores = torch.randn(300, HIDDEN, device=DEVICE).bfloat16(), torch.randn(300, EXPERTS, device=DEVICE)
     out = torch.empty(300 * 8, WIDE, device=DEVICE, dtype=torch.bfloat16)
 
     def compute() -> None:
-        numbers, _ = operations.route(scores, 8, True)
-        linear(x, operations.group(numbers, EXPERTS), out)
+        numbers, _ = kernels.route(scores, 8, True)
+        linear(x, kernels.group(numbers, EXPERTS), out)
 
     with torch.no_grad():
         replay = captured(compute)

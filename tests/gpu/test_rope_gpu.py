@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from qerl.models import blocks
-from qerl.models.blocks import rotate, rotate_normed
+from qerl.models.blocks import rotate
 from tests.gpu.test_update_gpu import adapted, of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.rl.test_sequence_packing import samples
@@ -80,7 +80,7 @@ def test_norms_of_heads_and_their_gradients():
     for seed, norm in enumerate(norms):
         norm.weight.copy_(draw(128, seed=seed))
     grads = [draw(*x.shape, dtype=torch.bfloat16, seed=5) for x in inputs]
-    outs = rotate_normed(*inputs, norms, cos, sin)
+    outs = rotate(*inputs, cos, sin, norms)
     found = [*outs, *torch.autograd.grad(outs, inputs, grads)]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     scaled = [
@@ -116,9 +116,7 @@ def test_cosines_and_sines_alone_are_kept():
 def calls(monkeypatch):
     """Tokens of each call of the kernels."""
     tokens = []
-    for kernel in (rotate, rotate_normed):
-        seen = lambda query, *others, kernel=kernel: tokens.append(len(query)) or kernel(query, *others)  # noqa: E731
-        monkeypatch.setattr(blocks, kernel.__name__, seen)
+    monkeypatch.setattr(blocks, "rotate", lambda query, *others: tokens.append(len(query)) or rotate(query, *others))
     return tokens
 
 

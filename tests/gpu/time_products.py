@@ -84,11 +84,11 @@ def random_operands(shape: Shape, rank: int) -> Operands:
     weights = [torch.randn(rows, shape.columns, device=DEVICE) * 0.02 for rows in shape.rows]
     scale = nvfp4_global_scale(*weights)
     packed = [quantize(weight, "nvfp4", global_scale=scale) for weight in weights]
-    lora_a = torch.randn(len(shape.rows), rank, shape.columns, device=DEVICE) * shape.columns**-0.5
+    down = torch.randn(len(shape.rows), rank, shape.columns, device=DEVICE) * shape.columns**-0.5
     return Operands(
         layout.pack(packed, shape.mode == Mode.GATED),
         torch.randn(sum(shape.rows), device=DEVICE) if shape.biased else None,
-        lora_a.bfloat16(),
+        down.bfloat16(),
         [(torch.randn(rows, rank, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows],
         (2.0,) * len(shape.rows),
     )
@@ -97,10 +97,10 @@ def random_operands(shape: Shape, rank: int) -> Operands:
 def exact(operands: Operands, x: Tensor, mode: Mode, before: Tensor) -> Tensor:
     """The product in float64, with A x in bfloat16 as the kernel has it; x [m, columns] -> [m, width]."""
     outputs = []
-    for part, (b, scale) in enumerate(zip(operands.lora_b, operands.lora_scales, strict=True)):
+    for part, (up, scale) in enumerate(zip(operands.ups, operands.scales, strict=True)):
         y = x.double() @ dense(operands.tiles, part).double().T
-        shrunk = (x.double() @ operands.lora_a[part].double().T * scale).bfloat16()
-        outputs.append(y + shrunk.double() @ b.double().T)
+        shrunk = (x.double() @ operands.down[part].double().T * scale).bfloat16()
+        outputs.append(y + shrunk.double() @ up.double().T)
     if mode == Mode.GATED:
         return nn.functional.silu(outputs[0]) * outputs[1]
     y = torch.cat(outputs, dim=1)

@@ -18,7 +18,7 @@ from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.models.quantize import Calibration, quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams, refused_by_engine
 from qerl.settings.base import ConfigError
@@ -74,7 +74,7 @@ TOLERANCE = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
 @families
 def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
     policy, model = load_policy(dense(bases, name), None, "float32", CPU), stock(dense(bases, name))
-    samplers = [NativeSampler(policy)]
+    samplers = [EagerSampler(policy)]
     if refused_by_engine(policy.lm.config) is None:
         samplers.append(EngineSampler(policy, NativeSettings()))
     params = SamplingParams(max_tokens=20, count=2, ignore_eos=True)
@@ -135,7 +135,7 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
     peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=tolerance)
-    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
+    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
     samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
     found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
     expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
@@ -227,7 +227,7 @@ def test_samplers_and_updates_on_packed_delta_nets_are_those_of_peft(packed_nets
     peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter")
     params = SamplingParams(max_tokens=12, count=2, ignore_eos=True)
     refused = refused_by_engine(policy.lm.config, weights) is not None  # experts in NF4
-    for sampler in (NativeSampler(policy), *([] if refused else [EngineSampler(policy, NativeSettings())])):
+    for sampler in (EagerSampler(policy), *([] if refused else [EngineSampler(policy, NativeSettings())])):
         drawn = sampler.generate(PROMPTS, params)
         samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
         with torch.no_grad():

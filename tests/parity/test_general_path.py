@@ -12,7 +12,7 @@ from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
@@ -89,7 +89,7 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **eager).eval()
         return PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
 
-    sampler = NativeSampler(policy)
+    sampler = EagerSampler(policy)
     samples = []
     for length in (20, 1):
         drawn = sampler.generate(PROMPTS, SamplingParams(max_tokens=length, count=2, ignore_eos=True))
@@ -186,7 +186,7 @@ def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_pa
     policy = perturbed(with_adapter(tmp_path, AdapterSettings(rank=2, train_norms=False), "float32", 0, CPU))
     with pytest.raises(ConfigError, match=r"set noise\.schedule=off"):
         Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0)
-    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=6, count=2, ignore_eos=True))
+    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=6, count=2, ignore_eos=True))
     samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
     found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
     torch.testing.assert_close(found, torch.tensor([s.completion.logprobs for s in samples]), rtol=1e-4, atol=1e-5)

@@ -27,7 +27,7 @@ from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import Calibration, quantize_checkpoint
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.value import add_value
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams, refused_by_engine
@@ -100,7 +100,7 @@ def forced(model, prompt, tokens):
 @cases
 def test_the_samplers_logprobs_are_those_of_the_whole(sources, name):
     policy, model = load_policy(sources[name], None, "float32", CPU), whole(sources[name])
-    samplers = [NativeSampler(policy)]
+    samplers = [EagerSampler(policy)]
     if refused_by_engine(policy.lm.config) is None:
         samplers.append(EngineSampler(policy, NativeSettings()))
     assert len(samplers) == (1 if name == "ministral3" else 2)
@@ -118,7 +118,7 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, t
     """By each stock class that loads the folder; only the text model gets an adapter there."""
     policy = adapted(sources[name])
     policy.save(tmp_path)
-    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
+    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
     samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
     found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))

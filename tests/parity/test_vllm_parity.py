@@ -1,4 +1,4 @@
-"""vLLM's real engine, on the CPU: against the native sampler, and against plain transformers with PEFT.
+"""vLLM's real engine, on the CPU: against the eager sampler, and against plain transformers with PEFT.
 
 All engines but those of two ranks run in this process, which alone imports vLLM, and only when a test runs.
 """
@@ -24,7 +24,7 @@ from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import Trainer
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.vllm import VllmSampler
@@ -115,7 +115,7 @@ def test_logprobs_are_of_the_untruncated_distribution_at_the_sampling_temperatur
 
 
 def test_greedy_completions_are_the_native_samplers(sampler, policy):
-    native = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
+    native = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
     groups = draw(sampler, temperature=0, count=2)
     assert tokens(groups) == [2 * group for group in tokens(native)]
     np.testing.assert_allclose(groups[2][0].logprobs, native[2][0].logprobs, atol=1e-4)
@@ -269,7 +269,7 @@ def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     sampler.sync()
     assert sampler.last_sync.checksum != before
     greedy = SamplingParams(max_tokens=8, temperature=0)
-    native = NativeSampler(policy).generate(PROMPTS, greedy)
+    native = EagerSampler(policy).generate(PROMPTS, greedy)
     for ours, theirs in zip(native, sampler.generate(PROMPTS, greedy), strict=True):
         np.testing.assert_allclose(ours[0].logprobs[0], theirs[0].logprobs[0], atol=0.05)
     sampler.close()

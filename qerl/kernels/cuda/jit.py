@@ -77,13 +77,13 @@ def _machine_code(sources: tuple[Path, ...], entry: str, defines: tuple[tuple[st
     # #line makes the compiler's messages name the file and its line.
     text = "".join(f'#line 1 "{source.name}"\n{source.read_text(encoding="utf-8")}' for source in sources).encode()
     key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
-    kept = cache_folder("kernels") / f"{entry}-{key}.cubin"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=kept.parent, delete=False) as partial:
+    file = cache_folder("kernels") / f"{entry}-{key}.cubin"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=file.parent, delete=False) as partial:
             partial.write(_compile(text, sources[-1].name, options))
-        Path(partial.name).replace(kept)
-    return kept.read_bytes()
+        Path(partial.name).replace(file)
+    return file.read_bytes()
 
 
 def _nvrtc_version() -> tuple[int, int]:

@@ -38,6 +38,8 @@ ONE_PER_SM_BYTES = 116000
 SHRINK_ROWS = 32
 #: Up to 32 rows of x: the fewest and most spans of columns into which A x is divided, by the number of A's rows.
 _SPANS = (8, 40)
+#: Ranks of an adapter that an instruction multiplies; others are padded with zeros.
+RANK_STEP = 16
 #: A layer is large if each thread block has at least this many of its stages.
 _LARGE_LAYER_STAGES = 6
 
@@ -84,29 +86,27 @@ class KernelVariant:
         """Warps that compute A x or add its sums; one if two thread blocks may share a multiprocessor."""
         return 1 if self.x_tiles <= 2 else 3
 
-    def shared_bytes(self, lora_columns: int) -> int:
-        """Dynamic shared memory of a thread block in bytes; A x has `lora_columns` columns.
+    def shared_bytes(self, ranks: int) -> int:
+        """Dynamic shared memory of a thread block in bytes; A x has `ranks` columns.
 
         It contains the stages, 1,024 bytes to align the first, up to 16 rows the sums that warps exchange, and up to 32
         rows A x.
         """
         stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + self.rows * 2 * self.columns
         exchanged = 512 * self.rows if self.x_tiles <= 2 else 0
-        shrunk = 2 * self.rows * lora_columns if self.small_batch else 0
+        shrunk = 2 * self.rows * ranks if self.small_batch else 0
         return max(self.stages * stage + 1024 + exchanged + shrunk, ONE_PER_SM_BYTES if self.one_per_sm else 0)
 
     def workers(self, blocks: int, most: int) -> int:
-        """Workers that share `blocks` of W of a row block; `most` thread blocks of it fit onto the GPU.
-
-        Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
-        """
+        """Workers that share `blocks` of W of a row block; `most` thread blocks of it fit onto the GPU."""
+        # Beyond 32 rows, stages of A replace some of W's. Half as many workers as blocks leave each at least one.
         return min(most // self.cluster, blocks if self.small_batch else max(blocks // 2, 1))
 
     def blocks(self, rows: int, columns: int) -> int:
         """Blocks of W [rows, columns] that workers divide."""
         return -(-rows // (layout.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
 
-    def shrink_split(self, columns: int, lora_columns: int, workers: int, processors: int) -> tuple[int, int]:
+    def shrink_split(self, columns: int, ranks: int, workers: int, processors: int) -> tuple[int, int]:
         """The division of A x over `columns` columns of x: senders of sums per 16 rows of A, and blocks per span.
 
         The number of senders is an upper bound. A span is in blocks of columns, and 0 beyond 32 rows, where stages
@@ -115,11 +115,11 @@ class KernelVariant:
         if self.small_batch:
             blocks = columns // layout.BLOCK_COLUMNS
             warps = self.shrink_warps * processors
-            most = min(max(warps // max(lora_columns // 16, 1), _SPANS[0]), _SPANS[1])
+            most = min(max(warps // max(ranks // RANK_STEP, 1), _SPANS[0]), _SPANS[1])
             span = -(-blocks // most)
             return -(-blocks // span), span
         blocks = columns // self.columns
-        units = -(-lora_columns // (SHRINK_ROWS * self.cluster)) * blocks
+        units = -(-ranks // (SHRINK_ROWS * self.cluster)) * blocks
         units_each = max(1, units // workers)
         return 2 * min(blocks, blocks // units_each + 2), 0
 
@@ -128,9 +128,8 @@ class KernelVariant:
         return 32 * (8 + 1 + self.shrink_warps + self._has_idle_warp(rank))
 
     def registers_per_thread(self, rank: int) -> int:
-        """The limit of registers per thread. Without adapters fewer suffice, and an idle warp separates thread
-        blocks.
-        """
+        """The limit of registers per thread."""
+        # Without adapters fewer suffice, and an idle warp separates thread blocks.
         return 96 if self._has_idle_warp(rank) else self.registers
 
     def _has_idle_warp(self, rank: int) -> bool:
@@ -258,17 +257,17 @@ class Operands:
 
     tiles: Tiles
     bias: Tensor | None  # [rows] float32, in the order of the tiles
-    lora_a: Tensor  # [layers, rank, columns] bfloat16; rank is 0 or a multiple of 16
-    lora_b: Sequence[Tensor]  # of each layer, [rows, rank] bfloat16
-    lora_scales: tuple[float, ...]  # of each layer
+    down: Tensor  # A of each layer, [layers, rank, columns] bfloat16; rank is a multiple of RANK_STEP
+    ups: Sequence[Tensor]  # B of each layer, [rows, rank] bfloat16
+    scales: tuple[float, ...]  # of each layer's adapter
 
     @property
     def rank(self) -> int:
         """Rank of the adapters, padded."""
-        return self.lora_a.shape[1]
+        return self.down.shape[1]
 
     @property
-    def lora_columns(self) -> int:
+    def ranks(self) -> int:
         """Columns of A x, the sum of all layers' ranks."""
         return len(self.tiles.parts) * self.rank
 
@@ -278,9 +277,16 @@ def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation:
 
     `activation` is that of GATED.
     """
-    most = workspace(x.device).processors // LEAST_WORKERS * MOST_ROWS
+    tiles, processors = operands.tiles, workspace(x.device).processors
+    most = processors // LEAST_WORKERS * MOST_ROWS
     for rows, outs in zip(x.split(most), out.split(most), strict=True):
-        _launch(operands, rows, outs, mode, activation)
+        variant, blocks = variant_for(len(rows), tiles.rows, tiles.columns, processors)
+        row_blocks = -(-len(rows) // variant.rows)
+        workers = variant.workers(blocks, processors // row_blocks)
+        params = _params(operands, rows, outs, mode, activation, variant, row_blocks, workers)
+        shared_bytes = variant.shared_bytes(operands.ranks)
+        function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
+        launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
 def compile_ahead(products: Iterable[Operands], rows: int) -> None:
@@ -305,17 +311,6 @@ def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _launch(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation: Activation) -> None:
-    tiles, processors = operands.tiles, workspace(x.device).processors
-    variant, blocks = variant_for(len(x), tiles.rows, tiles.columns, processors)
-    row_blocks = -(-len(x) // variant.rows)
-    workers = variant.workers(blocks, processors // row_blocks)
-    params = _params(operands, x, out, mode, activation, variant, row_blocks, workers)
-    shared_bytes = variant.shared_bytes(operands.lora_columns)
-    function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
-    launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
-
-
 def _params(
     operands: Operands,
     x: Tensor,
@@ -327,7 +322,7 @@ def _params(
     workers: int,
 ) -> ctypes.Structure:
     tiles, parts, space = operands.tiles, len(operands.tiles.parts), workspace(x.device)
-    width = operands.lora_columns
+    width = operands.ranks
     senders, span = variant.shrink_split(tiles.columns, width, workers, space.processors)
     multiplier, offset = tiles.scale_decode
     x_map = tensor_map(x, variant.rows // variant.cluster, variant.columns // variant.cluster)
@@ -336,19 +331,19 @@ def _params(
     return _Params(
         x_map=x_map,
         out_map=flat_tensor_map(out, variant.rows) if variant.many_rows else x_map,
-        a_map=tensor_map(operands.lora_a.flatten(0, 1), SHRINK_ROWS, variant.columns) if staged else x_map,
+        a_map=tensor_map(operands.down.flatten(0, 1), SHRINK_ROWS, variant.columns) if staged else x_map,
         weights=address(tiles.data),
         x=address(x),
         out=address(out),
         bias=address(operands.bias),
-        lora_a=address(operands.lora_a),
-        lora_b=(_POINTER * 3)(*(address(b) for b in operands.lora_b)),
+        lora_a=address(operands.down),
+        lora_b=(_POINTER * 3)(*map(address, operands.ups)),
         shrunk=address(space.get("shrunk", row_blocks * variant.rows // 2 * width)),
         sums=address(_sums(space, variant)),
         shrink_sums=address(space.get("shrink_sums", row_blocks * width * senders * variant.rows, _EMPTY)),
         counters=address(space.get("counters", 2 * row_blocks)),
         factor=(ctypes.c_float * 3)(*tiles.factors),
-        lora_factor=(ctypes.c_float * 3)(*operands.lora_scales),
+        lora_factor=(ctypes.c_float * 3)(*operands.scales),
         gate=(ctypes.c_float * 2)(*(-log2(e) * one for one in COEFFICIENTS[activation])),
         part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
         m=len(x),

@@ -83,8 +83,8 @@ def power_scale(peak):
 
 
 @triton.jit
-def in_fp8(x, scale, inverse, kept: tl.constexpr):
-    """x in the cache's dtype `kept`, and as it is read from there.
+def in_fp8(x, scale, inverse, cache_dtype: tl.constexpr):
+    """x in the cache's dtype `cache_dtype`, and as it is read from there.
 
     The latter is rounded in float32: Triton 3.6 reads half of the elements wrongly if it converts from FP8 what it has
     just converted to it, four elements a thread.
@@ -95,7 +95,7 @@ def in_fp8(x, scale, inverse, kept: tl.constexpr):
     power = (wide.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
     magic = tl.maximum(power, 2.0**-6) * (1.5 * 2.0**20)
     rounded = (wide + magic) - magic
-    return rounded.to(kept), (rounded * scale).to(x.dtype)
+    return rounded.to(cache_dtype), (rounded * scale).to(x.dtype)
 
 
 @triton.jit
@@ -113,16 +113,16 @@ def sink_weight(sinks, head, mask, highest):
 @triton.jit
 def load_page(cache, pages, head, first, end, shape: tl.constexpr):
     """Keys in two halves [D / 2, PAGE] and values [PAGE, D] of the tokens from `first` to `end`, at most one page."""
-    half, whole, token = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block), tl.arange(0, shape.page)
+    half, column, token = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block), tl.arange(0, shape.page)
     page = tl.load(pages + first // shape.page, first < end, other=0).to(tl.int64)
     place = cache.data + (page * 2 * shape.kv + head) * shape.page * shape.dim
     exists = first + token < end
     keys = place + token[None, :] * shape.dim + half[:, None]
     mask = (half < shape.dim // 2)[:, None] & exists[None, :]
-    values = place + shape.kv * shape.page * shape.dim + token[:, None] * shape.dim + whole[None, :]
+    values = place + shape.kv * shape.page * shape.dim + token[:, None] * shape.dim + column[None, :]
     k1 = tl.load(keys, mask, other=0.0)
     k2 = tl.load(keys + shape.dim // 2, mask, other=0.0)
-    return k1, k2, tl.load(values, exists[:, None] & (whole < shape.dim)[None, :], other=0.0)
+    return k1, k2, tl.load(values, exists[:, None] & (column < shape.dim)[None, :], other=0.0)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr
     """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D], as
     the cache has them.
     """
-    half, whole = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
+    half, column = tl.arange(0, shape.half_block), tl.arange(0, shape.dim_block)
     in_half = (half < shape.dim // 2)[None, :]
     key = token + shape.keys + head * shape.dim + half[None, :]
     dtype: tl.constexpr = token.dtype.element_ty
@@ -151,23 +151,23 @@ def append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr
         key, in_half, half, c, s, norms.key, norms.eps,
         shape.dim, shape.rotary, shape.normed, shape.norm_offset, dtype,
     )  # fmt: skip
-    value = tl.load(token + shape.keys + (shape.kv + head) * shape.dim + whole, whole < shape.dim, other=0.0)
-    kept: tl.constexpr = cache.data.dtype.element_ty
+    value = tl.load(token + shape.keys + (shape.kv + head) * shape.dim + column, column < shape.dim, other=0.0)
+    cache_dtype: tl.constexpr = cache.data.dtype.element_ty
     s1, s2, stored = k1, k2, value
     if shape.rounded:
         peak = tl.maximum(tl.max(tl.abs(k1.to(tl.float32)), axis=1), tl.max(tl.abs(k2.to(tl.float32)), axis=1))
         k_scale, k_inverse = power_scale(peak)
         v_scale, v_inverse = power_scale(tl.max(tl.abs(value.to(tl.float32)), axis=0))
-        s1, k1 = in_fp8(k1, k_scale[:, None], k_inverse[:, None], kept)
-        s2, k2 = in_fp8(k2, k_scale[:, None], k_inverse[:, None], kept)
-        stored, value = in_fp8(value, v_scale, v_inverse, kept)
+        s1, k1 = in_fp8(k1, k_scale[:, None], k_inverse[:, None], cache_dtype)
+        s2, k2 = in_fp8(k2, k_scale[:, None], k_inverse[:, None], cache_dtype)
+        stored, value = in_fp8(value, v_scale, v_inverse, cache_dtype)
     if STORES:
         page = tl.load(pages + position // shape.page).to(tl.int64)
         number = (page * 2 * shape.kv + head) * shape.page + position % shape.page
         place = cache.data + number * shape.dim
         tl.store(place + half[None, :], s1, in_half)
         tl.store(place + shape.dim // 2 + half[None, :], s2, in_half)
-        tl.store(place + shape.kv * shape.page * shape.dim + whole, stored, whole < shape.dim)
+        tl.store(place + shape.kv * shape.page * shape.dim + column, stored, column < shape.dim)
         if shape.rounded:
             tl.store(cache.scales + number + tl.arange(0, 1), k_scale)
             tl.store(cache.scales + number + shape.kv * shape.page, v_scale)
@@ -301,7 +301,7 @@ def gate_of(query, inside, shape: tl.constexpr):
 
 @triton.jit
 def _split_tokens(position, PAGE: tl.constexpr):
-    """Tokens of a split for a sequence whose last token is at `position`, as `geometry.pages_per_split`."""
+    """Tokens of a split for a sequence whose last token is at `position`, as `state.pages_per_split`."""
     pages = position // PAGE + 1
     size = tl.where(pages <= 8, 1, tl.where(pages <= 32, 2, tl.where(pages <= 128, 4, tl.where(pages <= 512, 8, 16))))
     return size * PAGE
@@ -322,7 +322,7 @@ def attend_split(
     start = base + split * tokens
     end = tl.minimum(start + tokens, position)
     member, half = tl.arange(0, shape.members), tl.arange(0, shape.half_block)
-    whole = tl.arange(0, shape.dim_block)
+    column = tl.arange(0, shape.dim_block)
     query_head = row * shape.query + head * shape.group + member
     if start > position:
         wait_for_earlier(PDL)
@@ -371,8 +371,8 @@ def attend_split(
             )
     part = query_head * shape.splits + split
     in_group = member < shape.group
-    inside = in_group[:, None] & (whole < shape.dim)[None, :]
-    tl.store(sums.summed + part[:, None] * shape.dim + whole[None, :], summed, inside)
+    inside = in_group[:, None] & (column < shape.dim)[None, :]
+    tl.store(sums.summed + part[:, None] * shape.dim + column[None, :], summed, inside)
     tl.store(sums.highest + part, highest, in_group)
     tl.store(sums.total + part, total, in_group)
 
@@ -384,8 +384,8 @@ def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl
     let_next_start(PDL)
     position = tl.load(positions + tl.load(rows + row))
     wait_for_earlier(PDL)
-    whole = tl.arange(0, shape.dim_block)
-    inside = whole < shape.dim
+    column = tl.arange(0, shape.dim_block)
+    inside = column < shape.dim
     highest = -float("inf")
     total = 0.0
     summed = tl.full([shape.dim_block], 0.0, tl.float32)
@@ -399,7 +399,7 @@ def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl
         part = first + start + member
         peaks = tl.load(sums.highest + part, exists, other=-float("inf"))
         totals = tl.load(sums.total + part, exists, other=0.0)
-        place = part[:, None] * shape.dim + whole[None, :]
+        place = part[:, None] * shape.dim + column[None, :]
         values = tl.load(sums.summed + place, exists[:, None] & inside[None, :], other=0.0)
         rising = tl.maximum(highest, tl.max(peaks, axis=0))
         fade, weight = tl.exp2(highest - rising), tl.exp2(peaks - rising)
@@ -410,8 +410,8 @@ def combine(qkv, rows, positions, sinks, sums, out, shape: tl.constexpr, PDL: tl
         total += sink_weight(sinks, head, True, highest)
     result = tl.where(position < 0, 0.0, summed / total)
     if shape.pitch > shape.dim:
-        result *= gate_of(qkv + row * shape.width + head * shape.pitch + whole, inside, shape)
-    tl.store(out + (row * shape.query + head) * shape.dim + whole, result.to(out.dtype.element_ty), inside)
+        result *= gate_of(qkv + row * shape.width + head * shape.pitch + column, inside, shape)
+    tl.store(out + (row * shape.query + head) * shape.dim + column, result.to(out.dtype.element_ty), inside)
 
 
 # A decode step's attention with enough sequences to keep the GPU busy: a program attends to all pages of its rows.
@@ -449,13 +449,13 @@ def _new_tokens(
     for row in tl.static_range(ROWS):
         position, table = positions[row], sequences.pages + slots[row] * sequences.pages_stride
         if position >= 0:
-            token, of_it = qkv + (first_row + row) * shape.width, row_of == row
+            token, mine = qkv + (first_row + row) * shape.width, row_of == row
             c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
             n1, n2, value = append(token, cache, table, head, position, c, s, norms, shape, shape.appends)
             products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
-            highest = tl.where(of_it, tl.sum(products, axis=1) * scale, highest)
-            total = tl.where(of_it, 1.0, total)
-            summed = tl.where(of_it[:, None], value.to(tl.float32)[None, :], summed)
+            highest = tl.where(mine, tl.sum(products, axis=1) * scale, highest)
+            total = tl.where(mine, 1.0, total)
+            summed = tl.where(mine[:, None], value.to(tl.float32)[None, :], summed)
     return highest, total, summed
 
 
@@ -530,12 +530,12 @@ def attend_whole(
 
     if shape.sinks:
         total += sink_weight(sinks, query_head, exists, highest)
-    whole = tl.arange(0, shape.dim_block)
-    inside = exists[:, None] & (whole < shape.dim)[None, :]
+    column = tl.arange(0, shape.dim_block)
+    inside = exists[:, None] & (column < shape.dim)[None, :]
     result = tl.where((place < 0)[:, None], 0.0, summed / total[:, None])
     if shape.pitch > shape.dim:
-        result *= gate_of(heads + whole[None, :], inside, shape)
-    target = out + ((first_row + row_of) * shape.query + query_head)[:, None] * shape.dim + whole[None, :]
+        result *= gate_of(heads + column[None, :], inside, shape)
+    target = out + ((first_row + row_of) * shape.query + query_head)[:, None] * shape.dim + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), inside)
 
 
@@ -661,7 +661,7 @@ def attend(
     splits: int,
     drafted: bool = False,
 ) -> Tensor:
-    """See `reference.attend`; `splits` is `geometry.splits_of` the most pages of a sequence."""
+    """See `reference.attend`; `splits` is `state.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
     shape = _shape(heads, cache, rope, batch, state.pages.shape[1], splits, drafted)
     out = qkv.new_empty(batch, heads.query * heads.dim)

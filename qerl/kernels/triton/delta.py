@@ -121,14 +121,14 @@ def _recur(
         heads, b, a, start, stride, head, row, column, rate, bias, KEY, VALUE, KEY_DIM, VALUE_DIM
     )
     for token in range(start, end):
-        q, k, v, kept, written = query, key, value, decay, beta
+        q, k, v, fade, gain = query, key, value, decay, beta
         if PROMPTS:  # the next token's loads, under this one's arithmetic
             query, key, value, decay, beta = _token(
                 heads, b, a, tl.minimum(token + 1, end - 1), stride, head, row, column, rate, bias,
                 KEY, VALUE, KEY_DIM, VALUE_DIM,
             )  # fmt: skip
-        now = now * kept
-        change = written * (v - tl.sum(now * k[:, None], axis=0))
+        now = now * fade
+        change = gain * (v - tl.sum(now * k[:, None], axis=0))
         now += k[:, None] * change[None, :]
         result = tl.sum(now * q[:, None], axis=0)
         tl.store(out + token * (VALUE * VALUE_DIM), result, column < VALUE_DIM)
@@ -156,7 +156,7 @@ def _gated_norm(
 def delta_step(
     mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, state: DecodeState, rows: Tensor
 ) -> Tensor:
-    """See `delta_reference.delta_step`."""
+    """See `reference.delta_step`."""
     convolved = _convolved(mixed, heads, net.recent, state.position, rows, prompts=False)
     out = torch.empty(len(rows), heads.parts[2], dtype=torch.float32, device=mixed.device)
     _run(convolved, b, a, heads, net, state.position, rows, rows, out, prompts=False)
@@ -166,7 +166,7 @@ def delta_step(
 def delta_prompts(
     mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, heads: DeltaHeads, net: DeltaState, row: PromptRow
 ) -> Tensor:
-    """See `delta_reference.delta_prompts`."""
+    """See `reference.delta_prompts`."""
     assert row.slots is not None
     convolved = _convolved(mixed, heads, net.recent, row.positions, row.slots, prompts=True)
     out = torch.zeros(len(mixed), heads.parts[2], dtype=torch.float32, device=mixed.device)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from qerl.formats.words import BLOCK_COLUMNS, Words
 from qerl.kernels import reference
-from qerl.kernels.portable import GradientTile, Tile, gradient_tile_for, grouped_tile_for, weight_gradient_tile_for
+from qerl.kernels.portable import (
+    GradientTile,
+    Tile,
+    gradient_tile_for,
+    grouped_tile_for,
+    ranks_at_once,
+    weight_gradient_tile_for,
+)
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.kernels.triton.launch import begin, dependent
 from qerl.kernels.triton.linear import wait_for_products, weight_values
@@ -75,7 +82,7 @@ def _place(
 
 
 def group_many(numbers: Tensor, experts: int) -> Groups:
-    """See `mixture_reference.group`. Doesn't wait for the device, and always gives the same groups."""
+    """See `reference.group`. Doesn't wait for the device, and always gives the same groups."""
     (tokens, chosen), device = numbers.shape, numbers.device
     groups, numbers = Groups.empty(tokens, chosen, experts, device), numbers.contiguous()
     (blocks, size), bins = groups.pairs.shape, triton.next_power_of_2(experts + 1)
@@ -144,12 +151,12 @@ def _places(scores, e, CHOSEN: tl.constexpr):
     A chosen expert's integer becomes its place above the lowest one, which is below that of any score.
     """
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 equals 0
-    left = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     for place in tl.static_range(CHOSEN):
-        best = tl.max(left, 1)[:, None]
-        best_expert = tl.min(tl.where(left == best, e, scores.shape[1]), 1)[:, None]
-        left = tl.where(e == best_expert, _LOWEST + place, left)
-    return tl.where(left < _LOWEST + CHOSEN, left ^ _LOWEST, CHOSEN)
+        best = tl.max(order, 1)[:, None]
+        best_expert = tl.min(tl.where(order == best, e, scores.shape[1]), 1)[:, None]
+        order = tl.where(e == best_expert, _LOWEST + place, order)
+    return tl.where(order < _LOWEST + CHOSEN, order ^ _LOWEST, CHOSEN)
 
 
 @triton.jit
@@ -254,7 +261,7 @@ def combine(y: Tensor, weights: Tensor, out: Tensor, residual: bool) -> None:
 
 
 @triton.jit
-def _combine_gradients(grad, y, weights, of_y, of_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_gradients(grad, y, weights, grad_y, grad_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     """Gradients of a token's outputs of experts and of their weights."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -263,21 +270,21 @@ def _combine_gradients(grad, y, weights, of_y, of_weights, width, CHOSEN: tl.con
     for place in tl.static_range(CHOSEN):
         pair = row * CHOSEN + place
         part = tl.load(y + pair * width + column, inside, other=0.0).to(tl.float32)
-        tl.store(of_weights + pair, tl.sum(part * above, 0))
-        tl.store(of_y + pair * width + column, (above * tl.load(weights + pair)).to(of_y.dtype.element_ty), inside)
+        tl.store(grad_weights + pair, tl.sum(part * above, 0))
+        tl.store(grad_y + pair * width + column, (above * tl.load(weights + pair)).to(grad_y.dtype.element_ty), inside)
 
 
 def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.combine_gradients`; y and weights are read once."""
     if y.dtype == torch.float64:
         return reference.combine_gradients(grad, y, weights)
-    (rows, width), of_y, of_weights = grad.shape, torch.empty_like(y), torch.empty_like(weights)
+    (rows, width), grad_y, grad_weights = grad.shape, torch.empty_like(y), torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     _combine_gradients[(rows,)](
-        grad, y, weights, of_y, of_weights, width,
+        grad, y, weights, grad_y, grad_weights, width,
         CHOSEN=weights.shape[1], BLOCK=block, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
-    return of_y, of_weights
+    return grad_y, grad_weights
 
 
 # Grouped products in Triton: each block of pairs is multiplied by the weights of its expert.
@@ -299,6 +306,8 @@ def combine_gradients(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 # mypy: disable-error-code="assignment"
 
 
+#: The most ranks of an adapter that a program multiplies at a time.
+_MOST_RANKS = 64
 #: Columns of dense weights that a program reads at a time.
 DENSE_COLUMNS = tl.constexpr(64)
 
@@ -568,9 +577,9 @@ def multiply(
     grouped_product[(len(groups.experts), tiles)](
         codes, scales, x, groups.pairs, groups.experts, factors, bias, up, shrunk, out, groups.count,
         _pairs_a_row(x, groups), operands.rows, all_rows, operands.columns, width, **decode,
-        TAIL=operands.columns % block != 0, BIASED=operands.bias is not None, RANK=rank, RANKS=_ranks(rank),
-        SILU=silu, N=tile.n, M=tile.m, STRIPS=groups.size // tile.m, STAGES=tile.stages, num_warps=tile.warps,
-        **dependent(x.device),
+        TAIL=operands.columns % block != 0, BIASED=operands.bias is not None, RANK=rank,
+        RANKS=ranks_at_once(rank, _MOST_RANKS), SILU=silu, N=tile.n, M=tile.m, STRIPS=groups.size // tile.m,
+        STAGES=tile.stages, num_warps=tile.warps, **dependent(x.device),
     )  # fmt: skip
 
 
@@ -598,7 +607,7 @@ def input_gradient(
 
 
 def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> None:
-    """See `mixture_reference.dense_product`."""
+    """See `reference.dense_product`."""
     rows = weights.shape[1]
     tile = grouped_tile_for(groups.size, x.element_size())
     narrow = replace(tile, n=min(tile.n, max(triton.next_power_of_2(rows), 32)))  # for rows that are ranks
@@ -606,12 +615,12 @@ def dense_product(weights: Tensor, x: Tensor, groups: Groups, out: Tensor) -> No
 
 
 def dense_input_gradient(weights: Tensor, grad: Tensor, groups: Groups, out: Tensor, add: bool = False) -> None:
-    """See `mixture_reference.dense_input_gradient`."""
+    """See `reference.dense_input_gradient`."""
     input_gradient(GroupedOperands(weights.flatten(0, 1), weights.shape[1], None, None), grad, groups, out, add)
 
 
 def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
-    """See `mixture_reference.dense_weight_gradient`."""
+    """See `reference.dense_weight_gradient`."""
     (_, rows), (_, columns) = grad.shape, x.shape
     out = torch.empty(experts, rows, columns, dtype=torch.float32, device=x.device)
     # Blocks without pairs come last.
@@ -624,11 +633,6 @@ def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int)
         **dependent(x.device),
     )  # fmt: skip
     return out
-
-
-def _ranks(rank: int) -> int:
-    """The ranks of an adapter that an instruction multiplies at a time."""
-    return min(max(triton.next_power_of_2(rank), 16), 64)
 
 
 def _pairs_a_row(x: Tensor, groups: Groups) -> int:

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import num_warps
 from triton.language.target_info import cuda_capability_geq
 
 from qerl.formats.words import BLOCK_COLUMNS, Words
-from qerl.kernels.portable import PortableOperands, Tile, tile_for
+from qerl.kernels.portable import PortableOperands, Tile, ranks_at_once, tile_for
 from qerl.kernels.state import COEFFICIENTS, Activation, workspace
 from qerl.kernels.triton.launch import begin, dependent, let_next_start, wait_for_earlier
 
@@ -390,23 +390,16 @@ def multiply(
     sums = torch.empty(row_blocks * tiles * divided * tile.n * tile.m, dtype=torch.float32, device=x.device)
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
     senders = triton.cdiv(rank, SHRINK_ROWS.value)
+    bias = operands.factors if operands.bias is None else operands.bias  # the former isn't read
     fused_product[((senders + tiles) * row_blocks * splits,)](
-        words.codes, words.scales, operands.factors, _or(operands.bias, operands.factors), operands.down, operands.up,
-        x, out, sums, shrunk, space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks,
-        tiles, span, row_blocks, width,
-        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF, RANK=rank,
-        RANKS=_ranks(rank), SPLITS=splits, BIASED=operands.bias is not None, ACTIVATION=activation or "",
-        RESIDUAL=residual, N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
+        words.codes, words.scales, operands.factors, bias, operands.down, operands.up, x, out, sums, shrunk,
+        space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks, tiles, span,
+        row_blocks, width,
+        GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF,
+        RANK=rank, RANKS=ranks_at_once(rank, _MOST_RANKS), SPLITS=splits,
+        BIASED=operands.bias is not None, ACTIVATION=activation or "", RESIDUAL=residual,
+        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
     )  # fmt: skip
-
-
-def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
-    """A tensor, or one that isn't read in its place."""
-    return placeholder if tensor is None else tensor
-
-
-def _ranks(rank: int) -> int:
-    return min(max(16, triton.next_power_of_2(rank)), _MOST_RANKS)
 
 
 # The product of a narrow dense layer with its adapter in Triton, out = W x + B (A x), as one launch for few rows of x.
@@ -425,12 +418,12 @@ def _narrow(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles, of_weight = tl.num_programs(0), tl.cdiv(width, N)
+    tiles, weight_tiles = tl.num_programs(0), tl.cdiv(width, N)
     m, n, k = block * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    if tile < of_weight:
+    if tile < weight_tiles:
         matrix, row, count = weight, tile * N, width
     else:
-        matrix, row, count = down, (tile - of_weight) * N, RANK
+        matrix, row, count = down, (tile - weight_tiles) * N, RANK
     begin(PDL)
     total = tl.zeros([M, N], tl.float32)
     for column in tl.range(split * SPAN, tl.minimum((split + 1) * SPAN, columns), K, num_stages=3):
@@ -449,7 +442,7 @@ def _narrow(
         y = _sum_of_splits(sums, wide, 0, tiles, width, SPLITS, M, N)
         if RANK:
             rank = tl.arange(0, RANKS)
-            shrunk = _sum_of_splits(sums, rank, of_weight, tiles, RANK, SPLITS, M, N).to(up.dtype.element_ty)
+            shrunk = _sum_of_splits(sums, rank, weight_tiles, tiles, RANK, SPLITS, M, N).to(up.dtype.element_ty)
             mask = (rank < RANK)[:, None] & (wide < width)[None, :]
             b = tl.load(up + wide[None, :] * RANK + rank[:, None], mask, other=0.0)
             y = tl.dot(shrunk, b, y, input_precision="ieee")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,13 +74,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def add_normed(to: Tensor, x: Tensor, norm: Norm, then: Norm) -> Tensor:
+def add_normed(to: Tensor, x: Tensor, norm: Norm, next_norm: Norm) -> Tensor:
     """See `reference.add_normed`."""
     out = torch.empty_like(x)
     _add_normed[(len(x),)](
-        x, *_tensors(norm), to, *_tensors(then), out, x.shape[1], norm.eps, then.eps,
+        x, *_tensors(norm), to, *_tensors(next_norm), out, x.shape[1], norm.eps, next_norm.eps,
         NOISY=norm.noise is not None, OFFSET=norm.offset,
-        THEN_NOISY=then.noise is not None, THEN_OFFSET=then.offset, **_block(x),
+        THEN_NOISY=next_norm.noise is not None, THEN_OFFSET=next_norm.offset, **_block(x),
     )  # fmt: skip
     return out
 
@@ -156,21 +157,24 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, of_weight: bool
+    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x, in its dtype, and with `of_weight` of the weight in float32; deterministic."""
+    """Gradients of x, in its dtype, and with `needs_weight` of the weight in float32; deterministic."""
     grad, x, width = grad.contiguous(), x.contiguous(), x.shape[-1]
     rows = len(inverses)
     programs = min(_PROGRAMS, rows)
     grad_x = torch.empty_like(x)
-    parts = torch.empty(programs if of_weight else 0, width, dtype=torch.float32, device=x.device)
+    parts = torch.empty(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        grad, x, weight, inverses, grad_x, parts, rows, width, OF_WEIGHT=of_weight, **_launch(width)
+        grad, x, weight, inverses, grad_x, parts, rows, width, OF_WEIGHT=needs_weight, **_launch(width)
     )
-    return grad_x, parts.sum(0) if of_weight else None
+    return grad_x, parts.sum(0) if needs_weight else None
 
 
-# Rotary embeddings of queries and keys in Triton, forward and backward, computed in float32 and rounded once.
+# Rotary embeddings of queries and keys in Triton, after an RMSNorm of each head where a model has one.
+#
+# Both are computed in float32 and rounded once, in one pass over memory in each direction. The backward pass computes
+# the norm again, from the saved input.
 
 
 @triton.jit
@@ -199,140 +203,93 @@ def store_halves(y1, y2, out, place, mask, DIM: tl.constexpr):
 
 @triton.jit
 def _turn(
-    x, out, token, stride, half, in_half, c1, c2, s1, s2,
-    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
+    x, grad, weight, out, token, stride, grad_stride, half, in_half, c1, c2, s1, s2, eps,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's heads, rotated."""
+    """Write one token's heads, with NORMED normalised, and rotated; with BACK the gradient of x, of that of the output.
+
+    Without NORMED the gradient is read from x.
+    """
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     mask = (head < HEADS) & in_half
     place = head * DIM + half
     x1, x2 = halves(x + token * stride, place, mask, DIM)
-    y1, y2 = rotated(x1, x2, c1, c2, s1, s2, BACK)
+    if NORMED:
+        w1 = tl.load(weight + half, in_half, other=0.0).to(tl.float32)
+        w2 = tl.load(weight + DIM // 2 + half, in_half, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
+        x1, x2 = x1 * inverse, x2 * inverse
+        if BACK:
+            g1, g2 = halves(grad + token * grad_stride, place, mask, DIM)
+            y1, y2 = rotated(g1, g2, c1, c2, s1, s2, BACK)
+            y1, y2 = y1 * w1, y2 * w2
+            along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / DIM)[:, None]
+            y1, y2 = (y1 - x1 * along) * inverse, (y2 - x2 * along) * inverse
+        else:
+            y1, y2 = rotated(x1 * w1, x2 * w2, c1, c2, s1, s2, BACK)
+    else:
+        y1, y2 = rotated(x1, x2, c1, c2, s1, s2, BACK)
     store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
 
 
 @triton.jit
 def _rotate(
-    query, key, cos, sin, query_out, key_out, query_stride, key_stride,
+    query, key, grad_query, grad_key, query_weight, key_weight, cos, sin, query_out, key_out,
+    query_stride, key_stride, grad_query_stride, grad_key_stride, eps,
     QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, BACK: tl.constexpr,
+    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, NORMED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF_BLOCK)[None, :]
     in_half = half < DIM // 2
     c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
     s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
-    _turn(query, query_out, token, query_stride, half, in_half, c1, c2, s1, s2, QUERY, QUERY_BLOCK, DIM, BACK)
-    _turn(key, key_out, token, key_stride, half, in_half, c1, c2, s1, s2, KV, KV_BLOCK, DIM, BACK)
-
-
-def with_whole_rows(x: Tensor) -> Tensor:
-    """x [L, heads, D] with the heads of a token contiguous; tokens may have a larger stride."""
-    return x if x[0].is_contiguous() else x.contiguous()
-
-
-def launch_of(query: Tensor, key: Tensor) -> dict[str, int]:
-    """Sizes of a launch with a program for each token of queries and keys [L, heads, D]."""
-    (_, heads, dim), kv = query.shape, key.shape[1]
-    blocks = [triton.next_power_of_2(size) for size in (heads, kv, dim // 2)]
-    sizes = {"QUERY": heads, "QUERY_BLOCK": blocks[0], "KV": kv, "KV_BLOCK": blocks[1], "DIM": dim}
-    return sizes | {"HALF_BLOCK": blocks[2], "num_warps": min(max(blocks[0] * blocks[2] // 512, 1), 16)}
-
-
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-    """x cos + rotate_half(x) sin for queries and keys [L, heads, D], with cos and sin [L, D]; contiguous, same dtypes.
-
-    With `back` it maps gradients of the outputs to gradients of the inputs, by the transposed matrix.
-    """
-    tokens, _, dim = query.shape
-    assert key.shape[::2] == cos.shape == sin.shape == (tokens, dim)
-    assert dim % 2 == 0
-    query, key = with_whole_rows(query), with_whole_rows(key)
-    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
-    _rotate[(tokens,)](
-        query, key, cos.contiguous(), sin.contiguous(), *outs, query.stride(0), key.stride(0),
-        BACK=back, **launch_of(query, key),
+    _turn(
+        query, grad_query, query_weight, query_out, token, query_stride, grad_query_stride,
+        half, in_half, c1, c2, s1, s2, eps, QUERY, QUERY_BLOCK, DIM, NORMED, BACK,
     )  # fmt: skip
-    return outs[0], outs[1]
-
-
-# RMSNorm of each head of queries and keys, then rotary positions, in Triton: one pass over memory in each direction.
-#
-# Both are computed in float32 and rounded once. The backward pass computes the norm again, from the saved input.
-
-
-@triton.jit
-def _normed_turn(
-    x, grad, weight, out, token, stride, grad_stride, half, in_half, c1, c2, s1, s2, eps,
-    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """Write one token's heads, normalised and rotated; with BACK the gradient of x, of that of the output."""
-    head = tl.arange(0, HEADS_BLOCK)[:, None]
-    mask = (head < HEADS) & in_half
-    place = head * DIM + half
-    x1, x2 = halves(x + token * stride, place, mask, DIM)
-    w1 = tl.load(weight + half, in_half, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + DIM // 2 + half, in_half, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DIM + eps)[:, None]
-    x1, x2 = x1 * inverse, x2 * inverse
-    if BACK:
-        g1, g2 = halves(grad + token * grad_stride, place, mask, DIM)
-        y1, y2 = rotated(g1, g2, c1, c2, s1, s2, BACK)
-        y1, y2 = y1 * w1, y2 * w2
-        along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / DIM)[:, None]
-        y1, y2 = (y1 - x1 * along) * inverse, (y2 - x2 * along) * inverse
-    else:
-        y1, y2 = rotated(x1 * w1, x2 * w2, c1, c2, s1, s2, BACK)
-    store_halves(y1, y2, out + token * (HEADS * DIM), place, mask, DIM)
-
-
-@triton.jit
-def _rotate_normed(
-    query, key, of_query, of_key, query_weight, key_weight, cos, sin, query_out, key_out,
-    query_stride, key_stride, of_query_stride, of_key_stride, eps,
-    QUERY: tl.constexpr, QUERY_BLOCK: tl.constexpr, KV: tl.constexpr, KV_BLOCK: tl.constexpr,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, HALF_BLOCK)[None, :]
-    in_half = half < DIM // 2
-    c1, c2 = halves(cos + token * DIM, half, in_half, DIM)
-    s1, s2 = halves(sin + token * DIM, half, in_half, DIM)
-    _normed_turn(
-        query, of_query, query_weight, query_out, token, query_stride, of_query_stride, half, in_half, c1, c2, s1, s2,
-        eps, QUERY, QUERY_BLOCK, DIM, BACK,
-    )  # fmt: skip
-    _normed_turn(
-        key, of_key, key_weight, key_out, token, key_stride, of_key_stride, half, in_half, c1, c2, s1, s2,
-        eps, KV, KV_BLOCK, DIM, BACK,
+    _turn(
+        key, grad_key, key_weight, key_out, token, key_stride, grad_key_stride,
+        half, in_half, c1, c2, s1, s2, eps, KV, KV_BLOCK, DIM, NORMED, BACK,
     )  # fmt: skip
 
 
-def rotate_normed(
+def rotate(
     query: Tensor,
     key: Tensor,
-    weights: tuple[Tensor, Tensor],
-    eps: float,
     cos: Tensor,
     sin: Tensor,
-    grads: tuple[Tensor, Tensor] | None = None,
+    weights: Sequence[Tensor] = (),
+    eps: float = 0.0,
+    grads: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys [L, heads, D], each head normalised with the weights [D] of its kind, then rotated.
+    """x cos + rotate_half(x) sin for queries and keys [L, heads, D], with cos and sin [L, D]; contiguous, same dtypes.
 
-    cos and sin are [L, D]. With `grads`, gradients of these outputs, it returns the gradients of queries and keys
-    instead. Outputs are contiguous and have the dtypes of the inputs.
+    With `weights`, two of [D], each head of queries and of keys is normalised before. With `grads`, gradients of these
+    outputs, it returns the gradients of queries and keys instead; these count only with `weights`.
     """
-    assert key.shape[::2] == cos.shape == sin.shape == query.shape[::2]
-    assert query.shape[2] % 2 == 0
-    query, key = with_whole_rows(query), with_whole_rows(key)
-    of_query, of_key = (query, key) if grads is None else map(with_whole_rows, grads)  # the former aren't read
+    tokens, heads, dim = query.shape
+    kv = key.shape[1]
+    assert key.shape[::2] == cos.shape == sin.shape == (tokens, dim)
+    assert dim % 2 == 0
+    if grads and not weights:
+        query, key = grads
+    query, key, grad_query, grad_key = map(_with_contiguous_heads, (query, key, *(grads or (query, key))))
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
-    _rotate_normed[(len(query),)](
-        query, key, of_query, of_key, *weights, cos.contiguous(), sin.contiguous(), *outs,
-        query.stride(0), key.stride(0), of_query.stride(0), of_key.stride(0), eps,
-        BACK=grads is not None, **launch_of(query, key),
+    blocks = [triton.next_power_of_2(size) for size in (heads, kv, dim // 2)]
+    _rotate[(tokens,)](
+        # Placeholders, which aren't read without gradients and norms.
+        query, key, grad_query, grad_key, *(weights or (query, key)), cos.contiguous(), sin.contiguous(), *outs,
+        query.stride(0), key.stride(0), grad_query.stride(0), grad_key.stride(0), eps,
+        QUERY=heads, QUERY_BLOCK=blocks[0], KV=kv, KV_BLOCK=blocks[1], DIM=dim, HALF_BLOCK=blocks[2],
+        NORMED=len(weights) > 0, BACK=len(grads) > 0, num_warps=min(max(blocks[0] * blocks[2] // 512, 1), 16),
     )  # fmt: skip
     return outs[0], outs[1]
+
+
+def _with_contiguous_heads(x: Tensor) -> Tensor:
+    """x [L, heads, D] with the heads of a token contiguous; tokens may have a larger stride."""
+    return x if x[0].is_contiguous() else x.contiguous()
 
 
 # silu(gate) * up in Triton, forward and backward, computed in float32; `qerl.models.experts` has the PyTorch version.
@@ -367,40 +324,32 @@ def _swiglu_backward(grad, gate, up, grad_gate, grad_up, size, width, stride, BL
     tl.store(grad_up + read, (above * silu).to(grad_up.dtype.element_ty), mask)
 
 
-def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up for two tensors of the same shape and dtype."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out, size = torch.empty_like(gate), gate.numel()
-    _swiglu_forward[(triton.cdiv(size, _SWIGLU_BLOCK),)](gate, up, out, size, size, size, BLOCK=_SWIGLU_BLOCK)
+def swiglu_forward(*tensors: Tensor) -> Tensor:
+    """silu(gate) * up of two tensors of one shape and dtype, or [M, I] of one [M, 2 I] with both side by side."""
+    gate, up, width, stride = _gate_and_up([tensor.contiguous() for tensor in tensors])
+    out, size = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), gate.numel()
+    _swiglu_forward[(triton.cdiv(size, _SWIGLU_BLOCK),)](gate, up, out, size, width, stride, BLOCK=_SWIGLU_BLOCK)
     return out
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and of up, in their dtype."""
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up, size = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-    grid = (triton.cdiv(size, _SWIGLU_BLOCK),)
-    _swiglu_backward[grid](grad, gate, up, grad_gate, grad_up, size, size, size, BLOCK=_SWIGLU_BLOCK)
-    return grad_gate, grad_up
-
-
-def forward_of_halves(both: Tensor) -> Tensor:
-    """silu(gate) * up [M, I] of gate and up side by side in `both` [M, 2 I], which is contiguous."""
-    rows, width = len(both), both.shape[1] // 2
-    out = both.new_empty(rows, width)
-    gate, up = both.chunk(2, 1)
-    _swiglu_forward[(triton.cdiv(out.numel(), _SWIGLU_BLOCK),)](
-        gate, up, out, out.numel(), width, 2 * width, BLOCK=_SWIGLU_BLOCK
+def swiglu_backward(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of each of the tensors of `swiglu_forward`, in its dtype."""
+    grad, tensors = grad.contiguous(), tuple(tensor.contiguous() for tensor in tensors)
+    grads, size = [torch.empty_like(tensor) for tensor in tensors], grad.numel()
+    gate, up, width, stride = _gate_and_up(tensors)
+    _swiglu_backward[(triton.cdiv(size, _SWIGLU_BLOCK),)](
+        grad, gate, up, *_gate_and_up(grads)[:2], size, width, stride, BLOCK=_SWIGLU_BLOCK
     )
-    return out
+    return tuple(grads)
 
 
-def backward_of_halves(grad: Tensor, both: Tensor) -> Tensor:
-    """The gradient of `both`, in its dtype."""
-    grad, out, width = grad.contiguous(), torch.empty_like(both), both.shape[1] // 2
-    parts, size = (*both.chunk(2, 1), *out.chunk(2, 1)), grad.numel()
-    _swiglu_backward[(triton.cdiv(size, _SWIGLU_BLOCK),)](grad, *parts, size, width, 2 * width, BLOCK=_SWIGLU_BLOCK)
-    return out
+def _gate_and_up(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, int, int]:
+    """Gate and up, the numbers of a row of either, and those from one row to the next; two tensors count as one row."""
+    if len(tensors) == 1:
+        gate, up = tensors[0].chunk(2, 1)
+        return gate, up, gate.shape[1], 2 * gate.shape[1]
+    gate, up = tensors
+    return gate, up, gate.numel(), gate.numel()
 
 
 # The clamped GLU of gpt-oss in Triton; `qerl.kernels.reference` has the PyTorch version.

@@ -95,25 +95,25 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _load(place, whole, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+def _load(place, column, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
     """Keys or values [N, D] at places [N, 1], without a mask if no column is padding."""
     if DIM == DIM_BLOCK:
-        return tl.load(place + whole[None, :])
-    return tl.load(place + whole[None, :], (whole < DIM)[None, :], other=0.0)
+        return tl.load(place + column[None, :])
+    return tl.load(place + column[None, :], (column < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _attend_keys(q, keys, whole, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
+def _attend_keys(q, keys, column, seen, highest, total, summed, scale, KV: tl.constexpr, DIM: tl.constexpr,
            DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr, HIDDEN: tl.constexpr):  # fmt: skip
     """Continue softmax(q k) v over the keys at `keys` [N, 1]; values follow their keys. Scores are in units of log2."""
-    scores = tl.dot(q, tl.trans(_load(keys, whole, DIM, DIM_BLOCK))) * scale
+    scores = tl.dot(q, tl.trans(_load(keys, column, DIM, DIM_BLOCK))) * scale
     if MASKED:
         scores = tl.where(seen, scores, HIDDEN)
     rising = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - rising[:, None])
     fade = tl.exp2(highest - rising)
     total = total * fade + tl.sum(weights, axis=1)
-    v = _load(keys + KV * DIM, whole, DIM, DIM_BLOCK)
+    v = _load(keys + KV * DIM, column, DIM, DIM_BLOCK)
     return rising, total, tl.dot(weights.to(v.dtype), v, summed * fade[:, None])
 
 
@@ -135,10 +135,10 @@ def _attend(
     qkv += first.to(tl.int64) * WIDTH
     out += first.to(tl.int64) * (QUERY * DIM)
     start, end = start - first, end - first
-    whole = tl.arange(0, DIM_BLOCK)
+    column = tl.arange(0, DIM_BLOCK)
     query = start + tl.arange(0, QUERIES)
-    mask = (query < end)[:, None] & (whole < DIM)[None, :]
-    queries = qkv + query[:, None] * WIDTH + head * PITCH + whole[None, :]
+    mask = (query < end)[:, None] & (column < DIM)[None, :]
+    queries = qkv + query[:, None] * WIDTH + head * PITCH + column[None, :]
     q = tl.load(queries, mask, other=0.0)
     key = tl.arange(0, KEYS)
     keys = qkv + QUERY * PITCH + head // (QUERY // KV) * DIM
@@ -153,7 +153,7 @@ def _attend(
         if WINDOW:
             seen = (place + key)[None, :] > query[:, None] - WINDOW
         highest, total, summed = _attend_keys(
-            q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, WINDOW > 0, HIDDEN
+            q, read, column, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, WINDOW > 0, HIDDEN
         )
     for place in tl.range(start, tl.minimum(start + QUERIES, end), KEYS, num_stages=1):
         # Keys after the prompt's last one are masked; the last one is read instead.
@@ -162,11 +162,11 @@ def _attend(
         if WINDOW:
             seen &= (place + key)[None, :] > query[:, None] - WINDOW
         highest, total, summed = _attend_keys(
-            q, read, whole, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True, HIDDEN
+            q, read, column, seen, highest, total, summed, scale, KV, DIM, DIM_BLOCK, True, HIDDEN
         )
     if SINKS:
         total += sink_weight(sinks, head, True, highest)
-    target = out + query[:, None] * (QUERY * DIM) + head * DIM + whole[None, :]
+    target = out + query[:, None] * (QUERY * DIM) + head * DIM + column[None, :]
     result = summed / total[:, None]
     if PITCH > DIM:  # the gate behind the query
         result *= tl.sigmoid(tl.load(queries + DIM, mask, other=0.0).to(tl.float32))

@@ -223,26 +223,24 @@ def _gradient(
     scale = tl.load(grad + row) * inverse
     if ENTROPY:
         spread = tl.load(entropy + row)
-        of_spread = tl.load(grad_entropy + row) * inverse
+        grad_spread = tl.load(grad_entropy + row) * inverse
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
         x = tl.load(line + column, inside, other=0.0).to(tl.float32) * inverse
         out = scale * ((column == place).to(tl.float32) - tl.exp(x - level))
         if ENTROPY:
-            out -= of_spread * tl.exp(x - level) * (x - level + spread)
+            out -= grad_spread * tl.exp(x - level) * (x - level + spread)
         tl.store(line + column, out.to(logits.dtype.element_ty), inside)
 
 
 def tile_statistics(
     tiles: Iterable[tuple[int, Tensor]], targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.tile_statistics`; tiles must be contiguous and aren't changed.
-
-    For each row, the maximum m, S = sum exp(x - m), T = sum exp(x - m) (x - m) and the target's logit are carried from
-    tile to tile. The entropy log S - T / S is a sum of two non-negative terms relative to the maximum, and so not a
-    small difference of large numbers.
-    """
+    """See `reference.tile_statistics`; tiles must be contiguous and aren't changed."""
+    # For each row, the maximum m, S = sum exp(x - m), T = sum exp(x - m) (x - m) and the target's logit are carried
+    # from tile to tile. The entropy log S - T / S is a sum of two non-negative terms relative to the maximum, and so
+    # not a small difference of large numbers.
     rows = len(targets)
     state = torch.zeros(4, rows, dtype=torch.float32, device=targets.device)
     state[0] = _LOWEST.value
@@ -267,10 +265,11 @@ def tile_gradient(
 ) -> Tensor:
     """See `reference.tile_gradient`; it overwrites `logits`, which must be contiguous."""
     # Without a gradient of the entropy the kernel reads neither of the two.
-    spread, of_spread = (lse, lse) if entropy is None or grad_entropy is None else (entropy, grad_entropy)
+    spread, grad_spread = (lse, lse) if entropy is None or grad_entropy is None else (entropy, grad_entropy)
     _gradient[(len(logits),)](
-        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread.contiguous(), of_spread.contiguous(),
-        first, logits.shape[1], 1.0 / temperature, ENTROPY=grad_entropy is not None, BLOCK=_LOGITS_BLOCK, num_warps=8,
+        logits, targets.contiguous(), lse.contiguous(), grad.contiguous(), spread.contiguous(),
+        grad_spread.contiguous(), first, logits.shape[1], 1.0 / temperature,
+        ENTROPY=grad_entropy is not None, BLOCK=_LOGITS_BLOCK, num_warps=8,
     )  # fmt: skip
     return logits
 
@@ -299,7 +298,7 @@ def _keep(slots, texts, line, drawn, tokens, stride, BLOCK: tl.constexpr):
 
 
 def keep(slots: Tensor, texts: TextState, state: DecodeState) -> None:
-    """See `drafts_reference.keep`."""
+    """See `reference.keep`."""
     most = state.tokens.shape[1]
     _keep[(len(slots), triton.cdiv(most, _DRAFT_BLOCK))](
         slots, texts.tokens, texts.places[4], state.drawn, state.tokens, state.tokens.stride(0), BLOCK=_DRAFT_BLOCK
@@ -374,7 +373,7 @@ def _guess(
 
 
 def guess(slots: Tensor, texts: TextState, state: DecodeState, sampling: SamplingState, totals: DraftTotals) -> Guesses:
-    """See `drafts_reference.guess`."""
+    """See `reference.guess`."""
     keep(slots, texts, state)
     count, device = len(slots), slots.device
     parts = torch.empty(count, _PARTS, dtype=torch.int64, device=device)
@@ -433,7 +432,7 @@ def _spread(
 
 
 def spread(guesses: Guesses, ends: Tensor, state: DecodeState, rows: DraftRows, count: int, replayed: bool) -> None:
-    """See `drafts_reference.spread`."""
+    """See `reference.spread`."""
     of_row = rows.state
     _spread[(count,)](
         guesses.slots, ends, guesses.kind, guesses.tokens, len(ends), state.count, state.position, state.drawn,
@@ -484,7 +483,7 @@ def _settle(
 
 
 def settle(rows: DraftRows, state: DecodeState, count: int, totals: DraftTotals) -> None:
-    """See `drafts_reference.settle`."""
+    """See `reference.settle`."""
     of_row = rows.state
     _settle[(count,)](
         rows.slot, rows.ahead, rows.drafted, rows.kind, of_row.position, of_row.drawn, of_row.token, of_row.logprobs,

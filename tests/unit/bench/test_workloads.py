@@ -15,7 +15,7 @@ from qerl.jobs import MixPart, RolloutMixJob
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Mix
@@ -147,13 +147,13 @@ def test_a_trace_of_too_few_completions_is_an_error():
 def test_a_trace_is_replayed(tmp_path, monkeypatch):
     """The sampler returns the tokens of the file."""
     drawn = []
-    generate = NativeSampler.generate
+    generate = EagerSampler.generate
 
     def kept(self, *arguments):
         drawn.append(generate(self, *arguments))
         return drawn[-1]
 
-    monkeypatch.setattr(NativeSampler, "generate", kept)
+    monkeypatch.setattr(EagerSampler, "generate", kept)
     result = measured(tmp_path, rollouts, trace=TRACE, prompts=4, group_size=2, tokens=64)
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:4]]
     assert len(drawn) == 3

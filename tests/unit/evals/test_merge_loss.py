@@ -11,7 +11,7 @@ from qerl.data.prompts import prompt_ids
 from qerl.data.sources import local_dataset, prepare, read_meta, read_split
 from qerl.evals.divergence import merge_loss
 from qerl.models.policy import load_policy
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
@@ -64,7 +64,7 @@ def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, mo
     problems, instruction = read_split(data, "test")[:3], read_meta(data).instruction
     prompts = [prompt_ids(policies[0].tokenizer, problem.question, instruction) for problem in problems]
     params = SamplingParams(max_tokens=5, temperature=1.5, count=3)
-    drawn, others = (NativeSampler(policy).generate(prompts, params) for policy in policies)
+    drawn, others = (EagerSampler(policy).generate(prompts, params) for policy in policies)
     means, same = [], []
     for prompt, group in zip(prompts, drawn, strict=True):
         kl = []

@@ -11,13 +11,11 @@ from qerl.kernels.state import BLOCK_SIZES, GroupedLora, Groups, block_size
 from qerl.kernels.triton import experts
 from qerl.kernels.triton.experts import GroupedOperands, input_gradient, multiply
 from qerl.models.experts import (
-    ExpertFactors,
     PortableGroupedLinear,
     TorchGroupedLinear,
-    adapted_product,
     grouped_product,
 )
-from qerl.models.linear import PackedLinear
+from qerl.models.linear import Lora, PackedLinear
 from tests.conftest import in_nightly
 
 EXPERTS, ROWS = 5, 40
@@ -186,7 +184,8 @@ def test_adapters_of_experts_and_their_gradients_are_those_of_autograd(weights, 
     exact = torch.einsum("pk,pnk->pn", read, torch.stack(changed)[owner]) + bias[owner]
     expected = torch.autograd.grad((exact * grads).sum(), wide)
     for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
-        out = adapted_product(x, reference.group(numbers, EXPERTS), linear, ExpertFactors(downs, ups, 0.5))
+        loras = [Lora(down, up, 0.5) for down, up in zip(downs, ups, strict=True)]
+        out = grouped_product(x, reference.group(numbers, EXPERTS), linear, loras)
         assert_close(out, exact)
         for found, one in zip(torch.autograd.grad((out * grads).sum(), [x, *downs, *ups]), expected, strict=True):
             assert_close(found, one)

@@ -224,13 +224,12 @@ def updates():
     norms.swiglu_forward(x, x)
     norms.swiglu_backward(x, x, x)
     for back in (False, True):
-        norms.rotate(zeros(4, 28, 128), zeros(4, 4, 128), zeros(4, 128), zeros(4, 128), back=back)
-        query, key = zeros(4, 32, 128), zeros(4, 4, 128)
-        grads, weights = (query, key) if back else None, (zeros(128), zeros(128))
-        norms.rotate_normed(query, key, weights, 1e-6, zeros(4, 128), zeros(4, 128), grads)
+        for heads, weights in ((28, ()), (32, (zeros(128), zeros(128)))):
+            query, key = zeros(4, heads, 128), zeros(4, 4, 128)
+            norms.rotate(query, key, zeros(4, 128), zeros(4, 128), weights, 1e-6, (query, key) if back else ())
     both, sums = zeros(32, 2 * 768), torch.ones(4, 8)
-    norms.forward_of_halves(both)
-    norms.backward_of_halves(zeros(32, 768), both)
+    norms.swiglu_forward(both)
+    norms.swiglu_backward(zeros(32, 768), both)
     experts.combine_gradients(zeros(4, 2048), zeros(32, 2048), sums)
     experts.group_many(torch.zeros(4608, 8, dtype=torch.int32), 128)
     targets, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)

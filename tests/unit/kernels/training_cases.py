@@ -6,7 +6,7 @@ import torch
 from qerl.kernels import reference
 from qerl.kernels.triton import experts, norms
 from qerl.kernels.triton import experts as group_many
-from qerl.kernels.triton.norms import rotate, rotate_normed
+from qerl.kernels.triton.norms import rotate
 from tests.conftest import in_nightly
 
 EPS = 1e-6
@@ -37,8 +37,8 @@ def test_heads_are_normalised_and_rotated_in_both_directions(tokens, heads, kv_h
     cos, sin, of_query, of_key = (
         torch.randn(tokens, *rest) for rest in ((width,), (width,), (heads, width), (kv_heads, width))
     )
-    found = rotate_normed(query, key, weights, EPS, cos, sin)
-    gradients = rotate_normed(query, key, weights, EPS, cos, sin, (of_query, of_key))
+    found = rotate(query, key, cos, sin, weights, EPS)
+    gradients = rotate(query, key, cos, sin, weights, EPS, (of_query, of_key))
     for x, weight, grad, out, gradient in zip((query, key), weights, (of_query, of_key), found, gradients, strict=True):
         wide = x.double().requires_grad_()
         exact = turned(normed(wide, weight.double()), cos.double(), sin.double())
@@ -53,7 +53,7 @@ def test_heads_are_rotated_in_both_directions(tokens, heads, kv_heads, width):
         torch.randn(tokens, *rest) for rest in ((width,), (width,), *[(heads, width), (kv_heads, width)] * 2)
     )
     found = rotate(*inputs[:2], cos, sin)
-    gradients = rotate(*inputs[2:], cos, sin, back=True)
+    gradients = rotate(*inputs[:2], cos, sin, grads=inputs[2:])
     for x, grad, out, gradient in zip(inputs[:2], inputs[2:], found, gradients, strict=True):
         wide = x.double().requires_grad_()
         exact = turned(wide, cos.double(), sin.double())
@@ -69,8 +69,8 @@ def test_gate_and_up_side_by_side(shape):
     wide = both.double().requires_grad_()
     gate, up = wide.chunk(2, 1)
     exact = torch.nn.functional.silu(gate) * up
-    assert near(norms.forward_of_halves(both), exact.detach())
-    assert near(norms.backward_of_halves(grad, both), torch.autograd.grad(exact, wide, grad.double())[0])
+    assert near(norms.swiglu_forward(both), exact.detach())
+    assert near(norms.swiglu_backward(grad, both)[0], torch.autograd.grad(exact, wide, grad.double())[0])
 
 
 @pytest.mark.parametrize("width", [40, 256])

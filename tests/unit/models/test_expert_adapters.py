@@ -20,7 +20,7 @@ from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise, standard_normal
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
@@ -108,7 +108,7 @@ def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, 
     peft = stock(bases / UNPACKED[base], tmp_path / "adapter", trained=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
-    drawn = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
+    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
     samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
     found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
     expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
@@ -217,7 +217,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_pefts(bases):
 def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tmp_path, weights):
     """An update in place reaches the engine's copies, and trained norms and noise have their roles."""
     policy = made(bases / weights)
-    samplers = EngineSampler(policy, NativeSettings()), NativeSampler(policy)
+    samplers = EngineSampler(policy, NativeSettings()), EagerSampler(policy)
     params = SamplingParams(max_tokens=16, count=2, ignore_eos=True)
     samplers[0].generate(PROMPTS, params)
     with torch.no_grad():

@@ -116,11 +116,11 @@ def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_fo
     assert torch.equal(found.tiles.data, expected.tiles.data)
     assert (found.tiles.parts, found.tiles.factors) == (expected.tiles.parts, expected.tiles.factors)
     down, up = (getattr(both.gate_up_proj, name)["default"].weight.bfloat16() for name in ("lora_A", "lora_B"))
-    for a, b, rows in zip(found.lora_a, found.lora_b, up.split(24), strict=True):
+    for a, b, rows in zip(found.down, found.ups, up.split(24), strict=True):
         assert torch.equal(a[:4], down)
         assert torch.equal(b[:, :4], rows)
         assert not a[4:].any()
-    assert found.lora_scales == (1.5, 1.5)
+    assert found.scales == (1.5, 1.5)
     again = W4Linear([both.gate_up_proj], interleaved=True)
     assert again.tiles is fused.tiles
     assert again.rank == 16

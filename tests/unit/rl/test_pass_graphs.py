@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels import packed_sequences
 from qerl.rl import graphs, memory
-from qerl.rl.graphs import PaddedBatch, PaddedSize, PassGraphs, padded_tokens
+from qerl.rl.graphs import PaddedMicroBatch, PaddedSize, PassGraphs, padded_tokens
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import Sample, micro_batch, row_tokens, split
 from qerl.rl.parallel import Processes
@@ -162,7 +162,7 @@ def test_a_row_has_at_least_one_token_of_padding_and_room_for_everything():
         samples = batch(seed)
         one = micro_batch(samples, list(range(len(samples))), CPU)
         size = PaddedSize.of(one)
-        padded = PaddedBatch(size, CPU)
+        padded = PaddedMicroBatch(size, CPU)
         padded.fill(one)
         assert size.tokens > one.ids.numel()
         assert padded.packing.queries_ends[-1] == size.tokens

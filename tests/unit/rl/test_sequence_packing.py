@@ -166,7 +166,7 @@ def test_keys_are_gathered_and_their_gradients_added_in_float32():
 
 
 def test_sampling_with_a_mask_is_that_of_transformers(folder):
-    """Left padding and a cache, as the native sampler has, after a packed pass."""
+    """Left padding and a cache, as the eager sampler has, after a packed pass."""
     policy, drawn = adapted(folder), samples()
     ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     before = policy.lm(input_ids=ids, attention_mask=mask).logits

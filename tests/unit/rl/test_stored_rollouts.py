@@ -16,7 +16,7 @@ from qerl.results.store import read_rows
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task, token_texts
 from qerl.rl.train import Trainer, make_policy
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_qwen2, write_template
@@ -54,7 +54,7 @@ def reward_that_random_completions_differ_in(monkeypatch):
 def trainer(checkpoint, work, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     policy = make_policy(settings, checkpoint)
-    collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
+    collector = Collector(settings, policy, EagerSampler(policy), Task(PROBLEMS, "gsm8k", ""))
     return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "metrics.jsonl")
 
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("rewarded_characters")
 def test_casts_of_adapters_that_all_passes_of_an_update_share_change_no_bit(checkpoints, tmp_path, monkeypatch):
     changes = PPO | {"dtype": "bfloat16", "steps": 2, "micro_batch_tokens": 40}
     made, used = [], []
-    of = SharedCasts.of
-    monkeypatch.setattr(SharedCasts, "of", lambda *args: used.append(of(*args)) or used[-1])
+    operands = SharedCasts.operands
+    monkeypatch.setattr(SharedCasts, "operands", lambda *args: used.append(operands(*args)) or used[-1])
     for most in (SharedCasts.MOST, 0):
         monkeypatch.setattr(SharedCasts, "MOST", most)
         run = trainer(checkpoints, tmp_path / str(most), **changes)

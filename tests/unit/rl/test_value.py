@@ -12,7 +12,7 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.value import add_value, is_value, value_adapter, value_loss, values
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.settings.run import AdapterSettings, NoiseSettings, PPOSettings
 from tests.conftest import in_nightly
@@ -178,7 +178,7 @@ def test_the_sampler_does_not_see_the_value_function(checkpoints):
     plain, policy = make(checkpoints, value=False), make(checkpoints)
     move(policy, is_value)
     values(policy, batch())
-    assert NativeSampler(policy).generate(prompts, params) == NativeSampler(plain).generate(prompts, params)
+    assert EagerSampler(policy).generate(prompts, params) == EagerSampler(plain).generate(prompts, params)
 
 
 def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoints):

@@ -8,7 +8,7 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import Trainer, make_policy
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
@@ -39,7 +39,7 @@ def trainer(checkpoints, work, /, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     base = checkpoints / settings.weights
     policy = make_policy(settings, base)
-    collector = Collector(settings, policy, NativeSampler(policy), Task(PROBLEMS, "gsm8k", ""))
+    collector = Collector(settings, policy, EagerSampler(policy), Task(PROBLEMS, "gsm8k", ""))
     return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
 
 

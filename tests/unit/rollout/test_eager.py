@@ -1,4 +1,4 @@
-"""The native sampler against Hugging Face on the same weights."""
+"""The eager sampler against Hugging Face on the same weights."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rollout.eager import NativeSampler, draw
+from qerl.rollout.eager import EagerSampler, draw
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, NotFiniteError, SamplingParams, refuse_lengths
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
@@ -46,7 +46,7 @@ def full_logprobs(policy, prompt, completion, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_policy_that_sampled(policy, temperature):
     params = SamplingParams(max_tokens=12, temperature=temperature, count=3, seed=4)
-    for prompt, group in zip(PROMPTS, NativeSampler(policy).generate(PROMPTS, params), strict=True):
+    for prompt, group in zip(PROMPTS, EagerSampler(policy).generate(PROMPTS, params), strict=True):
         assert len(group) == 3
         for completion in group:
             expected = full_logprobs(policy, prompt, completion.token_ids, temperature)
@@ -57,12 +57,12 @@ def test_an_adapter_on_one_of_two_layers_that_share_an_input_samples(checkpoint)
     policy = with_adapter(checkpoint, AdapterSettings(rank=2, targets=["gate_proj"]), "float32", seed=0, device=CPU)
     for name, parameter in policy.trainable():
         parameter.data += 0.1 if "lora" in name else 0.0
-    [[completion]] = NativeSampler(policy).generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    [[completion]] = EagerSampler(policy).generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
     np.testing.assert_allclose(completion.logprobs, full_logprobs(policy, PROMPTS[0], completion.token_ids), atol=1e-5)
 
 
 def test_greedy_equals_generate_of_transformers(policy):
-    completions = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, temperature=0))
+    completions = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, temperature=0))
     for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
         ids = torch.tensor([prompt])
         expected = policy.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
@@ -71,24 +71,24 @@ def test_greedy_equals_generate_of_transformers(policy):
 
 def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy):
     params = SamplingParams(max_tokens=10, count=4, seed=3)
-    whole = NativeSampler(policy).generate(PROMPTS, params)
-    pieces = NativeSampler(policy, max_sequences=4).generate(PROMPTS, params)
+    whole = EagerSampler(policy).generate(PROMPTS, params)
+    pieces = EagerSampler(policy, max_sequences=4).generate(PROMPTS, params)
     assert [[c.token_ids for c in group] for group in whole] == [[c.token_ids for c in group] for group in pieces]
     waiting = [[3], []]
     part = replace(params, part=BatchPart([2, 0], lambda most: waiting.pop(0)))
-    begun = NativeSampler(policy, max_sequences=4).generate(PROMPTS, part)
+    begun = EagerSampler(policy, max_sequences=4).generate(PROMPTS, part)
     assert begun[1] == [] != begun[3]
     assert all(
         not group or [c.token_ids for c in group] == [c.token_ids for c in all_]
         for group, all_ in zip(begun, whole, strict=True)
     )
-    other = NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, count=4, seed=5))
+    other = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, count=4, seed=5))
     assert [c.token_ids for c in whole[0]] != [c.token_ids for c in other[0]]
     assert len({tuple(c.token_ids) for c in whole[0]}) > 1
 
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, monkeypatch):
-    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=12, count=4, seed=2)
+    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=12, count=4, seed=2)
     endless = sampler.generate(PROMPTS, replace(params, ignore_eos=True))
     assert {len(completion.token_ids) for group in endless for completion in group} == {12}
     stop = endless[0][0].token_ids[3]
@@ -159,7 +159,7 @@ def test_logprobs_of_truncated_draws_are_those_of_the_whole_distribution():
 def test_a_changed_adapter_changes_the_rollout_at_once(checkpoint):
     """The sampler reads A and B where the optimizer writes them: no sync can be forgotten."""
     policy = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
-    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=8, seed=1)
+    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=8, seed=1)
     before = sampler.generate(PROMPTS, params)[0][0].logprobs
     for name, parameter in policy.trainable():
         if "lora_B" in name:
@@ -177,7 +177,7 @@ def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint,
         quantize_checkpoint(checkpoint, base, weights)
     policy = with_adapter(base, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
     noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.05), seed=0)
-    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=6, seed=1, temperature=0)
+    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=6, seed=1, temperature=0)
     state = {name: tensor.clone() for name, tensor in policy.lm.state_dict().items()}
     clean = sampler.generate(PROMPTS, params)
     for step in range(1, 9):
@@ -191,7 +191,7 @@ def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint,
 
 
 def test_sigma_zero_is_bit_identical_to_no_noise(policy):
-    sampler, params = NativeSampler(policy), SamplingParams(max_tokens=6, seed=1)
+    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=6, seed=1)
     clean = sampler.generate(PROMPTS, params)
     noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.0), seed=0)
     with noise.at(3, 10):
@@ -200,7 +200,7 @@ def test_sigma_zero_is_bit_identical_to_no_noise(policy):
 
 def test_an_empty_prompt_is_an_error(policy):
     with pytest.raises(ValueError, match="has no tokens"):
-        NativeSampler(policy).generate([[1], []], SamplingParams(max_tokens=2))
+        EagerSampler(policy).generate([[1], []], SamplingParams(max_tokens=2))
 
 
 def test_a_saved_adapter_is_loaded_with_its_trained_norms(policy, checkpoint, tmp_path):
@@ -210,16 +210,16 @@ def test_a_saved_adapter_is_loaded_with_its_trained_norms(policy, checkpoint, tm
     policy.save(tmp_path / "policy")
     loaded = load_policy(checkpoint, tmp_path / "policy", "float32", CPU)
     params = SamplingParams(max_tokens=6, seed=1)
-    assert NativeSampler(loaded).generate(PROMPTS, params) == NativeSampler(policy).generate(PROMPTS, params)
+    assert EagerSampler(loaded).generate(PROMPTS, params) == EagerSampler(policy).generate(PROMPTS, params)
 
 
 def test_completions_end_at_their_lengths(policy):
     """Each is the beginning of the completion without a length, in one batch or in several."""
     params = SamplingParams(max_tokens=12, count=2, seed=4, ignore_eos=True)
     lengths = ((1, 12), (5, 7), (12, 2), (3, 3))
-    whole = NativeSampler(policy).generate(PROMPTS, params)
+    whole = EagerSampler(policy).generate(PROMPTS, params)
     for slots in (8, 4):
-        cut = NativeSampler(policy, max_sequences=slots).generate(PROMPTS, replace(params, lengths=lengths))
+        cut = EagerSampler(policy, max_sequences=slots).generate(PROMPTS, replace(params, lengths=lengths))
         for group, cut_group, of_group in zip(whole, cut, lengths, strict=True):
             assert [c.token_ids for c in cut_group] == [c.token_ids[:n] for c, n in zip(group, of_group, strict=True)]
 
@@ -234,7 +234,7 @@ def test_replayed_completions_are_the_trace(policy):
     """Tokens are those of the trace, and log-probabilities the policy's own of these."""
     trace = (((5, 6), (7, 8, 9, 5)), ((6,), (9, 9, 9)), ((5, 7, 6), (8, 5)), ((6, 6, 6, 6, 6), (7,)))
     for slots in (8, 4):
-        sampler = NativeSampler(policy, max_sequences=slots)
+        sampler = EagerSampler(policy, max_sequences=slots)
         groups = sampler.generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True, replay=trace))
         for prompt, group, expected in zip(PROMPTS, groups, trace, strict=True):
             assert [tuple(completion.token_ids) for completion in group] == list(expected)
@@ -251,7 +251,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("sampler", [NativeSampler, lambda policy: EngineSampler(policy, NativeSettings())])
+@pytest.mark.parametrize("sampler", [EagerSampler, lambda policy: EngineSampler(policy, NativeSettings())])
 @pytest.mark.parametrize("layer", SPOILED)
 def test_logprobs_that_are_nan_are_refused_with_the_layer(tmp_path, sampler, layer):
     policy = load_policy(tiny_qwen2(tmp_path / "dense", tie_word_embeddings=False), None, "float32", CPU)
@@ -267,4 +267,4 @@ def test_an_adapter_that_is_nan_is_named(checkpoint):
         if "lora_B" in name:
             parameter.data.fill_(float("nan"))
     with pytest.raises(NotFiniteError, match=r"first in model\.layers\.0\.self_attn\.q_proj.*lora_B"):
-        NativeSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4))
+        EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4))

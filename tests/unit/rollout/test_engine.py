@@ -16,7 +16,7 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
 from qerl.rollout import scheduler
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
@@ -303,7 +303,7 @@ def test_moved_weights_are_an_error(checkpoints):
 
 def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
     params = SamplingParams(max_tokens=20, temperature=0, count=2)
-    plain, engine = NativeSampler(policy), EngineSampler(policy, NativeSettings())
+    plain, engine = EagerSampler(policy), EngineSampler(policy, NativeSettings())
     assert tokens(engine.generate(PROMPTS, params)) == tokens(plain.generate(PROMPTS, params))
 
 

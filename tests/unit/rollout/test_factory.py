@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.models.policy import load_policy
-from qerl.rollout.eager import NativeSampler
+from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler, native_class
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8_cache
@@ -23,7 +23,7 @@ def policy(tmp_path_factory):
 
 def test_the_native_sampler_is_the_default(policy):
     sampler = make_sampler(policy, EngineSettings(), max_sequences=3)
-    assert isinstance(sampler, NativeSampler)
+    assert isinstance(sampler, EagerSampler)
     assert sampler.max_sequences == 3
 
 
@@ -31,7 +31,7 @@ def test_a_family_is_served_by_what_is_tested_with_it(policy, tmp_path):
     folder = tiny_family(tmp_path, "qwen2", model_type="olmo2", bos_token_id=0)
     other = load_policy(folder, None, "float32", torch.device("cpu"))
     assert native_class(on_gpu=True, config=policy.lm.config) is EngineSampler
-    assert native_class(on_gpu=True, config=other.lm.config) is NativeSampler
+    assert native_class(on_gpu=True, config=other.lm.config) is EagerSampler
     with pytest.raises(ConfigError, match="not 'olmo2'; the eager sampler serves it"):
         EngineSampler(other, NativeSettings())
     with pytest.raises(ConfigError, match=r"not 'olmo2'; use engine=native"):
@@ -43,7 +43,7 @@ def test_a_family_is_served_by_what_is_tested_with_it(policy, tmp_path):
 def test_experts_without_a_grouped_product_are_sampled_eagerly():
     config = FAMILIES["qwen3_moe"].config()
     chosen = [native_class(on_gpu=True, config=config, weights=weights) for weights in (None, "nvfp4", "mxfp4", "nf4")]
-    assert chosen == [EngineSampler] * 3 + [NativeSampler]
+    assert chosen == [EngineSampler] * 3 + [EagerSampler]
     assert native_class(on_gpu=True, config=FAMILIES["qwen3"].config(), weights="nf4") is EngineSampler
 
 
@@ -51,7 +51,7 @@ def test_soft_caps_of_logits_are_the_eager_samplers():
     config = FAMILIES["gemma3"].config(final_logit_softcapping=30.0)
     assert refused_by_engine(config) == "the native engine has no soft cap of logits"
     assert refused_by_vllm(config) == "sampling by vLLM is tested with models without a soft cap of logits"
-    assert native_class(on_gpu=True, config=config) is NativeSampler
+    assert native_class(on_gpu=True, config=config) is EagerSampler
 
 
 def test_a_cache_in_fp8_is_refused_where_there_is_none(policy):
