@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn
+
+import pytest
+import torch
+from accelerate import PartialState
+from torch.distributed.launcher import api
+
+#: Seconds after which a process of a run says where it is: far above what a test takes, and below its limit.
+_HANGING = 300
 
 
 def call(
@@ -56,3 +67,22 @@ def run_program(program: Callable[[], object], folder: Path, environment: Mappin
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def fork_processes(patch: pytest.MonkeyPatch) -> None:
+    """Have a run of several processes fork them, which spares their imports, instead of starting them anew."""
+    launch = api.elastic_launch
+
+    def launch_forks(config, start):
+        PartialState._reset_state()  # a fork would take this process's state for its own
+        return partial(launch(replace(config, start_method="fork"), _start), start)
+
+    torch.set_num_threads(1)  # a fork has no other threads
+    patch.setattr(api, "elastic_launch", launch_forks)
+
+
+def _start(start, *arguments):
+    """Start a process that prints where it is if it hangs: nobody sees what processes wait for in each other."""
+    faulthandler.dump_traceback_later(_HANGING)
+    start(*arguments)
+    faulthandler.cancel_dump_traceback_later()
