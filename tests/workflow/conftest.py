@@ -26,18 +26,16 @@ class Tree:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of Snakemake and its jobs."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        """The variables of Snakemake and its jobs, which are forks (`tests.job_forks`)."""
+        path = os.pathsep.join((str(commands()), str(Path(sys.executable).parent), os.environ["PATH"]))
         variables = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
         # Jobs share the compiled modules of the copy, which nobody else writes to; each would compile them anew.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
     def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        """Snakemake in a fork. Its jobs are forks too (`tests.job_forks`)."""
-        environment = self.environment
-        environment["PATH"] = f"{commands()}{os.pathsep}{environment['PATH']}"
-        run = call(partial(self._main, [*CORES, *arguments]), self.folder, environment)
+        """Snakemake in a fork."""
+        run = call(partial(self._main, [*CORES, *arguments]), self.folder, self.environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run
 
