@@ -20,6 +20,10 @@ import torch
 from accelerate import PartialState
 from torch.distributed.launcher import api
 
+import qerl
+from qerl.host.provenance import code_version
+from qerl.jobs import KINDS
+
 #: Seconds after which a process of a run says where it is: far above what a test takes, and below its limit.
 _HANGING = 300
 
@@ -43,10 +47,27 @@ def call(
         return subprocess.CompletedProcess([str(program)], status, *texts)
 
 
-def forget_package() -> None:
-    """Forget this package's modules, so that a fork imports another copy of them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
-        del sys.modules[name]
+def use_package(folder: Path) -> None:
+    """Have this fork import the package `qerl` in `folder`.
+
+    Its modules are those that the test process has already, unless a file differs from theirs.
+    """
+    sys.path[:0] = [str(folder)]
+    if _files(folder / "qerl") != _files(Path(qerl.__file__).parent):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
+            del sys.modules[name]
+
+
+def _files(package: Path) -> dict[Path, bytes]:
+    found = (file for file in package.rglob("*") if file.suffix != ".pyc" and file.is_file())
+    return {file.relative_to(package): file.read_bytes() for file in found}
+
+
+def hash_code() -> None:
+    """Hash the code of all jobs, which forks of this process then needn't do: it takes a second."""
+    for kind in KINDS.values():
+        for function in kind.by_engine.values() if hasattr(kind, "by_engine") else [kind.does]:
+            code_version(function.partition(":")[0])
 
 
 def run_program(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:

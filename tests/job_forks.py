@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 
 from qerl.host.imports import OPTIONAL, absent
-from tests.forks import forget_package, run_program
+from tests.forks import hash_code, run_program, use_package
 
 #: Asks the process at `address` for a fork in its place; calls of Python for anything else are Python's.
 _COMMAND = """#!{python} -IS
@@ -92,6 +92,7 @@ def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[st
             import_module(path)
     if torch.cuda.is_initialized():
         raise RuntimeError("an import has started CUDA, which forks of this process can't use")
+    hash_code()
     gc.collect()
     gc.freeze()
     while True:
@@ -131,8 +132,8 @@ def _answer(client: socket.socket) -> NoReturn:
 
 def _qerl(arguments: Sequence[str]) -> None:
     """`python -m qerl` with the package of the caller's PYTHONPATH."""
-    forget_package()
-    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if package := os.environ.get("PYTHONPATH", "").partition(os.pathsep)[0]:
+        use_package(Path(package))
     sys.argv = ["qerl", *arguments]
     if arguments[0] == "rule":  # the name of this process, for tests that look for it
         ctypes.CDLL(None).prctl(_NAME, f"qerl {json.loads(arguments[1])['kind']}".encode())

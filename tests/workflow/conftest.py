@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import snakemake.cli
 
-from tests.forks import call, forget_package
+from tests.forks import call, hash_code, use_package
 from tests.job_forks import commands
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +41,7 @@ class Tree:
 
     def _main(self, arguments: list[str]) -> None:
         """Snakemake as `python -m snakemake` has it, with this tree's package in place of the tests'."""
-        forget_package()
-        sys.path[:0] = [str(self.folder)]
+        use_package(self.folder)
         snakemake.cli.main(arguments)
 
     def planned(self, *arguments: str) -> dict[str, int]:
@@ -55,6 +54,7 @@ class Tree:
 
 
 def copy_tree(folder: Path) -> Tree:
+    hash_code()
     shutil.copytree(ROOT, folder, ignore=_left_out)
     return Tree(folder)
 
