@@ -106,10 +106,13 @@ def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[st
 
 
 def _modules() -> tuple[str, ...]:
-    """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
-    from qerl.jobs import KINDS
+    """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them.
 
-    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_engine")]
+    A job of TRL, which no test of the DAG runs, imports for seconds what the others don't need.
+    """
+    from qerl.jobs import KINDS, TrlStepJob
+
+    paths = [kind.does for kind in KINDS.values() if kind is not TrlStepJob and not hasattr(kind, "by_engine")]
     return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 
