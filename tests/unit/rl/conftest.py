@@ -5,6 +5,7 @@ import pytest
 from tests.forks import fork_processes
 from tests.tiny import tiny_bases
 
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A Qwen2, dense and packed."""
