@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn
+
+import pytest
+import torch
+from accelerate import PartialState
+from torch.distributed.launcher import api
+
+import qerl
+from qerl.host.provenance import code_version
+from qerl.jobs import KINDS
+
+#: Seconds after which a process of a run says where it is: far above what a test takes, and below its limit.
+_HANGING = 300
 
 
 def call(
@@ -32,10 +47,27 @@ def call(
         return subprocess.CompletedProcess([str(program)], status, *texts)
 
 
-def forget_package() -> None:
-    """Forget this package's modules, so that a fork imports another copy of them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
-        del sys.modules[name]
+def use_package(folder: Path) -> None:
+    """Have this fork import the package `qerl` in `folder`.
+
+    Its modules are those that the test process has already, unless a file differs from theirs.
+    """
+    sys.path[:0] = [str(folder)]
+    if _files(folder / "qerl") != _files(Path(qerl.__file__).parent):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
+            del sys.modules[name]
+
+
+def _files(package: Path) -> dict[Path, bytes]:
+    found = (file for file in package.rglob("*") if file.suffix != ".pyc" and file.is_file())
+    return {file.relative_to(package): file.read_bytes() for file in found}
+
+
+def hash_code() -> None:
+    """Hash the code of all jobs, which forks of this process then needn't do: it takes a second."""
+    for kind in KINDS.values():
+        for function in kind.by_engine.values() if hasattr(kind, "by_engine") else [kind.does]:
+            code_version(function.partition(":")[0])
 
 
 def run_program(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:
@@ -56,3 +88,22 @@ def run_program(program: Callable[[], object], folder: Path, environment: Mappin
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def fork_processes(patch: pytest.MonkeyPatch) -> None:
+    """Have a run of several processes fork them, which spares their imports, instead of starting them anew."""
+    launch = api.elastic_launch
+
+    def launch_forks(config, start):
+        PartialState._reset_state()  # a fork would take this process's state for its own
+        return partial(launch(replace(config, start_method="fork"), _start), start)
+
+    torch.set_num_threads(1)  # a fork has no other threads
+    patch.setattr(api, "elastic_launch", launch_forks)
+
+
+def _start(start, *arguments):
+    """Start a process that prints where it is if it hangs: nobody sees what processes wait for in each other."""
+    faulthandler.dump_traceback_later(_HANGING)
+    start(*arguments)
+    faulthandler.cancel_dump_traceback_later()

@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 
 from qerl.host.imports import OPTIONAL, absent
-from tests.forks import forget_package, run_program
+from tests.forks import hash_code, run_program, use_package
 
 #: Asks the process at `address` for a fork in its place; calls of Python for anything else are Python's.
 _COMMAND = """#!{python} -IS
@@ -49,7 +49,7 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
-_ON_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
+_ON_PARENTS_DEATH, _NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME of prctl(2)
 
 
 #: The modules of jobs of small policies.
@@ -92,6 +92,7 @@ def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[st
             import_module(path)
     if torch.cuda.is_initialized():
         raise RuntimeError("an import has started CUDA, which forks of this process can't use")
+    hash_code()
     gc.collect()
     gc.freeze()
     while True:
@@ -105,10 +106,13 @@ def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[st
 
 
 def _modules() -> tuple[str, ...]:
-    """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them."""
-    from qerl.jobs import KINDS
+    """The modules of jobs that need no GPU, and the harnesses, which evaluations import when they use them.
 
-    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_system")]
+    A job of TRL, which no test of the DAG runs, imports for seconds what the others don't need.
+    """
+    from qerl.jobs import KINDS, TrlStepJob
+
+    paths = [kind.does for kind in KINDS.values() if kind is not TrlStepJob and not hasattr(kind, "by_system")]
     return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 
@@ -131,9 +135,11 @@ def _answer(client: socket.socket) -> NoReturn:
 
 def _qerl(arguments: Sequence[str]) -> None:
     """`python -m qerl` with the package of the caller's PYTHONPATH."""
-    forget_package()
-    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if package := os.environ.get("PYTHONPATH", "").partition(os.pathsep)[0]:
+        use_package(Path(package))
     sys.argv = ["qerl", *arguments]
+    if arguments[0] == "rule":  # the name of this process, for tests that look for it
+        ctypes.CDLL(None).prctl(_NAME, f"qerl {json.loads(arguments[1])['kind']}".encode())
     torch.set_num_threads(1)  # a fork has no other threads
     runpy.run_module("qerl", run_name="__main__", alter_sys=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,21 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:
-    """The process numbers of the jobs of one kind that run in `folder`."""
-    found = []
+    """The process numbers of the jobs of one kind that run in `folder`, of those that are forks (`tests.job_forks`)."""
+    return [number for number, name, _ in _processes(folder) if name == f"qerl {kind}\n"]
+
+
+def shells_of(kind: str, folder: Path) -> list[int]:
+    """The process numbers of the shells in which Snakemake started such jobs, and which wait for them."""
+    found = [(number, command) for number, name, command in _processes(folder) if name == "bash\n"]
+    return [number for number, command in found if f'"kind":"{kind}"' in command]
+
+
+def _processes(folder: Path) -> Iterator[tuple[int, str, str]]:
+    """The number, name and command of each process that works in `folder`."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            command, place = (process / "cmdline").read_bytes().split(b"\0"), (process / "cwd").resolve(strict=True)
+            if (process / "cwd").readlink() == folder:
+                yield int(process.name), (process / "comm").read_text(), (process / "cmdline").read_text()
         except OSError:  # it ended meanwhile, or is another user's
             continue
-        called = place == folder and command[1:5] == [b"-P", b"-m", b"qerl", b"rule"]
-        if called and json.loads(command[5])["kind"] == kind:
-            found.append(int(process.name))
-    return found

@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import pickle
 import signal
 import sys
 import sysconfig
@@ -125,6 +126,16 @@ def imports(without: Collection[str] = ()) -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
+
+
+def begin(task: bytes, without: Collection[str]) -> None:
+    """Begin another process: load a pickled function and its arguments, and with them their modules, and call it.
+
+    Python would load them ahead of any context. The libraries `without` are those of `imports`.
+    """
+    with imports(without):
+        function, arguments = pickle.loads(task)
+    function(*arguments)
 
 
 @contextmanager

@@ -16,11 +16,11 @@ SECONDS = 5
 _BYTES = 2**31
 #: Seconds after which the process is ended whatever it does.
 _WAIT = 120
-_LIMITED = f"""
+_LIMITED = """
 import json, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
-resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
 given = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"],) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (given["bytes"],) * 2)
 """
 #: As transformers renders: its tag "generation" alone is left out, which changes no text.
 _TEMPLATE = """
@@ -71,7 +71,7 @@ def _ends(script: str, given: Mapping[str, object]) -> bool:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _LIMITED + script],
-            input=json.dumps(given),
+            input=json.dumps({**given, "seconds": SECONDS, "bytes": _BYTES}),
             text=True,
             capture_output=True,
             timeout=_WAIT,

@@ -7,10 +7,10 @@ sums gradients with the others before the optimizer's step.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -27,6 +27,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
 from torch.distributed import DistError, TCPStore
 
+from qerl.host.imports import OPTIONAL, begin
 from qerl.host.interrupt import Announcement, Interrupted, handling
 from qerl.host.lease import environment_variables
 from qerl.host.nodes import by_torchrun, check_torchrun, meeting
@@ -183,7 +184,8 @@ def start_processes(
     config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
         with handling(partial(_pass_on, end)), environment_variables(_ENVIRONMENT):
-            elastic_launch(config, _start)(count // nodes, nodes, node_timeout, function, *arguments)
+            task = pickle.dumps((_start, (count // nodes, nodes, node_timeout, function, *arguments)))
+            elastic_launch(config, begin)(task, [name for name in OPTIONAL if name not in sys.modules])
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -221,7 +223,6 @@ def _pass_on(end: Announcement, number: int) -> None:
 def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
     from qerl.host.console import configure_logging
 
-    gc.freeze()  # modules: the collector would look through all of them at the end of the process (qerl.host.imports)
     configure_logging()
     # The launcher's processes would each take all cores.
     torch.set_num_threads(max(torch.get_num_threads() // here, 1))

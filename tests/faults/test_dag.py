@@ -15,7 +15,7 @@ import yaml
 
 from qerl.settings.workflow import merged
 from tests.conftest import in_nightly
-from tests.jobs import processes_of
+from tests.jobs import processes_of, shells_of
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import CORES, Tree, copy_tree
 
@@ -131,10 +131,9 @@ def test_a_killed_training_is_tried_again_from_its_checkpoint(tree, lost):
     run = start(tree, *options, "--configfile", "faults.yaml", "--", f"{OTHER_RUN}/run.json")
     [checkpoint] = wait_for(lambda: list(tree.folder.glob(f"work/micro/{Path(OTHER_RUN).name}/*/step-*.pt")))
     before = checkpoint.with_name("metrics.jsonl").read_text().splitlines()
-    for job in jobs(tree, "train"):
-        shell = int(Path(f"/proc/{job}/stat").read_text().rpartition(")")[2].split()[1])
-        for process in [shell, job] if lost == "its node" else [job]:
-            os.kill(process, signal.SIGKILL)
+    shells = shells_of("train", tree.folder.resolve()) if lost == "its node" else []
+    for process in [*shells, *jobs(tree, "train")]:
+        os.kill(process, signal.SIGKILL)
     (tree.folder / "waits").unlink()
     output, _ = run.communicate()
     assert run.returncode == 0, output

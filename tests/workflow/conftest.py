@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import snakemake.cli
 
-from tests.forks import call, forget_package
+from tests.forks import call, hash_code, use_package
 from tests.job_forks import commands
 
 ROOT = Path(__file__).parents[2]
@@ -26,25 +26,22 @@ class Tree:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of Snakemake and its jobs."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        """The variables of Snakemake and its jobs, which are forks (`tests.job_forks`)."""
+        path = os.pathsep.join((str(commands()), str(Path(sys.executable).parent), os.environ["PATH"]))
         variables = {**os.environ, "PATH": path, "PYTHONPATH": str(self.folder), "QERL_COMMIT": "test"}
         # Jobs share the compiled modules of the copy, which nobody else writes to; each would compile them anew.
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
     def snakemake(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        """Snakemake in a fork. Its jobs are forks too (`tests.job_forks`)."""
-        environment = self.environment
-        environment["PATH"] = f"{commands()}{os.pathsep}{environment['PATH']}"
-        run = call(partial(self._main, [*CORES, *arguments]), self.folder, environment)
+        """Snakemake in a fork."""
+        run = call(partial(self._main, [*CORES, *arguments]), self.folder, self.environment)
         assert not check or run.returncode == 0, run.stdout + run.stderr
         return run
 
     def _main(self, arguments: list[str]) -> None:
         """Snakemake as `python -m snakemake` has it, with this tree's package in place of the tests'."""
-        forget_package()
-        sys.path[:0] = [str(self.folder)]
+        use_package(self.folder)
         snakemake.cli.main(arguments)
 
     def planned(self, *arguments: str) -> dict[str, int]:
@@ -57,6 +54,7 @@ class Tree:
 
 
 def copy_tree(folder: Path) -> Tree:
+    hash_code()
     shutil.copytree(ROOT, folder, ignore=_left_out)
     return Tree(folder)
 

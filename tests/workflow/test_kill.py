@@ -17,7 +17,7 @@ from qerl.jobs import TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests import jobs
-from tests.forks import call
+from tests.forks import call, fork_processes
 from tests.jobs import train_job, write_inputs
 
 pytestmark = [pytest.mark.slow]
@@ -51,28 +51,27 @@ def start(job: TrainJob) -> subprocess.Popen:
     return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen) -> None:
-    """Wait until the job ends."""
-    _, said = process.communicate()
-    assert process.returncode == 0, said
-
-
 def children(process: subprocess.Popen) -> list[Path]:
     """The entries in /proc of the processes that the job started."""
     started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [Path("/proc") / pid for pid in started]
 
 
-def run_whole(job: TrainJob) -> None:
-    """An undisturbed run, on one thread like the others."""
-    torch.set_num_threads(1)
-    run_job(job)
+def finish(job: TrainJob, folder: Path) -> None:
+    """Run the job to its end, in forks and on one thread."""
+
+    def program() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            fork_processes(patch)
+            run_job(job)
+
+    run = call(program, folder, ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
 
 
 def test_sigkill_leaves_a_run_that_continues_bit_for_bit(job, tmp_path):
     """Of two processes; one ends at once, between any two writes, in `tests/faults/test_files.py`."""
-    run = call(lambda: run_whole(job("whole")), tmp_path, ENVIRONMENT)
-    assert run.returncode == 0, run.stderr
+    finish(job("whole"), tmp_path)
     victim = start(job("killed"))
     while len(list(tmp_path.glob("work-killed/*/step-*.pt"))) < 2:
         assert victim.poll() is None, victim.stderr.read()
@@ -84,7 +83,7 @@ def test_sigkill_leaves_a_run_that_continues_bit_for_bit(job, tmp_path):
     while any(worker.exists() for worker in workers):  # a process left over would write beside the next run
         time.sleep(0.1)
     assert not (tmp_path / "killed").exists()
-    finish(start(job("killed")))
+    finish(job("killed"), tmp_path)
     whole, killed = (load_file(tmp_path / name / "policy/adapter_model.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert all(torch.equal(whole[key], killed[key]) for key in whole)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qerl.checkpoints.files import CheckpointError
+from qerl.host import limits
 from qerl.models.export import write_merged
 from qerl.models.loading import load_tokenizer
 from qerl.models.policy import load_policy, with_adapter
@@ -17,6 +18,12 @@ from tests.tiny import tiny_qwen2, write_template
 CPU = torch.device("cpu")
 #: Endless with a name that doesn't match, such as those of the model.
 ENDLESS = r"(([a-z]|[a-z_.0-9])+)+X"
+
+
+@pytest.fixture
+def one_second(monkeypatch):
+    """What has no end is given up after a second."""
+    monkeypatch.setattr(limits, "SECONDS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.usefixtures("one_second")
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_an_adapter_that_does_not_fit_is_one_sentence(base, adapter, tmp_path, changes, sentence):
     with pytest.raises(CheckpointError, match=sentence):
@@ -110,6 +118,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.usefixtures("one_second")
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_without_end_is_refused_in_any_thread(base, tmp_path, template):
     folder = shutil.copytree(base, tmp_path / "foreign")

@@ -1,18 +1,9 @@
 """A small base, rewards of answers, and the processes of a run, started at once."""
 
-import faulthandler
-from dataclasses import replace
-from functools import partial
-
 import pytest
-import torch
-from accelerate import PartialState
-from torch.distributed.launcher import api
 
+from tests.forks import fork_processes
 from tests.tiny import tiny_bases
-
-#: Seconds after which a process says where it is: far above what a test takes, and below its limit.
-_HANGING = 300
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +36,4 @@ def forking(monkeypatch):
 
     A run spawns them, as in `tests/workflow/test_kill.py`.
     """
-    launch = api.elastic_launch
-
-    def launch_forks(config, start):
-        PartialState._reset_state()  # a fork would take this process's state for its own
-        return partial(launch(replace(config, start_method="fork"), _start), start)
-
-    torch.set_num_threads(1)  # a fork has no other threads
-    monkeypatch.setattr(api, "elastic_launch", launch_forks)
-
-
-def _start(start, *arguments):
-    """Start a process that prints where it is if it hangs: nobody sees what processes wait for in each other."""
-    faulthandler.dump_traceback_later(_HANGING)
-    start(*arguments)
-    faulthandler.cancel_dump_traceback_later()
+    fork_processes(monkeypatch)
