@@ -90,7 +90,7 @@ class PlannedWork:
     sequences: int
     """Completions that are drawn together on one GPU."""
     drawn: float
-    """Tokens of all completions; NaN if unknown."""
+    """Tokens of all completions."""
     trained: float = 0
     """Tokens that updates read, each pass counted."""
     gradient_checkpointing: Recompute = "false"
@@ -137,7 +137,7 @@ class Costs:
     def rollout(self, work: PlannedWork) -> Hours:
         """Hours of the completions."""
         speed = self.measured_rollout(work)
-        if speed is not None and not math.isnan(work.drawn):
+        if speed is not None:
             return Hours(measured=_hours(work.drawn, speed.rate))
         return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
 
