@@ -331,8 +331,9 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         groups, dense, grad = ctx.groups, ctx.linear.dense, grad.contiguous()
         grads: list[Tensor] = []
-        if ctx.saved_tensors:
-            x, shrunk, *adapters = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a second look at them would recompute a checkpointed block again
+        if saved:
+            x, shrunk, *adapters = saved
             lora = StackedLora(_loras(adapters, ctx.scale), x.dtype)
             grad_shrunk = torch.empty_like(shrunk)
             dense.dense_input_gradient(lora.up, grad, groups, grad_shrunk)
@@ -343,7 +344,7 @@ class _GroupedProduct(torch.autograd.Function):
             return None, None, None, None, *grads
         grad_x = grad.new_empty(groups.count, ctx.linear.in_features)
         ctx.linear.input_gradient(grad, groups, grad_x)
-        if ctx.saved_tensors:
+        if saved:
             dense.dense_input_gradient(lora.down, grad_shrunk, groups, grad_x, add=True)
         if ctx.rows != groups.count:
             grad_x = grad_x.view(ctx.rows, groups.chosen, -1).sum(1)
