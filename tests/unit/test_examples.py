@@ -78,7 +78,7 @@ def test_the_loop_on_one_page_trains_the_policy_of_qerl_train(folder, monkeypatc
     assert run.metrics["grad_norm"].min() > 0.1
     ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (folder / "page/adapter", run.adapter))
     assert ours.keys() == theirs.keys()
-    # By their root mean square: AdamW makes steps of the learning rate, also where a gradient is all rounding, and there
-    # each CPU rounds as it will. Every other defect moves whole matrices by about the learning rate.
+    # By their root mean square: AdamW makes steps of the learning rate also where a gradient is all rounding, and there
+    # each CPU rounds as it will. A defect moves whole matrices by about the learning rate.
     for name, tensor in ours.items():
         assert (tensor - theirs[name]).square().mean().sqrt() < 1e-4 * RATE, name

@@ -83,7 +83,10 @@ def test_sigkill_leaves_a_run_that_continues_bit_for_bit(job, tmp_path):
     while any(worker.exists() for worker in workers):  # a process left over would write beside the next run
         time.sleep(0.1)
     assert not (tmp_path / "killed").exists()
+    [metrics] = tmp_path.glob("work-killed/*/metrics.jsonl")
+    before = metrics.read_text().splitlines()[0]
     finish(job("killed"), tmp_path)
+    assert (tmp_path / "killed/metrics.jsonl").read_text().splitlines()[0] == before  # with its seconds: not done again
     whole, killed = (load_file(tmp_path / name / "policy/adapter_model.safetensors") for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert all(torch.equal(whole[key], killed[key]) for key in whole)

@@ -153,16 +153,23 @@ def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_p
     assert "Traceback" not in done.stderr.partition("ConfigError")[2]
 
 
-def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_path):
+def test_processes_of_a_run_import_nothing_from_the_working_directory_first_and_no_library_that_it_hid(tmp_path):
     script, place = tmp_path / "script.py", tmp_path / "place"
     place.mkdir()
     (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
-    run = "start_processes(2, print, 'a process of', 'the run')"
-    script.write_text(f"from qerl.rl.parallel import start_processes\nif __name__ == '__main__':\n    {run}\n")
+    (tmp_path / "job.py").write_text(
+        "try:\n    import sklearn\nexcept ImportError:\n    sklearn = None\n"
+        "def say(what):\n    print(what, 'with' if sklearn else 'without', 'sklearn')\n"
+    )
+    script.write_text(
+        "from qerl.host.imports import OPTIONAL, absent\nfrom qerl.rl.parallel import start_processes\n"
+        "if __name__ == '__main__':\n    with absent(OPTIONAL):\n        from job import say\n"
+        "    start_processes(2, say, 'a process of the run')\n"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, script]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout.split("\n").count("a process of the run") == 2, done.stderr
+    assert done.stdout.split("\n").count("a process of the run without sklearn") == 2, done.stderr
 
 
 @pytest.mark.slow
