@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from qerl.settings.data import INSTRUCTIONS
-from tests.forks import call, use_package
+from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import ROOT
@@ -106,7 +106,8 @@ def in_forks(language: str, block: str, folder: Path) -> str:
 
 def in_this_process(language: str, text: str) -> None:
     torch.set_num_threads(1)
-    use_package(Path(os.environ["PYTHONPATH"]))
+    forget_package()  # that of the wheel is imported, which has no clone around it
+    sys.path[:0] = [os.environ["PYTHONPATH"]]
     if language == "python":
         exec(text, {"__name__": "__main__"})
         return
