@@ -162,8 +162,9 @@ def test_processes_of_a_run_import_nothing_from_the_working_directory_first_and_
         "def say(what):\n    print(what, 'with' if sklearn else 'without', 'sklearn')\n"
     )
     script.write_text(
-        "from qerl.host.imports import OPTIONAL, absent\nfrom qerl.rl.parallel import start_processes\n"
+        "from qerl.host.imports import OPTIONAL, absent\n"
         "if __name__ == '__main__':\n    with absent(OPTIONAL):\n        from job import say\n"
+        "        from qerl.rl.parallel import start_processes\n"
         "    start_processes(2, say, 'a process of the run')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
