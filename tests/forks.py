@@ -71,7 +71,7 @@ def _files(package: Path) -> dict[Path, bytes]:
 def hash_code() -> None:
     """Hash the code of all jobs, which forks of this process then needn't do: it takes a second."""
     for kind in KINDS.values():
-        for function in kind.by_engine.values() if hasattr(kind, "by_engine") else [kind.does]:
+        for function in kind.by_system.values() if hasattr(kind, "by_system") else [kind.does]:
             code_version(function.partition(":")[0])
 
 

@@ -110,9 +110,9 @@ def _modules() -> tuple[str, ...]:
 
     A job of TRL, which no test of the DAG runs, imports for seconds what the others don't need.
     """
-    from qerl.jobs import KINDS, TrlStepJob
+    from qerl.jobs import KINDS
 
-    paths = [kind.does for kind in KINDS.values() if kind is not TrlStepJob and not hasattr(kind, "by_system")]
+    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_system")]
     return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 
