@@ -1,11 +1,14 @@
 """The scripts in `examples`, each run as a user runs it."""
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from traceback import walk_stack
 
 import pytest
 import torch
@@ -40,6 +43,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+def walks():
+    """The functions of each walk in docs/architecture.md, by its heading."""
+    found = {}
+    for part in re.split(r"^## ", (ROOT / "docs/architecture.md").read_text(), flags=re.M)[1:]:
+        if heading := re.match(r"(.+) \((\d+) functions\)\n", part):
+            functions = re.findall(r"^\d+\. `([^`]+)`", part, flags=re.M)
+            assert len(functions) == int(heading[2])
+            found[heading[1]] = functions
+    return found
+
+
+def test_the_walks_of_the_architecture_name_what_exists():
+    assert len(walks()) == 3
+    for module, _, name in (each.partition(":") for names in walks().values() for each in names):
+        found = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
 def printed(folder, name):
     """The numbers that the page printed of its steps."""
     lines = (folder / "printed.txt").read_text().splitlines()
@@ -71,7 +93,19 @@ def test_the_loop_on_one_page_trains_the_policy_of_qerl_train(folder, monkeypatc
         "reward": {"function": "reward_of_page:characters"},
         "optimizer": {"learning_rate": RATE},
     }
+    stacks = []
+    backward = torch.Tensor.backward
+
+    def noted(*arguments, **options):
+        frames = [frame for frame, _ in walk_stack(inspect.currentframe())]
+        stacks.append([f"{frame.f_globals['__name__']}:{frame.f_code.co_qualname}" for frame in frames])
+        return backward(*arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "backward", noted)
     run = qerl.train(values)
+    # The first walk of docs/architecture.md is the call stack at `backward`, below the command.
+    walk = [name for name in walks()["A token batch: `qerl train` → `backward`"] if not name.startswith("qerl.cli")]
+    assert [name for name in reversed(stacks[0]) if name.startswith("qerl.")] == walk
     for name, column in {"reward": "reward", "length": "completion_length", "gradient": "grad_norm"}.items():
         assert printed(folder, name) == pytest.approx(run.metrics[column].tolist(), abs=1e-5), name
     assert printed(folder, "sigma") == [0, 0.01]
