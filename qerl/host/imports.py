@@ -7,17 +7,17 @@ import gc
 import importlib
 import importlib.util
 import inspect
-import pickle
 import signal
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,14 +128,15 @@ def imports(without: Collection[str] = ()) -> Iterator[None]:
             gc.enable()
 
 
-def begin(task: bytes, without: Collection[str]) -> None:
-    """Begin another process: load a pickled function and its arguments, and with them their modules, and call it.
+def begin(functions: Sequence[str], without: Collection[str], *arguments: Any) -> None:
+    """Begin another process: load functions, as `module:name`, and call the first with the others and `arguments`.
 
-    Python would load them ahead of any context. The libraries `without` are those of `imports`.
+    Python itself would load their modules ahead of any context. The libraries `without` are those of `imports`.
     """
     with imports(without):
-        function, arguments = pickle.loads(task)
-    function(*arguments)
+        pairs = [function.partition(":") for function in functions]
+        first, *others = [attrgetter(name)(importlib.import_module(module)) for module, _, name in pairs]
+    first(*others, *arguments)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
 from qerl.checkpoints.shapes import ARCHITECTURES, SIZES
-from qerl.results.floor import mean_context, step_bytes, step_flops
 from qerl.results.paths import weights_names
 from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.results.store import ResultError, read
@@ -508,6 +507,8 @@ def _with_prompts(point: DecodePoint, tokens: int, rate: float) -> float:
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
     if job.ceilings is None:
         return np.nan
+    from qerl.results.floor import mean_context, step_bytes, step_flops  # which need torch, and a plan doesn't
+
     work = job.work
     context = mean_context(work.prompt, work.tokens)
     moved = step_bytes(work.base, work.rank, sequences, context)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -184,8 +183,9 @@ def start_processes(
     config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
         with handling(partial(_pass_on, end)), environment_variables(_ENVIRONMENT):
-            task = pickle.dumps((_start, (count // nodes, nodes, node_timeout, function, *arguments)))
-            elastic_launch(config, begin)(task, [name for name in OPTIONAL if name not in sys.modules])
+            hidden = [name for name in OPTIONAL if name not in sys.modules]
+            functions = [f"{each.__module__}:{each.__qualname__}" for each in (_start, function)]
+            elastic_launch(config, begin)(functions, hidden, count // nodes, nodes, node_timeout, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -220,7 +220,7 @@ def _pass_on(end: Announcement, number: int) -> None:
     end.number = number
 
 
-def _start(here: int, nodes: int, node_timeout: float, function: Callable[..., None], *arguments: Any) -> None:
+def _start(function: Callable[..., None], here: int, nodes: int, node_timeout: float, *arguments: Any) -> None:
     from qerl.host.console import configure_logging
 
     configure_logging()

@@ -239,7 +239,7 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
 RULE = """
 import sys
 from qerl.jobs import DecodeJob
-DecodeJob.by_engine["native"] = "probe:measure_points"
+DecodeJob.by_system["native"] = "probe:measure_points"
 from qerl.__main__ import main
 main()
 """
