@@ -414,17 +414,18 @@ class Jobs:
 
     def _all_deciding(self, *call: str) -> str:
         job = self.of(*call)
-        makers = [other for other in self._made_by(job) if other != call]
+        makers = self.makers_of(*call)
         return f"{job.deciding} {_hash(map(self._version, makers))}" if makers else job.deciding
 
     def _new_version(self, call: Call) -> str:
         """Hash of all that decides the result of a job."""
         return _hash([self.deciding(*call), self.of(*call).code, *self.content(*call)])
 
-    def _made_by(self, job: jobs.Job) -> list[Call]:
-        """The jobs that make what a job reads: those of the paths in it."""
+    def makers_of(self, *call: str) -> list[Call]:
+        """The other jobs that make what a job reads: those of the paths in it."""
+        job = self.of(*call)
         read = {path for path in _paths(job) if path != job.out}
-        return sorted({call for path in read for call in self._makers.get(path, ())})
+        return sorted({maker for path in read for maker in self._makers.get(path, ())} - {call})
 
     @cached_property
     def _makers(self) -> dict[Path, list[Call]]:
