@@ -22,9 +22,10 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from qerl.report.format import training_label, weights_label
 from qerl.report.paper import fits
 from qerl.results.paths import NARROW, training_name
-from qerl.results.printed import Panel, Series
+from qerl.results.printed import DECAYS, Panel, Series
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
+from qerl.settings.run import NoiseSettings
 
 # Shared parts of all figures: style, colours of arms, axes saved as files, and curves over seeds.
 #
@@ -473,6 +474,22 @@ def _series_colours(series: Sequence[Series]) -> list[str]:
     """The arms' colours, or those of the palette if the series differ in something else."""
     arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
     return [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
+
+
+def schedules(stem: Path) -> None:
+    """Sigma by stage for each schedule of `NoiseSettings` (paper Fig. 15), from both starts in the paper."""
+    starts = {5e-2: "section 4.1 and Figure 15", 1e-2: "Table 4"}
+    stages = range(NoiseSettings().stages)
+    with figure_axes(len(starts), stem) as axes:
+        for axis, (start, where) in zip(axes, starts.items(), strict=True):
+            for name, colour in zip(DECAYS, PALETTE, strict=False):
+                settings = NoiseSettings(schedule=name, sigma_start=start)
+                values = [settings.sigma(stage + 1, len(stages)) for stage in stages]
+                axis.step(stages, values, where="mid", color=colour, label=name)
+            axis.set_title(f"σ from {start:g} to {NoiseSettings().sigma_end:g} ({where})", loc="left")
+            axis.set_xlabel("stage k of Eq. 8")
+            axis.set_ylabel("σ")
+        axes[0].legend(frameon=False)
 
 
 def bars_beside(cells: pd.DataFrame, stem: Path) -> None:

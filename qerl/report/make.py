@@ -59,6 +59,9 @@ _FIGURES = {
     "reward": f"Training reward by step: {_CURVE}. Compare the paper's Figures 7 and 8.",
     "throughput": "Rollout throughput by LoRA rank and weights: medians with quartiles. The number on a bar is its "
     "ratio to BF16 at the same rank.",
+    printed.SCHEDULES: "The paper's Figure 15: standard deviation of the noise by stage, as implemented here. The "
+    "exponential schedule is Equation 8, whose last stage stops short of the end value; the paper gives no formula for "
+    "the others. It states two start values; both are shown.",
 }
 
 
@@ -262,6 +265,8 @@ def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:
 
 def figure_stamp(name: str, stored: StoredResults) -> str:
     """The machine, seeds and commit of a figure's numbers."""
+    if name == printed.SCHEDULES:
+        return "Drawn from the formulas; nothing is measured."
     runs = stored.runs()
     if name == "throughput":
         return _stamp(stored.points("rollout"), runs[:0]) + "."
@@ -279,6 +284,7 @@ def _draw(name: str, stored: StoredResults, stem: Path) -> None:
     if name in printed.CURVE_FIGURES:
         return figures.curves_beside(printed.CURVE_FIGURES[name], *stored.curves(name), stem)
     makers: dict[str, Callable[[], None]] = {
+        printed.SCHEDULES: lambda: figures.schedules(stem),
         "accuracy": lambda: figures.accuracy(stored.accuracy_cells(), stem),
         "throughput": lambda: figures.throughput(tables.throughput(stored.points("rollout")), stem),
         "reward": lambda: figures.reward(stored.metrics(), stem),

@@ -89,7 +89,9 @@ TABLES = {
 
 #: Bar charts and the files of their numbers; the first file decides which models are shown.
 BARS = {"figure1": ("figure1",), "figure11": ("figure11", "table9")}
-_DECAYS = ("linear", "exponential", "cosine", "logarithmic")
+#: The figure of the noise schedules, which needs no result.
+SCHEDULES = "figure15"
+DECAYS = ("linear", "exponential", "cosine", "logarithmic")
 
 
 def _arms(model: str, data: str, *names: str) -> list[Series]:
@@ -135,7 +137,7 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
             _REWARD,
             [
                 Series(name, Asked(_3B, "nvfp4", "lora", name, 32, {"data": "gsm8k", "sigma": "0.05"}))
-                for name in _DECAYS
+                for name in DECAYS
             ],
         )
     ],
@@ -157,7 +159,7 @@ CURVE_FIGURES: dict[str, Sequence[Panel]] = {
 }
 
 #: All tables and figures that are compared with the paper's, and their category in the report.
-NAMES = {*TABLES, *BARS, *CURVE_FIGURES}
+NAMES = {*TABLES, *BARS, *CURVE_FIGURES, SCHEDULES}
 CATEGORY = "4 Paper beside ours"
 
 
@@ -194,7 +196,8 @@ def figures_fed(covered: Collection[tuple[str, str]]) -> list[str]:
             for series in panel.series
         )
     ]
-    return sorted([*bars, *curves], key=lambda name: int(name.removeprefix("figure")))
+    schedules = [SCHEDULES] if curves else []
+    return sorted([*bars, *curves, *schedules], key=lambda name: int(name.removeprefix("figure")))
 
 
 def _feeds(cells: Sequence[Cell], covered: Collection[tuple[str, str]]) -> bool:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, TABLES
+from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES
 from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan
 
@@ -195,7 +195,7 @@ def configuration(**changes) -> Config:
 def test_the_paper_s_models_make_all_of_its_tables_and_figures():
     made = plan(configuration())
     assert [name for name in made.tables if name in TABLES] == list(TABLES)
-    assert {name for name in made.figures if name in NAMES} == {*BARS, *CURVE_FIGURES}
+    assert {name for name in made.figures if name in NAMES} == {*BARS, *CURVE_FIGURES, SCHEDULES}
     assert len(made.figures) == len(set(made.figures))
 
 
