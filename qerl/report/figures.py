@@ -483,7 +483,7 @@ def schedules(stem: Path) -> None:
     with figure_axes(len(starts), stem) as axes:
         for axis, (start, where) in zip(axes, starts.items(), strict=True):
             for name, colour in zip(DECAYS, PALETTE, strict=False):
-                settings = NoiseSettings(schedule=name, sigma_start=start)
+                settings = NoiseSettings(schedule=name, sigma_start=start)  # type: ignore[arg-type]
                 values = [settings.sigma(stage + 1, len(stages)) for stage in stages]
                 axis.step(stages, values, where="mid", color=colour, label=name)
             axis.set_title(f"σ from {start:g} to {NoiseSettings().sigma_end:g} ({where})", loc="left")
