@@ -253,7 +253,7 @@ def tile_statistics(
         parts.append((chosen, lse, -logprobs.exp().mul_(logprobs).sum(-1)))
     chosen, lses, entropies = (torch.stack(column) for column in zip(*parts, strict=True))
     lse = lses.logsumexp(0)
-    # The entropy combines those of the tiles: H = sum w (H_tile - log w), where w is the tile's probability.
+    # The entropies of the tiles combine: H = sum w (H_tile - log w), where w is the tile's probability.
     # Log-sum-exp less the mean logit would be a small difference of large numbers.
     logs = lses - lse
     return chosen.sum(0), lse, (logs.exp() * (entropies - logs)).sum(0)

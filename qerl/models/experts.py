@@ -311,7 +311,7 @@ class GroupedAdapters(StackedLora):
 class _GroupedProduct(torch.autograd.Function):
     """Outputs [pairs, N] of x [T, K] or [pairs, K], with the gradients of x and of the layers' A and B, if any.
 
-    It saves x and A x only with adapters, of which A and s B are cast to the dtype of x in each direction. Their
+    It saves x and A x only with adapters, whose A and s B are cast to the dtype of x in each direction. Their
     gradients are sums in float32. `adapters` lists A and B of each layer in order.
     """
 

@@ -119,7 +119,7 @@ class _Operands:
         return shrunk, tuple(outs)
 
     def add_bases(self, grads: Sequence[Tensor], grad_x: Tensor) -> Tensor:
-        """Add the base layers' share of the gradient of x [M, in] in place, by those of the outputs."""
+        """Add the base layers' share of the gradient of x [M, in] in place, from the outputs' gradients."""
         for layer, grad in zip(self.layers, grads, strict=True):
             grad_x.addmm_(grad, layer.weight(grad.dtype))
         return grad_x
@@ -227,7 +227,7 @@ class LeanLoraLinear(LoraLinear):
     adapters are active, and if the base is trained.
     """
 
-    #: Operands by dtype and number of layers, of which this is the first; None outside of `constant_adapters`.
+    #: Operands by dtype and number of layers, the first of them this one; None outside of `constant_adapters`.
     operands: dict[tuple[torch.dtype, int], _Operands] | None = None
     #: The casts that passes of an update share; None outside of `SharedCasts.unchanged`.
     casts: SharedCasts | None = None

@@ -471,7 +471,7 @@ def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _series_colours(series: Sequence[Series]) -> list[str]:
-    """The arms' colours, or those of the palette if the series differ in something else."""
+    """The arms' colours, or the palette's if the series differ in something else."""
     arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
     return [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
 

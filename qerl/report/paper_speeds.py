@@ -1,4 +1,4 @@
-"""The paper's speeds beside those of the speed grid: rollouts (Tables 5 to 9, Figures 1 and 11) and GRPO steps.
+"""The paper's speeds beside the speed grid's: rollouts (Tables 5 to 9, Figures 1 and 11) and GRPO steps.
 
 The paper's lengths are prompts of 256 tokens and completions of 2,048. It doesn't state what its batch size counts: one
 reading takes it as concurrent sequences, another as prompts of 8 completions each. It measured with vLLM; here each

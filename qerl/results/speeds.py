@@ -401,7 +401,7 @@ def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
     * rollout, step: points of a configuration's benches. `samples` are in tokens/s of whole rollouts, and in seconds.
 
     The columns `model`, `bench`, `sequences` and, of decode and rollout points, `rollouts` (tokens/s of whole rollouts)
-    are those by which numbers stand beside the paper's.
+    place a number beside the paper's.
     """
     import pandas as pd  # which the plan, which reads the schemas, is spared
 

@@ -231,7 +231,7 @@ class Trainer:
                 rollout = self.collector.collect(step, position, self._perturb(step))
             if watch:
                 watch.observe(step, rollout, self.processes.writes)
-            # The update is that of the policy without noise, so that its gradient is at the weights that stay. With
+            # The policy is updated without noise, so that the gradient is taken at the weights that stay. With
             # the other mode it has the rollout's noise, so that both compute the same probabilities.
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()

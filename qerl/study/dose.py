@@ -206,9 +206,10 @@ _SENTENCES: dict[Verdict, str] = {
 _METHOD = """\
 Differences are arms less bf16, in points, paired by base and seed, and for pass@k by problem. Brackets have 95 %
 intervals of a hierarchical bootstrap over bases, seeds and problems, and p is corrected by Holm's method over the arms
-of a role. Discovery is the share of training problems that a run has solved. pass@k is the best of the temperatures
-0.7, 1 and 1.3. A dose is the KL of a completion from the untrained base to the perturbed one, and Δ entropy the change
-of a token's entropy there. Entropy in training is the mean over all steps, in nats a token.
+of a role. Discovery is the share of training problems that a run has solved. pass@k is the best of the temperatures of
+the evaluation. A dose is the KL of a completion from the untrained base to the perturbed one, and Δ entropy the change
+of a token's entropy there. Entropy in training is the mean over all steps, of the policy without noise, in nats a
+token; the nearest control is chosen by it.
 [The protocol](../dose-protocol.md) has the rules. Each run states the SHA-256 of the version that was committed before
 it. An interval is over the seeds that have run: `pairs` in the table counts runs of an arm beside one of bf16."""
 
@@ -255,24 +256,25 @@ def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-#: The secondary measures of a run's steps: name, metric, first and last step. Noise begins after a tenth of the steps.
-_SECONDARY = (
-    ("reward, last 50 steps", "reward", 151, 200),
-    ("sampler's entropy, steps 1 to 5", "entropy/sampler", 1, 5),
-    ("sampler's entropy, steps 21 to 40", "entropy/sampler", 21, 40),
-    ("mismatch/kl", "mismatch/kl", 1, 200),
-)
-
-
 def secondary_table(study: Study, primary: Sequence[Outcome]) -> pd.DataFrame:
     """One row per compared experiment and arm: the means of the protocol's secondary measures, in their own units."""
     runs = study.runs[study.runs["experiment"].isin({outcome.experiment for outcome in primary})]
     by_arm = ["experiment", "arm"]
     steps = study.steps.merge(runs[["run", *by_arm]], on="run")
+    last = int(steps["step"].max())
+    noisy = steps.loc[steps["noise/sigma"] > 0, "step"]
+    sampler = "entropy/sampler"
+    measures = [(f"reward, steps {3 * last // 4 + 1} to {last}", "reward", 3 * last // 4 + 1, last)]
+    measures += [("sampler's entropy", sampler, 1, last), ("the same, steps 1 to 5", sampler, 1, 5)]
+    if len(noisy):  # a schedule begins without noise
+        first = int(noisy.min())
+        end = first + last // 10 - 1
+        measures.append((f"the same, steps {first} to {end}, the first with noise", sampler, first, end))
+    measures.append(("mismatch/kl", "mismatch/kl", 1, last))
     frame = pd.DataFrame(
         {
-            name: steps[steps["step"].between(first, last)].groupby(by_arm, sort=False)[metric].mean()
-            for name, metric, first, last in _SECONDARY
+            name: steps[steps["step"].between(begin, end)].groupby(by_arm, sort=False)[metric].mean()
+            for name, metric, begin, end in measures
         }
     )
     counts = study.outcomes[study.outcomes["temperature"] == 1].merge(runs[["run", *by_arm]], on="run")
@@ -458,7 +460,7 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         "## All arms",
         *by_experiment,
         "## Secondary measures",
-        "Means over runs. Entropy is in nats a token; noise begins at step 21. `mismatch/kl` is a token's KL between "
+        "Means over runs. Entropy is in nats a token. `mismatch/kl` is a token's KL between "
         "sampler and trainer. Solutions are distinct expressions among the completions at temperature 1.",
         table(secondary, beside),
         "In full precision: " + ", ".join(f"[{each}]({STUDY_PARTS}/{each}.csv)" for each in sorted(tables)) + ".",

@@ -77,7 +77,7 @@ class Jobs:
         return with_signature(lambda wildcards: value(self.of(rule, *wildcards)))
 
     def gpus(self, rule: str) -> dict[str, Callable[[Any], int]]:
-        """The GPUs of a job, and the same in percent of a GPU, of which a profile may give a part (profiles/shared)."""
+        """The GPUs of a job, and their percent, since a profile may give a part of a GPU (profiles/shared)."""
         return {
             "gpu": self.value(rule, lambda job: job.gpus),
             "gpu_percent": self.value(rule, lambda job: 100 * job.gpus),
