@@ -357,15 +357,11 @@ def _interval(one: Comparison) -> str:
     return f"{_points(interval.mean)} [{_points(interval.low)}, {_points(interval.high)}]"
 
 
-def _where(outcome: Outcome) -> str:
-    return f"{outcome.size} at rate {outcome.rate:g} (`{outcome.experiment}`)"
-
-
 def _opening(primary: Sequence[Outcome]) -> str:
     """What the study says: first the experiments that can see an effect; then the largest effects, and what is open."""
     decided = sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind)
     lines = [
-        f"* **{outcome.measure}, {_where(outcome)}**: "
+        f"* **{outcome.measure}, {outcome.size} at rate {outcome.rate:g} (`{outcome.experiment}`)**: "
         + _SENTENCES[outcome.verdict].format(effect=f"{100 * outcome.effect:.0f}")
         + "."
         for outcome in decided

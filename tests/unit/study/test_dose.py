@@ -13,7 +13,17 @@ from qerl.results.schema import Dose, DoseReport, Machine, Provenance
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
 from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
-from qerl.study.dose import DISCOVERY, FIRST, WIDEST, Outcome, all_outcomes, dose_table, envelope, write_page
+from qerl.study.dose import (
+    DISCOVERY,
+    FIRST,
+    WIDEST,
+    Outcome,
+    all_outcomes,
+    dose_table,
+    envelope,
+    secondary_table,
+    write_page,
+)
 from tests.conftest import nightly
 from tests.recompute_dose import estimates
 
@@ -125,6 +135,20 @@ def test_a_dose_counts_for_the_data_in_its_folder(tmp_path):
     assert found.to_dict() == {"early": 1.0, "late": 2.0}
     elsewhere = dose_table([tmp_path / "dose-3m-0.json"], data, {"3m-0": "3m"}).set_index("part")["kl"]
     assert elsewhere.to_dict() == {"early": 4.0, "late": 4.0}
+
+
+def test_secondary_measures_are_means_over_their_steps():
+    data = study({"entropy": 0.1})
+    noisy = data.steps["run"].str.startswith("aqn-8") & (data.steps["step"] > 1)
+    steps = data.steps.assign(**{"noise/sigma": noisy * 0.1, "entropy/sampler": data.steps["step"] * (1.0 + noisy)})
+    runs = data.runs.assign(part="data")
+    steps = steps.assign(step=10 * steps["step"])  # 10, 20, 30: a tenth of the steps is three, and noise begins at 20
+    found = replace(data, runs=runs, steps=steps)
+    rows = secondary_table(found, all_outcomes(found)).set_index("arm")
+    assert rows.loc[["bf16", "aqn-8"], "sampler's entropy"].tolist() == pytest.approx([2, (1 + 4 + 6) / 3])
+    [first] = [name for name in rows if "steps 20 to 22" in name]
+    assert rows.loc[["bf16", "aqn-8"], first].tolist() == [2, 4]
+    assert set(rows["distinct solutions of a problem"]) == {1}
 
 
 def test_data_without_a_control_are_refused(tmp_path):
