@@ -123,7 +123,8 @@ def main() -> None:
     deadline = time.monotonic() + options.seconds
     plan = plan_from(read_yaml(options.config), options.config, [options.config])
     jobs = Jobs(plan)
-    runs = [id for id in plan.runs if re.search(options.runs, id)]
+    # All arms of a seed come before the next seed, so that the end of `--seconds` leaves pairs.
+    runs = sorted((id for id in plan.runs if re.search(options.runs, id)), key=lambda id: plan.runs[id].settings.seed)
     models = sorted({plan.runs[id].settings.model for id in runs})
     targets: list[Call] = [("dose", model) for model in models] if plan.config.study else []
     evaluations = {e.run.id: name for name, e in plan.evaluations.items() if e.run}
