@@ -83,7 +83,7 @@ _ENVIRONMENT = {
     # On a CPU, vLLM must not bind the threads of this process, which also trains.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-_INSTALL = "vLLM isn't installed; README.md (One GPU) tells how, or use rollout.engine=native"
+_INSTALL = "vLLM isn't installed; docs/runs.md tells how, or use rollout.engine=native"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""README's figures equal the committed tables. `make lint` checks the links."""
+"""The figures of docs/speed.md equal the committed tables, and README has rows of it. `make lint` checks the links."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,19 @@ PEERS, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/pe
 FAMILIES = [ROOT / folder for folder in read_yaml(ROOT / "config/families.yaml")["shapes"]["samples"]]
 
 
+SPEED = (ROOT / "docs/speed.md").read_text().splitlines()
+
+
 def readme_row(work: str) -> list[list[str]]:
-    """The figures in the row of README's table of speed for some work: ours, the peer's, the ratio."""
-    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {work}")]
+    """The figures in the row of the page of speed for some work: ours, the peer's, the ratio."""
+    [line] = [line for line in SPEED if line.startswith(f"| {work}")]
     return [re.findall(r"[\d,]*\.?\d+", cell.rpartition(":")[2]) for cell in line.strip("|").split("|")[1:]]
+
+
+def test_the_speeds_of_the_readme_are_rows_of_the_page():
+    section = (ROOT / "README.md").read_text().split("## How fast\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert rows and not {*rows} - {*SPEED}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +128,9 @@ def test_the_step_of_the_readme_is_that_of_the_workflow():
     formats = ("{:.1f}", "{:.1f}", "{:.2f}")
     shown = [[one.format(value) for value in column] for one, column in zip(formats, columns, strict=True)]
     assert readme_row("GRPO step of 7B / 14B") == shown
+    [again] = load([PEERS / "step-qerl-7B-nvfp4-r16-16x8-128x1024-recompute.json"], "grpo_step")["samples"]
+    ours, trl = median(again), pairs[0][1]
+    assert readme_row("GRPO step of 7B, 16") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
     ours, trl = seconds("7B", "256x300to2048")
     assert readme_row("GRPO step of mixed lengths, 7B") == [[f"{ours:.1f}"], [f"{trl:.1f}"], [f"{trl / ours:.2f}"]]
 

@@ -1,4 +1,4 @@
-"""The README on runs by hand and on the library: its blocks work as they stand, on a checkpoint of random weights.
+"""The quick start of README.md, and docs/runs.md: their blocks work as they stand, on a checkpoint of random weights.
 
 The package is that of its wheel, in an environment and a folder without the clone.
 """
@@ -31,8 +31,8 @@ PACKAGES = sysconfig.get_path("purelib", "venv", {"base": ENVIRONMENT})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def section(title: str) -> str:
-    return (ROOT / "README.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+def section(title: str, page: str = "docs/runs.md") -> str:
+    return (ROOT / page).read_text().split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
     model = tiny_qwen2(folder / "qwen")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     into_cache(model, "models--Qwen--Qwen2.5-1.5B-Instruct", home)
-    [(_, block)] = blocks(section("Train a model on your GPU"), folder)
+    [(_, block)] = blocks(section("Train a model on your GPU", "README.md"), folder)
     train, others = block.split("\n", 1)
     in_a_shell(train, folder, HF_HOME=str(home), HF_HUB_OFFLINE="1")
     said = in_forks("sh", others, folder)
@@ -176,14 +176,8 @@ def test_commands_around_the_workflow_need_no_clone(folder, command):
     assert in_forks("sh", command, folder)
 
 
-def library(own: bool) -> str:
-    before, found, after = section("As a library").partition("A reward and a data set of your own")
-    assert found
-    return after if own else before
-
-
 def test_as_a_library(folder):
-    [block] = blocks(library(own=False), folder)
+    [block] = blocks(section("As a library"), folder)
     said = in_forks(*block, folder)
     assert "completion_length" in said
     assert "trained Interval(mean=" in said
@@ -191,7 +185,7 @@ def test_as_a_library(folder):
 
 
 def test_a_reward_and_a_data_set_of_ones_own(folder):
-    [block] = blocks(library(own=True), folder)
+    [block] = blocks(section("A reward and a data set of your own"), folder)
     in_forks(*block, folder)
     metrics = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").open()]
     assert all(row["reward"] < 0.2 for row in metrics)
