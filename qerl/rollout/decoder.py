@@ -478,17 +478,15 @@ class Decoder:
         splits: int,
         truncated: bool,
         replayed: bool,
-        drafted: bool = False,
         states: DeltaStates | None = None,
     ) -> None:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change.
 
-        `drafted`: slots may share pages that they write to, each at a position of its own. `states` are those of
-        `new_states`.
+        `states` are those of `new_states`.
         """
         ops = self.operations
         mixing = Mixing(
-            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits, drafted),
+            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits),
             lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
         )
         x = self._through_blocks(self._embedded(state.token[rows]), cache, states, mixing)

@@ -113,7 +113,7 @@ def test_the_mismatch_rises_by_what_errors_of_this_size_explain(policy, exact):
 
 
 def test_memory_for_fewer_pages_holds_twice_as_many(policy, monkeypatch):
-    """Sequences that make way for others, shared pages and drafts leave the completions as they are."""
+    """Sequences that make way for others and shared pages leave the completions as they are."""
     interrupted = []
     interrupt = scheduler.Scheduler._interrupt
     monkeypatch.setattr(
@@ -122,8 +122,7 @@ def test_memory_for_fewer_pages_holds_twice_as_many(policy, monkeypatch):
     page = 2 * 2 * 2 * 64 * (16 + 4)
     plenty, whole = sampled(policy, count=4, tokens=100, kv_cache_dtype="fp8")
     assert plenty.cache_bytes % page == 0
-    for settings in ({"kv_cache_gib": 9.5 * page / 2**30}, {"drafts": True}):
-        _, groups = sampled(policy, count=4, tokens=100, kv_cache_dtype="fp8", **settings)
-        assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in whole]
+    _, groups = sampled(policy, count=4, tokens=100, kv_cache_dtype="fp8", kv_cache_gib=9.5 * page / 2**30)
+    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in whole]
     assert interrupted
     assert sampled(policy)[0].cache_bytes / sampled(policy, kv_cache_dtype="fp8")[0].cache_bytes == 4 * 16 / (16 + 4)
