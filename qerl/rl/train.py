@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -238,8 +238,11 @@ class Trainer:
             self.updater.weights.end_rollout(self.collector.sampler)
             self.solved |= {group.problem.id for group in rollout.groups if group.solved}
             stored = store.begin(step, rollout) if store else None
-            with seconds() as update_time, _remedied():
-                update = self.updater.update(step, rollout.samples, stored)
+            with seconds() as update_time:
+                try:
+                    update = self.updater.update(step, rollout.samples, stored)
+                except torch.OutOfMemoryError as error:
+                    raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
             if stored:
                 stored.write()
         completed = rollout.metrics["completion_tokens"]
@@ -312,7 +315,12 @@ class Trainer:
     def _restore(
         self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
-        state = self._stored()
+        # Machines need not share the folder of checkpoints, so where there are several it is the first process's.
+        if self.settings.nodes == 1:
+            state = self.checkpoints.load(self.policy.device)
+        else:
+            first = self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None
+            state = self.processes.from_first(first)
         if state is None:
             return None
         with torch.no_grad():
@@ -323,25 +331,10 @@ class Trainer:
         self.updater.choices = state["choices"] and Choices(**state["choices"])
         return state
 
-    def _stored(self) -> dict[str, Any] | None:
-        """The newest state. Machines need not share its folder, so there it is the first process's."""
-        if self.settings.nodes == 1:
-            return self.checkpoints.load(self.policy.device)
-        return self.processes.from_first(self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None)
-
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
         self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
         write_text(self.metrics, "".join(self._lines))
-
-
-@contextmanager
-def _remedied() -> Iterator[None]:
-    """A context in which an update's lack of memory is said with its remedy."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
 
 
 # A run, from and to files.

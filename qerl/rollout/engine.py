@@ -11,8 +11,7 @@ from qerl.kernels.operations import operations_name
 from qerl.kernels.state import FP8, PAGE, DecodeState, SamplingState, page_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
-from qerl.rollout.decoder import DecodeGraphs, Decoder
-from qerl.rollout.prefill import Prefill
+from qerl.rollout.decoder import DecodeGraphs, Decoder, Prefill
 from qerl.rollout.sampler import Completion, SamplingParams, refuse_nan, refused_fp8_cache, stop_tokens
 from qerl.rollout.scheduler import Pages, Pool, RolloutPhases, Scheduler, pages_for, slots_for, steps_between_looks
 from qerl.settings.base import ConfigError
@@ -93,14 +92,10 @@ class EngineSampler:
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {_TO_LOWER}") from error
             raise
-        if self.settings.sleep or self._scarce:
+        # A cache that has all the memory that it may use, and needs more, leaves none to the update.
+        if self.settings.sleep or (self._bounded and self.settings.kv_cache_gib is None):
             self.release()
         return completions
-
-    @property
-    def _scarce(self) -> bool:
-        """Whether the cache has all the memory that it may use, and needs more; an update then needs that memory."""
-        return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         pool, stops = self._ready_pool(prompts, params), stop_tokens(self.policy, params)

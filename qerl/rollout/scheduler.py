@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.state import IDLE, PAGE, DecodeState, DeltaStates, KVCache, SamplingState, splits_of
-from qerl.rollout.decoder import DecodeGraphs, Decoder, Download, bucket_of, upload
-from qerl.rollout.prefill import Prefill
+from qerl.rollout.decoder import DecodeGraphs, Decoder, Download, Prefill, bucket_of, upload
 from qerl.rollout.sampler import Completion, SamplingParams
 
 # The KV cache's pages: their reference counts, kept on the host, and the slots that memory has room for.
@@ -90,8 +89,6 @@ MOST_STEPS = 8
 _LOOK_BYTES = 10e9
 
 
-# Large policies are asked more often, because their steps give the host time. Size and tokens alone determine when,
-# so a rollout is reproducible.
 def steps_between_looks(weight_bytes: int) -> int:
     """Decode steps between two looks for finished sequences: 1 with weights of 7 GB and more, 2 with 7B in NVFP4, and 8
     below 1.3 GB.
@@ -209,7 +206,11 @@ class PhaseClock:
         """The time of each phase; waits until the device has reached the last mark."""
         phases = RolloutPhases(host_wait=self._waited)
         for before, after in pairwise(self._marks):
-            seconds = _seconds(before.time, after.time)
+            if isinstance(before.time, float) or isinstance(after.time, float):
+                seconds = float(after.time) - float(before.time)  # type: ignore[arg-type]
+            else:
+                after.time.synchronize()
+                seconds = before.time.elapsed_time(after.time) / 1e3
             if after.phase == "decode":
                 batch = phases.decode[bucket_of(after.sequences)]
                 batch.steps += after.steps
@@ -221,13 +222,6 @@ class PhaseClock:
             else:
                 phases.between += seconds
         return phases
-
-
-def _seconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
-    if isinstance(before, float) or isinstance(after, float):
-        return float(after) - float(before)  # type: ignore[arg-type]
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3
 
 
 # The scheduler of sequences: continuous batching on a paged cache, with a group's prompt computed once.
@@ -332,7 +326,8 @@ class Scheduler:
             logits = self._pool.prefill.logits(*zip(*((g.prompt, g.pages, g.row) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
-        self._copy_pages(copies)
+        if copies:
+            self._pool.cache.copy_pages(*upload(copies, torch.int64, self._pool.decoder.device).T)
         self._copy_states(starting)
         self._start(starting)
         self.clock.end("prefill")
@@ -365,10 +360,6 @@ class Scheduler:
         rest = group.pages[full:]
         sequence.pages += pages.take(len(rest))
         return list(zip(rest, sequence.pages[full:], strict=True))
-
-    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        if copies:
-            self._pool.cache.copy_pages(*upload(copies, torch.int64, self._pool.decoder.device).T)
 
     def _copy_states(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
         """Copy the states after prompts to slots. Only the last group can have sequences that wait: its are held."""
