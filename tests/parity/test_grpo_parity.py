@@ -183,62 +183,14 @@ def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
     whole = BatchSize(len(samples), sum(m.sum().item() for m in masks), LONGEST, len(batches))
     loss, counts = torch.zeros(()), torch.zeros(3)
     for part, mask in zip(batches, masks, strict=True):
-        logprobs, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
+        logprobs, _ = logprobs_and_entropy(policy, part, TEMPERATURE)
         rows = lambda name, part=part: inputs[name][part.index, : part.mask_NT.shape[1]]  # noqa: E731
         old, reference = rows("old_per_token_logps"), rows("ref_per_token_logps")
         weights = importance_weights(old, sampled[part.index, : mask.shape[1]], mask, settings)
         reference = reference if settings.kl else None
-        entropies = entropies if settings.entropy else None
-        tokens = LossInputs(logprobs, old, part.advantages_N[:, None], mask, reference, weights, entropies)
+        tokens = LossInputs(logprobs, old, part.advantages_N[:, None], mask, reference, weights)
         outputs = policy_loss(tokens, settings, whole)
         outputs.loss.backward()
         loss += outputs.loss.detach()
         counts += torch.stack([outputs.clipped_low, outputs.clipped_high, outputs.ratios])
     return loss, counts
-
-
-def test_an_entropy_bonus_is_that_of_autograd(trainer, checkpoint, loss_name, kl):
-    """verl's formula: the loss less the weight times the entropy, aggregated as the loss is."""
-    samples, noise = batch(seed=4)
-    inputs = trl_inputs(samples, noise)
-    inputs["ref_per_token_logps"] = inputs["old_per_token_logps"] = trl_logprobs(trainer, inputs)
-    trainer.model.zero_grad()
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    width, mask = inputs["completion_ids"].shape[1], inputs["completion_mask"]
-    logprobs = torch.log_softmax(trainer.model(ids, attended).logits[:, -width - 1 : -1] / TEMPERATURE, -1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1) * mask
-    aggregated = {
-        "dr_grpo": entropies.sum() / (len(samples) * LONGEST),
-        "dapo": entropies.sum() / mask.sum(),
-        "bnpo": entropies.sum() / mask.sum(),
-    }.get(loss_name, (entropies.sum(1) / mask.sum(1)).mean())
-    theirs = trainer._compute_loss(trainer.model, inputs) - 0.3 * aggregated
-    theirs.backward()
-    ours = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    settings = LossSettings(name=loss_name, kl=kl, entropy=0.3)
-    loss, _ = our_loss(Policy(ours, None), samples, inputs, inputs["old_per_token_logps"], settings, 10_000)
-    torch.testing.assert_close(loss, theirs.detach(), atol=1e-6, rtol=0)
-    for (name, mine), other in zip(ours.named_parameters(), trainer.model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
-
-
-def test_entropy_equals_trl(trainer, checkpoint):
-    samples, noise = batch(seed=1)
-    inputs = trl_inputs(samples, noise)
-    inputs["ref_per_token_logps"] = inputs["old_per_token_logps"] = trl_logprobs(trainer, inputs)
-    trainer._compute_loss(trainer.model, inputs)
-    policy = Policy(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), None)
-    part = micro_batch(samples, list(range(len(samples))), torch.device("cpu"))
-    _, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
-    mean = entropies.sum().item() / part.mask_NT.sum().item()
-    assert mean == pytest.approx(trainer._metrics["train"]["entropy"][-1], abs=1e-6)
-
-
-def test_advantages_are_normalised_in_their_group():
-    rewards = torch.tensor([[1.1, 0.0, 0.1, 1.0], [0.1, 0.1, 0.1, 0.1]])
-    advantages = group_advantages(rewards)
-    assert torch.equal(advantages[1], torch.zeros(4))
-    expected = (rewards[0] - rewards[0].mean()) / (rewards[0].std() + 1e-4)
-    torch.testing.assert_close(advantages[0], expected)
-    torch.testing.assert_close(group_advantages(rewards, scale=False)[0], rewards[0] - rewards[0].mean())
