@@ -14,7 +14,6 @@ import torch
 
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy
-from qerl.rl.failures import DivergedError
 from qerl.rl.graphs import PassGraphs, padded_tokens, pass_graphs
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.memory import Recomputation
@@ -80,11 +79,14 @@ def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> 
     The sample has the share `loss.silent_sample`, rounded up, and is drawn without replacement.
     """
     loss = settings.loss
+    silent: list[int] = []
     # These terms have a gradient of their own for every completion.
-    others = bool(loss.kl or loss.entropy or loss.name == "ppo")
-    masked = (loss.mask_truncated and not sample.completion.finished for sample in samples)
-    zero = (sample.advantage == 0 or gone for sample, gone in zip(samples, masked, strict=True))
-    silent = [] if others else [i for i, is_zero in enumerate(zero) if is_zero]
+    if not (loss.kl or loss.entropy or loss.name == "ppo"):
+        silent = [
+            i
+            for i, sample in enumerate(samples)
+            if sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
+        ]
     generator = np.random.Generator(np.random.Philox(key=np.array([settings.seed, step], dtype=np.uint64)))
     count = math.ceil(loss.silent_sample * len(silent))
     sampled = sorted(generator.choice(silent, count, replace=False).tolist()) if silent else []
@@ -210,6 +212,10 @@ class Choices:
 
     logits_tokens: int
     graph_tokens: int
+
+
+class DivergedError(ValueError):
+    """A gradient or the policy's entropy isn't finite. The message is one sentence for the user."""
 
 
 def _diverged(what: str, cause: str) -> str:

@@ -124,8 +124,12 @@ def test_loss_gradient_and_counts_of_micro_batches_are_those_of_the_formulas(bat
     torch.testing.assert_close(counts, torch.tensor(counted, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
+REWARDS = st.sampled_from([0.0, 0.1, 1.0, 1.1, -3.0, 1e15])
+
+
 @given(
-    rewards=st.lists(st.sampled_from([0.0, 0.1, 1.0, 1.1, -3.0, 1e15]), min_size=2, max_size=9),
+    rewards=st.lists(REWARDS, min_size=2, max_size=9)
+    | st.builds(lambda reward, count: [reward] * count, REWARDS, st.integers(2, 9)),
     scale=st.booleans(),
 )
 def test_advantages_are_those_of_exact_arithmetic_and_exactly_zero_for_equal_rewards(rewards, scale):

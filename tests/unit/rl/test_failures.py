@@ -15,8 +15,8 @@ from qerl.jobs import EvaluateJob, PlannedPolicy
 from qerl.report import make as report_job
 from qerl.results import readers
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.failures import DivergedError, TimeLimitError
-from qerl.rl.train import train_run
+from qerl.rl.train import TimeLimitError, train_run
+from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
 from qerl.settings.models import Base

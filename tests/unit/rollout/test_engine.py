@@ -14,8 +14,8 @@ from qerl.host.gpus import seconds
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.policy import load_policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
+from qerl.rl.train import failure, noted
 from qerl.rollout import scheduler
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
