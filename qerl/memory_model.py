@@ -19,9 +19,8 @@ from qerl.models.logprobs import COLUMNS, ROWS
 from qerl.models.random import model_config
 from qerl.rl.memory import USABLE, recomputed_blocks
 from qerl.rl.packing import Sample, row_tokens, split
-from qerl.rollout.decoder import bucket_of
+from qerl.rollout.decoder import PROMPT_BUCKETS, bucket_of
 from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS
-from qerl.rollout.prefill import BUCKETS
 from qerl.rollout.sampler import Completion
 from qerl.rollout.scheduler import pages_for
 from qerl.settings.models import HubModel, LocalModel
@@ -313,7 +312,7 @@ def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
     All graphs share one pool, which nothing else can use (`qerl.host.gpus.allocatable_bytes`).
     """
     rows = bucket_of(settings.prompts * settings.group)
-    prompts = min(BUCKETS[-1], settings.prompts * settings.prompt_tokens)
+    prompts = min(PROMPT_BUCKETS[-1], settings.prompts * settings.prompt_tokens)
     return _block_bytes(shape, settings, rows + prompts) + rows * shape.vocabulary * HALF
 
 

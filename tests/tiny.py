@@ -65,16 +65,24 @@ def _build(make: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrain
         return model
 
 
-def _settings(overrides: dict[str, Any]) -> dict[str, Any]:
-    return {**SHAPE, **overrides}
+def _writer(
+    config: type[PreTrainedConfig], model: Callable[[PreTrainedConfig], PreTrainedModel], **own: Any
+) -> Callable[..., Path]:
+    """A function that writes a random model (64 wide, 2 layers) with its tokenizer; overrides are of its config."""
+
+    def write(
+        folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
+    ) -> Path:
+        return _save(_build(model, config(**{**SHAPE, **own, **overrides}), seed), folder, dtype, shard_size)
+
+    return write
 
 
-def tiny_qwen2(
-    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
-) -> Path:
-    """Write a random Qwen2 (64 wide, 2 layers, tied embeddings) with its tokenizer; `overrides`: of its config."""
-    config = Qwen2Config(**_settings({"tie_word_embeddings": True, **overrides}))
-    return _save(_build(Qwen2ForCausalLM, config, seed), folder, dtype, shard_size)
+tiny_qwen2 = _writer(Qwen2Config, Qwen2ForCausalLM, tie_word_embeddings=True)
+#: Its queries and keys are normalised.
+tiny_qwen3 = _writer(Qwen3Config, Qwen3ForCausalLM, tie_word_embeddings=True, head_dim=16)
+#: A Llama 3 with an untied head and scaled rotary frequencies.
+tiny_llama = _writer(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False, rope_parameters=LLAMA_ROPE)
 
 
 def tiny_bases(folder: Path, **changes: Any) -> Path:
@@ -85,23 +93,6 @@ def tiny_bases(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def tiny_qwen3(
-    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
-) -> Path:
-    """As `tiny_qwen2`: a Qwen3, whose queries and keys are normalised."""
-    config = Qwen3Config(**_settings({"tie_word_embeddings": True, "head_dim": 16, **overrides}))
-    return _save(_build(Qwen3ForCausalLM, config, seed), folder, dtype, shard_size)
-
-
-def tiny_llama(
-    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "1GB", seed: int = 0, **overrides: Any
-) -> Path:
-    """As `tiny_qwen2`: a Llama 3 with an untied head and scaled rotary frequencies."""
-    rope = {"tie_word_embeddings": False, "rope_parameters": LLAMA_ROPE}
-    config = LlamaConfig(**_settings({**rope, **overrides}))
-    return _save(_build(LlamaForCausalLM, config, seed), folder, dtype, shard_size)
-
-
 def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
     """Write a random model of a key of `tests.families.FAMILIES` with its tokenizer."""
     config = FAMILIES[name].config(**changes)
@@ -110,7 +101,7 @@ def tiny_family(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, 
 
 def tiny_decoder(folder: Path, kind: str, *, dtype: torch.dtype = torch.bfloat16, **values: Any) -> Path:
     """Write a random model of any `model_type` with its tokenizer and a chat template."""
-    config = AutoConfig.for_model(kind, **_settings(values))
+    config = AutoConfig.for_model(kind, **{**SHAPE, **values})
     _save(_build(AutoModelForCausalLM.from_config, config, 0), folder, dtype, "1GB")
     write_template(folder)
     return folder

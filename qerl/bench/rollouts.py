@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,6 @@ from qerl.models.random import random_policy
 from qerl.results.schema import Provenance
 from qerl.results.speeds import (
     DecodeSeconds,
-    DraftsFound,
-    DraftsVerified,
     PhaseSeconds,
     RolloutBenchResult,
     RolloutPoint,
@@ -31,9 +29,8 @@ from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.scheduler import DecodeTime, RolloutPhases
-from qerl.rollout.speculation import DraftCounts, EarlierCompletions
-from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings
+from qerl.rollout.scheduler import RolloutPhases
+from qerl.settings.run import AdapterSettings, EngineSettings
 from qerl.settings.workflow import RolloutBench
 from qerl.settings.workloads import Mix
 
@@ -42,8 +39,7 @@ from qerl.settings.workloads import Mix
 
 def _start(work: Mix, workload: Lengths) -> MixEngine:
     policy = random_policy(work.base, work.rank, choose_device())
-    settings = EngineSettings(native=NativeSettings(drafts=work.drafts))
-    sampler = make_sampler(policy, settings, work.sequences)
+    sampler = make_sampler(policy, EngineSettings(), work.sequences)
     free = SamplingParams(
         max_tokens=work.tokens,
         count=work.group_size,
@@ -53,19 +49,13 @@ def _start(work: Mix, workload: Lengths) -> MixEngine:
     )
 
     def rollout(prompts: list[list[int]], round_: int) -> list[list[int]]:
-        if isinstance(sampler, EngineSampler):
-            sampler.earlier = EarlierCompletions()  # a trace's completions are those of the round before
         groups = sampler.generate(prompts, replace(free, seed=round_))
         return [[len(completion.token_ids) for completion in group] for group in groups]
 
     def phases() -> PhaseSeconds | None:
         return _stored(sampler.phases) if isinstance(sampler, EngineSampler) else None
 
-    def drafts() -> DraftsVerified | None:
-        counts = sampler.drafts if isinstance(sampler, EngineSampler) else None
-        return _stored_drafts(counts) if counts and counts.steps else None
-
-    return MixEngine(sampler.served, rollout, phases, drafts)
+    return MixEngine(sampler.served, rollout, phases)
 
 
 def _replay(trace: list[TraceRow]) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -76,31 +66,13 @@ def _stored(phases: RolloutPhases) -> PhaseSeconds:
     return PhaseSeconds(
         prefill=phases.prefill,
         prefills=phases.prefills,
-        decode=_stored_steps(phases.decode),
-        verify=tuple(_stored_steps(phases.verify)),
+        decode=[
+            DecodeSeconds(batch=batch, steps=one.steps, sequences=one.sequences / one.steps, seconds=one.seconds)
+            for batch, one in sorted(phases.decode.items())
+            if one.steps
+        ],
         between=phases.between,
         host_wait=phases.host_wait,
-    )
-
-
-def _stored_steps(times: Mapping[int, DecodeTime]) -> list[DecodeSeconds]:
-    return [
-        DecodeSeconds(batch=batch, steps=one.steps, sequences=one.sequences / one.steps, seconds=one.seconds)
-        for batch, one in sorted(times.items())
-        if one.steps
-    ]
-
-
-def _stored_drafts(counts: DraftCounts) -> DraftsVerified:
-    return DraftsVerified(
-        steps=counts.steps,
-        verifications=counts.sequences,
-        rows_per_step=counts.rows / counts.steps,
-        tokens_per_verification=counts.tokens / counts.sequences,
-        sources=[
-            DraftsFound(source=source.value, verified=count.verified, accepted=count.accepted)
-            for source, count in sorted(counts.sources.items())
-        ],
     )
 
 

@@ -21,7 +21,6 @@ from qerl.models.policy import choose_device
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import Ceilings, DecodePoint, DecodeResult, GpuState, GpuStates
 from qerl.results.store import ResultError, read, write
-from qerl.rl.failures import OUT_OF_MEMORY
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Decoding
 
@@ -302,7 +301,7 @@ def unless_out_of_memory(action: Callable[[], T]) -> T | None:
 def out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one in its chain of causes, means that memory ran out."""
     while error is not None:
-        if isinstance(error, OUT_OF_MEMORY):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         error = error.__cause__
     return False

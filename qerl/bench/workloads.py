@@ -23,7 +23,6 @@ from qerl.host.console import log
 from qerl.host.gpus import Seconds, seconds
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
-    DraftsVerified,
     GivenUp,
     GpuStates,
     GrpoStepResult,
@@ -109,7 +108,6 @@ class MixEngine:
     description: str
     rollout: Callable[[list[list[int]], int], list[list[int]]]
     phases: Callable[[], PhaseSeconds | None] = lambda: None
-    drafts: Callable[[], DraftsVerified | None] = lambda: None
     close: Callable[[], None] = lambda: None
 
 
@@ -152,7 +150,7 @@ def _run(work: Mix, workload: Lengths, engine: MixEngine, round_: int) -> MixRun
     workload.check(drawn)
     tokens = sum(map(sum, drawn))
     log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)
-    return MixRun(seconds=elapsed.value, phases=engine.phases(), drafts=engine.drafts())
+    return MixRun(seconds=elapsed.value, phases=engine.phases())
 
 
 # The work of a GRPO step on which this project and TRL are timed, and the schema of the results.

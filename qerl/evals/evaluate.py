@@ -25,11 +25,10 @@ from qerl.host.imports import imports
 from qerl.jobs import EvaluateJob
 from qerl.models.blocks import noise_norm
 from qerl.models.policy import Policy, load_policy
-from qerl.results.paths import OUTCOMES, RESULT, SAMPLES
-from qerl.results.schema import OutcomeRow, SampleRow, TaskScore, evaluation_of
+from qerl.results.paths import OUTCOMES, RESULT, RUN, SAMPLES
+from qerl.results.schema import OK, OutcomeRow, RunResult, SampleRow, TaskScore, evaluation_of
 from qerl.results.statistics import KS, pass_at_k
-from qerl.results.store import write
-from qerl.rl.failures import failed
+from qerl.results.store import read, write
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
@@ -231,7 +230,7 @@ def scorer(name: Harness) -> Callable[[EvaluatedPolicy, EvaluationSet], list[lis
 def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[GradedCompletion]]) -> Iterator[SampleRow]:
     for problem, repeats in zip(dataset.problems, verdicts, strict=True):
         ours = grader_verdicts((verdict.drawn for verdict in repeats), problem, dataset)
-        for repeat, (stock, (read, judged)) in enumerate(zip(repeats, ours, strict=True)):
+        for repeat, (stock, (found, judged)) in enumerate(zip(repeats, ours, strict=True)):
             drawn = stock.drawn
             yield SampleRow(
                 dataset=task.label,
@@ -241,7 +240,7 @@ def _samples(task: TaskSettings, dataset: EvaluationSet, verdicts: list[list[Gra
                 prompt=drawn.prompt,
                 completion=drawn.text,
                 extracted=stock.extracted,
-                read=read,
+                read=found,
                 gold=problem.answer,
                 correct=int(stock.correct),
                 flexible=stock.flexible,
@@ -261,7 +260,8 @@ def evaluate_policy(job: EvaluateJob) -> None:
     The result of a failed run has its status and no task.
     """
     about = job.policy.described
-    if job.trained and (status := failed(job.trained)):
+    file = job.trained and job.trained.parent / RUN
+    if file and file.is_file() and (status := read(RunResult, file).status) != OK:
         job.out.mkdir(parents=True, exist_ok=True)
         for name in (SAMPLES, OUTCOMES):
             (job.out / name).write_text("", encoding="utf-8")

@@ -13,16 +13,12 @@ from qerl.kernels.state import (
     DecodeState,
     DeltaHeads,
     DeltaState,
-    DraftRows,
-    DraftTotals,
     Groups,
-    Guesses,
     Heads,
     KVCache,
     Norm,
     PromptRow,
     SamplingState,
-    TextState,
 )
 
 Rope = tuple[Tensor, Tensor]
@@ -51,7 +47,6 @@ class Operations(Protocol):
         rope: Rope,
         heads: Heads,
         splits: int,
-        drafted: bool = False,
     ) -> Tensor:
         """See `reference.attend`."""
 
@@ -136,24 +131,6 @@ class Operations(Protocol):
 
     def dense_weight_gradient(self, grad: Tensor, x: Tensor, groups: Groups, experts: int) -> Tensor:
         """See `reference.dense_weight_gradient`."""
-
-    # Steps that verify drafts.
-
-    def keep(self, slots: Tensor, texts: TextState, state: DecodeState) -> None:
-        """See `reference.keep`."""
-
-    def guess(
-        self, slots: Tensor, texts: TextState, state: DecodeState, sampling: SamplingState, totals: DraftTotals
-    ) -> Guesses:
-        """See `reference.guess`."""
-
-    def spread(
-        self, guesses: Guesses, ends: Tensor, state: DecodeState, rows: DraftRows, count: int, replayed: bool
-    ) -> None:
-        """See `reference.spread`."""
-
-    def settle(self, rows: DraftRows, state: DecodeState, count: int, totals: DraftTotals) -> None:
-        """See `reference.settle`."""
 
 
 def operations_name(on_gpu: bool) -> str:

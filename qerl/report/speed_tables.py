@@ -195,27 +195,6 @@ def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([phase for row in measured for phase in _phases(row)])
 
 
-def draft_table(mixes: pd.DataFrame) -> pd.DataFrame:
-    """A row per rollout that verified drafts and per source of these."""
-    return pd.DataFrame(
-        [
-            {
-                **{name: row[name] for name in ("size", "weights", "rank", "sequences", "work", "machine")},
-                "rows a step": drafts.rows_per_step,
-                "tokens a verification": drafts.tokens_per_verification,
-                "source": source.source,
-                "verified": source.verified,
-                "right": source.accepted,
-                "share": 100 * source.accepted / source.verified,
-            }
-            for row in mixes.to_dict("records")
-            if (drafts := row["verified"]) is not None
-            for source in drafts.sources
-            if source.verified
-        ]
-    )
-
-
 def _mix_row(row: Row, rows: list[Row]) -> Row:
     ends = [f"tokens_per_second_{end}" for end in ("p25", "p75")]
     shown = {key: row[key] for key in (*_SHOWN, *ends, *_TIMES)}
@@ -242,9 +221,6 @@ def _phases(row: Row) -> Iterator[Row]:
     for decode in reversed(phases.decode):
         figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}
         parts.append({"phase": f"decode, batch of {decode.batch}", **figures})
-    for verify in reversed(phases.verify):
-        figures = {"seconds": verify.seconds, "steps": verify.steps, "sequences": verify.sequences}
-        parts.append({"phase": f"drafts verified, {verify.batch} rows", **figures})
     parts.append({"phase": "between steps", "seconds": phases.between})
     parts.append({"phase": "before and after", "seconds": whole - sum(part["seconds"] for part in parts)})
     for part in parts:
@@ -347,15 +323,8 @@ TABLES = (
     Table(
         "rollout_mix", "mix-phases", phase_table,
         "Time of our engine's median rollout by phase, measured on the device. A decode row has the steps of one size "
-        "of batch, and the mean number of sequences in them; where drafts are verified, that of rows. Between steps: "
-        "the device copies results, or waits for the host. Before and after: before the first launch and after the "
-        "last",
-        _digits,
-    ),
-    Table(
-        "rollout_mix", "mix-drafts", draft_table,
-        "Drafts of our engine's median rollout by source: drafted tokens that steps verified, and those of them that "
-        "were right. A verification is a step of one sequence; its tokens include the one that a plain step would give",
+        "of batch, and the mean number of sequences in them. Between steps: the device copies results, or waits for "
+        "the host. Before and after: before the first launch and after the last",
         _digits,
     ),
     Table(

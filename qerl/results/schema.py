@@ -317,11 +317,18 @@ class RunSummary(Stored):
     step_seconds: Quartiles
 
 
+def without_drafts(values: Any) -> Any:
+    """Stored values without the keys of speculative decoding, which was removed, where they say that there was none."""
+    if isinstance(values, dict):
+        return {key: without_drafts(value) for key, value in values.items() if value or key not in ("drafts", "verify")}
+    return [without_drafts(value) for value in values] if isinstance(values, list) else values
+
+
 def _of_today(settings: Any) -> Any:
-    """Stored settings without the key `thermostat`, which earlier runs have and nothing reads."""
+    """Stored settings without keys of earlier runs that nothing reads."""
     if isinstance(settings, dict):
-        return {key: value for key, value in settings.items() if key != "thermostat"}
-    return settings
+        settings = {key: value for key, value in settings.items() if key != "thermostat"}
+    return without_drafts(settings)
 
 
 class RunResult(Stored):

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from qerl.checkpoints.shapes import ARCHITECTURES, SIZES
 from qerl.results.paths import weights_names
-from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
+from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored, without_drafts
 from qerl.results.store import ResultError, read
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
@@ -247,46 +247,20 @@ class DecodeSeconds(Stored):
 
 
 class PhaseSeconds(Stored):
-    """Seconds of a rollout by phase, as `qerl.rollout.scheduler` measures them on the device.
-
-    `verify` has the steps that verify drafts, by batch size, with their rows in place of sequences.
-    """
+    """Seconds of a rollout by phase, as `qerl.rollout.scheduler` measures them on the device."""
 
     prefill: float
     prefills: int
     decode: list[DecodeSeconds]
-    verify: tuple[DecodeSeconds, ...] = ()
     between: float
     host_wait: float
 
 
-class DraftsFound(Stored):
-    """Drafted tokens of one source: those that steps verified, and those of them that were right."""
-
-    source: Literal["prompt", "completion", "sibling", "earlier"]
-    verified: int
-    accepted: int
-
-
-class DraftsVerified(Stored):
-    """Verifications of a rollout, as `qerl.rollout.speculation` counts them: a sequence in a step is one.
-
-    `rows_per_step` are without padding. `tokens_per_verification` has the token that a plain step would give, too.
-    """
-
-    steps: int
-    verifications: int
-    rows_per_step: float
-    tokens_per_verification: float
-    sources: list[DraftsFound]
-
-
 class MixRun(Stored):
-    """One timed rollout. Only this project's engine reports phases, and drafts where it verifies them."""
+    """One timed rollout. Only this project's engine reports phases."""
 
     seconds: float
     phases: PhaseSeconds | None = None
-    drafts: DraftsVerified | None = None
 
 
 class RolloutMixResult(Measurement):
@@ -306,6 +280,11 @@ class RolloutMixResult(Measurement):
     first_seconds: float | None = None
     runs: tuple[MixRun, ...] = ()
     gpu: GpuStates | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_drafts(cls, values: Any) -> Any:
+        return without_drafts(values)
 
     @property
     def drawn(self) -> int:
@@ -395,8 +374,8 @@ def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
 
     * decode: points. `tokens_per_second` has quartiles, `engine` its kernels. Without ceilings floors are NaN.
     * grpo_step: files, with seconds and memory by part (`<part>/gb`). `GIVEN_UP` tells what was done without.
-    * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases`, `verified` (its drafts) and
-      `phase_seconds` (its time). `samples` are in tokens/s.
+    * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases` and `phase_seconds`
+      (its time). `samples` are in tokens/s.
     * prompts: points, with the `milliseconds` of a call.
     * rollout, step: points of a configuration's benches. `samples` are in tokens/s of whole rollouts, and in seconds.
 
@@ -437,9 +416,7 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
     typical = _median_run(job.runs)
     yield {
         **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
-        "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
-        + (", drafts" if work.drafts else ""),
-        "drafts": work.drafts,
+        "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all",
         "trace": str(work.trace or ""),
         "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
         "status": job.status,
@@ -449,7 +426,6 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
         "ready_seconds": job.ready_seconds,
         "first_seconds": job.first_seconds,
         "phases": typical.phases if typical else None,
-        "verified": typical.drafts if typical else None,
         "phase_seconds": typical.seconds if typical else np.nan,
         **job.provenance.columns,
     }

@@ -177,8 +177,9 @@ class ShardedCheckpoints:
                 write_json(partial / _STATE, {**content, "digests": dict(_digests(partial))})
                 put(partial, self.folder / f"step-{step:06d}")
         except (OSError, CheckpointException) as error:
+            cause = error.strerror if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
             raise ResumeError(
-                f"can't write the checkpoint of step {step} to {self.folder} ({_cause(error)}); make room, or make the "
+                f"can't write the checkpoint of step {step} to {self.folder} ({cause}); make room, or make the "
                 "folder writable, and start again: the run continues from the previous checkpoint"
             ) from error
         self.processes.wait()
@@ -233,12 +234,6 @@ def _digests(folder: Path) -> Iterator[tuple[str, str]]:
                 yield file.name, hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _cause(error: OSError | CheckpointException) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    return str(next(iter(error.failures.values()))[0])
-
-
 def _flat(
     trained: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -271,16 +266,13 @@ def _empty_state(
             yield key, trained[name]
             continue
         parameter, dtype = parameters[int(name.partition("/")[0])], stored.properties.dtype
-        if isinstance(parameter, DTensor) and _has_rows_of(parameter, stored.size):
+        # Some states have the rows of the parameter, of which each process has some.
+        of_rows = len(stored.size) == parameter.ndim and stored.size[0] == parameter.shape[0]
+        if isinstance(parameter, DTensor) and of_rows:
             mesh, placements = parameter.device_mesh, parameter.placements
             yield key, zeros(stored.size, dtype=dtype, device_mesh=mesh, placements=placements)
         else:  # a number, such as the count of steps, is on the CPU
             yield key, torch.zeros(stored.size, dtype=dtype, device=parameter.device if stored.size else "cpu")
-
-
-def _has_rows_of(parameter: torch.Tensor, size: torch.Size) -> bool:
-    """Whether a state of this size has the rows of a parameter, of which each process has some."""
-    return len(size) == parameter.ndim and size[0] == parameter.shape[0]
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:

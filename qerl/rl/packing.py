@@ -82,39 +82,6 @@ def _digest(ids: list[int]) -> int:
     return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:8], "little")
 
 
-class _BatchBuilder:
-    """The row of a micro-batch under construction."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.states: list[int] = []
-        self.lengths: list[int] = []
-        self.prompts: list[int | None] = []
-        self.keys: list[tuple[int, int]] = []
-
-    def add_group(self, prompt: list[int], completions: dict[int, list[int]]) -> None:
-        """Add a prompt with `completions`, keyed by their index in the batch."""
-        # The prompt's last token predicts the first token of each of its completions.
-        place = self._add(prompt, 0, None, (0, _digest(prompt)))
-        last = len(self.ids) - 1
-        for index, completion in completions.items():
-            places = range(len(self.ids), len(self.ids) + len(completion) - 1)
-            self.states += [last, *places][: len(completion)]
-            # A completion of one token adds nothing to the row: only its last token is left out, which predicts
-            # nothing.
-            if places:
-                self._add(completion[:-1], len(prompt), place, (1, index))
-
-    def _add(self, ids: list[int], position: int, prompt: int | None, key: tuple[int, int]) -> int:
-        self.keys.append(key)
-        self.ids += ids
-        self.positions += range(position, position + len(ids))
-        self.lengths.append(len(ids))
-        self.prompts.append(prompt)
-        return len(self.lengths) - 1
-
-
 def _groups(samples: Sequence[Sample], index: Sequence[int]) -> Iterator[list[int]]:
     """The samples `index` grouped by prompt; samples of a group must be adjacent."""
     return (list(group) for _, group in groupby(index, key=lambda i: samples[i].prompt))
@@ -124,20 +91,37 @@ def micro_batch(
     samples: Sequence[Sample], index: list[int], device: torch.device, silent: Collection[int] = ()
 ) -> MicroBatch:
     """Pack the samples `index` of a batch into one row, without those that are `silent`; none make an empty row."""
-    packed = _BatchBuilder()
+    ids, positions, states, lengths = (list[int]() for _ in range(4))
+    prompts, keys = list[int | None](), list[tuple[int, int]]()
+
+    def add(tokens: list[int], position: int, prompt: int | None, key: tuple[int, int]) -> None:
+        ids.extend(tokens)
+        positions.extend(range(position, position + len(tokens)))
+        lengths.append(len(tokens))
+        prompts.append(prompt)
+        keys.append(key)
+
     read = [i for i in index if i not in silent]
     for group in _groups(samples, read):
-        packed.add_group(samples[group[0]].prompt, {i: samples[i].completion.token_ids for i in group})
+        prompt, place = samples[group[0]].prompt, len(lengths)
+        add(prompt, 0, None, (0, _digest(prompt)))
+        last = len(ids) - 1  # predicts the first token of each of the prompt's completions
+        for i in group:
+            completion = samples[i].completion.token_ids
+            states += [last, *range(len(ids), len(ids) + len(completion) - 1)][: len(completion)]
+            # The last token predicts nothing, so a completion of one token adds nothing to the row.
+            if len(completion) > 1:
+                add(completion[:-1], len(prompt), place, (1, i))
     chosen = [samples[i] for i in index]
     completions = [s.completion for s in chosen]
     whole, real = (partial(torch.tensor, dtype=dtype, device=device) for dtype in (torch.long, torch.float32))
     return MicroBatch(
         index=index,
-        ids=whole([packed.ids]),
-        positions=whole([packed.positions]),
-        packing=Packing.of(packed.lengths, packed.prompts, device),
-        keys=packed.keys,
-        states_M=whole(packed.states),
+        ids=whole([ids]),
+        positions=whole([positions]),
+        packing=Packing.of(lengths, prompts, device),
+        keys=keys,
+        states_M=whole(states),
         targets_M=whole([token for i in read for token in samples[i].completion.token_ids]),
         read_N=torch.tensor([i not in silent for i in index], device=device),
         mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
@@ -158,8 +142,6 @@ def row_tokens(samples: Sequence[Sample], index: Sequence[int]) -> int:
     return sum(packed_tokens(samples, group) for group in _groups(samples, index))
 
 
-# Groups stay in one micro-batch where they fit (first fit, largest first). Filling each to the limit would repeat a
-# prompt at each cut; a micro-batch of half the limit costs no more per token.
 def split(
     samples: Sequence[Sample], max_tokens: int, parts: int = 1, index: Sequence[int] | None = None
 ) -> list[list[int]]:

@@ -100,7 +100,8 @@ class Processes:
         """
         # torchrun restarts processes on the store that it had.
         name = f"counter/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_COUNTERS)}"
-        store = _store(_ANSWER_SECONDS)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
         return lambda more: int(store.add(name, more))
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -256,12 +257,6 @@ def _lost(node_timeout: float) -> str:
         f"another machine of the run has ended or hasn't answered for {node_timeout:g} seconds; see why it or its "
         "network failed, and start the run again on all machines: it continues from its last checkpoint"
     )
-
-
-def _store(seconds: float) -> TCPStore:
-    """The store at which the processes have met, with a limit to the time of its answers."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
 # Where the trained weights are: whole in every process, or in shards over them; what each asks of a step.

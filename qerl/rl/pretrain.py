@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl.data.grading import is_correct
 from qerl.data.prompts import prompt_text, prompts_ids, texts_ids
@@ -24,18 +22,16 @@ from qerl.host.provenance import share
 from qerl.jobs import PretrainJob
 from qerl.models.policy import Policy
 from qerl.results.paths import PRETRAIN
-from qerl.results.schema import PretrainReport, Provenance
+from qerl.results.schema import PretrainCheck, PretrainReport, Provenance
 from qerl.results.store import write
 from qerl.rollout.eager import EagerSampler
-from qerl.rollout.sampler import Sampler, SamplingParams
+from qerl.rollout.sampler import SamplingParams
 from qerl.settings.data import RecordFormat
 from qerl.settings.models import PretrainSettings
 from qerl.settings.run import SamplingSettings
 
 # The policy imitates both styles of the generated solutions (step by step, and the answer at once). It thus solves
 # about half of the problems, which leaves reinforcement learning something to improve.
-
-MakeSampler = Callable[[PreTrainedModel, Qwen2Tokenizer], Sampler]
 
 _TURN_START, _TURN_END = "<|im_start|>", "<|im_end|>"
 _CHAT_TEMPLATE = (
@@ -68,43 +64,38 @@ class _Example:
     prompt: int
 
 
-def pretrain(
-    settings: PretrainSettings,
-    datasets: dict[str, Path],
-    target: Path,
-    progress: Callable[[str], None],
-    make_sampler: MakeSampler,
-) -> dict[str, Any]:
-    """Train the miniature on the train splits of prepared `datasets` and write a Hugging Face checkpoint to `target`.
+def pretrain_base(job: PretrainJob) -> None:
+    """Train the miniature on the train splits of its data sets; write a Hugging Face checkpoint and `pretrain.json`.
 
-    Computes in float32, on a GPU if there is one, and saves bfloat16. Returns what pretrain.json holds: steps,
-    parameters, the loss and the accuracy at each check, and the saved policy's accuracy on each data set. Raises
-    `PretrainError` if that of the first data set lies outside `settings.accepted`.
+    Computes in float32, on a GPU if there is one, and saves bfloat16. Raises `PretrainError`, and writes nothing, if
+    the saved policy's accuracy on the first data set lies outside `accepted`.
     """
-    sets = {name: _load(datasets[name]) for name in settings.datasets}
+    settings = job.settings
+    sets = {name: _load(job.data[name]) for name in settings.datasets}
     tokenizer = train_tokenizer(sets.values(), settings.vocab_size)
     examples = [example for data in sets.values() for example in _examples(tokenizer, data)]
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings, progress, make_sampler)
+    checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings)
     model.bfloat16().float()
-    final = {name: accuracy(make_sampler(model, tokenizer), tokenizer, data, settings) for name, data in sets.items()}
-    report = {
-        "steps": checks[-1]["step"],
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "checks": checks,
-        "accuracy": final,
-    }
-    low, high = settings.accepted
-    if not low <= final[settings.datasets[0]] <= high:
+    final = {name: accuracy(model, tokenizer, data, settings.seed) for name, data in sets.items()}
+    solved, (low, high) = final[settings.datasets[0]], settings.accepted
+    if not low <= solved <= high:
         raise PretrainError(
-            f"the miniature solves {final[settings.datasets[0]]:.0%} of {settings.datasets[0]}'s validation problems, "
-            f"outside `accepted` [{low:.0%}, {high:.0%}]; change `max_steps`, `target_accuracy` or the data's `terse`"
+            f"the miniature solves {solved:.0%} of {settings.datasets[0]}'s validation problems, outside `accepted` "
+            f"[{low:.0%}, {high:.0%}]; change `max_steps`, `target_accuracy` or the data's `terse`"
         )
-    model.bfloat16().save_pretrained(target)
-    share(target)
-    tokenizer.save_pretrained(target)
-    return report
+    model.bfloat16().save_pretrained(job.out)
+    share(job.out)
+    tokenizer.save_pretrained(job.out)
+    report = PretrainReport(
+        steps=checks[-1].step,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        checks=checks,
+        accuracy=final,
+        provenance=Provenance.of_now(settings.seed),
+    )
+    write(job.out / PRETRAIN, report)
 
 
 def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> Qwen2Tokenizer:
@@ -114,7 +105,8 @@ def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> Qwen2Tokenizer:
     way.
     """
     base = Qwen2Tokenizer(eos_token=_TURN_END, extra_special_tokens=[_TURN_START])
-    texts = (text for data in sets for text in _texts(data))
+    problems = [(problem, data.instruction) for data in sets for problem in data.train]
+    texts = chain.from_iterable((prompt_text(p.question, said), p.solution or "") for p, said in problems)
     roles = ["user\nassistant"] * 100
     tokenizer = base.train_new_from_iterator(chain(roles, texts), vocab_size, show_progress=False)
     tokenizer.chat_template = _CHAT_TEMPLATE
@@ -141,13 +133,13 @@ def build_model(settings: PretrainSettings, tokenizer: Qwen2Tokenizer) -> Qwen2F
     return Qwen2ForCausalLM(config)
 
 
-def accuracy(sampler: Sampler, tokenizer: Qwen2Tokenizer, data: _Set, settings: PretrainSettings) -> float:
+def accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, data: _Set, seed: int) -> float:
     """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
     prompts = prompts_ids(tokenizer, (problem.question for problem in data.validation), data.instruction)
     longest = max(len(tokenizer.encode(problem.solution or "")) for problem in data.validation)
     sampling = SamplingSettings(temperature=0.6, top_p=0.95)
-    params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=settings.seed)
-    completions = sampler.generate(prompts, params)
+    params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=seed)
+    completions = EagerSampler(Policy(model, tokenizer)).generate(prompts, params)
     texts = [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in completions]
     graded = zip(texts, data.validation, strict=True)
     return sum(is_correct(text, problem.answer, data.record_format) for text, problem in graded) / len(texts)
@@ -159,14 +151,23 @@ def _train(
     examples: list[_Example],
     check_set: _Set,
     settings: PretrainSettings,
-    progress: Callable[[str], None],
-    make_sampler: MakeSampler,
-) -> list[dict[str, float]]:
+) -> list[PretrainCheck]:
     """Train until the target accuracy or the last step; return step, mean loss and accuracy of each check."""
-    optimizers = _optimizers(model, settings.learning_rate)
-    rate = partial(_learning_rate, steps=settings.max_steps)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
-    checks: list[dict[str, float]] = []
+    # Muon for the projections learns these problems in fewer steps than AdamW alone; embeddings, norms and biases take
+    # twice its rate.
+    named, rate = list(model.named_parameters()), settings.learning_rate
+    projections = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+    others = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(projections, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=2 * rate, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+    # Warm-up, then linear decay to zero: at a high rate the shares of the two styles swing from step to step, and the
+    # decay brings them to those of the data.
+    steps, warmup = settings.max_steps, max(1, settings.max_steps // 20)
+    factor = lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))  # noqa: E731
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+    checks: list[PretrainCheck] = []
     losses: list[float] = []
     batches = _batches(examples, settings.batch_size, random.Random(settings.seed))
     for step, batch in enumerate(islice(batches, settings.max_steps), start=1):
@@ -180,26 +181,14 @@ def _train(
         losses.append(loss.item())
         if step % settings.check_every and step != settings.max_steps:
             continue
-        solved = accuracy(make_sampler(model.eval(), tokenizer), tokenizer, check_set, settings)
+        solved = accuracy(model.eval(), tokenizer, check_set, settings.seed)
         model.train()
-        checks.append({"step": step, "loss": sum(losses) / len(losses), "accuracy": solved})
+        checks.append(PretrainCheck(step=step, loss=sum(losses) / len(losses), accuracy=solved))
         losses.clear()
-        progress(f"step {step}: loss {checks[-1]['loss']:.3f}, accuracy {solved:.3f}")
+        log.info("step %d: loss %.3f, accuracy %.3f", step, checks[-1].loss, solved)
         if solved >= settings.target_accuracy:
             break
     return checks
-
-
-def _optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the projections, which learns these problems in fewer steps than AdamW alone; AdamW for the rest.
-
-    Embeddings, norms and biases take twice the projections' rate.
-    """
-    named = list(model.named_parameters())
-    projections = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
-    others = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(projections, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=2 * learning_rate, betas=(0.9, 0.98), weight_decay=0.01)]
 
 
 def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
@@ -234,15 +223,6 @@ def _batches(examples: list[_Example], size: int, rng: random.Random) -> Iterato
             yield from (pool[first : first + size] for first in starts)
 
 
-def _learning_rate(step: int, steps: int) -> float:
-    """Factor of the learning rate: linear warm-up over the first twentieth, then linear decay to zero.
-
-    At a high rate the shares of the two styles swing from step to step; the decay brings them to those of the data.
-    """
-    warmup = max(1, steps // 20)
-    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
-
-
 def _load(folder: Path) -> _Set:
     meta = read_meta(folder)
     data = _Set(meta.format, meta.instruction, read_split(folder, "train"), read_split(folder, "validation"))
@@ -252,31 +232,12 @@ def _load(folder: Path) -> _Set:
     return data
 
 
-def _texts(data: _Set) -> Iterator[str]:
-    for problem in data.train:
-        yield prompt_text(problem.question, data.instruction)
-        yield problem.solution or ""
-
-
 def _examples(tokenizer: Qwen2Tokenizer, data: _Set) -> list[_Example]:
-    solutions = [_solution(problem) for problem in data.train]
+    if unsolved := [problem.id for problem in data.train if problem.solution is None]:
+        raise PretrainError(f"problem {unsolved[0]} has no worked solution; pre-training imitates solutions")
     prompts = prompts_ids(tokenizer, (problem.question for problem in data.train), data.instruction)
-    completions = texts_ids(tokenizer, solutions)
+    completions = texts_ids(tokenizer, [problem.solution or "" for problem in data.train])
     return [
         _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-
-
-def _solution(problem: Problem) -> str:
-    if problem.solution is None:
-        raise PretrainError(f"problem {problem.id} has no worked solution; pre-training imitates solutions")
-    return problem.solution
-
-
-def pretrain_base(job: PretrainJob) -> None:
-    """Train the miniature policy and write its checkpoint and `pretrain.json`."""
-    outcome = pretrain(
-        job.settings, job.data, job.out, log.info, lambda lm, tokenizer: EagerSampler(Policy(lm, tokenizer))
-    )
-    write(job.out / PRETRAIN, PretrainReport(**outcome, provenance=Provenance.of_now(job.settings.seed)))

@@ -30,7 +30,7 @@ from qerl.rl.parallel import Processes
 from qerl.rl.rewards import Answer, differ, group_advantages, reward_parts, total
 from qerl.rollout.sampler import BatchPart, Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
-from qerl.settings.run import RolloutSettings, RunSettings, StoredRollouts
+from qerl.settings.run import RolloutSettings, RunSettings
 
 # The sharing of a step's groups among the processes of a run, by the expected length of their completions.
 
@@ -99,19 +99,6 @@ class WaitingGroups:
             size = min(most, max(1, math.ceil(left / self.processes)))
         end = self.take(size)
         return self.waiting[end - size : end]
-
-
-def part_of(
-    rank: int, processes: int, lengths: Sequence[float], most: int, counter: Callable[[], Callable[[int], int]]
-) -> BatchPart:
-    """The groups that a process draws, by their expected lengths; at most `most` fit its sampler at a time.
-
-    `counter` makes the count that all processes share, if groups wait.
-    """
-    initial, waiting = shares(lengths, processes, most)
-    if not waiting:
-        return BatchPart(initial[rank], lambda _: ())
-    return BatchPart(initial[rank], WaitingGroups(waiting, processes, counter()).more)
 
 
 # Rollouts: the choice of a step's problems, their completions, and the completions' rewards.
@@ -276,7 +263,8 @@ class Collector:
         params = SamplingParams(
             **self.settings.rollout.sampling.model_dump(),
             count=self.settings.rollout.group_size,
-            seed=step_seed(_seed_of_draws(seed, self.settings.rollout.repetition), step, round_),
+            # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
+            seed=step_seed((seed + self.settings.rollout.repetition * 0x9E3779B9) % 2**32, step, round_),
             part=self._part(chosen, prompts, perturb),
         )
         # Graded where they were drawn, so that the processes share this work too.
@@ -297,7 +285,9 @@ class Collector:
         if perturb:  # each number of a group is drawn by a call of its own, so none is taken over
             most = len(prompts)
         lengths = [self._lengths.of(p.id, len(prompt)) for p, prompt in zip(chosen, prompts, strict=True)]
-        return part_of(self.processes.rank, self.processes.count, lengths, most, self.processes.counter)
+        initial, waiting = shares(lengths, self.processes.count, most)
+        more = WaitingGroups(waiting, self.processes.count, self.processes.counter()).more if waiting else lambda _: ()
+        return BatchPart(initial[self.processes.rank], more)
 
     def _exchange(self, drawn: list[tuple[int, Group]], busy: float, count: int) -> tuple[list[Group], list[float]]:
         """All groups in their order, in every process, and the seconds for which each waited."""
@@ -348,12 +338,6 @@ class Collector:
         ]
 
 
-def _seed_of_draws(seed: int, repetition: int) -> int:
-    """The seed of a repetition's draws, below 2^32; the run's own for repetition 0."""
-    # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
-    return (seed + repetition * 0x9E3779B9) % 2**32
-
-
 def step_seed(seed: int, step: int, round_: int = 0) -> int:
     """A 64-bit seed from a run's seed, step and round, unique for seed < 2^32, step < 2^24 and round < 2^8."""
     return (seed << 32) | (step << 8) | round_
@@ -401,21 +385,14 @@ class RolloutStore:
         every, last = settings.stored_rollouts.every, settings.steps
         if every == 0 or not (step in (1, last) or step % every == 0):
             return None
-        return StoredStep(
-            step, self.collector, rollout, _chosen(rollout.trained, settings.stored_rollouts), self.folder
-        )
-
-
-def _chosen(groups: list[Group], settings: StoredRollouts) -> dict[int, int]:
-    """The number of completions that are stored of each stored group, by the group's place in the batch."""
-    chosen: dict[int, int] = {}
-    left = settings.tokens
-    for place, group in enumerate(groups[: settings.problems]):
-        lengths = [len(completion.token_ids) for completion in group.completions[: settings.completions]]
-        if count := sum(tokens <= left for tokens in accumulate(lengths)):
-            chosen[place] = count
-            left -= sum(lengths[:count])
-    return chosen
+        limits, chosen = settings.stored_rollouts, dict[int, int]()
+        left = limits.tokens
+        for place, group in enumerate(rollout.trained[: limits.problems]):
+            lengths = [len(completion.token_ids) for completion in group.completions[: limits.completions]]
+            if count := sum(tokens <= left for tokens in accumulate(lengths)):
+                chosen[place] = count
+                left -= sum(lengths[:count])
+        return StoredStep(step, self.collector, rollout, chosen, self.folder)
 
 
 @dataclass(frozen=True)
@@ -425,6 +402,7 @@ class StoredStep:
     step: int
     collector: Collector
     rollout: Rollout
+    #: The number of completions that are stored of each stored group, by the group's place in the batch.
     chosen: dict[int, int]
     folder: Path
     _entropies: dict[int, list[float]] = field(default_factory=dict)
@@ -460,15 +438,12 @@ class StoredStep:
             problem=group.problem.id,
             prompt=str(self.collector.policy.tokenizer.decode(group.prompt)),
             gold=group.problem.answer,
-            completions=[
-                self._completion(group, number, place * self._size + number, entropies)
-                for number in range(self.chosen[place])
-            ],
+            completions=[self._completion(group, place, number, entropies) for number in range(self.chosen[place])],
         )
 
-    def _completion(self, group: Group, number: int, index: int, entropies: dict[int, list[float]]) -> StoredCompletion:
+    def _completion(self, group: Group, place: int, number: int, entropies: dict[int, list[float]]) -> StoredCompletion:
         completion, text, task = group.completions[number], group.texts[number], self.collector.task
-        ids, thinking = completion.token_ids, self.collector.thinking
+        ids, thinking, index = completion.token_ids, self.collector.thinking, place * self._size + number
         ppo = self.collector.settings.loss.name == "ppo"
         return StoredCompletion(
             tokens=token_texts(self.collector.policy.tokenizer, ids, thinking.written(ids), thinking.hidden),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import shutil
 import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,16 +30,16 @@ from qerl.models.adapter_files import Base
 from qerl.models.loading import check_attention_dropout
 from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weight_bytes, with_adapter
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
-from qerl.results.schema import Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
+from qerl.results.schema import DIVERGED, NO_MEMORY, Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
 from qerl.results.store import line, write
 from qerl.rl.checkpoint import Checkpoints, ResumeError
-from qerl.rl.failures import Failure, TimeLimitError, failure, forget, noted
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
 from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, RolloutStore, Task
-from qerl.rl.update import Choices, Updater
+from qerl.rl.update import Choices, DivergedError, Updater
 from qerl.rl.value import add_value
 from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import UserError
 from qerl.settings.run import UNDECIDING, RunSettings
 from qerl.trackers import Record, Trackers
@@ -131,6 +133,44 @@ def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
         log.info("%s", said)
     else:
         log.warning("%s: nothing was learned, since rewards differed in no step", said)
+
+
+# Failures that an experiment may count as results (`on_failure: row`): out of memory, over the time limit, diverged.
+#
+# No other is caught: a job can't know that a machine was repaired, so delete the folder to try again. A higher time
+# limit tries again by itself; it counts the seconds of steps over all attempts.
+
+
+class TimeLimitError(RuntimeError):
+    """A run has exceeded its time limit. The message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure: its kind, as tables show it, and its message."""
+
+    kind: str
+    reason: str
+
+
+@contextmanager
+def noted(work: Path, time_limit: float | None) -> Iterator[None]:
+    """Write a failure that can be a result to a note in `work`, and re-raise it. Each process writes its own note."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, TimeLimitError, DivergedError, NotFiniteError) as error:
+        # By a note, because the process that started this one sees no exception of it, only its exit status.
+        kind = DIVERGED if isinstance(error, (DivergedError, NotFiniteError)) else NO_MEMORY
+        note = Failure(f"timeout of {time_limit:g} h" if isinstance(error, TimeLimitError) else kind, str(error))
+        work.mkdir(parents=True, exist_ok=True)
+        (work / f"failure-{os.getpid()}.json").write_text(json.dumps(asdict(note)), encoding="utf-8")
+        raise
+
+
+def failure(work: Path) -> Failure | None:
+    """The failure that the processes noted for this attempt, if any; the first of several notes tells enough."""
+    notes = sorted(work.glob("failure-*.json"))
+    return Failure(**json.loads(notes[0].read_text(encoding="utf-8"))) if notes else None
 
 
 # The training loop (paper Algorithm 1): roll out with noise, update, log, checkpoint.
@@ -238,8 +278,11 @@ class Trainer:
             self.updater.weights.end_rollout(self.collector.sampler)
             self.solved |= {group.problem.id for group in rollout.groups if group.solved}
             stored = store.begin(step, rollout) if store else None
-            with seconds() as update_time, _remedied():
-                update = self.updater.update(step, rollout.samples, stored)
+            with seconds() as update_time:
+                try:
+                    update = self.updater.update(step, rollout.samples, stored)
+                except torch.OutOfMemoryError as error:
+                    raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
             if stored:
                 stored.write()
         completed = rollout.metrics["completion_tokens"]
@@ -312,7 +355,12 @@ class Trainer:
     def _restore(
         self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
-        state = self._stored()
+        # Machines need not share the folder of checkpoints, so where there are several it is the first process's.
+        if self.settings.nodes == 1:
+            state = self.checkpoints.load(self.policy.device)
+        else:
+            first = self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None
+            state = self.processes.from_first(first)
         if state is None:
             return None
         with torch.no_grad():
@@ -323,25 +371,10 @@ class Trainer:
         self.updater.choices = state["choices"] and Choices(**state["choices"])
         return state
 
-    def _stored(self) -> dict[str, Any] | None:
-        """The newest state. Machines need not share its folder, so there it is the first process's."""
-        if self.settings.nodes == 1:
-            return self.checkpoints.load(self.policy.device)
-        return self.processes.from_first(self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None)
-
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
         self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
         write_text(self.metrics, "".join(self._lines))
-
-
-@contextmanager
-def _remedied() -> Iterator[None]:
-    """A context in which an update's lack of memory is said with its remedy."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
 
 
 # A run, from and to files.
@@ -398,7 +431,8 @@ def train_run(job: TrainJob) -> None:
     of memory, over `time_limit` or diverges.
     """
     # A note of an earlier attempt would pass for the cause of this one's failure.
-    forget(job.work)
+    for note in job.work.glob("failure-*.json"):
+        note.unlink()
     state, first = _state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)

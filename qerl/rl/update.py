@@ -14,14 +14,13 @@ import torch
 
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy
-from qerl.rl.failures import DivergedError
 from qerl.rl.graphs import PassGraphs, padded_tokens, pass_graphs
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
 from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, row_tokens, split
 from qerl.rl.parallel import Processes, placed
 from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
-from qerl.settings.run import LossSettings, OptimizerSettings, RunSettings
+from qerl.settings.run import OptimizerSettings, RunSettings
 
 # The optimizer of a run, and the schedule of its learning rate.
 
@@ -79,19 +78,19 @@ def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> 
 
     The sample has the share `loss.silent_sample`, rounded up, and is drawn without replacement.
     """
-    silent = [i for i, sample in enumerate(samples) if _is_silent(sample, settings.loss)]
+    loss = settings.loss
+    silent: list[int] = []
+    # These terms have a gradient of their own for every completion.
+    if not (loss.kl or loss.entropy or loss.name == "ppo"):
+        silent = [
+            i
+            for i, sample in enumerate(samples)
+            if sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
+        ]
     generator = np.random.Generator(np.random.Philox(key=np.array([settings.seed, step], dtype=np.uint64)))
-    count = math.ceil(settings.loss.silent_sample * len(silent))
+    count = math.ceil(loss.silent_sample * len(silent))
     sampled = sorted(generator.choice(silent, count, replace=False).tolist()) if silent else []
     return Silent(frozenset(silent), sampled, sum(len(samples[i].completion.token_ids) for i in silent))
-
-
-def _is_silent(sample: Sample, loss: LossSettings) -> bool:
-    """Whether the policy's loss is the only term, and is zero: no advantage, or masked."""
-    # These terms have a gradient of their own for every completion.
-    if loss.kl or loss.entropy or loss.name == "ppo":
-        return False
-    return sample.advantage == 0 or (loss.mask_truncated and not sample.completion.finished)
 
 
 # Statistics of the updates on a rollout: sums over micro-batches, updates and processes, and metrics from them.
@@ -215,6 +214,10 @@ class Choices:
     graph_tokens: int
 
 
+class DivergedError(ValueError):
+    """A gradient or the policy's entropy isn't finite. The message is one sentence for the user."""
+
+
 def _diverged(what: str, cause: str) -> str:
     return (
         f"{what} not finite, because {cause} NaN or infinite; lower optimizer.learning_rate or use dtype=float32 "
@@ -266,11 +269,16 @@ class Updater:
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
         over all updates; the others come from the first update, by the policy that sampled.
         """
-        self._begin(step)
-        loss = self.settings.loss
+        self._step, loss = step, self.settings.loss
+        self.choices = self.choices or self._choose()
+        schedule = warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * schedule
         silent = find_silent(samples, self.settings, step)
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count)
-        size = self._batch_size(samples, len(indices))
+        unmasked = (s for s in samples if s.completion.finished or not loss.mask_truncated)
+        tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
+        size = BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, len(indices))
         batches = self._micro_batches(samples, indices, silent.index)
         sampled = self._read_only(samples, silent.sampled)
         # Stored completions that the sample lacks; they count in no metric, so that storing changes none.
@@ -325,18 +333,8 @@ class Updater:
             **self._metrics(stats, silent, of_silent),
             **estimates.metrics,
             "grad_norm": norms[0],
-            "learning_rate": self.settings.optimizer.learning_rate * self._schedule(step),
+            "learning_rate": self.settings.optimizer.learning_rate * schedule,
         }
-
-    def _begin(self, step: int) -> None:
-        """Set what the update of a step has of its own: keys of dropout, learning rate."""
-        self._step = step
-        self.choices = self.choices or self._choose()
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * self._schedule(step)
-
-    def _schedule(self, step: int) -> float:
-        return warmup_cosine(self.settings.optimizer.warmup_ratio, step, self.settings.steps)
 
     def _metrics(self, stats: UpdateStats, silent: Silent, of_silent: UpdateStats) -> dict[str, float]:
         """Metrics of all processes, from the statistics of completions with a gradient and of sampled silent ones."""
@@ -344,20 +342,17 @@ class Updater:
         stats += of_silent.standing_for(silent.tokens, len(silent.index))
         if not math.isfinite(stats.entropy):  # no gradient tells it where all completions are silent
             raise DivergedError(_diverged("the policy's probabilities are", "a weight is"))
-        loss = self.settings.loss
+        loss, means = self.settings.loss, of_silent.metrics() if silent.sampled else {}
         return {
             **stats.metrics(),
-            **_silent_metrics(silent, of_silent),
+            "silent/completions": len(silent.index),
+            "silent/sampled": len(silent.sampled),
+            **{f"silent/{name.replace('/', '_')}": means[name] for name in ("entropy", "mismatch/kl") if means},
             **(stats.value_metrics(loss.updates_per_rollout) if loss.name == "ppo" else {}),
             "mismatch/max_ratio": stats.max_ratio,
         }
 
     # --- the micro-batches of this process ---
-
-    def _batch_size(self, samples: list[Sample], micro_batches: int) -> BatchSize:
-        unmasked = (s for s in samples if s.completion.finished or not self.settings.loss.mask_truncated)
-        tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
-        return BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, micro_batches)
 
     def _micro_batches(
         self, samples: list[Sample], indices: list[list[int]], silent: Collection[int]
@@ -564,13 +559,3 @@ def _compare(
     if reference_logprobs_NT is not None:
         stats.reference_kl = (k3(reference_logprobs_NT - old_logprobs_NT) * batch.mask_NT).sum().item()
     return stats
-
-
-def _silent_metrics(silent: Silent, of_sample: UpdateStats) -> dict[str, float]:
-    """The numbers of silent and of sampled completions, and the sample's entropy and mismatch."""
-    means = of_sample.metrics() if silent.sampled else {}
-    return {
-        "silent/completions": len(silent.index),
-        "silent/sampled": len(silent.sampled),
-        **{f"silent/{name.replace('/', '_')}": means[name] for name in ("entropy", "mismatch/kl") if means},
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft.utils import ModulesToSaveWrapper
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from qerl.checkpoints.files import context_length
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
 from qerl.kernels.operations import Rope, operations
+from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
+    PAGE,
     Activation,
     DecodeState,
     DeltaHeads,
@@ -27,6 +29,7 @@ from qerl.kernels.state import (
     PromptRow,
     SamplingState,
     captured,
+    pack,
     state_bytes,
 )
 from qerl.models.blocks import NoisyRMSNorm
@@ -112,29 +115,17 @@ def norm_of(norm: Any) -> Norm:
 Product = FusedLinear | GroupedLinear | GroupedAdapters
 
 
-class Mlp(Protocol):
-    """A block's MLP."""
-
-    @property
-    def linears(self) -> Sequence[Product]:
-        """Its products, with adapters that are apart."""
-        ...
-
-    def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
-        """Write the outputs of x [B, H] to out [B, H], or with `residual` add them. Both are contiguous."""
-        ...
-
-
 class DenseMlp:
     """down(activation(gate x) * up x)."""
 
     def __init__(self, gate_up: FusedLinear, down: FusedLinear, activation: Activation) -> None:
+        #: Its products, with adapters that are apart.
         self.linears: Sequence[Product] = (gate_up, down)
         self._gate_up, self._down = gate_up, down
         self._activation = activation
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
-        """See `Mlp`."""
+        """Write the outputs of x [B, H] to out [B, H], or with `residual` add them. Both are contiguous."""
         inner = x.new_empty(len(x), self._gate_up.out_features // 2)
         self._gate_up(x, inner, activation=self._activation)
         self._down(inner, out, residual)
@@ -167,7 +158,7 @@ class MixtureMlp:
         self._operations = operations(device)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
-        """See `Mlp`."""
+        """See `DenseMlp`."""
         router, products = self._router, self._products
         ops = self._operations
         scores = ops.scores(x, router.weight, getattr(router, "bias", None))
@@ -192,11 +183,14 @@ class SharedMixtureMlp:
         self._mixture, self._shared, self._gate = mixture, shared, gate
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
-        """See `Mlp`."""
+        """See `DenseMlp`."""
         shared = torch.empty_like(out)
         self._shared(x, shared)
         self._mixture(x, out, residual)
         out.addcmul_(shared, self._gate(x).sigmoid())
+
+
+Mlp = DenseMlp | MixtureMlp | SharedMixtureMlp
 
 
 def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:
@@ -360,6 +354,8 @@ class Decoder:
         self._model: Any = policy.lm.model
         embedding: Any = policy.lm.get_input_embeddings()
         self._embedding = embedding_weight(embedding)
+        #: Number of features of a hidden state.
+        self.width = int(self._embedding.shape[1])
         scale: Tensor | None = getattr(embedding, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
         activation: Any = activation_of(config)
@@ -386,11 +382,6 @@ class Decoder:
     def __len__(self) -> int:
         """Number of blocks with attention, each of which has a part of the KV cache."""
         return len(self._attentions)
-
-    @property
-    def width(self) -> int:
-        """Number of features of a hidden state."""
-        return int(self._embedding.shape[1])
 
     @property
     def linears(self) -> list[Product]:
@@ -478,17 +469,15 @@ class Decoder:
         splits: int,
         truncated: bool,
         replayed: bool,
-        drafted: bool = False,
         states: DeltaStates | None = None,
     ) -> None:
         """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change.
 
-        `drafted`: slots may share pages that they write to, each at a position of its own. `states` are those of
-        `new_states`.
+        `states` are those of `new_states`.
         """
         ops = self.operations
         mixing = Mixing(
-            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits, drafted),
+            lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits),
             lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
         )
         x = self._through_blocks(self._embedded(state.token[rows]), cache, states, mixing)
@@ -626,3 +615,85 @@ class DecodeGraphs:
         rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
         step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
         return self._graphs.captured(partial(step, *inputs, splits, truncated, replayed, states=self._states))
+
+
+# Prefill: prompts are packed into one row for the blocks, and their keys and values written to pages.
+#
+# Up to 1,024 tokens, launching kernels takes longer than computing, so all launches are captured in CUDA graphs, one
+# for each of a few numbers of tokens. More tokens keep the GPU busy while the host launches the next products.
+
+#: Tokens of a graph, padding included.
+PROMPT_BUCKETS = (32, 64, 128, 256, 384, 512, 768, 1024)
+#: Prompts of a graph: attention starts thread blocks for as many, whether they have tokens or not.
+MOST_PROMPTS = 32
+
+
+def prompt_bucket(tokens: int, prompts: int) -> int | None:
+    """The size of the smallest graph with room for `tokens` of `prompts`; None if there is none."""
+    return next((size for size in PROMPT_BUCKETS if size >= tokens), None) if prompts <= MOST_PROMPTS else None
+
+
+@dataclass(frozen=True)
+class _PromptGraph:
+    """Replaying it computes `hidden` [MOST_PROMPTS, H], at each prompt's last token, from the prompts in `row`.
+
+    `slots` [MOST_PROMPTS] are the rows of states that it writes.
+    """
+
+    row: Tensor
+    slots: Tensor | None
+    hidden: Tensor
+    replay: Callable[[], None]
+
+
+class Prefill:
+    """Computes prompts into a cache; graphs are captured at their first use.
+
+    `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, memory: Any, states: DeltaStates | None = None) -> None:
+        self._decoder, self._cache, self._states = decoder, cache, states
+        self._graphs: GraphBySize[_PromptGraph] = GraphBySize(memory)
+        # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
+        self._captures = memory is not None and decoder.dtype.itemsize == 2
+
+    @torch.no_grad()
+    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        """Logits [prompts, V] after each prompt. Writes keys and values to the prompts' `pages` of the cache, states
+        of delta nets to their `slots`, and does not wait for the device.
+        """
+        lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
+        tokens = sum(lengths)
+        bucket = prompt_bucket(tokens, len(prompts)) if self._captures else None
+        if bucket is None:
+            row = upload(pack(prompts, pages, PAGE, tokens), torch.int32, device)
+            packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
+            placed = PromptRow.of(row, tokens, len(prompts), packing, self._placed(slots, len(slots)))
+            hidden = self._decoder.last_hidden(placed, self._cache, self._states)
+        else:
+            row = upload(pack(prompts, pages, PAGE, bucket, MOST_PROMPTS), torch.int32, device)
+            placed_slots = self._placed(slots, MOST_PROMPTS)
+            graph = self._graphs.at(bucket, lambda: self._capture(bucket, row.clone(), placed_slots))
+            graph.row.copy_(row)
+            if graph.slots is not None and placed_slots is not None:
+                graph.slots.copy_(placed_slots)
+            graph.replay()
+            hidden = graph.hidden[: len(prompts)]
+        return self._decoder.logits(hidden)
+
+    def _placed(self, slots: Sequence[int], count: int) -> Tensor | None:
+        """The slots on the device, with idle ones up to `count`; None without states."""
+        if self._states is None:
+            return None
+        padded = [*slots, *[self._states.idle] * (count - len(slots))]
+        return upload(padded, torch.int32, self._decoder.device)
+
+    def _capture(self, bucket: int, row: Tensor, slots: Tensor | None) -> _PromptGraph:
+        decoder, prompts = self._decoder, PromptRow.of(row, bucket, MOST_PROMPTS, None, slots)
+        hidden = torch.empty(MOST_PROMPTS, decoder.width, dtype=decoder.dtype, device=decoder.device)
+
+        def compute() -> None:
+            hidden.copy_(decoder.last_hidden(prompts, self._cache, self._states))
+
+        return _PromptGraph(row, slots, hidden, self._graphs.captured(compute))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,19 +11,9 @@ from qerl.kernels.operations import operations_name
 from qerl.kernels.state import FP8, PAGE, DecodeState, SamplingState, page_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
-from qerl.rollout.decoder import DecodeGraphs, Decoder, bucket_of
-from qerl.rollout.prefill import Prefill
+from qerl.rollout.decoder import DecodeGraphs, Decoder, Prefill
 from qerl.rollout.sampler import Completion, SamplingParams, refuse_nan, refused_fp8_cache, stop_tokens
 from qerl.rollout.scheduler import Pages, Pool, RolloutPhases, Scheduler, pages_for, slots_for, steps_between_looks
-from qerl.rollout.speculation import (
-    DraftCounts,
-    EarlierCompletions,
-    Speculation,
-    TextLayout,
-    Texts,
-    VerifyGraphs,
-    step_sizes,
-)
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NativeSettings
 
@@ -32,8 +21,6 @@ from qerl.settings.run import NativeSettings
 PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may use if no size is set.
 FREE_SHARE = 0.6
-#: Of a model with delta nets.
-DRAFTS_REFUSED = "native.drafts would need earlier states of the model's delta nets, which aren't kept"
 _TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_cache_gib"
 
 
@@ -52,8 +39,6 @@ class EngineSampler:
         self.settings = settings
         self.max_sequences = max_sequences
         self._decoder = Decoder(policy, settings.kernels)
-        if settings.drafts and self._decoder.state_bytes:
-            raise ConfigError(f"{DRAFTS_REFUSED}; set rollout.native.drafts=false")
         self._pool: Pool | None = None
         #: Whether memory bounds the cache's pages, and the slots of a model with delta nets.
         self._bounded = self._few_slots = False
@@ -63,10 +48,6 @@ class EngineSampler:
         self.cache_wanted_bytes = 0
         #: Time of the latest rollout by phase.
         self.phases = RolloutPhases()
-        #: Counts of the latest rollout's drafts; None if it has none.
-        self.drafts: DraftCounts | None = None
-        #: Completions of earlier calls, from which drafts come.
-        self.earlier = EarlierCompletions()
 
     @property
     def served(self) -> str:
@@ -111,14 +92,10 @@ class EngineSampler:
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {_TO_LOWER}") from error
             raise
-        if self.settings.sleep or self._scarce:
+        # A cache that has all the memory that it may use, and needs more, leaves none to the update.
+        if self.settings.sleep or (self._bounded and self.settings.kv_cache_gib is None):
             self.release()
         return completions
-
-    @property
-    def _scarce(self) -> bool:
-        """Whether the cache has all the memory that it may use, and needs more; an update then needs that memory."""
-        return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         pool, stops = self._ready_pool(prompts, params), stop_tokens(self.policy, params)
@@ -130,25 +107,12 @@ class EngineSampler:
             stops=stops,
         )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        speculation = self._speculation(pool)
-        scheduler = Scheduler(pool, prompts, params, prefill_tokens, speculation)
+        scheduler = Scheduler(pool, prompts, params, prefill_tokens)
         completions = scheduler.run(stops)
         self.phases = scheduler.clock.phases()
-        if pool.verify is not None:
-            self.drafts = pool.verify.counts()
-            for prompt, group in zip(prompts, completions, strict=True):
-                if group:
-                    self.earlier.add(prompt, [c.token_ids[:-1] if c.finished else c.token_ids for c in group])
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("pages of the KV cache are still in use after the rollout: a defect of the engine")
         return completions
-
-    def _speculation(self, pool: Pool) -> Speculation | None:
-        return Speculation(self._step_rows(pool.state.count)) if pool.verify is not None else None
-
-    def _step_rows(self, sequences: int) -> int | None:
-        """The rows of every step, None if they depend on the sequences."""
-        return bucket_of(sequences) if self.settings.batch_invariant else None
 
     def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
         """The existing pool if it suffices, else a new one."""
@@ -174,21 +138,7 @@ class EngineSampler:
                 f"a sequence of {(alone - 2) * PAGE} tokens needs {alone} pages of the KV cache, which has "
                 f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
             )
-        if self.settings.drafts:
-            self._pool = self._with_texts(self._pool, prompts, params)
         return self._pool
-
-    def _with_texts(self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
-        """The pool with the texts in which drafts are found, and room for them."""
-        layout = TextLayout.of(prompts, params.count, params.max_tokens, self.earlier)
-        if pool.verify is None or pool.verify.texts.size < len(layout.tokens):
-            texts = Texts(_power_of_two(len(layout.tokens)), pool.state.count, self._decoder.device)
-            sizes = step_sizes(self._step_rows(pool.state.count))
-            verify = VerifyGraphs(self._decoder, pool.state, pool.cache, pool.sampling, texts, sizes, pool.memory)
-            pool = replace(pool, verify=verify)
-        assert pool.verify is not None
-        pool.verify.begin(layout)
-        return pool
 
     def _serves(self, pool: Pool, alone: int, most_pages: int, max_tokens: int, sequences: int) -> bool:
         state = pool.state
@@ -219,7 +169,7 @@ class EngineSampler:
         steps = DecodeGraphs(decoder, state, cache, sampling, all_slots, memory, states)
         pages, prefill = Pages(cache.pages, PAGE), Prefill(decoder, cache, memory, states)
         look_every = steps_between_looks(weight_bytes(self.policy))
-        return Pool(decoder, state, cache, pages, sampling, steps, prefill, look_every, None, memory, states)
+        return Pool(decoder, state, cache, pages, sampling, steps, prefill, look_every, states)
 
     def _cache_bytes(self) -> int:
         """The largest allowed size of the cache in bytes."""

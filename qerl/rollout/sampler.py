@@ -42,7 +42,7 @@ class BatchPart:
         """The prompts in batches of at most `most`, for a sampler that ends a batch before it begins the next."""
         for start in range(0, len(self.initial), most):
             yield self.initial[start : start + most]
-        while numbers := self.more(most):
+        while self.initial and (numbers := self.more(most)):
             yield numbers
 
 

@@ -8,17 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qerl.kernels.state import IDLE, MOST_DRAFTED, PAGE, DecodeState, DeltaStates, KVCache, SamplingState, splits_of
-from qerl.rollout.decoder import DecodeGraphs, Decoder, Download, bucket_of, upload
-from qerl.rollout.prefill import Prefill
+from qerl.kernels.state import IDLE, PAGE, DecodeState, DeltaStates, KVCache, SamplingState, splits_of
+from qerl.rollout.decoder import DecodeGraphs, Decoder, Download, Prefill, bucket_of, upload
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.rollout.speculation import Speculation, VerifyGraphs
 
 # The KV cache's pages: their reference counts, kept on the host, and the slots that memory has room for.
 
@@ -92,8 +89,6 @@ MOST_STEPS = 8
 _LOOK_BYTES = 10e9
 
 
-# Large policies are asked more often, because their steps give the host time. Size and tokens alone determine when,
-# so a rollout is reproducible.
 def steps_between_looks(weight_bytes: int) -> int:
     """Decode steps between two looks for finished sequences: 1 with weights of 7 GB and more, 2 with 7B in NVFP4, and 8
     below 1.3 GB.
@@ -108,8 +103,7 @@ def steps_between_looks(weight_bytes: int) -> int:
 class DecodedSequence:
     """An unfinished completion. `tokens` and `logprobs` are those that have arrived on the host.
 
-    The launched steps draw a token each, unless a stop token has ended the completion, and those of drafts that are
-    right. `steps` and `drafted` count them; `right` drafted tokens of the first `judged` are known to be.
+    `drawn` are the tokens of all launched steps, each of which draws one unless a stop token has ended the completion.
     """
 
     index: int
@@ -120,32 +114,15 @@ class DecodedSequence:
     logprobs: list[float] = field(default_factory=list)
     slot: int = IDLE
     pages: list[int] = field(default_factory=list)
-    steps: int = 0
-    drafted: int = 0
-    right: int = 0
-    judged: int = 0
-
-    @property
-    def sure(self) -> int:
-        """The tokens of all launched steps, whichever drafts are right that nobody has looked at."""
-        return self.steps + self.right
-
-    @property
-    def drawn(self) -> int:
-        """The most tokens of all launched steps."""
-        return self.sure + self.drafted - self.judged
+    drawn: int = 0
 
 
 @dataclass(frozen=True)
 class ProgressLook:
-    """A look at the slots: the sequences in them with `steps` and `drafted` at that time, and the searches launched.
+    """A look at the slots: the sequences in them at that time, and the slots' positions."""
 
-    `progress` has the slots' positions and numbers of tokens, then the expected right tokens.
-    """
-
-    active: dict[int, tuple[DecodedSequence, int, int]]
-    searches: int
-    progress: Download
+    active: dict[int, DecodedSequence]
+    positions: Download
 
 
 @dataclass
@@ -178,15 +155,13 @@ class DecodeTime:
 class RolloutPhases:
     """Seconds of a rollout on the device by phase, and seconds that the host waited meanwhile.
 
-    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `verify`: steps that verify
-    drafts, by batch size, with their rows in place of sequences. `between`: the device copies results, or is idle until
-    the host launches more. `host_wait`: the host waits for results.
+    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `between`: the device copies
+    results, or is idle until the host launches more. `host_wait`: the host waits for results.
     """
 
     prefill: float = 0.0
     prefills: int = 0
     decode: dict[int, DecodeTime] = field(default_factory=lambda: defaultdict(DecodeTime))
-    verify: dict[int, DecodeTime] = field(default_factory=lambda: defaultdict(DecodeTime))
     between: float = 0.0
     host_wait: float = 0.0
 
@@ -217,7 +192,7 @@ class PhaseClock:
         return event
 
     def end(self, phase: str, sequences: int = 0, steps: int = 0) -> None:
-        """End a phase: prefill, decode, verify or between."""
+        """End a phase: prefill, decode or between."""
         self._marks.append(_Mark(phase, self._now(), sequences, steps))
 
     @contextmanager
@@ -231,10 +206,13 @@ class PhaseClock:
         """The time of each phase; waits until the device has reached the last mark."""
         phases = RolloutPhases(host_wait=self._waited)
         for before, after in pairwise(self._marks):
-            seconds = _seconds(before.time, after.time)
-            if after.phase in ("decode", "verify"):
-                batches = phases.decode if after.phase == "decode" else phases.verify
-                batch = batches[bucket_of(after.sequences)]
+            if isinstance(before.time, float) or isinstance(after.time, float):
+                seconds = float(after.time) - float(before.time)  # type: ignore[arg-type]
+            else:
+                after.time.synchronize()
+                seconds = before.time.elapsed_time(after.time) / 1e3
+            if after.phase == "decode":
+                batch = phases.decode[bucket_of(after.sequences)]
                 batch.steps += after.steps
                 batch.sequences += after.sequences * after.steps
                 batch.seconds += seconds
@@ -246,13 +224,6 @@ class PhaseClock:
         return phases
 
 
-def _seconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
-    if isinstance(before, float) or isinstance(after, float):
-        return float(after) - float(before)  # type: ignore[arg-type]
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3
-
-
 # The scheduler of sequences: continuous batching on a paged cache, with a group's prompt computed once.
 
 
@@ -260,8 +231,7 @@ def _seconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) 
 class Pool:
     """A sampler's device memory (cache and slots), the cache's page counts, and the graphs on it.
 
-    `memory` is the graphs' memory pool, and `look_every` the number of decode steps between two looks. `verify` is
-    there only for drafts, and `states` only for delta nets.
+    `look_every` is the number of decode steps between two looks, and `states` are there only for delta nets.
     """
 
     decoder: Decoder
@@ -272,26 +242,16 @@ class Pool:
     steps: DecodeGraphs
     prefill: Prefill
     look_every: int
-    verify: VerifyGraphs | None
-    memory: Any
     states: DeltaStates | None = None
 
 
 class Scheduler:
-    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together. `speculation` is given
-    where the pool can verify drafts.
-    """
+    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together."""
 
     def __init__(
-        self,
-        pool: Pool,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        prefill_tokens: int,
-        speculation: Speculation | None,
+        self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams, prefill_tokens: int
     ) -> None:
         self._prefill_tokens = prefill_tokens
-        self._speculation, self._verifier = speculation, pool.verify
         self.clock = PhaseClock(pool.decoder.device)
         self._pool, self._params = pool, params
         self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
@@ -331,8 +291,7 @@ class Scheduler:
         """Draw all completions, or those of the part; returns them in the order of the prompts."""
         while self._active or self._waits():
             self._admit()
-            if not self._verify():
-                self._decode()
+            self._decode()
             self._collect()
         self._catch_up()
         self.clock.end("between")
@@ -367,7 +326,8 @@ class Scheduler:
             logits = self._pool.prefill.logits(*zip(*((g.prompt, g.pages, g.row) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
-        self._copy_pages(copies)
+        if copies:
+            self._pool.cache.copy_pages(*upload(copies, torch.int64, self._pool.decoder.device).T)
         self._copy_states(starting)
         self._start(starting)
         self.clock.end("prefill")
@@ -401,10 +361,6 @@ class Scheduler:
         sequence.pages += pages.take(len(rest))
         return list(zip(rest, sequence.pages[full:], strict=True))
 
-    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        if copies:
-            self._pool.cache.copy_pages(*upload(copies, torch.int64, self._pool.decoder.device).T)
-
     def _copy_states(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
         """Copy the states after prompts to slots. Only the last group can have sequences that wait: its are held."""
         states, last = self._pool.states, starting[-1][1]
@@ -427,15 +383,13 @@ class Scheduler:
         state.position[rows], state.drawn[rows] = position.int(), drawn.int()
         state.limit[rows], state.sequence[rows] = limit.int(), key
         self._upload_pages()
-        if self._verifier is not None:
-            self._verifier.texts.enter(rows, [divmod(s.index, self._params.count) for s in sequences])
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
         if self._params.replay:
             self._upload_replay(sequences, rows)
         draw = self._pool.decoder.operations.draw
         draw(logits, rows.int(), state, self._pool.sampling, self._truncated, self._replayed)
         for sequence in sequences:
-            sequence.steps += 1
+            sequence.drawn += 1
 
     def _upload_replay(self, sequences: Sequence[DecodedSequence], rows: Tensor) -> None:
         """Put the tokens that are to come into the slots `rows`, where a replayed draw reads them."""
@@ -459,37 +413,15 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Launch the next steps of all sequences; sequences that then have all their tokens leave."""
-        speculation, verifier, active = self._speculation, self._verifier, len(self._active)
-        every = self._pool.look_every
-        steps = speculation.plain_steps(active, every) if speculation else every
-        missing = max((self._params.max_tokens - sequence.sure for sequence in self._active.values()), default=0)
-        count = min(steps, missing)
+        missing = max((self._params.max_tokens - sequence.drawn for sequence in self._active.values()), default=0)
+        count = min(self._pool.look_every, missing)
         self._grow(count)
         self.clock.end("between")
         self._pool.steps.run(list(self._active), count, self._splits, self._truncated, self._replayed)
         self.clock.end("decode", len(self._active), count)
-        self._advance(count, 0)
-        if speculation is not None and verifier is not None and speculation.tries(len(self._active)):
-            verifier.look(list(self._active))
-
-    def _verify(self) -> bool:
-        """Launch a step that verifies drafts; False if plain steps are expected to take less time."""
-        rows = self._speculation.rows(len(self._active)) if self._speculation else 0
-        if self._verifier is None or not rows:
-            return False
-        self._grow(1 + MOST_DRAFTED)
-        self.clock.end("between")
-        self._verifier.run(list(self._active), rows, self._splits, self._truncated, self._replayed)
-        self.clock.end("verify", rows, 1)
-        self._advance(1, MOST_DRAFTED)
-        return True
-
-    def _advance(self, least: int, more: int) -> None:
-        """Note that steps were launched that give each sequence `least` tokens and may give `more`."""
         for sequence in self._active.values():
-            sequence.steps += least
-            sequence.drafted += more
-        self._end([sequence for sequence in self._active.values() if sequence.sure >= self._params.max_tokens])
+            sequence.drawn += count
+        self._end([sequence for sequence in self._active.values() if sequence.drawn >= self._params.max_tokens])
 
     def _grow(self, tokens: int) -> None:
         """Take pages for the tokens that the next steps may draw for each sequence; if too few are free, interrupt the
@@ -497,10 +429,10 @@ class Scheduler:
         """
         pages, grown = self._pool.pages, False
         for sequence in list(self._active.values()):
-            missing = self._missing(sequence, tokens)
+            drawn = min(sequence.drawn + tokens, self._params.max_tokens)
+            missing = pages.needed(len(sequence.prompt) + drawn - 1) - len(sequence.pages)
             if missing > pages.available:
-                self._catch_up()  # finished sequences free their pages, and it is known which drafts were right
-                missing = self._missing(sequence, tokens)
+                self._catch_up()  # finished sequences free their pages
             while missing > pages.available and sequence.slot in self._active:
                 self._interrupt(next(reversed(self._active.values())))
             if missing > 0 and sequence.slot in self._active:
@@ -509,11 +441,6 @@ class Scheduler:
                 grown = True
         if grown:
             self._upload_pages()
-
-    def _missing(self, sequence: DecodedSequence, tokens: int) -> int:
-        """Pages that a sequence lacks for so many more tokens."""
-        drawn = min(sequence.drawn + tokens, self._params.max_tokens)
-        return self._pool.pages.needed(len(sequence.prompt) + drawn - 1) - len(sequence.pages)
 
     def _interrupt(self, sequence: DecodedSequence) -> None:
         """Remove a sequence from its slot. It continues later, after prefill of its prompt and tokens so far.
@@ -531,12 +458,7 @@ class Scheduler:
     def _collect(self) -> None:
         """Request which sequences have finished, without waiting: the result is read after the next steps."""
         if self._active:
-            active = {slot: (s, s.steps, s.drafted) for slot, s in self._active.items()}
-            progress, verifier = self._pool.state.progress[:, :-1].flatten(), self._verifier
-            if verifier is not None:
-                progress = torch.cat([progress, verifier.expected.view(torch.int32)])
-            searches = verifier.searches if verifier is not None else 0
-            self._looks.append(ProgressLook(active, searches, Download.of(progress)))
+            self._looks.append(ProgressLook(dict(self._active), Download.of(self._pool.state.position[:-1])))
         while len(self._looks) > 1:
             self._see(self._looks.popleft())
         while self._fetched and self._fetched[0][1].arrived:
@@ -552,18 +474,9 @@ class Scheduler:
     def _see(self, look: ProgressLook) -> None:
         """End the finished ones of the sequences that were in the slots; some may have left since."""
         with self.clock.waiting():
-            host = look.progress.wait()
-        count = self._pool.state.count
-        positions, drawn, ended = host[:count].tolist(), host[count : 2 * count].tolist(), []
-        for slot, (sequence, steps, drafted) in look.active.items():
-            if self._active.get(slot) is not sequence:
-                continue
-            if positions[slot] == IDLE:
-                ended.append(sequence)
-            sequence.right, sequence.judged = drawn[slot] - steps, drafted
-        self._end(ended)
-        if self._speculation is not None:
-            self._speculation.learn(look.searches, host[2 * count :].view(torch.float32).tolist())
+            positions = look.positions.wait().tolist()
+        seen = look.active.items()
+        self._end([s for slot, s in seen if self._active.get(slot) is s and positions[slot] == IDLE])
 
     def _end(self, sequences: Sequence[DecodedSequence]) -> None:
         self._fetch(sequences)
@@ -577,8 +490,6 @@ class Scheduler:
             return
         state, most = self._pool.state, min(max(s.drawn for s in sequences), self._params.max_tokens)
         rows = upload([s.slot for s in sequences], torch.int64, state.token.device)
-        if self._verifier is not None:
-            self._pool.decoder.operations.keep(rows, self._verifier.texts.state, state)
         logprobs = state.logprobs[rows, :most].view(torch.int32)
         drawn = torch.cat([state.drawn[rows, None], state.tokens[rows, :most], logprobs], 1)
         self._fetched.append((sequences, Download.of(drawn)))

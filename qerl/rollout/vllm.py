@@ -288,7 +288,13 @@ def _served_checkpoint(folder: Path, weights: str, policy: Policy) -> Iterator[t
     vLLM has no kernels for 4-bit weights on a CPU. There it loads an unpacked copy, which is deleted afterwards.
     """
     if weights == "bf16" or policy.device.type != "cpu":
-        _check_served(weights)
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+        if weights == "nf4" and "bitsandbytes" not in QUANTIZATION_METHODS:
+            raise ConfigError(
+                "this vLLM has no bitsandbytes weights (they left it with 0.28); install vllm-bnb-plugin or vllm 0.24, "
+                "or use rollout.engine=native for weights=nf4"
+            )
         if ignored := left_out(folder):
             sentence = "vLLM may apply %s, as %s states, and updates don't; rollout.engine=native doesn't either"
             log.warning(sentence, " and ".join(ignored), folder)
@@ -299,16 +305,6 @@ def _served_checkpoint(folder: Path, weights: str, policy: Policy) -> Iterator[t
     with TemporaryDirectory() as scratch:
         write_dense(folder, Path(scratch), policy.lm.dtype)
         yield Path(scratch), f"{weights} as {dtype}"
-
-
-def _check_served(weights: str) -> None:
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-
-    if weights == "nf4" and "bitsandbytes" not in QUANTIZATION_METHODS:
-        raise ConfigError(
-            "this vLLM has no bitsandbytes weights (they left it with 0.28); install vllm-bnb-plugin or vllm 0.24, or "
-            "use rollout.engine=native for weights=nf4"
-        )
 
 
 # A completion depends on seed, prompt and its number in the group, as with the eager sampler. Its bits depend on

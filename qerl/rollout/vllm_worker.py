@@ -40,10 +40,8 @@ if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
 # input of one dtype; for mixed dtypes its operator falls back to its definition in PyTorch, which the compiler fuses.
 @RMSNorm.register_oot(name="RMSNorm")
 class Float32RMSNorm(RMSNorm):
-    """RMSNorm with a float32 weight for any dtype of the model, so that noise added to it isn't rounded away.
-
-    vLLM's fused CUDA kernel needs weight and input of one dtype. Otherwise vLLM uses its definition in PyTorch, which
-    the compiler fuses. It normalises and multiplies in float32 and rounds once, as `NoisyRMSNorm` does.
+    """RMSNorm with a float32 weight for any dtype of the model. vLLM normalises and multiplies in float32 and rounds
+    once, as `NoisyRMSNorm` does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

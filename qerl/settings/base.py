@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -224,9 +224,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    #: Keys of earlier versions, each with the end of the sentence that refuses it.
+    removed_keys: ClassVar[Mapping[str, str]] = {}
+
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and (removed := sorted(cls.removed_keys.keys() & values.keys())):
+            raise ValueError(f"the key {removed[0]} was removed {cls.removed_keys[removed[0]]}")
         return as_meant(cls, values)
 
 

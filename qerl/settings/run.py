@@ -53,6 +53,8 @@ class SamplingSettings(Settings):
 class VllmSettings(Settings):
     """vLLM as the sampler."""
 
+    removed_keys = dict.fromkeys(("url", "adapters"), "with engine=vllm-server; delete it and use engine=vllm")
+
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the GPU's memory, or of the job's part of it, for the engine (weights, cache, CUDA graphs)."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
@@ -68,13 +70,6 @@ class VllmSettings(Settings):
     tensor_parallel: PositiveInt = 1
     """GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_server(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and (removed := sorted({"url", "adapters"} & values.keys())):
-            raise ValueError(f"the key {removed[0]} was removed with engine=vllm-server; delete it and use engine=vllm")
-        return values
-
 
 Kernels = Literal["auto", "portable"]
 KvCacheDtype = Literal["auto", "fp8"]
@@ -82,6 +77,8 @@ KvCacheDtype = Literal["auto", "fp8"]
 
 class NativeSettings(Settings):
     """The native engine, which samples from the trainer's own weights on a GPU."""
+
+    removed_keys = {"drafts": "with speculative decoding, which gained nothing from 16 sequences on; delete it"}
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
@@ -93,10 +90,6 @@ class NativeSettings(Settings):
     """Release the cache's memory after each rollout. The next rollout takes about a second longer."""
     batch_invariant: bool = False
     """Make each completion independent of its batch, to the bit, which is slower."""
-    drafts: bool = False
-    """Let steps of fewer than 128 sequences verify guessed tokens: of the prompt, the completion and its siblings.
-    Tokens are those without guesses, except where roundings of a larger batch change a draw. Models with delta nets
-    have no drafts."""
     kernels: Kernels = "auto"
     """Kernels of the products with NVFP4 and MXFP4 weights. `auto` takes those written for Hopper where the GPU is one,
     and otherwise the portable ones in Triton. `portable` takes the latter everywhere."""
@@ -153,8 +146,8 @@ class RolloutSettings(EngineSettings):
         return self
 
 
-#: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, and drafts do, because they
-#: decide which sequences are decoded together and so how sums are rounded.
+#: Keys of `EngineSettings` that change no completion. The sizes of cache and batch do, because they decide which
+#: sequences are decoded together and so how sums are rounded.
 UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep"}}
 
 
@@ -444,7 +437,7 @@ CHECKED: Any = {
         "engine": True,
         "max_prompt_tokens": True,
         "sampling": {"max_tokens"},
-        "vllm": {"max_model_len", "url", "adapters"},
+        "vllm": {"max_model_len"},
     },
 }
 

@@ -62,6 +62,8 @@ class Prompting(Workload):
 class MixedLengths(Settings):
     """Prompts and completions of a rollout. Lengths of completions are lognormal, lengths of prompts uniform."""
 
+    removed_keys = {"drafts": "with speculative decoding, which gained nothing from 16 sequences on; delete it"}
+
     prompts: PositiveInt = 64
     group_size: PositiveInt = 8
     """Completions per prompt."""
@@ -78,8 +80,6 @@ class MixedLengths(Settings):
     trace: FilePath | None = None
     """A file of `qerl.bench.trace`, whose tokens this project's engine replays; vLLM draws others of the same lengths.
     None draws lengths by the keys above."""
-    drafts: bool = False
-    """As `native.drafts` of a run. Only a trace has text that drafts can find."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 

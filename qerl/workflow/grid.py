@@ -166,15 +166,12 @@ def _mixes(grid: MixGrid) -> Iterator[tuple[str, str, MixPart]]:
         raise ConfigError(
             f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
         )
-    if grid.drafts and (grid.engine != "native" or grid.trace is None):
-        raise ConfigError("shapes: drafts need engine native and a trace, whose text they repeat; remove drafts")
     for base, rank in product(_bases(grid), grid.ranks):
         _check(grid.engine, base)
         lengths = {name: getattr(grid, name) for name in MixedLengths.model_fields}
         work = Mix(engine=grid.engine, **_policy(base, rank), **lengths)
         drawn = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         name = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{drawn}-seed{grid.seed}"
-        name += "-drafts" if grid.drafts else ""
         yield name, name, MixPart(file=f"{name}.json", work=work)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from qerl.data.sources import prepare
 from qerl.host.provenance import check_clock
-from qerl.rl.failures import DivergedError
+from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated

@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.optim import AdamW8bit
 
 from qerl.rl.optimizer import JoinedAdamW8bit
-from tests.unit.rl.test_adamw8bit import SHAPES, drawn, groups
+from tests.unit.rl.test_optimizer import JOINED, groups, some_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,14 +16,14 @@ DEVICE = torch.device("cuda")
 
 def test_small_tensors_are_updated_together_bit_for_bit():
     generator = torch.Generator().manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
+    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in JOINED]
     theirs = copy.deepcopy(ours)
     optimizers = [
         kind(groups(parameters), lr=1e-2, betas=(0.9, 0.99))
         for kind, parameters in ((JoinedAdamW8bit, ours), (AdamW8bit, theirs))
     ]
     for step in range(5):
-        gradients = drawn(generator, without=[1, 3] if step == 2 else [])
+        gradients = some_gradients(generator, without=[1, 3] if step == 2 else [])
         for parameters in (ours, theirs):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(DEVICE)

@@ -187,7 +187,8 @@ def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
         outcomes.append(state)
     found, expected = outcomes
     assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.progress, expected.progress)
+    assert torch.equal(found.position, expected.position)
+    assert torch.equal(found.drawn, expected.drawn)
     assert torch.equal(found.token, expected.token)
     wide = torch.log_softmax(logits.double() / (temperature or 1), -1)
     for row, slot in enumerate(rows.tolist()):

@@ -8,8 +8,8 @@ from torch import nn
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import PAGE, Heads, KVCache, PromptRow, pack
 from qerl.models.random import random_policy
+from qerl.rollout.decoder import prompt_bucket
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.prefill import bucket_of
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
@@ -141,7 +141,7 @@ def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count
     sampler, params = sampler_of(policy), SamplingParams(max_tokens=4, count=1, seed=1)
     prompts = prompts_of(tokens, count)
     first = sampler.generate(prompts, params)
-    bucket = bucket_of(tokens, count)
+    bucket = prompt_bucket(tokens, count)
     assert set(sampler._pool.prefill._graphs) == ({bucket} if bucket else set())
     assert_hugging_faces(policy, prompts, first)
     others = prompts_of(max(tokens - 3, count), count, seed=1)

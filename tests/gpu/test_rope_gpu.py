@@ -8,7 +8,7 @@ from qerl.models import blocks
 from qerl.models.blocks import rotate
 from tests.gpu.test_update_gpu import adapted, of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
-from tests.unit.rl.test_sequence_packing import samples
+from tests.unit.rl.test_packing import samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

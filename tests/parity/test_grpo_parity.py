@@ -1,25 +1,34 @@
-"""Loss, gradient, advantages and logged figures against TRL's GRPOTrainer on the same batch."""
+"""Loss, gradient and logged figures of a batch, and of a whole step, against TRL's GRPOTrainer."""
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl.models.policy import Policy
+from qerl.data.records import Problem
+from qerl.models.policy import Policy, trained_in_full
 from qerl.rl.losses import BatchSize, LossInputs, importance_weights, policy_loss
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.parallel import Processes
 from qerl.rl.rewards import group_advantages
+from qerl.rl.rollouts import Collector, Task
+from qerl.rl.update import Updater
 from qerl.rollout.sampler import Completion
-from qerl.settings.run import LossSettings
+from qerl.settings.base import parse
+from qerl.settings.run import LossSettings, RunSettings
 from tests.conftest import in_nightly
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_family, tiny_qwen2, write_template
 
 TEMPERATURE = 0.9
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_qwen2(tmp_path_factory.mktemp("dense"), dtype=torch.float32)
+    folder = tiny_qwen2(tmp_path_factory.mktemp("dense"), dtype=torch.float32)
+    write_template(folder, TEMPLATE)
+    return folder
 
 
 LONGEST = 12
@@ -43,33 +52,36 @@ def kl(request):
     return request.param
 
 
+def trl_trainer(checkpoint, folder, loss_name, reward, prompts, rollout_func=None, **arguments):
+    """TRL's trainer of groups of four on its own copy of the model."""
+    from trl import GRPOConfig, GRPOTrainer  # imports vLLM, too
+
+    arguments |= {"num_generations": 4, "per_device_train_batch_size": 8, "report_to": [], "bf16": False}
+    arguments = GRPOConfig(output_dir=str(folder), use_cpu=True, **IN_TRL[loss_name], **arguments)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    data, tokenizer = Dataset.from_dict({"prompt": prompts}), AutoTokenizer.from_pretrained(checkpoint)
+    trainer = GRPOTrainer(model, reward, arguments, data, None, tokenizer, rollout_func=rollout_func)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
 @pytest.fixture(scope="module")
 def trainer(checkpoint, tmp_path_factory, loss_name, kl):
     """A TRL trainer on its own copy of the model."""
-    from trl import GRPOConfig, GRPOTrainer  # imports vLLM, too
-
-    arguments = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")),
-        **IN_TRL[loss_name],
+    return trl_trainer(
+        checkpoint,
+        tmp_path_factory.mktemp("trl"),
+        loss_name,
+        lambda completions, **_: [0.0] * len(completions),
+        ["a"] * 8,
         beta=kl,
         use_bias_correction_kl=False,  # the paper's Eq. 3 has the plain term
         epsilon=0.2,
         epsilon_high=0.28,
         temperature=TEMPERATURE,
-        num_generations=4,
-        per_device_train_batch_size=8,
         max_completion_length=LONGEST,
-        report_to=[],
-        bf16=False,
-        use_cpu=True,
     )
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    data = Dataset.from_dict({"prompt": ["a"] * 8})
-    trainer = GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), arguments, data, None, tokenizer)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer
 
 
 def batch(seed: int) -> tuple[list[Sample], torch.Tensor]:
@@ -178,18 +190,17 @@ def trl_ratio(inputs, sampled, settings):
 
 def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
     """Loss and clipped ratios of the batch from its micro-batches; gradients accumulate in the policy."""
-    batches = [micro_batch(samples, rows, torch.device("cpu")) for rows in split(samples, max_tokens)]
+    batches = [micro_batch(samples, rows, CPU) for rows in split(samples, max_tokens)]
     masks = [b.mask_NT * b.finished_N[:, None] if settings.mask_truncated else b.mask_NT for b in batches]
     whole = BatchSize(len(samples), sum(m.sum().item() for m in masks), LONGEST, len(batches))
     loss, counts = torch.zeros(()), torch.zeros(3)
     for part, mask in zip(batches, masks, strict=True):
-        logprobs, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
+        logprobs, _ = logprobs_and_entropy(policy, part, TEMPERATURE)
         rows = lambda name, part=part: inputs[name][part.index, : part.mask_NT.shape[1]]  # noqa: E731
         old, reference = rows("old_per_token_logps"), rows("ref_per_token_logps")
         weights = importance_weights(old, sampled[part.index, : mask.shape[1]], mask, settings)
         reference = reference if settings.kl else None
-        entropies = entropies if settings.entropy else None
-        tokens = LossInputs(logprobs, old, part.advantages_N[:, None], mask, reference, weights, entropies)
+        tokens = LossInputs(logprobs, old, part.advantages_N[:, None], mask, reference, weights)
         outputs = policy_loss(tokens, settings, whole)
         outputs.loss.backward()
         loss += outputs.loss.detach()
@@ -197,48 +208,118 @@ def our_loss(policy, samples, inputs, sampled, settings, max_tokens):
     return loss, counts
 
 
-def test_an_entropy_bonus_is_that_of_autograd(trainer, checkpoint, loss_name, kl):
-    """verl's formula: the loss less the weight times the entropy, aggregated as the loss is."""
-    samples, noise = batch(seed=4)
-    inputs = trl_inputs(samples, noise)
-    inputs["ref_per_token_logps"] = inputs["old_per_token_logps"] = trl_logprobs(trainer, inputs)
-    trainer.model.zero_grad()
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    width, mask = inputs["completion_ids"].shape[1], inputs["completion_mask"]
-    logprobs = torch.log_softmax(trainer.model(ids, attended).logits[:, -width - 1 : -1] / TEMPERATURE, -1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1) * mask
-    aggregated = {
-        "dr_grpo": entropies.sum() / (len(samples) * LONGEST),
-        "dapo": entropies.sum() / mask.sum(),
-        "bnpo": entropies.sum() / mask.sum(),
-    }.get(loss_name, (entropies.sum(1) / mask.sum(1)).mean())
-    theirs = trainer._compute_loss(trainer.model, inputs) - 0.3 * aggregated
-    theirs.backward()
-    ours = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    settings = LossSettings(name=loss_name, kl=kl, entropy=0.3)
-    loss, _ = our_loss(Policy(ours, None), samples, inputs, inputs["old_per_token_logps"], settings, 10_000)
-    torch.testing.assert_close(loss, theirs.detach(), atol=1e-6, rtol=0)
-    for (name, mine), other in zip(ours.named_parameters(), trainer.model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
+# --- a whole step, from completions on ---
+
+MOST, EOS = 8, 1
+QUESTIONS = ["1+1", "what is 2+3?"]
+#: Lengths differ, two are truncated, and the second group earns the same whatever it says.
+COMPLETIONS = [
+    [[10, 11, EOS], [10, 11, 12, 13, EOS], [14] * MOST, [11, EOS]],
+    [[15, EOS], [16, EOS], [17, 17, 17, EOS], [18] * MOST],
+]
 
 
-def test_entropy_equals_trl(trainer, checkpoint):
-    samples, noise = batch(seed=1)
-    inputs = trl_inputs(samples, noise)
-    inputs["ref_per_token_logps"] = inputs["old_per_token_logps"] = trl_logprobs(trainer, inputs)
-    trainer._compute_loss(trainer.model, inputs)
-    policy = Policy(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), None)
-    part = micro_batch(samples, list(range(len(samples))), torch.device("cpu"))
-    _, entropies = logprobs_and_entropy(policy, part, TEMPERATURE)
-    mean = entropies.sum().item() / part.mask_NT.sum().item()
-    assert mean == pytest.approx(trainer._metrics["train"]["entropy"][-1], abs=1e-6)
+def reward(text: str) -> float:
+    """The number of these characters in a completion; the second group has none of them."""
+    return float(len(set(text) & set("89abc")))
 
 
-def test_advantages_are_normalised_in_their_group():
-    rewards = torch.tensor([[1.1, 0.0, 0.1, 1.0], [0.1, 0.1, 0.1, 0.1]])
-    advantages = group_advantages(rewards)
-    assert torch.equal(advantages[1], torch.zeros(4))
-    expected = (rewards[0] - rewards[0].mean()) / (rewards[0].std() + 1e-4)
-    torch.testing.assert_close(advantages[0], expected)
-    torch.testing.assert_close(group_advantages(rewards, scale=False)[0], rewards[0] - rewards[0].mean())
+class Fixed:
+    """A sampler with given completions and the policy's log-probabilities for them."""
+
+    def sync(self):
+        pass
+
+    def generate(self, prompts, params):
+        return [[Completion(ids, [-1.0] * len(ids), ids[-1] == EOS) for ids in group] for group in COMPLETIONS]
+
+
+def trl_step(checkpoint, folder, loss_name, mask_truncated):
+    """TRL's loss, gradients and logged figures."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    def rollout(prompts, trainer):
+        ids = [ids for group in COMPLETIONS for ids in group]
+        return {
+            "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": ids,
+            "logprobs": [[-1.0] * len(row) for row in ids],
+        }
+
+    trainer = trl_trainer(
+        checkpoint,
+        folder,
+        loss_name,
+        lambda completions, **_: [reward(text) for text in completions],
+        QUESTIONS,
+        rollout_func=rollout,
+        scale_rewards=loss_name != "dr_grpo",  # whose default it is here
+        beta=0.0,
+        mask_truncated_completions=mask_truncated,
+        max_completion_length=MOST,
+    )
+    inputs = trainer._generate_and_score_completions([{"prompt": QUESTIONS[i // 4]} for i in range(8)])
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters()}, logged
+
+
+@pytest.mark.parametrize(
+    ("loss_name", "mask_truncated"),
+    [*((name, number % 2 == 0) for number, name in enumerate(IN_TRL)), ("grpo", False)],
+)
+def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
+    checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated
+):
+    compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated)
+
+
+@pytest.mark.parametrize("family", ["gemma3", *in_nightly("mistral-sliding", "phi3")])
+def test_a_step_of_another_family_equals_trl(tmp_path, monkeypatch, family):
+    """With a window of four tokens, which is shorter than prompts with their completions."""
+    folder = tiny_family(tmp_path / "dense", family, sliding_window=4)
+    write_template(folder, TEMPLATE)
+    compare(folder, tmp_path, monkeypatch, "grpo", False)
+
+
+def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated):
+    """Compare a step's loss, gradients and logged figures with TRL's."""
+    values = {
+        "model": "m",
+        "dataset": "d",
+        "weights": "bf16",
+        "method": "full",
+        "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": MOST}},
+        # The second group is silent: its gradient must be missed nowhere. TRL's entropy has all completions.
+        "loss": {"name": loss_name, "clip_high": 0.2, "mask_truncated": mask_truncated, "silent_sample": 1.0},
+        "optimizer": {"name": "adamw", "max_grad_norm": 1e9},
+    }
+    settings = parse(RunSettings, values, "test")
+    parts = lambda answer, *_: {"correct": reward(answer.text), "format": 0.0, "overlong": 0.0}  # noqa: E731
+    monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
+    monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
+    policy = trained_in_full(checkpoint, "float32", CPU)
+    problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
+    rollout = Collector(settings, policy, Fixed(), Task(problems, "gsm8k", "")).collect(1, 0)
+    updated = Updater(settings, policy, Processes()).update(1, rollout.samples)
+    loss, gradients, logged = trl_step(checkpoint, tmp_path, loss_name, mask_truncated)
+    assert updated["loss"] == pytest.approx(loss, abs=1e-6)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+    for name, parameter in policy.lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4, msg=name)
+    ours = {**rollout.metrics, **updated}
+    for mine, theirs in {
+        "reward": "reward",
+        "reward/std": "reward_std",
+        "reward/equal_groups": "frac_reward_zero_std",
+        "completion_length": "completions/mean_length",
+        "truncated": "completions/clipped_ratio",
+        "clip_ratio/low": "clip_ratio/low_mean",
+        "clip_ratio/high": "clip_ratio/high_mean",
+    }.items():
+        assert ours[mine] == pytest.approx(logged[theirs], abs=1e-6), mine
+    assert rollout.metrics["reward/equal_groups"] == 0.5
+    assert rollout.metrics["truncated"] == 0.25
+    if not mask_truncated:  # with the mask TRL's entropy leaves the truncated completions out, ours has all
+        assert updated["entropy"] == pytest.approx(logged["entropy"], abs=1e-6)

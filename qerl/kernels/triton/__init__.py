@@ -14,7 +14,7 @@ from qerl.kernels.triton.experts import (
 )
 from qerl.kernels.triton.norms import add_normed, clamped_glu, rms_norm
 from qerl.kernels.triton.prompt_attention import attend_prompts
-from qerl.kernels.triton.sampling import draw, guess, keep, settle, spread, tile_gradient, tile_statistics
+from qerl.kernels.triton.sampling import draw, tile_gradient, tile_statistics
 
 __all__ = [
     "add_normed",
@@ -30,13 +30,9 @@ __all__ = [
     "dense_weight_gradient",
     "draw",
     "group",
-    "guess",
-    "keep",
     "rms_norm",
     "route",
     "scores",
-    "settle",
-    "spread",
     "tile_gradient",
     "tile_statistics",
 ]

@@ -139,7 +139,7 @@ def load_scales(cache, pages, head, first, end, shape: tl.constexpr):
 
 
 @triton.jit
-def append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr, STORES: tl.constexpr):
+def append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr):
     """Store the new token's key and value in the cache; returns the key in two halves [1, D / 2] and the value [D], as
     the cache has them.
     """
@@ -161,16 +161,15 @@ def append(token, cache, pages, head, position, c, s, norms, shape: tl.constexpr
         s1, k1 = in_fp8(k1, k_scale[:, None], k_inverse[:, None], cache_dtype)
         s2, k2 = in_fp8(k2, k_scale[:, None], k_inverse[:, None], cache_dtype)
         stored, value = in_fp8(value, v_scale, v_inverse, cache_dtype)
-    if STORES:
-        page = tl.load(pages + position // shape.page).to(tl.int64)
-        number = (page * 2 * shape.kv + head) * shape.page + position % shape.page
-        place = cache.data + number * shape.dim
-        tl.store(place + half[None, :], s1, in_half)
-        tl.store(place + shape.dim // 2 + half[None, :], s2, in_half)
-        tl.store(place + shape.kv * shape.page * shape.dim + column, stored, column < shape.dim)
-        if shape.rounded:
-            tl.store(cache.scales + number + tl.arange(0, 1), k_scale)
-            tl.store(cache.scales + number + shape.kv * shape.page, v_scale)
+    page = tl.load(pages + position // shape.page).to(tl.int64)
+    number = (page * 2 * shape.kv + head) * shape.page + position % shape.page
+    place = cache.data + number * shape.dim
+    tl.store(place + half[None, :], s1, in_half)
+    tl.store(place + shape.dim // 2 + half[None, :], s2, in_half)
+    tl.store(place + shape.kv * shape.page * shape.dim + column, stored, column < shape.dim)
+    if shape.rounded:
+        tl.store(cache.scales + number + tl.arange(0, 1), k_scale)
+        tl.store(cache.scales + number + shape.kv * shape.page, v_scale)
     return k1, k2, value
 
 
@@ -244,8 +243,6 @@ class Shape:
     rotary: int  # elements of a head that rotate
     window: int  # tokens that a token sees, or 0 for all so far
     rounded: bool  # keys and values are in FP8
-    appends: bool  # each program its own new tokens, while others attend
-    early: bool  # a split loads its first page while qkv is computed
 
 
 @triton.jit
@@ -294,9 +291,7 @@ def gate_of(query, inside, shape: tl.constexpr):
 # A decode step's attention with few sequences: a program attends to some pages of one row, which are a split.
 #
 # A second launch combines the splits in order. Only qkv comes from the previous kernel. State, tables and older tokens
-# exist before the step, so a split loads its first page while qkv is computed. Rows of one sequence, which verify
-# drafts, attend to each other's tokens, which another launch appends before; then nothing is loaded before it has
-# ended.
+# exist before the step, so a split loads its first page while qkv is computed.
 
 
 @triton.jit
@@ -328,9 +323,8 @@ def attend_split(
         wait_for_earlier(PDL)
         return
     pages = sequences.pages + slot * sequences.pages_stride
-    if shape.early:
-        k1, k2, v = load_page(cache, pages, head, start, end, shape)
-        k_first, v_first = load_scales(cache, pages, head, start, end, shape)
+    k1, k2, v = load_page(cache, pages, head, start, end, shape)
+    k_first, v_first = load_scales(cache, pages, head, start, end, shape)
     in_half = half < shape.dim // 2
     c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
     wait_for_earlier(PDL)
@@ -347,19 +341,18 @@ def attend_split(
     total = tl.full([shape.members], 0.0, tl.float32)
     summed = tl.full([shape.members, shape.dim_block], 0.0, tl.float32)
     if start + tokens > position:
-        n1, n2, value = append(token, cache, pages, head, position, c, s, norms, shape, shape.appends)
+        n1, n2, value = append(token, cache, pages, head, position, c, s, norms, shape)
         products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
         highest = tl.sum(products, axis=1) * scale
         total += 1.0
         summed += value.to(tl.float32)[None, :]
 
     token_in_page = tl.arange(0, shape.page)
-    if shape.early:
-        exists = seen(start + token_in_page, end, low, shape)[None, :]
-        highest, total, summed = attend_to_page(
-            q1, q2, k1, k2, v, k_first, v_first, exists, highest, total, summed, scale, shape
-        )
-        start += shape.page
+    exists = seen(start + token_in_page, end, low, shape)[None, :]
+    highest, total, summed = attend_to_page(
+        q1, q2, k1, k2, v, k_first, v_first, exists, highest, total, summed, scale, shape
+    )
+    start += shape.page
     # Most splits have one page, so they skip the start of the copy pipeline.
     if start < end:
         for first in tl.range(start, end, shape.page, num_stages=shape.stages):
@@ -451,7 +444,7 @@ def _new_tokens(
         if position >= 0:
             token, mine = qkv + (first_row + row) * shape.width, row_of == row
             c, s = angles(rope.cos, rope.sin, position, half, shape.dim, shape.rotary)
-            n1, n2, value = append(token, cache, table, head, position, c, s, norms, shape, shape.appends)
+            n1, n2, value = append(token, cache, table, head, position, c, s, norms, shape)
             products = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
             highest = tl.where(mine, tl.sum(products, axis=1) * scale, highest)
             total = tl.where(mine, 1.0, total)
@@ -547,8 +540,7 @@ def attend_whole(
 # A program computes the query heads of one KV head, over one or two whole sequences (`whole_attention`), or over some
 # pages of one where there are few (`split_attention`). A head's sink is added to the sum of its weights in the end, and
 # its results are multiplied by the sigmoid of its gate, if it has one. The program with the new token rotates its key
-# and appends it to the cache. Rows of one sequence, which verify drafts, attend to each other's tokens, so a launch
-# before appends all of them. A sequence's result depends on that sequence and on the batch size, not on other
+# and appends it to the cache. A sequence's result depends on that sequence and on the batch size, not on other
 # sequences, unless these have infinite or undefined values in the cache.
 
 #: Programs per multiprocessor at which each attends to a whole sequence; half of the multiprocessors may then be idle.
@@ -566,20 +558,6 @@ _OTHER_BYTES = 8 * 1024
 #: A split has one page in shared memory: most splits have one page, and the next product needs the rest of the memory
 #: for the weights that it copies.
 _SPLIT_PAGES = 1
-
-
-@triton.jit
-def _append_all(qkv, cache, sequences, rope, norms, shape: tl.constexpr, PDL: tl.constexpr):
-    row, head = tl.program_id(0), tl.program_id(1)
-    let_next_start(PDL)
-    slot = tl.load(sequences.rows + row)
-    position = tl.load(sequences.position + slot)
-    wait_for_earlier(PDL)
-    if position >= 0:
-        c, s = angles(rope.cos, rope.sin, position, tl.arange(0, shape.half_block), shape.dim, shape.rotary)
-        token = qkv + row * shape.width
-        pages = sequences.pages + slot * sequences.pages_stride
-        append(token, cache, pages, head, position, c, s, norms, shape, True)
 
 
 def _rows_together(heads: Heads, batch: int, multiprocessors: int) -> int:
@@ -603,9 +581,7 @@ def _pages_ahead(programs: float, page: int, other: int, shared: int) -> int:
     return max(_PAGES, key=worth)
 
 
-def _shape(
-    heads: Heads, cache: KVCache, rope: tuple[Tensor, Tensor], batch: int, table: int, splits: int, drafted: bool
-) -> Shape:
+def _shape(heads: Heads, cache: KVCache, rope: tuple[Tensor, Tensor], batch: int, table: int, splits: int) -> Shape:
     """The kernel's sizes. `splits` becomes 1 if there are enough sequences, and slots have `table` pages."""
     if heads.window is not None:
         splits = min(splits, splits_of((heads.window - 2) // PAGE + 2))  # of the most pages in which a window lies
@@ -646,8 +622,6 @@ def _shape(
         rotary=2 * rope[0].shape[1],
         window=heads.window or 0,
         rounded=cache.scales is not None,
-        appends=not drafted,
-        early=splits > 1 and not drafted,
     )
 
 
@@ -659,11 +633,10 @@ def attend(
     rope: tuple[Tensor, Tensor],
     heads: Heads,
     splits: int,
-    drafted: bool = False,
 ) -> Tensor:
     """See `reference.attend`; `splits` is `state.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
-    shape = _shape(heads, cache, rope, batch, state.pages.shape[1], splits, drafted)
+    shape = _shape(heads, cache, rope, batch, state.pages.shape[1], splits)
     out = qkv.new_empty(batch, heads.query * heads.dim)
     sequences = Sequences(rows, state.position, state.pages, state.pages.stride(0))
     # Placeholders, which aren't read without norms and sinks.
@@ -671,8 +644,6 @@ def attend(
     scale = heads.scale * 1.4426950408889634  # scores are in units of log2
     parts = Cache(cache.data, cache.data if cache.scales is None else cache.scales)
     tables, norms, pdl = Rope(*rope), HeadNorms(q_norm, k_norm, heads.eps), dependent(device)
-    if drafted:
-        _append_all[(batch, heads.kv)](qkv, parts, sequences, tables, norms, shape=shape, num_warps=4, **pdl)
     if shape.splits == 1:
         attend_whole[(batch // shape.rows, heads.kv)](
             qkv, parts, out, sequences, tables, norms, sinks, scale, shape=shape, num_warps=4, **pdl

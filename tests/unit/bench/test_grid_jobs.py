@@ -79,16 +79,6 @@ def test_the_content_of_a_trace_decides_its_points(tmp_path):
     assert jobs.content("point", free) == []
 
 
-@pytest.mark.parametrize("changes", [{"trace": None}, {"engine": "vllm"}])
-def test_drafts_need_our_engine_and_a_trace(changes):
-    trace = "results/reference/cpu/traces/miniature.jsonl"
-    mix = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "trace": trace, "drafts": True}
-    [id] = jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": [mix]}, "grid"))
-    assert id.endswith("-miniature-seed0-drafts")
-    with pytest.raises(ConfigError, match="drafts need engine native and a trace"):
-        jobs_of(parse(ShapesSettings, {"samples": ["committed"], "mixes": [mix | changes]}, "grid"))
-
-
 def test_steps_are_jobs_by_recomputation_and_cap():
     settings = parse(
         ShapesSettings,

@@ -19,7 +19,6 @@ from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Mix
-from tests.conftest import nightly
 
 WORK = {
     "engine": "native",
@@ -34,7 +33,6 @@ WORK = {
     "tokens": 16,
     "sequences": 4,
     "trace": None,
-    "drafts": False,
     "seed": 0,
     "repeats": 2,
 }
@@ -121,7 +119,6 @@ def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
         steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
         assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
         assert [decode.batch for decode in run.phases.decode][-1] == 4
-        assert run.drafts is None
         assert 0 < run.phases.prefill < run.seconds
 
 
@@ -160,22 +157,6 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
     for groups in drawn:
         assert [[c.token_ids for c in group] for group in groups] == [row["completions"][:2] for row in rows]
     assert result.work.trace == TRACE
-
-
-@nightly
-def test_drafts_of_a_trace_are_counted_by_source_anew_in_each_round(tmp_path, monkeypatch):
-    """The test uses the GPU's engine, which runs on a CPU without graphs."""
-    monkeypatch.setattr(
-        rollouts, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
-    )
-    result = measured(tmp_path, rollouts, drafts=True, trace=TRACE, prompts=2, group_size=4, tokens=32)
-    first, second = (run.drafts for run in result.runs)
-    assert first == second  # drafts don't come from the completions of the round before, which are the same
-    assert {source.source for source in first.sources} <= {"prompt", "completion", "sibling"}
-    accepted = sum(source.accepted for source in first.sources)
-    assert 0 < accepted == round(first.verifications * (first.tokens_per_verification - 1))
-    assert 1 < first.tokens_per_verification <= first.rows_per_step * first.steps / first.verifications
-    assert first.steps == sum(phase.steps for phase in result.runs[0].phases.verify)
 
 
 def test_a_trace_has_the_tokens_of_the_samples(tmp_path):

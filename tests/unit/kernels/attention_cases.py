@@ -104,18 +104,18 @@ def as_stored(ours, order, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "least_programs", "drafted", "fp8"),
+    ("shape", "least_programs", "fp8"),
     [
-        *((shape, 1000 * (number % 2), False, False) for number, shape in enumerate(EACH)),
-        *((HEADS[4], 1000, True, False), (HEADS[0], 0, False, True), (HEADS[6], 1000, True, True)),
+        *((shape, 1000 * (number % 2), False) for number, shape in enumerate(EACH)),
+        *((HEADS[0], 0, True), (HEADS[6], 1000, True)),
         *in_nightly(
-            *((shape, 1000 * (number % 2), False, False) for number, shape in enumerate(OTHERS)),
-            *((HEADS[1], 1000, True, False), (HEADS[6], 1000, True, False), (HEADS[2], 1000, False, True)),
+            *((shape, 1000 * (number % 2), False) for number, shape in enumerate(OTHERS)),
+            (HEADS[2], 1000, True),
         ),
     ],
     ids=str,
 )
-def test_steps(shape, least_programs, drafted, fp8, monkeypatch):
+def test_steps(shape, least_programs, fp8, monkeypatch):
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     (heads, rope), order = heads_of(*shape), kernels_order(*shape[2:4])
     each = -(-max(LENGTHS) // PAGE)
@@ -126,12 +126,12 @@ def test_steps(shape, least_programs, drafted, fp8, monkeypatch):
     ours, plain = both_caches(1 + len(LENGTHS) * each, heads, order, fp8)
     rows = torch.tensor([3, 2, 0, 4, 1], dtype=torch.int32)
     qkv = torch.randn(len(rows), heads.width)
-    found = attention.attend(qkv, ours, state, rows, rope, heads, splits_of(each), drafted)
-    expected = reference.attend(qkv, plain, state, rows, rope, heads, splits_of(each), drafted)
+    found = attention.attend(qkv, ours, state, rows, rope, heads, splits_of(each))
+    expected = reference.attend(qkv, plain, state, rows, rope, heads, splits_of(each))
     compare(ours, plain, order)
     if fp8:
         stored = as_stored(ours, order, monkeypatch)
-        expected = reference.attend(qkv, stored, state, rows, rope, heads, splits_of(each), drafted)
+        expected = reference.attend(qkv, stored, state, rows, rope, heads, splits_of(each))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

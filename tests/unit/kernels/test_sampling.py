@@ -117,9 +117,10 @@ def test_a_draw_advances_its_slot_until_a_stop_or_the_limit():
 
 def test_an_idle_slot_stays_as_it_is():
     state = DecodeState.empty(2, 4, 1, CPU)
-    before = state.progress.clone()
+    before = state.position.clone(), state.drawn.clone()
     draw(torch.randn(3, 9), torch.tensor([2, 0, 2], dtype=torch.int32), state, sampling_of(), False)
-    assert torch.equal(state.progress, before)
+    assert torch.equal(state.position, before[0])
+    assert torch.equal(state.drawn, before[1])
     assert not state.tokens.any()
 
 

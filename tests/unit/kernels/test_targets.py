@@ -20,15 +20,12 @@ from qerl.kernels.state import (
     DecodeState,
     DeltaHeads,
     DeltaStates,
-    DraftRows,
-    DraftTotals,
     GroupedLora,
     Heads,
     KVCache,
     Norm,
     PromptRow,
     SamplingState,
-    TextState,
     pack,
 )
 from qerl.kernels.triton import attention, delta, experts, linear, norms, prompt_attention, sampling
@@ -144,23 +141,22 @@ def adapters_of_experts(operands, x, groups, dtype):
 def decode_steps():
     state = DecodeState.empty(64, 8, 8, CPU)
     normed = replace(HEADS, q_norm=zeros(128), k_norm=zeros(128), eps=1e-6)
-    for count, heads, rotary, drafted in (
-        (4, HEADS, 128, False),
-        (64, HEADS, 128, False),
-        (2048, HEADS, 128, False),
-        (64, normed, 128, False),
-        (4, HEADS, 128, True),
-        (4, GEMMA, 256, False),
-        (170, GEMMA, 256, True),
-        (4, PHI, 96, False),
-        (4, GPT_OSS, 64, False),
-        (64, GPT_OSS, 64, True),
-        (4, QWEN, 64, False),
-        (64, QWEN, 64, False),
+    for count, heads, rotary in (
+        (4, HEADS, 128),
+        (64, HEADS, 128),
+        (2048, HEADS, 128),
+        (64, normed, 128),
+        (4, GEMMA, 256),
+        (170, GEMMA, 256),
+        (4, PHI, 96),
+        (4, GPT_OSS, 64),
+        (64, GPT_OSS, 64),
+        (4, QWEN, 64),
+        (64, QWEN, 64),
     ):
         rows = torch.zeros(count, dtype=torch.int32)
         qkv, cache = row_of(count, heads)
-        attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8, drafted)
+        attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8)
     sampling_state = SamplingState.empty(CPU)
     rows = torch.zeros(2, dtype=torch.int32)
     for truncated in (False, True):
@@ -172,12 +168,6 @@ def decode_steps():
         linear.narrow_product(zeros(rows, 5120), zeros(96, 5120), zeros(32, 5120), zeros(96, 32), zeros(rows, 96))
     norms.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
     linear.Copies([zeros(8)], [torch.zeros(8)])()
-    texts, totals = TextState.empty(64, 64, CPU), DraftTotals.empty(CPU)
-    drafted, slots = DraftRows.empty(16, 8, 8, CPU), torch.zeros(16, dtype=torch.int64)
-    guesses = sampling.guess(slots, texts, state, sampling_state, totals)
-    for replayed in (False, True):
-        sampling.spread(guesses, slots, state, drafted, 16, replayed)
-    sampling.settle(drafted, state, 16, totals)
     heads, states = nets()
     delta.delta_step(*inputs_of(4, heads), heads, next(states.nets()), state, torch.zeros(4, dtype=torch.int32))
 
@@ -205,14 +195,14 @@ def prompts():
 
 def in_fp8():
     state, normed = DecodeState.empty(64, 8, 8, CPU), replace(HEADS, q_norm=zeros(128), k_norm=zeros(128), eps=1e-6)
-    for count, heads, rotary, drafted in (
-        (64, normed, 128, False),
-        (4, GEMMA, 256, False),
-        (170, GEMMA, 256, True),
+    for count, heads, rotary in (
+        (64, normed, 128),
+        (4, GEMMA, 256),
+        (170, GEMMA, 256),
     ):
         qkv, cache = row_of(count, heads, FP8)
         rows = torch.zeros(count, dtype=torch.int32)
-        attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8, drafted)
+        attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8)
     row = PromptRow.of(torch.from_numpy(pack([[1] * 70], [[1, 2]], PAGE, 70)), 70, 1, None)
     prompt_attention.attend_prompts(*row_of(70, PHI, FP8), row, rope_of(96), PHI)
 

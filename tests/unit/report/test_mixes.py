@@ -3,7 +3,6 @@
 import pandas as pd
 import pytest
 
-from qerl.jobs import ShapesJob
 from qerl.report import speed_tables
 from qerl.results import speeds
 from tests.synthetic_results import MACHINE, PROVENANCE, write_json
@@ -22,7 +21,7 @@ PHASES = {
 }
 
 
-def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, trace=None, **changes):
+def mix_file(root, engine, weights, seconds, lengths=LENGTHS, trace=None, **changes):
     """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
     work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group_size": 2}
     work |= {
@@ -33,7 +32,6 @@ def mix_file(root, engine, weights, seconds, lengths=LENGTHS, drafts=False, trac
         "sequences": 4,
         "seed": 0,
         "trace": trace,
-        "drafts": drafts,
     }
     phases = PHASES if engine == "native" else None
     value = {
@@ -83,29 +81,6 @@ def test_other_workloads_and_machines_are_not_compared(tmp_path, files):
     far = mix_file(tmp_path, "vllm", "bf16", [8.0], provenance=elsewhere)
     rows = by_engine(speed_tables.mix_table(speeds.load([files[0], far, files[2]], "rollout_mix")))
     assert rows[("native", "nvfp4")]["note"] == "different machines"
-
-
-def test_verified_drafts_are_a_phase_and_another_row(tmp_path, files, monkeypatch):
-    verify = [{"batch": 16, "steps": 50, "sequences": 14.0, "seconds": 0.125}]
-    monkeypatch.setitem(PHASES, "verify", verify)
-    found = [
-        {"source": "sibling", "verified": 200, "accepted": 150},
-        {"source": "prompt", "verified": 0, "accepted": 0},
-    ]
-    counts = {"steps": 50, "verifications": 100, "rows_per_step": 6.0, "tokens_per_verification": 2.5, "sources": found}
-    runs = [{"seconds": 2.0, "phases": PHASES, "drafts": counts}]
-    drafted = mix_file(tmp_path, "native", "mxfp4", [2.0], drafts=True, runs=runs)
-    frame = speeds.load([*files, drafted], "rollout_mix")
-    row = by_engine(speed_tables.mix_table(frame))[("native", "mxfp4")]
-    assert row["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all, drafts"
-    table = speed_tables.phase_table(speeds.load([drafted], "rollout_mix")).set_index("phase")
-    assert table.loc["drafts verified, 16 rows", "ms/step"] == pytest.approx(2.5)
-    [drafts] = speed_tables.draft_table(frame).to_dict("records")
-    assert (drafts["source"], drafts["verified"], drafts["right"], drafts["share"]) == ("sibling", 200, 150, 75.0)
-    assert (drafts["rows a step"], drafts["tokens a verification"]) == (6.0, 2.5)
-    speed_tables.write_shapes(ShapesJob(files=[drafted], out=tmp_path / "out"))
-    cells = (tmp_path / "out/mix-drafts.md").read_text().splitlines()[2].split("|")
-    assert [cell.strip() for cell in cells[-7:-1]] == ["6.00", "2.50", "sibling", "200", "150", "75.0"]
 
 
 def test_phases_add_up_to_the_rollout(files):

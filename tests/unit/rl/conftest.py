@@ -4,12 +4,22 @@ import pytest
 
 from tests.forks import fork_processes
 from tests.tiny import tiny_bases
+from tests.unit.rl.tiny_trainer import packed_family
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A Qwen2, dense and packed."""
     return tiny_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Mixtures of experts: a packed Qwen3, and gpt-oss in MXFP4."""
+    folder = tmp_path_factory.mktemp("mixture")
+    packed_family(folder, "qwen3_moe", "nvfp4")
+    packed_family(folder, "gpt_oss", "mxfp4")
+    return folder
 
 
 def _reward(monkeypatch, number):

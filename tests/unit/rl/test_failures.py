@@ -15,8 +15,8 @@ from qerl.jobs import EvaluateJob, PlannedPolicy
 from qerl.report import make as report_job
 from qerl.results import readers
 from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.failures import DivergedError, TimeLimitError
-from qerl.rl.train import train_run
+from qerl.rl.train import TimeLimitError, train_run
+from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import parse
 from qerl.settings.models import Base
@@ -115,22 +115,6 @@ def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder
     assert json.loads(evaluate(folder, "lost").read_text())["tasks"]["d"]["problems"] == 4
 
 
-def test_out_of_memory_fails_the_job_without_on_failure_row(folder):
-    Path("small").write_text("1")
-    for name, row in (("default", {}), ("stop", {"on_failure": "stop"})):
-        sys.modules.pop("own_reward", None)
-        with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
-            train(folder, name, **row)
-    assert not (folder / "train").exists()
-
-
-def test_another_error_is_no_row(folder):
-    Path("own_reward.py").write_text(REWARD + "\n\ndef broken(answer, problem):\n    raise RuntimeError('on fire')\n")
-    with pytest.raises(RuntimeError, match="on fire"):
-        train(folder, changes={"reward": {"function": "own_reward:broken"}}, on_failure="row")
-    assert not (folder / "train").exists()
-
-
 def test_a_run_over_its_time_is_a_row_and_goes_on_with_more_time(folder):
     late = train(folder, on_failure="row", time_limit=1e-9)
     assert late["status"] == "timeout of 1e-09 h after 1 of 4 steps"
@@ -162,6 +146,19 @@ def test_a_run_that_diverges_is_a_row(folder):
         train(folder, "a", diverging)
 
 
+def test_without_on_failure_row_and_by_another_error_the_job_fails(folder):
+    Path("own_reward.py").write_text(REWARD + "\n\ndef broken(answer, problem):\n    raise RuntimeError('on fire')\n")
+    with pytest.raises(RuntimeError, match="on fire"):
+        train(folder, changes={"reward": {"function": "own_reward:broken"}}, on_failure="row")
+    with pytest.raises(TimeLimitError, match="raise time_limit of its experiment to continue"):
+        train(folder, time_limit=1e-9)
+    Path("small").write_text("1")
+    sys.modules.pop("own_reward", None)
+    with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
+        train(folder, on_failure="stop")
+    assert not (folder / "train").exists()
+
+
 @pytest.mark.parametrize(
     ("small", "limit", "status"),
     [
@@ -174,9 +171,3 @@ def test_what_ends_one_of_several_processes_is_the_same_row(folder, forking, sma
         Path("small").write_text(small)
     lost = train(folder, changes={"processes": 2}, on_failure="row", time_limit=limit)
     assert lost["status"] == status
-
-
-def test_a_run_over_its_time_limit_fails_the_job_without_on_failure_row(folder):
-    with pytest.raises(TimeLimitError, match="raise time_limit of its experiment to continue"):
-        train(folder, time_limit=1e-9)
-    assert not (folder / "train").exists()

@@ -60,11 +60,7 @@ def test_a_first_step_without_a_readable_answer_causes_one_warning(caplog):
     [
         (rollout(WRONG, WRONG), {}, "easier problems, or raise rollout.group_size"),
         (rollout(RIGHT, RIGHT), {}, "harder problems"),
-        (
-            rollout(BOXED, BOXED, truncated=0.9),
-            {},
-            "were cut off: raise rollout.sampling.max_tokens=4096",
-        ),
+        (rollout(BOXED, BOXED, truncated=0.9), {}, "were cut off: raise rollout.sampling.max_tokens=4096"),
         (rollout(BOXED, BOXED), {"reward": {"function": "mine:reward"}}, "Look at what the run's `reward` gives"),
     ],
 )

@@ -12,24 +12,25 @@ from qerl.host.interrupt import Interrupted, announced, interruptible
 from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
-from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rewards import reward_parts
 from qerl.rl.update import Choices
-from tests.unit.rl.tiny_trainer import CPU, PPO, PROBLEMS, kill_at, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import EXPERTS, PPO, PROBLEMS, kill_at, trainer, untimed, weights
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("base", "changes"),
     [
-        {"weights": "nvfp4", "noise": {"schedule": "linear"}},
-        {"weights": "bf16", "method": "full", "dtype": "bfloat16"},
-        PPO,
+        ("checkpoints", {"weights": "nvfp4", "noise": {"schedule": "linear"}}),
+        ("checkpoints", {"weights": "bf16", "method": "full", "dtype": "bfloat16"}),
+        ("checkpoints", PPO),
+        ("mixture", {"weights": "nvfp4", "adapter": {**EXPERTS, "targets": ["q_proj", *EXPERTS["targets"]]}}),
     ],
-    ids=["aqn", "full", "ppo"],
+    ids=["aqn", "full", "ppo", "experts"],
 )
-def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, caplog, changes):
+def test_a_killed_run_continues_bit_for_bit(request, tmp_path, monkeypatch, caplog, base, changes):
+    checkpoints = request.getfixturevalue(base)
     whole = trainer(checkpoints, tmp_path / "whole", **changes)
     expected = whole.run()
     killed = trainer(checkpoints, tmp_path / "killed", **changes)
@@ -40,13 +41,8 @@ def test_a_killed_run_continues_bit_for_bit(checkpoints, tmp_path, monkeypatch, 
         rows = continued.run()
     assert "continuing from step 2 of 5" in caplog.text
     assert untimed(rows) == untimed(expected)
-    assert [json.loads(line)["step"] for line in (tmp_path / "killed/m.jsonl").read_text().splitlines()] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    lines = (tmp_path / "killed/m.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
 
@@ -79,13 +75,6 @@ def test_a_continued_run_takes_the_choices_of_the_run_that_it_continues(checkpoi
     continued = trainer(checkpoints, tmp_path / "killed", weights="nvfp4")
     continued.run()
     assert continued.updater.choices == Choices(1234, 567)
-
-
-@pytest.mark.parametrize("announcement", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_every_signal_that_announces_an_end_is_taken(announcement):
-    with announced() as end:
-        os.kill(os.getpid(), announcement)
-    assert end.number == announcement
 
 
 def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_path, monkeypatch, capsys):
@@ -133,13 +122,6 @@ def test_a_second_signal_does_not_wait_for_the_step(checkpoints, tmp_path, monke
     assert [len(line) > 0 for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [True]
 
 
-def test_a_process_of_several_takes_the_signals_of_cluster_and_starter_as_one():
-    with announced(alone=False) as end:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert end.number == signal.SIGTERM
-
-
 def test_a_signal_in_the_last_step_ends_nothing_early(checkpoints, tmp_path, monkeypatch):
     whole = trainer(checkpoints, tmp_path, steps=1)
     step = whole.step
@@ -148,33 +130,16 @@ def test_a_signal_in_the_last_step_ends_nothing_early(checkpoints, tmp_path, mon
         assert len(whole.run(end=end)) == 1
 
 
-def test_a_signal_that_is_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+@pytest.mark.parametrize("announcement", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_every_signal_that_announces_an_end_is_taken_unless_it_is_ignored(announcement):
+    with announced(alone=False) as end:  # a process of several gets one from the cluster and one from its starter
+        os.kill(os.getpid(), announcement)
+        os.kill(os.getpid(), announcement)
+    assert end.number == announcement
+    before = signal.signal(announcement, signal.SIG_IGN)  # as nohup does with SIGHUP
     try:
         with interruptible(), announced() as end:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), announcement)
         assert end.number == 0
     finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-#: The logits of a random policy are small: at a low temperature its entropy depends on it.
-COLD = {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 6, "temperature": 0.1}}
-
-
-def test_sampler_and_trainer_agree_at_a_low_temperature(checkpoints, tmp_path):
-    [row] = trainer(checkpoints, tmp_path, rollout=COLD, steps=1).run()
-    assert (row["temperature"], row["mismatch/kl"] < 1e-8) == (0.1, True)
-
-
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
-    Checkpoints(tmp_path, "these").save(1, {"rows": []})
-    with pytest.raises(ResumeError, match="other settings"):
-        Checkpoints(tmp_path, "those").load(CPU)
-
-
-def test_only_the_last_two_checkpoints_are_kept(tmp_path):
-    store = Checkpoints(tmp_path, "x")
-    for step in (1, 2, 3):
-        store.save(step, {})
-    assert [file.name for file in sorted(tmp_path.iterdir())] == ["step-000002.pt", "step-000003.pt"]
+        signal.signal(announcement, before)

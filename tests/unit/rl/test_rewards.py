@@ -1,11 +1,13 @@
-"""Rewards: parts and their sum."""
+"""Rewards: parts and their sum, the user's own function, and which groups have advantages."""
 
 import sys
 
 import pytest
+import torch
 
 from qerl.data.records import Problem
-from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
+from qerl.rl.rewards import Answer, differ, group_advantages, overlong_penalty, reward_parts, total
+from qerl.rl.rollouts import Group
 from qerl.settings.base import parse
 from qerl.settings.run import RewardSettings
 
@@ -40,9 +42,6 @@ def test_the_overlong_penalty_grows_linearly_over_the_buffer(tokens, penalty):
     assert overlong_penalty(tokens, 100, 20) == pytest.approx(penalty)
 
 
-# --- presets ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("preset", "right", "form"),
     [
@@ -68,42 +67,18 @@ def test_explicit_keys_win_over_the_preset():
     assert parse(RewardSettings, settings.model_dump(), "test") == settings
 
 
-# --- the user's own reward -------------------------------------------------------------------------------------------
-
 MODULE = """
-import math
-import numpy
+import math, numpy, torch
 
-limit = 10
-
-def short(answer, problem):
-    return float(answer.tokens < limit and answer.text.endswith(problem.answer))
-
-def nothing(answer, problem):
-    pass
-
-def nan(answer, problem):
-    return math.nan
-
-def huge(answer, problem):
-    return 10**400
-
-def word(answer, problem):
-    return "1"
-
-def array(answer, problem):
-    return numpy.float32(0.5)
-
-def compared(answer, problem):
-    import numpy
-    return numpy.float32(answer.tokens) < answer.limit
-
-def tensor(answer, problem):
-    import torch
-    return torch.tensor(answer.tokens / answer.limit)
-
-def broken(answer, problem):
-    raise KeyError("mine")
+short = lambda answer, problem: float(answer.tokens < 10 and answer.text.endswith(problem.answer))
+nothing = lambda answer, problem: None
+nan = lambda answer, problem: math.nan
+huge = lambda answer, problem: 10**400
+word = lambda answer, problem: "1"
+array = lambda answer, problem: numpy.float32(0.5)
+compared = lambda answer, problem: numpy.float32(answer.tokens) < answer.limit
+tensor = lambda answer, problem: torch.tensor(answer.tokens / answer.limit)
+broken = lambda answer, problem: {}["mine"]
 """
 
 
@@ -141,3 +116,13 @@ def test_what_is_no_number_is_an_error(module, name, value):
 def test_exceptions_of_an_own_reward_are_passed_on(module):
     with pytest.raises(KeyError, match="mine"):
         reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", RewardSettings(function=f"{module}:broken"))
+
+
+def test_all_who_ask_whether_rewards_are_equal_get_one_answer():
+    groups = [[0.1] * 8, [0.1 + 0.2, 0.3] * 4, [0.0] * 7 + [1e-3], [1000.1, 1000.1001] * 4]
+    expected = [False, False, True, True]
+    problem = Problem("id", "question", None, "1")
+    assert [Group(problem, [], [], [], [], rewards).informative for rewards in groups] == expected
+    assert differ(torch.tensor(groups)).tolist() == expected
+    assert differ(torch.tensor(groups, dtype=torch.float64)).tolist() == expected
+    assert group_advantages(torch.tensor(groups)).any(dim=1).tolist() == expected

@@ -1,12 +1,28 @@
-"""Training raises the reward of small models: GRPO that of each family, and PPO."""
+"""Training raises the reward of small models: GRPO that of each family, and of experts alone, and PPO."""
 
 from statistics import fmean
 
 import pytest
+import torch
 
+from qerl.models.linear import PackedLinear
+from qerl.models.policy import load_policy
+from qerl.rl.packing import logprobs_and_entropy, micro_batch
+from qerl.rl.rollouts import Collector, Task
+from qerl.rollout.engine import EngineSampler
+from qerl.settings.run import NativeSettings
 from tests.conftest import in_nightly
 from tests.families import FAMILIES, row
-from tests.unit.rl.tiny_trainer import SHARP, packed_family, trainer
+from tests.unit.rl.tiny_trainer import (
+    CPU,
+    EXPERTS,
+    PROBLEMS,
+    SHARP,
+    packed_family,
+    trainer,
+)
+
+pytestmark = pytest.mark.usefixtures("rewarded_lower_case")
 
 
 @pytest.mark.parametrize(
@@ -20,7 +36,6 @@ from tests.unit.rl.tiny_trainer import SHARP, packed_family, trainer
     ],
     ids=["grpo", "ppo"],
 )
-@pytest.mark.usefixtures("rewarded_lower_case")
 def test_the_reward_rises(checkpoints, tmp_path, changes):
     """On a packed base; PPO needs no groups."""
     optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
@@ -30,7 +45,6 @@ def test_the_reward_rises(checkpoints, tmp_path, changes):
     assert fmean(rewards[-5:]) > 5.5  # of 6 letters
 
 
-@pytest.mark.usefixtures("rewarded_lower_case")
 @pytest.mark.parametrize(
     "family",
     [
@@ -48,3 +62,52 @@ def test_the_reward_of_each_family_rises(tmp_path, family):
     rewards = [row["reward"] for row in trainer(tmp_path, tmp_path / "work", **settings).run()]
     assert rewards[0] < 4
     assert fmean(rewards[-5:]) > 5.5  # of 6 letters
+
+
+def learning(mixture, work, **changes):
+    """A run in which experts alone have adapters, and nothing else is trained."""
+    optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
+    rollout = {"prompts": 2, "group_size": 4, "sampling": SHARP}
+    settings = {"weights": "nvfp4", "optimizer": optimizer, "adapter": EXPERTS, "rollout": rollout}
+    return trainer(mixture, work, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("engine", [True, *in_nightly(False)])
+def test_the_reward_rises_by_the_experts_alone(mixture, tmp_path, engine):
+    """The base stays as it is, bit for bit, and the stored adapter is the policy."""
+    run = learning(mixture, tmp_path, steps=40)
+    if engine:
+        sampler = EngineSampler(run.policy, NativeSettings())
+        run.collector = Collector(run.settings, run.policy, sampler, Task(PROBLEMS, "gsm8k", ""))
+    assert all(".experts.lora_" in name for name, _ in run.policy.trainable())
+    layers = [layer for layer in run.policy.lm.modules() if isinstance(layer, PackedLinear)]
+    before = [buffer.clone() for layer in layers for buffer in layer.buffers()]
+    rows = run.run()
+    assert rows[0]["reward"] < 4
+    assert fmean(row["reward"] for row in rows[-5:]) > 5  # of 6 letters
+    assert max(row["mismatch/kl"] for row in rows) < 1e-6
+    after = [buffer for layer in layers for buffer in layer.buffers()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    run.policy.save(tmp_path / "adapter")
+    stored = load_policy(mixture / "nvfp4", tmp_path / "adapter", "float32", CPU)
+    ids = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(stored.lm(ids).logits, run.policy.lm(ids).logits)
+
+
+def test_in_16_bits_products_are_those_of_the_autocast(mixture, tmp_path):
+    """A and B stay float32, with float32 gradients, while passes round them as they do activations."""
+    run = learning(mixture, tmp_path, dtype="bfloat16")
+    exact = learning(mixture, tmp_path)
+    [sample] = run.collector.collect(1, 0).samples[:1]
+    found, expected = ([], [])
+    for one, into in ((run, found), (exact, expected)):
+        for name, parameter in one.policy.trainable():
+            torch.manual_seed(len(name))
+            parameter.data.normal_(std=0.05)
+        logprobs, _ = logprobs_and_entropy(one.policy, micro_batch([sample], [0], CPU), 1.0)
+        logprobs.sum().backward()
+        into += [parameter.grad for _, parameter in one.policy.trainable()]
+    for rough, fine in zip(found, expected, strict=True):
+        assert rough.dtype == torch.float32
+        assert (rough - fine).norm() < 0.1 * fine.norm()

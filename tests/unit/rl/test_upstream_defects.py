@@ -4,7 +4,6 @@ Elsewhere: noise that never fires (test_eager), noise lost to bf16 rounding and 
 noise that accumulates (test_eager), a scorer that compares one character (test_evaluate, and F's here).
 """
 
-import dataclasses
 import json
 
 import pytest
@@ -65,12 +64,8 @@ def test_defect_c_evaluation_applies_the_adapter(base, data, tmp_path):
     settings = EvaluationSettings(tasks=tasks, sampling=sampling, repeats=1, dtype="float32")
     texts = {}
     for name, trained in (("base", None), ("trained", tmp_path / "policy")):
-        policy, out = StoredPolicy(stored=name), tmp_path / name
-        evaluate_policy(
-            EvaluateJob(
-                policy=policy, settings=settings, checkpoint=base, trained=trained, data={"sums": data}, out=out
-            )
-        )
+        paths = {"checkpoint": base, "trained": trained, "data": {"sums": data}, "out": tmp_path / name}
+        evaluate_policy(EvaluateJob(policy=StoredPolicy(stored=name), settings=settings, **paths))
         rows = [json.loads(line) for line in (tmp_path / name / "samples.jsonl").open()]
         texts[name] = [row["completion"] for row in rows]
     assert len(texts["base"]) == 4
@@ -115,15 +110,24 @@ def answering(made, text):
     made.collector.sampler.generate = generate
 
 
-@pytest.mark.parametrize(("text", "right"), [(RIGHT, 1.0), (WRONG, 0.0), ("\\boxed{{{}}}", 0.0), ("{}", 0.0)])
-def test_defect_f_a_plain_number_in_the_answer_tags_earns_the_reward(base, tagged, tmp_path, text, right):
-    """Upstream asks for tags and grades a box that it never asks for."""
+@pytest.mark.parametrize(
+    ("text", "right", "formed"),
+    [
+        (RIGHT, 1.0, 1.0),
+        (WRONG, 0.0, 1.0),
+        (RIGHT.replace("{}", "1{}"), 0.0, 1.0),  # B: upstream's scorer compares the first character
+        ("\\boxed{{{}}}", 0.0, 0.0),
+        ("<think></think><answer></answer> \\boxed{{{}}}", 0.0, 0.0),
+        ("{}", 0.0, 0.0),
+    ],
+)
+def test_defect_f_a_plain_number_in_the_answer_tags_earns_the_reward(base, tagged, tmp_path, text, right, formed):
+    """Upstream asks for tags and grades a box that it never asks for; its two rewards read different places."""
     made = trainer(base, tagged, tmp_path, reward={"preset": "upstream-bigmath"})
     answering(made, text)
     metrics = made.collector.collect(1, 0).metrics
-    in_tags = float("<answer>" in text)
-    assert (metrics["reward/correct"], metrics["reward/format"]) == (right, in_tags)
-    assert metrics["reward"] == pytest.approx(1.0 * right + 0.2 * in_tags)
+    assert (metrics["reward/correct"], metrics["reward/format"]) == (right, formed)
+    assert metrics["reward"] == pytest.approx(1.0 * right + 0.2 * formed)
 
 
 @pytest.mark.parametrize("instruction", ["", "Box the answer.", "Write <think>steps</think> first."])
@@ -131,26 +135,6 @@ def test_defect_f_tags_that_are_not_asked_for_are_refused(instruction):
     values = {"format": "math", "origin": {"source": "generated"}, "answer": "tags", "instruction": instruction}
     with pytest.raises(ConfigError, match="answer: tags needs an instruction"):
         parse(DatasetSettings, values, "test")
-
-
-def test_defect_f_format_and_accuracy_look_at_the_same_place(base, tagged, tmp_path):
-    """Upstream's two rewards read different parts of a completion, so that they can contradict each other."""
-    for text, expected in (("<think></think><answer></answer> \\boxed{{{}}}", 0.0), (RIGHT, 1.0)):
-        made = trainer(base, tagged, tmp_path)
-        answering(made, text)
-        metrics = made.collector.collect(1, 0).metrics
-        assert metrics["reward/correct"] == metrics["reward/format"] == expected
-
-
-def test_defect_b_the_reward_compares_whole_numbers(base, tagged, tmp_path):
-    """Upstream's scorer takes 1999 for 18."""
-    made = trainer(base, tagged, tmp_path)
-    made.collector.task = dataclasses.replace(
-        made.collector.task, problems=[dataclasses.replace(p, answer="18") for p in made.collector.task.problems]
-    )
-    for text, right in ((WRONG, 0.0), (RIGHT.format("1"), 0.0), (RIGHT.format("18"), 1.0)):
-        answering(made, text)
-        assert made.collector.collect(1, 0).metrics["reward/correct"] == right
 
 
 def test_defect_l_the_saved_adapter_lists_its_norms_and_any_rank_runs(base, data, tmp_path):

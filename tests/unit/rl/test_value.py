@@ -1,5 +1,6 @@
-"""The value function on the policy's frozen base: it learns, and the policy's output doesn't change."""
+"""PPO: advantages and losses against the published formulas in float64, and the value function on the frozen base."""
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -7,19 +8,131 @@ from safetensors.torch import load_file
 
 from qerl.models.loading import load_model
 from qerl.models.lora import register_lora
-from qerl.models.policy import load_policy, with_adapter
+from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rl.value import add_value, is_value, value_adapter, value_loss, values
-from qerl.rollout.eager import EagerSampler
-from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rl.value import Moments, add_value, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
+from qerl.rollout.sampler import Completion
 from qerl.settings.run import AdapterSettings, NoiseSettings, PPOSettings
-from tests.conftest import in_nightly
 from tests.tiny import tiny_qwen2
 
+CORNERS = [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 1.0), (0.9, 0.0), (0.0, 0.95), (0.0, 0.0)]
+
+
+def ragged(seed: int, rows: int = 6, longest: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards at every token, values and mask; one row is empty, one full, padding holds garbage."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (rows,), generator=generator)
+    lengths[0], lengths[1] = 0, longest
+    mask = (torch.arange(longest) < lengths[:, None]).float()
+    return *torch.randn(2, rows, longest, generator=generator), mask
+
+
+def double_sum(rewards, values, mask, gamma, lam):
+    """Eq. 16 for each token: sum over l of (gamma lam)^l delta_{t+l} over what is left of the episode."""
+    rewards, values = (x.double().numpy() for x in (rewards, values))
+    advantages = np.zeros_like(rewards)
+    for n in range(len(rewards)):
+        steps = np.flatnonzero(mask[n].numpy())
+        r, v = rewards[n, steps], np.append(values[n, steps], 0.0)
+        delta = r + gamma * v[1:] - v[:-1]
+        for t in range(len(steps)):
+            advantages[n, steps[t]] = sum((gamma * lam) ** l * delta[t + l] for l in range(len(steps) - t))  # noqa: E741
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), CORNERS)
+@pytest.mark.parametrize("holes", [False, True])
+def test_advantages_are_the_published_sum(gamma, lam, holes):
+    rewards, values, mask = ragged(seed=int(10 * gamma + 100 * lam))
+    if holes:
+        mask = mask * (torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) > 0.3)
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    expected = double_sum(rewards, values, mask, gamma, lam)
+    assert advantages.dtype == returns.dtype == torch.float32
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=2e-6)
+    np.testing.assert_allclose(returns.numpy(), (expected + values.double().numpy()) * mask.numpy(), atol=2e-6)
+
+
+def test_advantages_depend_on_nothing_behind_the_last_token_and_carry_no_gradient():
+    rewards, values, mask = ragged(5)
+    expected = gae(rewards, values, mask, 0.9, 0.8)
+    garbage = torch.where(mask.bool(), 0.0, torch.nan)
+    found = gae(rewards + garbage, (values + garbage).requires_grad_(), mask, 0.9, 0.8)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+        assert not one.requires_grad
+
+
+def test_the_reward_stands_at_the_last_token():
+    mask = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
+    found = terminal_rewards(torch.tensor([1.0, -2.0, 3.0, 4.0, 5.0]), mask)
+    expected = [[0.0, 0, 1, 0], [-2, 0, 0, 0], [0, 0, 0, 3], [0, 0, 0, 0], [0, 0, 5, 0]]
+    assert found.tolist() == expected
+
+
+def test_whitened_over_the_whole_batch_however_it_is_split():
+    advantages, _, mask = ragged(6, rows=12)
+    advantages = 1000 + 3 * advantages
+    parts = [Moments.of(advantages[i : i + 5], mask[i : i + 5]) for i in (0, 5, 10)]
+    found = torch.cat([whiten(advantages[i : i + 5], mask[i : i + 5], sum(parts, Moments())) for i in (0, 5, 10)])
+    chosen = advantages[mask.bool()].double().numpy()
+    expected = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(found[mask.bool()].numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert not found[~mask.bool()].any()
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_equal_advantages_or_too_few_become_zero(count):
+    mask = (torch.arange(6) < count).float()[None]
+    advantages = torch.full((1, 6), 0.1)
+    assert whiten(advantages, mask, Moments.of(advantages, mask)).abs().max() < 1e-6
+
+
+def numpy_value_loss(values, old, returns, mask, clip):
+    near = np.clip(values, old - clip, old + clip)
+    return 0.5 * (np.maximum((values - returns) ** 2, (near - returns) ** 2) * mask).sum() / mask.sum()
+
+
+def numeric_gradient(function, x, step=1e-6):
+    """Central differences."""
+    gradient = np.zeros_like(x)
+    for place in np.ndindex(*x.shape):
+        bump = np.zeros_like(x)
+        bump[place] = step
+        gradient[place] = (function(x + bump) - function(x - bump)) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_value_loss_and_its_gradient(seed):
+    old, moved, mask = ragged(seed)
+    returns = torch.randn(old.shape, generator=torch.Generator().manual_seed(seed + 1))
+    old, moved, returns, mask = (x.double() for x in (old, moved, returns, mask))
+    values = (old + 0.5 * moved).requires_grad_()
+    loss, clipped = value_loss(values, old, returns, mask, 0.2, mask.sum().item())
+    loss.backward()
+    fixed = [x.numpy() for x in (old, returns, mask)]
+    function = lambda x: numpy_value_loss(x, *fixed, 0.2)  # noqa: E731
+    assert loss.item() == pytest.approx(function(values.detach().numpy()), rel=1e-12)
+    np.testing.assert_allclose(values.grad.numpy(), numeric_gradient(function, values.detach().numpy()), atol=1e-8)
+    # Held back: the value has moved towards the return by more than the clip, so the gradient there is zero.
+    still = (values.grad == 0) & mask.bool()
+    assert 0 < clipped.item() == pytest.approx(still.sum().item() / mask.sum().item())
+    assert not clipped.requires_grad
+
+
+# --- the value function ---
+
+
 CPU = torch.device("cpu")
+
+
 PPO = PPOSettings(rank=4, alpha=8)
+
+
 FORMATS = ["bf16", "nvfp4", "mxfp4", "nf4"]
 
 
@@ -102,20 +215,6 @@ def test_values_are_those_of_a_model_with_the_value_adapter_alone(checkpoints, t
         torch.testing.assert_close(found[row, : len(expected)], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_saved_policy_is_read_as_without_a_value_function(checkpoints, tmp_path):
-    policy = make(checkpoints)
-    move(policy, lambda name: True)
-    policy.save(tmp_path)
-    loaded = load_policy(checkpoints / "nvfp4", tmp_path, "float32", CPU)
-    assert list(loaded.peft.peft_config) == ["default"]
-    expected = logprobs_and_entropy(policy, batch(), 1.0)[0]
-    torch.testing.assert_close(logprobs_and_entropy(loaded, batch(), 1.0)[0], expected)
-    assert not any("value" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-    plain = make(checkpoints, value=False)
-    plain.save(tmp_path / "plain")
-    assert not (tmp_path / "plain" / "value").exists()
-
-
 def test_what_is_trainable_never_changes(checkpoints):
     policy = make(checkpoints)
     expected = names(policy)
@@ -172,15 +271,6 @@ def test_values_with_recomputed_blocks_have_the_same_gradient_or_are_refused(che
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_the_sampler_does_not_see_the_value_function(checkpoints):
-    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=6, count=2, seed=3)
-    prompts = [[5, 6, 7], [8, 9]]
-    plain, policy = make(checkpoints, value=False), make(checkpoints)
-    move(policy, is_value)
-    values(policy, batch())
-    assert EagerSampler(policy).generate(prompts, params) == EagerSampler(plain).generate(prompts, params)
-
-
 def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoints):
     policy = make(checkpoints)
     move(policy, is_value)
@@ -203,40 +293,3 @@ def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoin
         for (_, _, [plain]), (_, _, noisy_norms) in pairs:
             plain.weight.add_(noisy_norms[0].noise)
     torch.testing.assert_close(values(other, batch()), noisy)
-
-
-def test_gradients_of_micro_batches_add_up(checkpoints):
-    policy = make(checkpoints)
-    move(policy, lambda name: True)
-    tokens = batch().mask_NT.sum().item()
-
-    def loss(part):
-        found = values(policy, part)
-        return value_loss(found, found.detach() + 0.1, torch.ones_like(found), part.mask_NT, 0.2, tokens)[0]
-
-    whole = gradients(policy, loss(batch()))
-    parts = gradients(policy, loss(batch([0, 3])), loss(batch([1, 2, 4])))
-    for name, gradient in whole.items():
-        torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "dtype"), [("nvfp4", "bfloat16"), *in_nightly(("nvfp4", "float32"), ("bf16", "bfloat16"))]
-)
-def test_it_learns_a_function_of_the_prompt(checkpoints, weights, dtype):
-    """The value of a state is the parity of the prompt's first token."""
-    policy = make(checkpoints, weights, dtype)
-    drawn = samples(16)
-    part = batch(drawn=drawn)
-    targets = torch.tensor([[float(s.prompt[0] % 2)] for s in drawn]) * part.mask_NT
-    assert 0.2 < targets[:, 0].mean() < 0.8
-    parameters = [p for name, p in policy.trainable() if is_value(name)]
-    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
-    for _ in range(40):
-        optimizer.zero_grad()
-        found = values(policy, part)
-        loss, _ = value_loss(found, found.detach(), targets, part.mask_NT, 0.2, part.mask_NT.sum().item())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.05 * losses[0]

@@ -1,4 +1,4 @@
-"""A trainer of a tiny policy, which several files of tests run."""
+"""A trainer and an updater of a tiny policy, which several files of tests run."""
 
 import pytest
 import torch
@@ -6,9 +6,13 @@ import torch
 from qerl.data.records import Problem
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.packing import Sample
+from qerl.rl.parallel import Processes
 from qerl.rl.rollouts import Collector, Task
 from qerl.rl.train import Trainer, make_policy
+from qerl.rl.update import Updater
 from qerl.rollout.eager import EagerSampler
+from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from tests.tiny import tiny_family, tiny_gpt_oss, write_template
@@ -29,6 +33,13 @@ PPO = {
     "weights": "nvfp4",
     "loss": {"name": "ppo", "updates_per_rollout": 2, "ppo": {"rank": 4, "learning_rate": 1e-2}},
     "noise": {"schedule": "constant", "mode": "consistent"},
+}
+#: The projections of experts alone.
+EXPERTS = {
+    "rank": 4,
+    "dropout": 0.0,
+    "targets": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"],
+    "train_norms": False,
 }
 #: The logits of a random policy are small, and its embedding is frozen.
 SHARP = {"max_tokens": 6, "temperature": 0.1}
@@ -73,3 +84,42 @@ def kill_at(number, run, monkeypatch):
     monkeypatch.setattr(run, "step", step_or_end)
     with pytest.raises(KeyboardInterrupt):
         run.run()
+
+
+#: Advantages by group: mixed, equal rewards, mixed with a reward at the mean, equal rewards, mixed.
+MIXED = [[1.2, -0.4, -0.4, -0.4], [0.0] * 4, [1.0, 0.0, -1.0, 0.0], [0.0] * 4, [-1.3, 0.5, 0.4, 0.4]]
+UPDATE = {
+    "model": "tiny",
+    "dataset": "sums",
+    "weights": "nvfp4",
+    "dtype": "float32",
+    "rollout": {"prompts": 5, "group_size": 4, "sampling": {"max_tokens": 60}},
+    "adapter": {"rank": 4, "dropout": 0.1},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1e9},
+    "micro_batch_tokens": 60,
+}
+
+
+def batch(seed=0, advantages=MIXED, longest=7) -> list[Sample]:
+    """Groups with prompts and completions of different lengths, some of them truncated and some of one token."""
+    numbers = torch.Generator().manual_seed(seed)
+    draw = lambda count: torch.randint(2, 100, (count,), generator=numbers).tolist()  # noqa: E731
+    samples = []
+    for number, group in enumerate(advantages):
+        prompt = draw(1 + number * longest // 2)
+        for place, advantage in enumerate(group):
+            ids = draw(1 + (13 * number + 17 * place + seed) % longest)
+            logprobs = (-4.6 + 0.3 * torch.randn(len(ids), generator=numbers)).tolist()
+            samples.append(Sample(prompt, Completion(ids, logprobs, place != 2), 0.0, advantage))
+    return samples
+
+
+def updater(checkpoints, about=None, **loss) -> Updater:
+    """An updater of a packed policy whose adapter has moved: one of B = 0 has no gradient of A."""
+    settings = parse(RunSettings, {**UPDATE, **(about or {}), "loss": loss}, "test")
+    policy = make_policy(settings, checkpoints / "nvfp4")
+    numbers = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
+    return Updater(settings, policy, Processes())

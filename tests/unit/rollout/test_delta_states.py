@@ -11,7 +11,6 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.rollout.scheduler import Scheduler, slots_for
-from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_family
 
@@ -103,8 +102,3 @@ def test_layers_of_a_delta_net_that_are_packed_are_served(base, tmp_path, weight
                 expected = torch.log_softmax(packed.lm(ids).logits[0, len(prompt) - 1 : -1], -1)
             expected = expected.gather(-1, ids[0, len(prompt) :, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-3, rtol=0)
-
-
-def test_drafts_are_refused_by_one_sentence(policy):
-    with pytest.raises(ConfigError, match=r"earlier states of the model's delta nets.* set rollout\.native\.drafts"):
-        EngineSampler(policy, NativeSettings(drafts=True))

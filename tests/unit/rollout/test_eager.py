@@ -1,6 +1,4 @@
-"""The eager sampler against Hugging Face on the same weights."""
-
-from dataclasses import replace
+"""Draws of the eager sampler, its noise and its refusals; test_engine.py compares both samplers with Hugging Face."""
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import EagerSampler, draw
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.sampler import BatchPart, NotFiniteError, SamplingParams, refuse_lengths
+from qerl.rollout.sampler import NotFiniteError, SamplingParams, refuse_lengths
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
 from tests.tiny import tiny_qwen2
@@ -43,84 +41,12 @@ def full_logprobs(policy, prompt, completion, temperature=1.0):
     return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_policy_that_sampled(policy, temperature):
-    params = SamplingParams(max_tokens=12, temperature=temperature, count=3, seed=4)
-    for prompt, group in zip(PROMPTS, EagerSampler(policy).generate(PROMPTS, params), strict=True):
-        assert len(group) == 3
-        for completion in group:
-            expected = full_logprobs(policy, prompt, completion.token_ids, temperature)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
-
-
 def test_an_adapter_on_one_of_two_layers_that_share_an_input_samples(checkpoint):
     policy = with_adapter(checkpoint, AdapterSettings(rank=2, targets=["gate_proj"]), "float32", seed=0, device=CPU)
     for name, parameter in policy.trainable():
         parameter.data += 0.1 if "lora" in name else 0.0
     [[completion]] = EagerSampler(policy).generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
     np.testing.assert_allclose(completion.logprobs, full_logprobs(policy, PROMPTS[0], completion.token_ids), atol=1e-5)
-
-
-def test_greedy_equals_generate_of_transformers(policy):
-    completions = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, temperature=0))
-    for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
-        ids = torch.tensor([prompt])
-        expected = policy.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
-        assert completion.token_ids == expected[0, len(prompt) :].tolist()
-
-
-def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy):
-    params = SamplingParams(max_tokens=10, count=4, seed=3)
-    whole = EagerSampler(policy).generate(PROMPTS, params)
-    pieces = EagerSampler(policy, max_sequences=4).generate(PROMPTS, params)
-    assert [[c.token_ids for c in group] for group in whole] == [[c.token_ids for c in group] for group in pieces]
-    waiting = [[3], []]
-    part = replace(params, part=BatchPart([2, 0], lambda most: waiting.pop(0)))
-    begun = EagerSampler(policy, max_sequences=4).generate(PROMPTS, part)
-    assert begun[1] == [] != begun[3]
-    assert all(
-        not group or [c.token_ids for c in group] == [c.token_ids for c in all_]
-        for group, all_ in zip(begun, whole, strict=True)
-    )
-    other = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=10, count=4, seed=5))
-    assert [c.token_ids for c in whole[0]] != [c.token_ids for c in other[0]]
-    assert len({tuple(c.token_ids) for c in whole[0]}) > 1
-
-
-def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, monkeypatch):
-    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=12, count=4, seed=2)
-    endless = sampler.generate(PROMPTS, replace(params, ignore_eos=True))
-    assert {len(completion.token_ids) for group in endless for completion in group} == {12}
-    stop = endless[0][0].token_ids[3]
-    monkeypatch.setattr(policy.lm.generation_config, "eos_token_id", stop)
-    assert sampler.generate(PROMPTS, replace(params, ignore_eos=True)) == endless
-    for before, after in zip(endless, sampler.generate(PROMPTS, params), strict=True):
-        for long, short in zip(before, after, strict=True):
-            end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 12
-            assert short.token_ids == long.token_ids[:end]
-            assert short.finished == (stop in long.token_ids)
-            np.testing.assert_allclose(short.logprobs, long.logprobs[:end], atol=1e-5)
-
-
-def frequencies(logits, params, count=20000):
-    uniform = torch.from_numpy(np.random.default_rng(0).random(count))
-    tokens, _ = draw(logits.expand(count, -1), uniform, params)
-    return torch.bincount(tokens, minlength=logits.shape[-1]) / count
-
-
-def test_draws_follow_the_distribution():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
-    for temperature in (1.0, 0.5):
-        found = frequencies(logits, SamplingParams(1, temperature))
-        torch.testing.assert_close(found, torch.softmax(logits / temperature, -1), atol=0.01, rtol=0)
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    logits = torch.log(torch.tensor([0.1, 0.5, 0.3, 0.06, 0.04]))
-    found = frequencies(logits, SamplingParams(1, top_p=0.75))
-    torch.testing.assert_close(found, torch.tensor([0, 0.625, 0.375, 0, 0]), atol=0.015, rtol=0)
-    found = frequencies(logits, SamplingParams(1, top_k=3))
-    torch.testing.assert_close(found, torch.tensor([1 / 9, 5 / 9, 3 / 9, 0, 0]), atol=0.015, rtol=0)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.2, 3.0, 30.0], ids=["all equal", "flat", "peaked", "certain"])
@@ -158,17 +84,6 @@ def test_logprobs_of_truncated_draws_are_those_of_the_whole_distribution():
     assert logprob.exp().item() == pytest.approx(0.6)
 
 
-def test_a_changed_adapter_changes_the_rollout_at_once(checkpoint):
-    """The sampler reads A and B where the optimizer writes them: no sync can be forgotten."""
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
-    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=8, seed=1)
-    before = sampler.generate(PROMPTS, params)[0][0].logprobs
-    for name, parameter in policy.trainable():
-        if "lora_B" in name:
-            parameter.data += 0.05
-    assert sampler.generate(PROMPTS, params)[0][0].logprobs != before
-
-
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4", *in_nightly("nf4", "mxfp4")])
 def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint, tmp_path, weights):
     """Upstream's noise looks for another class of norm than the sampler has, and never fires; if it did, it would add
@@ -192,57 +107,10 @@ def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint,
     assert all(torch.equal(state[name].view(torch.uint8), after[name].view(torch.uint8)) for name in state)
 
 
-def test_sigma_zero_is_bit_identical_to_no_noise(policy):
-    sampler, params = EagerSampler(policy), SamplingParams(max_tokens=6, seed=1)
-    clean = sampler.generate(PROMPTS, params)
-    noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.0), seed=0)
-    with noise.at(3, 10):
-        assert sampler.generate(PROMPTS, params) == clean
-
-
-def test_an_empty_prompt_is_an_error(policy):
-    with pytest.raises(ValueError, match="has no tokens"):
-        EagerSampler(policy).generate([[1], []], SamplingParams(max_tokens=2))
-
-
-def test_a_saved_adapter_is_loaded_with_its_trained_norms(policy, checkpoint, tmp_path):
-    for name, parameter in policy.trainable():
-        if "layernorm" in name:
-            parameter.data *= 1.3
-    policy.save(tmp_path / "policy")
-    loaded = load_policy(checkpoint, tmp_path / "policy", "float32", CPU)
-    params = SamplingParams(max_tokens=6, seed=1)
-    assert EagerSampler(loaded).generate(PROMPTS, params) == EagerSampler(policy).generate(PROMPTS, params)
-
-
-def test_completions_end_at_their_lengths(policy):
-    """Each is the beginning of the completion without a length, in one batch or in several."""
-    params = SamplingParams(max_tokens=12, count=2, seed=4, ignore_eos=True)
-    lengths = ((1, 12), (5, 7), (12, 2), (3, 3))
-    whole = EagerSampler(policy).generate(PROMPTS, params)
-    for slots in (8, 4):
-        cut = EagerSampler(policy, max_sequences=slots).generate(PROMPTS, replace(params, lengths=lengths))
-        for group, cut_group, of_group in zip(whole, cut, lengths, strict=True):
-            assert [c.token_ids for c in cut_group] == [c.token_ids[:n] for c, n in zip(group, of_group, strict=True)]
-
-
 def test_a_sampler_with_one_limit_refuses_lengths():
     refuse_lengths(SamplingParams(max_tokens=12))
     with pytest.raises(ValueError, match="supports no lengths"):
         refuse_lengths(SamplingParams(max_tokens=12, lengths=((3,),)))
-
-
-def test_replayed_completions_are_the_trace(policy):
-    """Tokens are those of the trace, and log-probabilities the policy's own of these."""
-    trace = (((5, 6), (7, 8, 9, 5)), ((6,), (9, 9, 9)), ((5, 7, 6), (8, 5)), ((6, 6, 6, 6, 6), (7,)))
-    for slots in (8, 4):
-        sampler = EagerSampler(policy, max_sequences=slots)
-        groups = sampler.generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True, replay=trace))
-        for prompt, group, expected in zip(PROMPTS, groups, trace, strict=True):
-            assert [tuple(completion.token_ids) for completion in group] == list(expected)
-            for completion in group:
-                exact = full_logprobs(policy, prompt, completion.token_ids)
-                np.testing.assert_allclose(completion.logprobs, exact, atol=1e-5)
 
 
 #: Changes of a weight by its name, and the layer whose output is the first that they spoil.

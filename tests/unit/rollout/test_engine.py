@@ -1,4 +1,4 @@
-"""The native engine on the CPU, where the same code runs without graphs, against Hugging Face on the same weights."""
+"""The native engine, which runs on a CPU without graphs, and the eager sampler against Hugging Face's passes."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -11,10 +11,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qerl.host.gpus import seconds
+from qerl.kernels.state import FP8, page_bytes
 from qerl.models.policy import load_policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rl.failures import failure, noted
 from qerl.rl.noise import Noise
+from qerl.rl.train import failure, noted
 from qerl.rollout import scheduler
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
@@ -73,10 +74,23 @@ def sampler_of(policy, max_sequences=8, pages=None, **settings):
     """A sampler with a cache of `pages` pages; the policy has no stop tokens from then on."""
     stop_at(policy, [])
     if pages is not None:
-        config = policy.lm.config
-        width = config.num_key_value_heads * policy.lm.model.layers[0].self_attn.head_dim
-        settings["kv_cache_gib"] = (pages + 0.5) * config.num_hidden_layers * 2 * width * 64 * 4 / 2**30
+        config, dtype = policy.lm.config, FP8 if settings.get("kv_cache_dtype") == "fp8" else torch.float32
+        page = page_bytes(config.num_key_value_heads, policy.lm.model.layers[0].self_attn.head_dim, dtype)
+        settings["kv_cache_gib"] = (pages + 0.5) * config.num_hidden_layers * page / 2**30
     return EngineSampler(policy, NativeSettings(**settings), max_sequences)
+
+
+def eager_of(policy, max_sequences=8):
+    stop_at(policy, [])
+    return EagerSampler(policy, max_sequences)
+
+
+both = pytest.mark.parametrize("make", [sampler_of, eager_of])
+#: With room for all, for some at a time, and in the engine for pages of some.
+places = pytest.mark.parametrize(
+    ("make", "room"),
+    [(sampler_of, (8,)), (sampler_of, (3,)), (sampler_of, (8, 12)), (eager_of, (8,)), (eager_of, (4,))],
+)
 
 
 def full_logprobs(lm, prompt, completion, temperature=1.0):
@@ -102,9 +116,10 @@ def tokens(groups):
     return [[completion.token_ids for completion in group] for group in groups]
 
 
+@both
 @pytest.mark.parametrize(("sigma", "temperature"), [(0.1, 0.7), *in_nightly((0.0, 1.0))])
-def test_logprobs_are_those_of_the_policy_with_its_noise(any_policy, sigma, temperature):
-    sampler = sampler_of(any_policy)
+def test_logprobs_are_those_of_the_policy_with_its_noise(any_policy, make, sigma, temperature):
+    sampler = make(any_policy)
     params = SamplingParams(max_tokens=70, temperature=temperature, count=3, seed=4)
     with Noise(any_policy.lm, NoiseSettings(schedule="constant", sigma_start=sigma), seed=0).at(1, 10):
         groups = sampler.generate(PROMPTS, params)
@@ -133,8 +148,9 @@ def test_a_policy_trained_in_full_is_sampled_as_it_is_now(checkpoints):
     assert after[0][0].logprobs != before[0][0].logprobs
 
 
-def test_greedy_equals_generate_of_transformers(any_policy):
-    groups = sampler_of(any_policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
+@both
+def test_greedy_equals_generate_of_transformers(any_policy, make):
+    groups = make(any_policy).generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
     for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
         ids = torch.tensor([prompt])
         expected = any_policy.lm.generate(
@@ -143,25 +159,33 @@ def test_greedy_equals_generate_of_transformers(any_policy):
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("settings", [{"max_sequences": 3}, {"max_sequences": 5, "batch_invariant": True}])
-def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy, settings):
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (sampler_of, {"max_sequences": 3}),
+        (sampler_of, {"max_sequences": 5, "batch_invariant": True}),
+        (eager_of, {"max_sequences": 4}),
+    ],
+)
+def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy, make, settings):
     params = SamplingParams(max_tokens=40, count=4, seed=3)
-    whole = tokens(sampler_of(policy, 16).generate(PROMPTS, params))
-    assert tokens(sampler_of(policy, **settings).generate(PROMPTS, params)) == whole
-    second = sampler_of(policy).generate(PROMPTS[2:], SamplingParams(max_tokens=40, count=4, seed=3, first=2))
+    whole = tokens(make(policy, 16).generate(PROMPTS, params))
+    assert tokens(make(policy, **settings).generate(PROMPTS, params)) == whole
+    second = make(policy).generate(PROMPTS[2:], SamplingParams(max_tokens=40, count=4, seed=3, first=2))
     assert tokens(second) == whole[2:]
     for own, waiting in (([2], [0, 3]), ([], [1])):
         drawn = {*own, *waiting} if own else set()
         part = BatchPart(own, lambda most, left=list(waiting): [left.pop(0)] if left else [])
-        groups = tokens(sampler_of(policy, **settings).generate(PROMPTS, replace(params, part=part)))
+        groups = tokens(make(policy, **settings).generate(PROMPTS, replace(params, part=part)))
         assert groups == [group if number in drawn else [] for number, group in enumerate(whole)]
-    other = tokens(sampler_of(policy).generate(PROMPTS, SamplingParams(max_tokens=40, count=4, seed=5)))
+    other = tokens(make(policy).generate(PROMPTS, SamplingParams(max_tokens=40, count=4, seed=5)))
     assert other[0] != whole[0]
     assert len({tuple(row) for row in whole[0]}) > 1
 
 
-def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy):
-    sampler, params = sampler_of(policy, max_sequences=3), SamplingParams(max_tokens=40, count=4, seed=2)
+@both
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, make):
+    sampler, params = make(policy, max_sequences=3), SamplingParams(max_tokens=40, count=4, seed=2)
     endless = sampler.generate(PROMPTS, params)
     stop = endless[0][0].token_ids[20]
     stop_at(policy, [stop, 10_000])
@@ -170,6 +194,7 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy):
             end = long.token_ids.index(stop) + 1 if stop in long.token_ids else 40
             assert short.token_ids == long.token_ids[:end]
             assert short.finished == (stop in long.token_ids)
+            np.testing.assert_allclose(short.logprobs, long.logprobs[:end], atol=1e-4)
     assert sampler.generate(PROMPTS, replace(params, ignore_eos=True)) == endless
 
 
@@ -180,7 +205,8 @@ def test_one_token_needs_no_step(policy):
     assert [len(c.token_ids) for group in groups for c in group] == [1] * 8
 
 
-def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch):
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch, dtype):
     """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
     interrupted = []
     interrupt = scheduler.Scheduler._interrupt
@@ -188,12 +214,11 @@ def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypa
         scheduler.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
     )
     params = SamplingParams(max_tokens=100, count=2, seed=3)
-    plenty = sampler_of(policy).generate(PROMPTS, params)
+    plenty = sampler_of(policy, kv_cache_dtype=dtype).generate(PROMPTS, params)
     assert not interrupted
-    short = sampler_of(policy, pages=10).generate(PROMPTS, params)
+    short = sampler_of(policy, pages=10, kv_cache_dtype=dtype).generate(PROMPTS, params)
     assert interrupted
     assert tokens(short) == tokens(plenty)
-    assert_exact(policy.lm, PROMPTS, short)
 
 
 def test_the_smallest_cache_serves_one_sequence_after_the_other(policy):
@@ -301,12 +326,6 @@ def test_moved_weights_are_an_error(checkpoints):
         sampler.sync()
 
 
-def test_it_draws_what_the_plain_sampler_draws_at_temperature_0(policy):
-    params = SamplingParams(max_tokens=20, temperature=0, count=2)
-    plain, engine = EagerSampler(policy), EngineSampler(policy, NativeSettings())
-    assert tokens(engine.generate(PROMPTS, params)) == tokens(plain.generate(PROMPTS, params))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -362,10 +381,11 @@ def test_a_sequence_at_which_rotary_positions_change_is_one_sentence(checkpoints
     assert_exact(sampler.policy.lm, PROMPTS, groups)
 
 
-def test_an_empty_prompt_is_an_error(policy):
+@both
+def test_an_empty_prompt_is_an_error(policy, make):
     with pytest.raises(ValueError, match="has no tokens"):
-        sampler_of(policy).generate([[1], []], SamplingParams(max_tokens=2))
-    assert sampler_of(policy).generate([], SamplingParams(max_tokens=2)) == []
+        make(policy).generate([[1], []], SamplingParams(max_tokens=2))
+    assert make(policy).generate([], SamplingParams(max_tokens=2)) == []
 
 
 # --- lengths and phases ----------------------------------------------------------------------------------------------
@@ -373,12 +393,12 @@ def test_an_empty_prompt_is_an_error(policy):
 LENGTHS = ((3, 20), (70, 1), (9, 70), (33, 12))
 
 
-@pytest.mark.parametrize(("slots", "pages"), [(8, None), (3, None), (8, 12)], ids=["all", "refill", "few pages"])
-def test_completions_end_at_their_lengths(policy, slots, pages):
+@places
+def test_completions_end_at_their_lengths(policy, make, room):
     """Each is the beginning of the completion without a length, wherever it was decoded or interrupted."""
     params = SamplingParams(max_tokens=70, count=2, seed=4)
-    whole = sampler_of(policy, max_sequences=slots).generate(PROMPTS, params)
-    cut = sampler_of(policy, max_sequences=slots, pages=pages).generate(PROMPTS, replace(params, lengths=LENGTHS))
+    whole = make(policy, room[0]).generate(PROMPTS, params)
+    cut = make(policy, *room).generate(PROMPTS, replace(params, lengths=LENGTHS))
     for group, cut_group, lengths in zip(whole, cut, LENGTHS, strict=True):
         assert [c.token_ids for c in cut_group] == [c.token_ids[:n] for c, n in zip(group, lengths, strict=True)]
 
@@ -405,19 +425,19 @@ def test_phases_count_the_steps_of_a_rollout(policy, every, monkeypatch):
     assert 0 < phases.prefill < timed <= elapsed.value
 
 
-@pytest.mark.parametrize(("slots", "pages"), [(8, None), (3, None), (8, 12)], ids=["all", "refill", "few pages"])
-def test_replayed_completions_are_the_trace(policy, slots, pages):
+@places
+def test_replayed_completions_are_the_trace(policy, make, room):
     """Tokens are those of the trace, and log-probabilities the policy's own of these."""
     numbers = np.random.default_rng(3)
     vocabulary = policy.lm.config.vocab_size
     trace = tuple(tuple(tuple(numbers.integers(vocabulary, size=n).tolist()) for n in group) for group in LENGTHS)
     params = SamplingParams(max_tokens=70, count=2, seed=4, temperature=0.7, replay=trace)
-    groups = sampler_of(policy, max_sequences=slots, pages=pages).generate(PROMPTS, params)
+    groups = make(policy, *room).generate(PROMPTS, params)
     assert tokens(groups) == [[list(completion) for completion in group] for group in trace]
     assert_exact(policy.lm, PROMPTS, groups, temperature=0.7)
-    free = sampler_of(policy).generate(PROMPTS, replace(params, replay=None, lengths=LENGTHS))
+    free = make(policy).generate(PROMPTS, replace(params, replay=None, lengths=LENGTHS))
     assert tokens(free) != tokens(groups)
-    again = sampler_of(policy).generate(PROMPTS, replace(params, replay=as_trace(free)))
+    again = make(policy).generate(PROMPTS, replace(params, replay=as_trace(free)))
     assert tokens(again) == tokens(free)
     np.testing.assert_allclose(again[2][1].logprobs, free[2][1].logprobs, atol=1e-5)
 

@@ -1,9 +1,9 @@
-"""Checkpoints of policies that are trained in full, in one process; test_sharded.py has several."""
+"""Checkpoints of a run, whole and sharded ones, in one process; test_parallel.py has several."""
 
 import pytest
 import torch
 
-from qerl.rl.checkpoint import ResumeError, ShardedCheckpoints
+from qerl.rl.checkpoint import Checkpoints, ResumeError, ShardedCheckpoints
 from qerl.rl.parallel import Processes
 
 
@@ -61,3 +61,12 @@ def test_a_full_disk_is_one_sentence(store, tmp_path, monkeypatch):
     with pytest.raises(ResumeError, match=r"can't write the checkpoint of step 4 .*No space left on device.*make room"):
         store.save(4, *trained(4.0), {"rows": [4]})
     assert store.load(*trained(7.0)) == {"rows": [3]}
+
+
+def test_whole_checkpoints_are_refused_and_kept_alike(tmp_path):
+    checkpoints = Checkpoints(tmp_path, "these")
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"rows": []})
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["step-000002.pt", "step-000003.pt"]
+    with pytest.raises(ResumeError, match="other settings"):
+        Checkpoints(tmp_path, "those").load(torch.device("cpu"))

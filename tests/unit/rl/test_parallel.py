@@ -1,7 +1,8 @@
-"""Two processes of one run against one process on the same batch (gloo, on the CPU)."""
+"""Runs of several processes against runs of one on the same batch: replicas, shards and hosts (gloo, on the CPU)."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,12 @@ from typer.testing import CliRunner
 from qerl.__main__ import main
 from qerl.cli import commands as cli
 from qerl.jobs import KilledError
-from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.policy import choose_device
 from qerl.models.quantize import quantize_checkpoint
 from qerl.results.schema import RolloutRow, StoredCompletion
 from qerl.results.store import read_rows
 from qerl.rl.parallel import Processes, start_processes
-from qerl.rl.train import make_trainer, train_run
+from qerl.rl.train import train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.conftest import nightly
@@ -96,24 +96,6 @@ def stored_rollouts(folder: Path) -> list[StoredCompletion]:
     return [c for file in sorted(folder.iterdir()) for row in read_rows(RolloutRow, file) for c in row.completions]
 
 
-def record_noise(folder, values: dict) -> None:
-    """Write the noise that each process has at step 3."""
-    trainer = make_trainer(parse(RunSettings, values, "test"), folder / "nvfp4", folder / "data", folder / "unused")
-    with trainer.noise.at(3, 4):
-        noise = [m.noise.clone() for m in trainer.policy.lm.modules() if isinstance(m, NoisyRMSNorm)]
-    torch.save(noise, folder / f"noise-{trainer.processes.count}-{trainer.processes.rank}.pt")
-
-
-def test_the_noise_is_the_same_in_every_process_and_for_any_number_of_them(folder, forking):
-    for count in (1, 2):
-        given = folder, settings(processes=count)
-        start_processes(count, record_noise, *given) or record_noise(*given)
-    alone, *others = (torch.load(folder / f"noise-{name}.pt") for name in ("1-0", "2-0", "2-1"))
-    assert any(z.abs().sum() > 0 for z in alone)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
-
-
 def fail(rank: int) -> None:
     if Processes().rank == rank:
         raise ValueError("the disk is on fire")
@@ -140,36 +122,37 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
     assert left.stderr.startswith("qerl: process 1 of 2 was killed")
 
 
+def run_script(folder: Path, text: str, place: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    return subprocess.run(
+        [sys.executable, folder / "script.py"], cwd=place, capture_output=True, text=True, env=environment, check=False
+    )
+
+
 @nightly
 def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("from qerl.rl.parallel import start_processes\nstart_processes(2, print)\n")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
-    assert done.stderr.splitlines()[-1].startswith(
-        "qerl.settings.base.ConfigError: each of the 2 processes imports the "
-    )
+    done = run_script(tmp_path, "from qerl.rl.parallel import start_processes\nstart_processes(2, print)\n", tmp_path)
+    said = "qerl.settings.base.ConfigError: each of the 2 processes imports the script that starts them"
+    assert done.stderr.splitlines()[-1].startswith(said)
     assert 'write `if __name__ == "__main__":` before the calls' in done.stderr
     assert "Traceback" not in done.stderr.partition("ConfigError")[2]
 
 
 def test_processes_of_a_run_import_nothing_from_the_working_directory_first_and_no_library_that_it_hid(tmp_path):
-    script, place = tmp_path / "script.py", tmp_path / "place"
-    place.mkdir()
+    (place := tmp_path / "place").mkdir()
     (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
     (tmp_path / "job.py").write_text(
         "try:\n    import sklearn\nexcept ImportError:\n    sklearn = None\n"
         "def say(what):\n    print(what, 'with' if sklearn else 'without', 'sklearn')\n"
     )
-    script.write_text(
+    script = (
         "from qerl.host.imports import OPTIONAL, absent\n"
         "if __name__ == '__main__':\n    with absent(OPTIONAL):\n        from job import say\n"
         "        from qerl.rl.parallel import start_processes\n"
         "    start_processes(2, say, 'a process of the run')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, script]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=environment, check=False)
+    done = run_script(tmp_path, script, place)
     assert done.stdout.split("\n").count("a process of the run without sklearn") == 2, done.stderr
 
 
@@ -205,18 +188,6 @@ def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_pa
     assert checkpoint.name == f"step-{steps:06d}.pt"
 
 
-def test_a_launcher_around_the_run_is_an_error(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without a launcher"):
-        start_processes(2, fail, 0)
-
-
-def test_more_processes_than_gpus_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="processes=2 needs 2 GPUs here, and this machine has 1"):
-        start_processes(2, fail, 0)
-
-
 def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):
     """safetensors takes "cuda" for the first GPU, whichever is current: both processes would share it and hang."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -224,3 +195,69 @@ def test_the_second_process_loads_onto_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_device() == torch.device("cuda:1")
+
+
+def test_what_can_not_start_processes_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="processes=2 needs 2 GPUs here, and this machine has 1"):
+        start_processes(2, fail, 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="set `processes` in its settings, and call it without a launcher"):
+        start_processes(2, fail, 0)
+
+
+# --- shards of a policy that is trained in full ---
+
+FULL = {
+    **SETTINGS,
+    "weights": "bf16",
+    "method": "full",
+    # Three groups: one process of two and of four has fewer than another. Some completions are silent.
+    "rollout": {"prompts": 3, "group_size": 4, "sampling": {"max_tokens": 24}},
+    "reward": {"overlong_buffer": 23},
+    "loss": {"name": "dapo", "updates_per_rollout": 2},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-3, "warmup_ratio": 0.0},
+    "micro_batch_tokens": 60,
+    "checkpoint_every": 10,
+}
+
+
+def run_in_full(folder: Path, place: Path, name: str, hours: float | None = None, **changes):
+    values = parse(RunSettings, {**FULL, **changes}, "test")
+    out, work = place / name, place / f"work-{name}"
+    train_run(train_job(values, folder / "base", folder / "data", work, out, time_limit=hours, on_failure="row"))
+    if hours is None:
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return load_file(out / "policy/model.safetensors"), rows
+
+
+def assert_same(one, other) -> None:
+    """Equal up to the order of sums, on which a processor decides.
+
+    AdamW divides a gradient by its own size. So where it is near zero, its rounding moves the weight by a part of the
+    learning rate: such weights are few, and move by less than a tenth of it.
+    """
+    exact = ("reward", "completion_tokens", "noise/norm", "problems", "silent/completions")
+    close = ("loss", "entropy", "grad_norm", "mismatch/kl", "clip_ratio/high")
+    for a, b in zip(one[1], other[1], strict=True):
+        assert [a[key] for key in exact] == [b[key] for key in exact]
+        assert [a[key] for key in close] == pytest.approx([b[key] for key in close], rel=1e-5, abs=1e-7)
+    assert one[0].keys() == other[0].keys()
+    ours, theirs = (torch.cat([weights[name].flatten() for name in one[0]]) for weights in (one[0], other[0]))
+    equal = torch.isclose(ours, theirs, atol=1e-6, rtol=1e-6)
+    assert (~equal).float().mean() < 1e-4
+    assert (ours - theirs).abs().max() < FULL["optimizer"]["learning_rate"] / 10
+
+
+def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(folder, tmp_path, forking, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    alone = run_in_full(folder, tmp_path, "one")
+    assert all(row["grad_norm"] > 0 for row in alone[1])
+    assert any(row["silent/completions"] for row in alone[1])
+    assert_same(alone, run_in_full(folder, tmp_path, "two", processes=2))
+    # Two processes are stopped after the first step; one and four continue, these with what only saves memory.
+    run_in_full(folder, tmp_path, "stopped", hours=1e-9, processes=2)
+    sparing = {"gradient_checkpointing": True, "rollout": {**FULL["rollout"], "native": {"sleep": True}}}
+    for count, changes in ((1, {}), (4, sparing)):
+        shutil.copytree(tmp_path / "work-stopped", tmp_path / f"work-{count}")
+        assert_same(alone, run_in_full(folder, tmp_path, str(count), processes=count, **changes))

@@ -1,21 +1,72 @@
-"""Prompts in one row: which are computed together, and the pages that they fill."""
+"""What the engine computes together: pages of the cache, sizes of graphs, prompts in one row, and its launches."""
 
 import numpy as np
 import pytest
 import torch
 
+from qerl.kernels.cuda.w4a16 import variant_for
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import QUERY_BLOCK, PromptRow, pack
 from qerl.models.policy import with_adapter
 from qerl.rollout import scheduler
-from qerl.rollout.decoder import DecodeGraphs, Download
+from qerl.rollout.decoder import MOST_PROMPTS, PROMPT_BUCKETS, DecodeGraphs, Download, bucket_of, prompt_bucket
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.prefill import BUCKETS, MOST_PROMPTS, bucket_of
 from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.scheduler import Pages
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_qwen3
 
+
+def test_what_nobody_holds_is_neither_shared_nor_given_back():
+    pages = Pages(4, 64)
+    held = pages.take(1)
+    pages.give_back(held)
+    with pytest.raises(RuntimeError, match="has no holder"):
+        pages.give_back(held)
+    with pytest.raises(RuntimeError, match="has no holder"):
+        pages.share(held)
+    with pytest.raises(RuntimeError, match="4 pages of the KV cache are requested, but only 3 are free"):
+        pages.take(4)
+
+
+# --- batch sizes of decode steps' graphs ---
+
+
+MOST = 1100
+
+
+SIZES = sorted({bucket_of(rows) for rows in range(1, MOST)})
+
+
+def multiplied(rows: int) -> int:
+    """The rows that a product of 7B's largest layer multiplies for `rows`, those that x lacks too."""
+    variant, _ = variant_for(rows, 2 * 18944, 3584, 132)
+    blocks = 0
+    while blocks * variant.rows < rows:
+        blocks += 1
+    return blocks * variant.rows
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, 100, 129, 161, 193, 256, 257, 384, 385, 512, 513, 1000])
+def test_a_graph_is_the_smallest_with_room(rows):
+    assert bucket_of(rows) == min(size for size in SIZES if size >= rows)
+    assert bucket_of(bucket_of(rows)) == bucket_of(rows)
+
+
+def test_no_padding_costs_a_product_more_and_beyond_128_rows_a_larger_graph_would():
+    for rows in range(1, MOST):
+        assert multiplied(bucket_of(rows)) == multiplied(rows)
+    for size in [size for size in SIZES if size > 128]:
+        assert multiplied(size + 1) > multiplied(size) == size
+    assert len([size for size in SIZES if size <= 512]) == 19  # few graphs serve a rollout
+
+
+# --- prompts in one row ---
+
+
 CPU = torch.device("cpu")
+
+
 PAGE = 64
 
 
@@ -54,7 +105,7 @@ def test_padding_is_a_separate_prompt_that_fills_no_page():
 def test_blocks_of_queries_cover_every_token_once_and_fit_any_prompts():
     numbers = np.random.default_rng(0)
     for _ in range(200):
-        tokens = int(numbers.choice(BUCKETS))
+        tokens = int(numbers.choice(PROMPT_BUCKETS))
         count = int(numbers.integers(1, min(MOST_PROMPTS, tokens) + 1))
         used = int(numbers.integers(count, tokens + 1))
         cuts = np.sort(numbers.choice(np.arange(1, used), size=count - 1, replace=False)).tolist()
@@ -69,11 +120,11 @@ def test_blocks_of_queries_cover_every_token_once_and_fit_any_prompts():
 
 
 def test_a_graph_is_the_smallest_that_has_room():
-    assert [bucket_of(size, 1) for size in BUCKETS] == list(BUCKETS)
-    assert (bucket_of(1, 1), bucket_of(33, 2), bucket_of(513, 3)) == (32, 64, 768)
-    assert bucket_of(BUCKETS[-1] + 1, 1) is None
-    assert bucket_of(100, MOST_PROMPTS) == 128
-    assert bucket_of(100, MOST_PROMPTS + 1) is None
+    assert [prompt_bucket(size, 1) for size in PROMPT_BUCKETS] == list(PROMPT_BUCKETS)
+    assert (prompt_bucket(1, 1), prompt_bucket(33, 2), prompt_bucket(513, 3)) == (32, 64, 768)
+    assert prompt_bucket(PROMPT_BUCKETS[-1] + 1, 1) is None
+    assert prompt_bucket(100, MOST_PROMPTS) == 128
+    assert prompt_bucket(100, MOST_PROMPTS + 1) is None
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Packed micro-batches against padded sequences through Hugging Face's own forward pass."""
+"""Packed micro-batches against padded sequences through Hugging Face's own forward pass, and their cuts."""
 
 from functools import partial
 
@@ -9,15 +9,19 @@ from qerl.kernels.packed_sequences import Packing
 from qerl.models.blocks import NAME
 from qerl.models.policy import trained_in_full, with_adapter
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
-from qerl.rl.value import add_value, values
 from qerl.rollout.sampler import Completion
-from qerl.settings.run import AdapterSettings, PPOSettings
-from tests.tiny import edit_config, tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
+from qerl.settings.run import AdapterSettings
+from tests.tiny import tiny_family, tiny_llama, tiny_qwen2, tiny_qwen3
 
 CPU = torch.device("cpu")
-PPO = PPOSettings(rank=4, alpha=8)
+
+
 FAMILIES = ("mistral-sliding", "phi3", "gemma3")
+
+
 MAKERS = {"qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "llama": tiny_llama}
+
+
 MAKERS |= {name: partial(tiny_family, name=name, sliding_window=4) for name in FAMILIES}
 
 
@@ -100,46 +104,6 @@ def test_logprobs_entropy_and_gradients_are_those_of_padded_sequences(folder, na
     assert_same(*(torch.cat([gradient.flatten() for gradient in found.values()]) for found in (ours, theirs)))
 
 
-def test_values_are_those_of_each_sequence_alone(folder):
-    policy = with_adapter(folder / "qwen2", AdapterSettings(rank=4), "float32", 0, CPU)
-    add_value(policy, PPO)
-    move(policy)
-    drawn = samples()
-    together = values(policy, micro_batch(drawn, list(range(len(drawn))), CPU))
-    for row, sample in enumerate(drawn):
-        alone = values(policy, micro_batch(drawn, [row], CPU))
-        torch.testing.assert_close(together[row, : alone.shape[1]], alone[0], rtol=1e-5, atol=1e-6)
-        assert not together[row, len(sample.completion.token_ids) :].any()
-
-
-def test_a_token_sees_its_prompt_and_its_own_completion_only(folder):
-    """Another completion, or another group, changes nothing; an own earlier token or one of the prompt does."""
-    policy, drawn = adapted(folder), samples()
-    everything = list(range(len(drawn)))
-    read = lambda chosen: logprobs_and_entropy(policy, micro_batch(chosen, everything, CPU), 1.0)[0].detach()  # noqa: E731
-    before = read(drawn)
-    other = Completion([90] * 7, [-1.0] * 7, True)
-    changed = [Sample(s.prompt, other if i == 0 else s.completion, 0.0, 0.0) for i, s in enumerate(drawn)]
-    after = read(changed)
-    assert torch.equal(after[1:], before[1:])
-    assert not torch.isclose(after[0, :7], before[0, :7]).any()
-    prompt = [90, *drawn[0].prompt[1:]]
-    changed = [Sample(prompt if i < 4 else s.prompt, s.completion, 0.0, 0.0) for i, s in enumerate(drawn)]
-    after, mask = read(changed), micro_batch(drawn, everything, CPU).mask_NT.bool()
-    assert torch.equal(after[4:], before[4:])
-    assert not torch.isclose(after[:4], before[:4])[mask[:4]].any()
-
-
-@pytest.mark.parametrize("lengths", [(0, 3), (0, 0)])
-def test_a_completion_without_tokens_has_no_figures(folder, lengths):
-    policy, drawn = adapted(folder), samples([(4, lengths)])
-    logprobs, entropy = logprobs_and_entropy(policy, micro_batch(drawn, [0, 1], CPU), 1.0)
-    assert logprobs.shape == entropy.shape == (2, max(lengths))
-    assert not logprobs[0].any()
-    assert logprobs[1].all()
-    logprobs.sum().backward()
-
-
 def test_a_prompt_is_in_the_row_once_and_the_last_token_of_a_completion_is_not():
     drawn = samples(((3, (2, 1, 4)), (2, (2,))))
     batch = micro_batch(drawn, [0, 1, 2, 3], CPU)
@@ -177,45 +141,8 @@ def test_sampling_with_a_mask_is_that_of_transformers(folder):
     assert NAME not in (folder / "saved/config.json").read_text()
 
 
-def test_a_window_begins_in_the_prompt_and_moves_on(tmp_path):
-    """A Qwen2 with a window in its second layer; a token that both windows passed changes nothing."""
-    tiny_qwen2(tmp_path)
-    edit_config(tmp_path, use_sliding_window=True, sliding_window=2, max_window_layers=0, layer_types=None)
-    policy = move(with_adapter(tmp_path, AdapterSettings(rank=4), "float32", 0, CPU))
-    [sample] = samples([(4, (5,))])
-    first = Sample([90, *sample.prompt[1:]], sample.completion, 0.0, 0.0)
-    read = [logprobs_and_entropy(policy, micro_batch([s], [0], CPU), 1.0)[0][0].detach() for s in (sample, first)]
-    torch.testing.assert_close(read[0], padded(policy, [sample], 1.0)[0][0].detach(), rtol=1e-5, atol=1e-6)
-    assert torch.equal(read[0], read[1])
-
-
-# --- splitting ---
-
-
 def sizes(drawn, batches):
     return [micro_batch(drawn, index, CPU).ids.shape[1] for index in batches]
-
-
-def test_groups_stay_together_where_they_fit():
-    drawn = samples([(4, (3, 3))] * 6)  # 8 tokens a group
-    batches = split(drawn, 20)
-    assert sorted(i for index in batches for i in index) == list(range(12))
-    assert sizes(drawn, batches) == [16, 16, 16]
-    assert all({i // 2 for i in index} == {index[0] // 2, index[2] // 2} for index in batches)
-
-
-def test_a_group_that_does_not_fit_is_cut_and_each_part_has_the_prompt():
-    drawn = samples([(4, (7, 7, 7, 7, 7))])
-    batches = split(drawn, 16)
-    assert batches == [[0, 1], [2, 3], [4]]
-    assert sizes(drawn, batches) == [16, 16, 10]
-
-
-def test_a_completion_over_the_limit_is_alone():
-    drawn = samples([(4, (2, 50, 2)), (3, (2,))])
-    batches = split(drawn, 16)
-    assert [1] in batches
-    assert sorted(i for index in batches for i in index) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -230,11 +157,20 @@ def test_every_sample_is_in_one_micro_batch_and_none_exceeds_the_limit(seed):
     assert sum(sizes(drawn, batches)) <= sum(packed_tokens(drawn, [i]) for i in range(len(drawn)))
 
 
-def test_processes_get_micro_batches_of_their_even_share():
-    drawn = samples([(4, (3, 3))] * 6)
-    assert len(split(drawn, 10_000)) == 1
-    assert sizes(drawn, split(drawn, 10_000, 2)) == [24, 24]
-    assert sizes(drawn, split(drawn, 10_000, 3)) == [16, 16, 16]
-    assert split(drawn, 16, 2) == split(drawn, 16)
-    one = samples([(4, (9, 9, 9, 9))])
-    assert len(split(one, 10_000, 2)) >= 2
+@pytest.mark.parametrize(
+    ("groups", "limit", "processes", "expected"),
+    [
+        ([(4, (3, 3))] * 6, 20, 1, [16, 16, 16]),  # groups of 8 tokens stay together
+        ([(4, (7, 7, 7, 7, 7))], 16, 1, [16, 16, 10]),  # a larger group is cut, and each part has the prompt
+        ([(4, (2, 50, 2)), (3, (2,))], 16, 1, [53, 10]),  # a completion over the limit is alone
+        ([(4, (3, 3))] * 6, 10_000, 1, [48]),
+        ([(4, (3, 3))] * 6, 10_000, 2, [24, 24]),  # the even share of each process
+        ([(4, (3, 3))] * 6, 10_000, 3, [16, 16, 16]),
+        ([(4, (9, 9, 9, 9))], 10_000, 2, [12, 12, 12, 12]),  # 18 tokens have no room for two
+    ],
+)
+def test_a_batch_is_cut_at_groups_or_else_within_them(groups, limit, processes, expected):
+    drawn = samples(groups)
+    batches = split(drawn, limit, processes)
+    assert sizes(drawn, batches) == expected
+    assert sorted(i for index in batches for i in index) == list(range(len(drawn)))

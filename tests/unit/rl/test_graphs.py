@@ -4,6 +4,7 @@ A CPU has no graphs and no flash attention: work is repeated by calling it, and 
 attention reads. `tests/gpu/test_pass_graphs_gpu.py` has both.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,31 +15,9 @@ from qerl.kernels import packed_sequences
 from qerl.rl import graphs, memory
 from qerl.rl.graphs import PaddedMicroBatch, PaddedSize, PassGraphs, padded_tokens
 from qerl.rl.memory import Recomputation
-from qerl.rl.packing import Sample, micro_batch, row_tokens, split
-from qerl.rl.parallel import Processes
-from qerl.rl.train import make_policy
-from qerl.rl.update import Updater
-from qerl.rollout.sampler import Completion
-from qerl.settings.base import parse
-from qerl.settings.run import RunSettings
+from qerl.rl.packing import micro_batch, row_tokens, split
 from tests.conftest import in_nightly
-
-CPU = torch.device("cpu")
-ABOUT = {
-    "model": "tiny",
-    "dataset": "sums",
-    "weights": "nvfp4",
-    "dtype": "float32",
-    "rollout": {"prompts": 5, "group_size": 4, "sampling": {"max_tokens": 60}},
-    "adapter": {"rank": 4},
-    "optimizer": {"name": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1e9},
-    "micro_batch_tokens": 400,
-}
-
-
-@pytest.fixture(scope="module")
-def base(checkpoints):
-    return checkpoints / "nvfp4"
+from tests.unit.rl import tiny_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -66,38 +45,24 @@ def attention(monkeypatch):
     monkeypatch.setattr(memory, "allocatable_bytes", lambda: 2**33)
 
 
-def batch(seed, advantages=((1.2, -0.4, -0.4, -0.4), (0.0,) * 4, (1.0, 0.0, -1.0, 0.0), (-1.3, 0.5, 0.4, 0.4))):
-    """Groups with prompts and completions of different lengths, some of one token."""
-    numbers = torch.Generator().manual_seed(seed)
-    draw = lambda count: torch.randint(2, 100, (count,), generator=numbers).tolist()  # noqa: E731
-    samples = []
-    for number, group in enumerate(advantages):
-        prompt = draw(1 + 30 * number)
-        for place, advantage in enumerate(group):
-            ids = draw(1 + (13 * number + 17 * place + seed) % 60)
-            logprobs = (-4.6 + 0.3 * torch.randn(len(ids), generator=numbers)).tolist()
-            samples.append(Sample(prompt, Completion(ids, logprobs, place != 2), 0.0, advantage))
-    return samples
+#: Groups with prompts of up to 90 tokens, one of them without a gradient.
+batch = partial(
+    tiny_trainer.batch,
+    advantages=((1.2, -0.4, -0.4, -0.4), (0.0,) * 4, (1.0, 0.0, -1.0, 0.0), (-1.3, 0.5, 0.4, 0.4)),
+    longest=60,
+)
 
 
-def updater(base, **loss) -> Updater:
-    settings = parse(RunSettings, {**ABOUT, "loss": {"updates_per_rollout": 3, "silent_sample": 1, **loss}}, "test")
-    policy = make_policy(settings, base)
-    numbers = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # an adapter of B = 0 has no gradient of A
-        for _, parameter in policy.trainable():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
-    return Updater(settings, policy, Processes())
+def updater(checkpoints, **loss):
+    about = {"adapter": {"rank": 4}, "micro_batch_tokens": 400}
+    return tiny_trainer.updater(checkpoints, about, **{"updates_per_rollout": 3, "silent_sample": 1, **loss})
 
 
-def in_fixed_rows(made: Updater, recomputed: bool = False) -> list[torch.Tensor]:
+def in_fixed_rows(made, recomputed: bool = False) -> list:
     """Make its passes those of fixed rows; returns a list that gets each captured work."""
     captured = []
-    made.graphs = PassGraphs(
-        made.policy,
-        Recomputation(made.policy) if recomputed else None,
-        lambda work: captured.append(work) or work() or work,
-    )
+    again = Recomputation(made.policy) if recomputed else None
+    made.graphs = PassGraphs(made.policy, again, lambda work: captured.append(work) or work() or work)
     return captured
 
 
@@ -111,11 +76,11 @@ LOSSES = [
 @pytest.mark.parametrize(
     "loss", [*in_nightly(LOSSES[0]), *LOSSES[1:]], ids=lambda loss: "-".join(map(str, loss.values()))
 )
-def test_updates_over_fixed_rows_are_those_over_rows_as_they_are(base, loss):
+def test_updates_over_fixed_rows_are_those_over_rows_as_they_are(checkpoints, loss):
     """Four rollouts of different sizes, the third without a gradient and the last at another temperature."""
-    plain, fixed = updater(base, **loss), updater(base, **loss)
+    plain, fixed = updater(checkpoints, **loss), updater(checkpoints, **loss)
     captured = in_fixed_rows(fixed, recomputed="kl" in loss)
-    silent = batch(3, [[0.0] * 4] * 3)
+    silent = batch(3, advantages=[[0.0] * 4] * 3)
     for step, (samples, temperature) in enumerate(
         [(batch(0), 1.0), (batch(1), 1.0), (silent, 1.0), (batch(2), 0.7)], 1
     ):
@@ -129,8 +94,8 @@ def test_updates_over_fixed_rows_are_those_over_rows_as_they_are(base, loss):
         torch.testing.assert_close(b, a, rtol=0, atol=2e-5, msg=name)
 
 
-def test_gradients_over_fixed_rows_are_exact_sums_over_micro_batches(base):
-    plain, fixed = updater(base, updates_per_rollout=1), updater(base, updates_per_rollout=1)
+def test_gradients_over_fixed_rows_are_exact_sums_over_micro_batches(checkpoints):
+    plain, fixed = updater(checkpoints, updates_per_rollout=1), updater(checkpoints, updates_per_rollout=1)
     in_fixed_rows(fixed)
     for one in (plain, fixed):
         one.update(1, batch(0))
@@ -138,31 +103,24 @@ def test_gradients_over_fixed_rows_are_exact_sums_over_micro_batches(base):
         assert (b.grad - a.grad).norm() <= 1e-5 * a.grad.norm(), name
 
 
-def test_rows_of_similar_sizes_are_captured_once(base):
-    made = updater(base)
-    captured = in_fixed_rows(made)
-    samples = batch(0)
+def test_rows_of_similar_sizes_are_captured_once(checkpoints):
+    made = updater(checkpoints)
+    captured, samples = in_fixed_rows(made), batch(0)
     made.update(1, samples)
     count = len(captured)
-    shorter = [
-        Sample(
-            s.prompt,
-            Completion(s.completion.token_ids[:-1] or [3], s.completion.logprobs[:-1] or [-4.0], True),
-            0.0,
-            s.advantage,
-        )
-        for s in samples
-    ]
-    made.update(2, shorter)
+    for sample in samples:
+        for values in (sample.completion.token_ids, sample.completion.logprobs):
+            del values[max(1, len(values) - 1) :]
+    made.update(2, samples)
     assert len(captured) == count
 
 
 def test_a_row_has_at_least_one_token_of_padding_and_room_for_everything():
     for seed in range(20):
         samples = batch(seed)
-        one = micro_batch(samples, list(range(len(samples))), CPU)
+        one = micro_batch(samples, list(range(len(samples))), tiny_trainer.CPU)
         size = PaddedSize.of(one)
-        padded = PaddedMicroBatch(size, CPU)
+        padded = PaddedMicroBatch(size, tiny_trainer.CPU)
         padded.fill(one)
         assert size.tokens > one.ids.numel()
         assert padded.packing.queries_ends[-1] == size.tokens
@@ -173,12 +131,12 @@ def test_a_row_has_at_least_one_token_of_padding_and_room_for_everything():
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
-def test_rows_of_a_large_batch_have_no_graph_however_few_teach(base, monkeypatch, share):
+def test_rows_of_a_large_batch_have_no_graph_however_few_teach(checkpoints, monkeypatch, share):
     """Its graphs would hold memory that other rows of the run need."""
-    made = updater(base)
+    made = updater(checkpoints)
     captured = in_fixed_rows(made)
-    samples = batch(0, [[0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
-    longest = max(row_tokens(samples, row) for row in split(samples, ABOUT["micro_batch_tokens"]))
+    samples = batch(0, advantages=[[0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
+    longest = max(row_tokens(samples, row) for row in split(samples, made.settings.micro_batch_tokens))
     monkeypatch.setattr(graphs, "MOST_BYTES", share * padded_tokens(longest) * made.graphs._token_bytes)
     made.update(1, samples)
     assert bool(captured) == (share > 1)

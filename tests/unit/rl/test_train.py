@@ -1,6 +1,5 @@
-"""The GRPO loop on a tiny policy: noise modes, trained and frozen tensors."""
+"""Runs of tiny policies: what a step trains and what it leaves, and rewards that rise."""
 
-from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -11,12 +10,21 @@ from qerl.checkpoints.files import CheckpointError
 from qerl.models.lora import SharedCasts
 from qerl.models.policy import load_policy
 from qerl.rl.train import make_policy
-from qerl.rl.update import warmup_cosine
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.tiny import edit_config, tiny_qwen2
-from tests.unit.rl.tiny_trainer import BASE, CPU, PPO, SHARP, packed_family, trainer, untimed, weights
+from tests.unit.rl.tiny_trainer import (
+    BASE,
+    CPU,
+    EXPERTS,
+    PPO,
+    SHARP,
+    packed_family,
+    trainer,
+    untimed,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("rewarded_characters")
 
@@ -123,19 +131,6 @@ def test_noise_mode_decides_whether_the_trainer_sees_the_noise(checkpoints, tmp_
     assert consistent["mismatch/kl"] < 1e-8
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_gradient_accumulation_equals_the_large_batch(checkpoints, tmp_path, dropout, again):
-    """Groups are cut, and parts have the prompt again; a mask of dropout belongs to the sequence."""
-    same = {"adapter": {"rank": 4, "dropout": dropout}, "loss": {"updates_per_rollout": 2}}
-    whole = trainer(checkpoints, tmp_path / "a", **same)
-    parts = trainer(checkpoints, tmp_path / "b", micro_batch_tokens=20, gradient_checkpointing=again, **same)
-    expected, found = whole.step(1, 0), parts.step(1, 0)
-    assert expected["grad_norm"] > 0
-    for key in ("loss", "grad_norm", "entropy", "mismatch/kl"):
-        assert found[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-5)
-
-
 def test_a_second_update_of_a_rollout_moves_on(checkpoints, tmp_path):
     once, twice = (trainer(checkpoints, tmp_path / str(n), loss={"updates_per_rollout": n}) for n in (1, 2))
     once.step(1, 0), twice.step(1, 0)
@@ -166,23 +161,6 @@ def test_gradients_of_ppo_accumulate_over_micro_batches(checkpoints, tmp_path):
         assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5)
 
 
-def test_learning_rate_warms_up_and_decays_to_zero():
-    rates = [warmup_cosine(0.1, step, 100) for step in range(1, 101)]
-    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
-    assert rates[10] == 1.0
-    assert all(a > b for a, b in pairwise(rates[10:]))
-    assert rates[-1] < 1e-3
-
-
-def test_kl_to_the_reference_starts_at_zero_and_grows(checkpoints, tmp_path):
-    made = trainer(
-        checkpoints, tmp_path, weights="nvfp4", adapter={"rank": 4}, loss={"kl": 0.1}, optimizer={"learning_rate": 0.05}
-    )
-    first, second = made.step(1, 0), made.step(2, 2)
-    assert abs(first["reference/kl"]) < 1e-7
-    assert second["reference/kl"] > 1e-5
-
-
 def test_an_entropy_bonus_trains_every_completion_and_keeps_the_policy_open(checkpoints, tmp_path):
     sharp, all_read = {"prompts": 2, "group_size": 4, "sampling": SHARP}, {"silent_sample": 1.0}
     rows = {
@@ -203,16 +181,6 @@ def test_a_repetition_changes_completions_and_neither_problems_nor_the_adapter(c
     assert [g.problem.id for g in same] == [g.problem.id for g in other]
     drawn = [[list(c.token_ids) for g in groups for c in g.completions] for groups in (same, again, other)]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_the_reference_is_the_untrained_base(checkpoints, tmp_path):
-    made = trainer(checkpoints, tmp_path, weights="nvfp4", adapter={"rank": 4})
-    ids = torch.tensor([[5, 6, 7]])
-    before = made.policy.lm(ids).logits
-    made.step(1, 0)
-    with made.policy.reference():
-        assert torch.equal(made.policy.lm(ids).logits, before)
-    assert not torch.equal(made.policy.lm(ids).logits, before)
 
 
 def test_full_fine_tuning_in_bfloat16_follows_that_in_float32(checkpoints, tmp_path):
@@ -275,3 +243,40 @@ def test_dropout_in_attention_is_refused_before_a_weight_is_read(tmp_path, metho
     edit_config(folder, attention_dropout=0.0)
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         make_policy(settings, folder)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        ("checkpoints", {"adapter": {"rank": 4, "dropout": 0.0}}),
+        ("checkpoints", {"adapter": {"rank": 4, "dropout": 0.5}}),
+        ("mixture", {"weights": "nvfp4", "adapter": EXPERTS}),
+        ("mixture", {"weights": "mxfp4", "adapter": EXPERTS}),
+    ],
+    ids=["plain", "dropout", "experts", "gpt-oss"],
+)
+def test_gradient_accumulation_equals_the_large_batch(request, tmp_path, base, changes, again):
+    """Groups are cut, and parts have the prompt again; a mask of dropout belongs to the sequence."""
+    same = {**changes, "loss": {"updates_per_rollout": 2}}
+    folder = request.getfixturevalue(base)
+    whole = trainer(folder, tmp_path / "a", **same)
+    parts = trainer(folder, tmp_path / "b", micro_batch_tokens=20, gradient_checkpointing=again, **same)
+    expected, found = whole.step(1, 0), parts.step(1, 0)
+    assert expected["grad_norm"] > 0
+    for key in ("loss", "grad_norm", "entropy", "mismatch/kl"):
+        assert found[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize(("base", "adapter"), [("checkpoints", {"rank": 4}), ("mixture", EXPERTS)])
+def test_the_reference_is_the_untrained_base(request, tmp_path, base, adapter):
+    faster = {"loss": {"kl": 0.1}, "optimizer": {"learning_rate": 0.05}}
+    made = trainer(request.getfixturevalue(base), tmp_path, weights="nvfp4", adapter=adapter, **faster)
+    ids = torch.tensor([[5, 6, 7]])
+    before = made.policy.lm(ids).logits
+    first, second = made.step(1, 0), made.step(2, 2)
+    assert abs(first["reference/kl"]) < 1e-7
+    assert second["reference/kl"] > 1e-5
+    with made.policy.reference():
+        assert torch.equal(made.policy.lm(ids).logits, before)
+    assert not torch.equal(made.policy.lm(ids).logits, before)

@@ -1,65 +1,27 @@
-"""Silent completions: an update without them against one with them, which a KL weight of nearly zero makes."""
+"""Updates without silent completions against updates with them, which a KL weight of nearly zero makes; statistics."""
 
 import copy
 import math
+from dataclasses import fields
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.policy import Policy
+from qerl.rl.losses import ratio_sums
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rl.parallel import Processes, start_processes
-from qerl.rl.train import make_policy
-from qerl.rl.update import Updater, find_silent
+from qerl.rl.parallel import start_processes
+from qerl.rl.update import Updater, UpdateStats, find_silent, warmup_cosine
 from qerl.rollout.sampler import Completion
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
+from tests.unit.rl.tiny_trainer import UPDATE, batch, updater
 
-CPU = torch.device("cpu")
 #: A weight whose term rounds away, but with which every completion has a gradient.
 FULL = 1e-30
-BASE = {
-    "model": "tiny",
-    "dataset": "sums",
-    "weights": "nvfp4",
-    "dtype": "float32",
-    "rollout": {"prompts": 5, "group_size": 4, "sampling": {"max_tokens": 9}},
-    "adapter": {"rank": 4, "dropout": 0.1},
-    "optimizer": {"name": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1e9},
-    "micro_batch_tokens": 60,
-}
-#: Advantages by group: mixed, equal rewards, mixed with a reward at the mean, equal rewards, mixed.
-MIXED = [[1.2, -0.4, -0.4, -0.4], [0.0] * 4, [1.0, 0.0, -1.0, 0.0], [0.0] * 4, [-1.3, 0.5, 0.4, 0.4]]
-
-
-@pytest.fixture(scope="module")
-def base(checkpoints):
-    return checkpoints / "nvfp4"
-
-
-def batch(advantages=MIXED) -> list[Sample]:
-    """Groups with prompts and completions of different lengths, some of them truncated."""
-    numbers = torch.Generator().manual_seed(0)
-    draw = lambda count: torch.randint(2, 100, (count,), generator=numbers).tolist()  # noqa: E731
-    samples = []
-    for number, group in enumerate(advantages):
-        prompt = draw(3 + number)
-        for place, advantage in enumerate(group):
-            ids = draw(2 + (3 * number + 2 * place) % 7)
-            logprobs = (-4.6 + 0.3 * torch.randn(len(ids), generator=numbers)).tolist()
-            samples.append(Sample(prompt, Completion(ids, logprobs, place != 2), 0.0, advantage))
-    return samples
-
-
-def updater(base, processes=None, **loss) -> Updater:
-    settings = parse(RunSettings, {**BASE, "loss": loss}, "test")
-    policy = make_policy(settings, base)
-    numbers = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # an adapter of B = 0 has no gradient of A
-        for _, parameter in policy.trainable():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
-    return Updater(settings, policy, processes or Processes())
 
 
 def gradients(made: Updater) -> dict[str, torch.Tensor]:
@@ -76,9 +38,9 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(map(str, loss.values())))
-def test_gradient_loss_and_clipping_are_those_of_all_completions(base, loss):
+def test_gradient_loss_and_clipping_are_those_of_all_completions(checkpoints, loss):
     """Several micro-batches, dropout, updates on one rollout and corrections take part."""
-    full, short = updater(base, **loss, kl=FULL), updater(base, **loss, silent_sample=1.0)
+    full, short = updater(checkpoints, **loss, kl=FULL), updater(checkpoints, **loss, silent_sample=1.0)
     expected, found = full.update(1, batch()), short.update(1, batch())
     assert (expected["silent/completions"], expected["silent/sampled"]) == (0, 0)
     assert found["silent/completions"] == (13 if loss.get("mask_truncated") else 10)
@@ -97,25 +59,6 @@ def test_gradient_loss_and_clipping_are_those_of_all_completions(base, loss):
         torch.testing.assert_close(gradient, before[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("correction", ["off", "token-truncate"])
-def test_the_first_loss_where_rows_without_silent_completions_are_of_single_tokens(base, correction):
-    """Other routines multiply so short rows, so that log-probabilities round otherwise."""
-    samples = [
-        Sample(
-            [7 + group],
-            Completion([9 + group, 1][: 1 + place // 2], [-4.6, -4.5][: 1 + place // 2], True),
-            0.0,
-            advantage,
-        )
-        for group, of_group in enumerate(MIXED)
-        for place, advantage in enumerate(of_group)
-    ]
-    loss = {"correction": correction}
-    expected = updater(base, **loss, kl=FULL).update(1, samples)["loss"]
-    found = updater(base, **loss, silent_sample=1.0).update(1, samples)["loss"]
-    assert found == (expected if correction == "off" else pytest.approx(expected, rel=1e-5))
-
-
 def tokens_read(made: Updater, samples: list[Sample]) -> dict[bool, int]:
     """The tokens of the forward passes of an update, with and without a gradient."""
     read = {True: 0, False: 0}
@@ -129,10 +72,10 @@ def tokens_read(made: Updater, samples: list[Sample]) -> dict[bool, int]:
     return read
 
 
-def test_only_a_sample_of_silent_completions_is_read_and_that_without_gradient(base):
+def test_only_a_sample_of_silent_completions_is_read_and_that_without_gradient(checkpoints):
     """The row of a group's teaching completions has a gradient; that of its sampled ones has none."""
     samples = batch()
-    made = updater(base, silent_sample=0.3)
+    made = updater(checkpoints, silent_sample=0.3)
     teaching = [i for i, sample in enumerate(samples) if sample.advantage]
     sampled = find_silent(samples, made.settings, 1).sampled
     assert (len(teaching), len(sampled)) == (10, 3)
@@ -148,13 +91,13 @@ def tokens_of(samples: list[Sample], index: list[int]) -> int:
 
 def entropies(policy: Policy, samples: list[Sample]) -> list[float]:
     """The sum over tokens of each completion's entropy."""
-    alone = [micro_batch(samples, [i], CPU) for i in range(len(samples))]
+    alone = [micro_batch(samples, [i], policy.device) for i in range(len(samples))]
     with torch.no_grad():
         return [logprobs_and_entropy(policy, one, 1.0)[1].sum().item() for one in alone]
 
 
-def test_the_sample_stands_for_all_silent_completions_in_the_entropy(base):
-    samples, made = batch(), updater(base, silent_sample=0.5)
+def test_the_sample_stands_for_all_silent_completions_in_the_entropy(checkpoints):
+    samples, made = batch(), updater(checkpoints, silent_sample=0.5)
     of_each = entropies(made.policy, samples)
     lengths = [len(sample.completion.token_ids) for sample in samples]
     sampled = find_silent(samples, made.settings, 1).sampled
@@ -172,9 +115,9 @@ def test_the_sample_stands_for_all_silent_completions_in_the_entropy(base):
     assert (row["silent/completions"], row["silent/sampled"]) == (10, 5)
 
 
-def test_a_step_without_any_gradient_decays_weights_and_follows_momentum_as_before(base):
+def test_a_step_without_any_gradient_decays_weights_and_follows_momentum_as_before(checkpoints):
     """The step of torch's AdamW on gradients of zero, after a step with momentum."""
-    made = updater(base)
+    made = updater(checkpoints)
     made.update(1, batch())
     names = [name for name, _ in made.policy.trainable()]
     expected = {name: p.detach().clone().requires_grad_() for name, p in made.policy.trainable()}
@@ -184,10 +127,10 @@ def test_a_step_without_any_gradient_decays_weights_and_follows_momentum_as_befo
             {"params": [p for p in expected.values() if p.ndim == 1], "weight_decay": 0.0},
         ]
     )
-    row = made.update(2, batch([[0.0] * 4] * 5))
+    row = made.update(2, batch(advantages=[[0.0] * 4] * 5))
     state = copy.deepcopy(made.optimizer.state_dict())
     assert (row["loss"], row["grad_norm"], row["silent/completions"], row["silent/sampled"]) == (0, 0, 20, 3)
-    again = updater(base)
+    again = updater(checkpoints)
     again.update(1, batch())
     oracle.load_state_dict(again.optimizer.state_dict())
     for group, now in zip(oracle.param_groups, state["param_groups"], strict=True):
@@ -204,7 +147,7 @@ def test_a_step_without_any_gradient_decays_weights_and_follows_momentum_as_befo
 def test_what_is_silent_and_which_are_sampled():
     samples = batch()
     find = lambda step=1, seed=0, **loss: find_silent(  # noqa: E731
-        samples, parse(RunSettings, {**BASE, "seed": seed, "loss": loss}, "test"), step
+        samples, parse(RunSettings, {**UPDATE, "seed": seed, "loss": loss}, "test"), step
     )
     silent = {4, 5, 6, 7, 9, 11, 12, 13, 14, 15}
     assert find().index == silent
@@ -224,19 +167,19 @@ def test_what_is_silent_and_which_are_sampled():
 LONELY = [[0.0] * 4, [0.0] * 4, [1.0, -1.0, 0.0, 0.0]]
 
 
-def record_updates(base, folder) -> None:
+def record_updates(checkpoints, folder) -> None:
     """Write metrics and gradients of an update in which a process has no gradient, and of one in which none has."""
-    made = updater(base, updates_per_rollout=2)
-    rows = [made.update(1, batch(LONELY))]
+    made = updater(checkpoints, updates_per_rollout=2)
+    rows = [made.update(1, batch(advantages=LONELY))]
     lonely = gradients(made)
-    rows.append(made.update(2, batch([[0.0] * 4] * 3)))
+    rows.append(made.update(2, batch(advantages=[[0.0] * 4] * 3)))
     weights = {name: p.detach() for name, p in made.policy.trainable()}
     torch.save((rows, lonely, weights), folder / f"{made.processes.count}-{made.processes.rank}.pt")
 
 
-def test_a_process_without_work_takes_part(base, tmp_path, forking):
+def test_a_process_without_work_takes_part(checkpoints, tmp_path, forking):
     for count in (1, 2):
-        start_processes(count, record_updates, base, tmp_path) or record_updates(base, tmp_path)
+        start_processes(count, record_updates, checkpoints, tmp_path) or record_updates(checkpoints, tmp_path)
     (rows, lonely, weights), *others = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
     assert rows[0]["grad_norm"] > 0 == rows[1]["grad_norm"]
     for other_rows, other_lonely, other_weights in others:
@@ -249,8 +192,8 @@ def test_a_process_without_work_takes_part(base, tmp_path, forking):
 
 @pytest.mark.parametrize("loss", [{"name": "grpo", "kl": 0.1}, {"name": "gspo"}, {"name": "ppo"}], ids=str)
 @pytest.mark.parametrize("lengths", [(0, 3), (0, 0)])
-def test_completions_without_a_token_have_no_part_in_an_update(base, loss, lengths):
-    made = updater(base, **loss)
+def test_completions_without_a_token_have_no_part_in_an_update(checkpoints, loss, lengths):
+    made = updater(checkpoints, **loss)
     samples = [
         Sample([3, 4], Completion([7] * length, [-3.0] * length, True), 1.0, 1.0 - 2 * place)
         for place, length in enumerate(lengths)
@@ -260,3 +203,61 @@ def test_completions_without_a_token_have_no_part_in_an_update(base, loss, lengt
     assert (metrics["grad_norm"] > 0) == (max(lengths) > 0)
     assert metrics["entropy"] > 0 or not max(lengths)
     assert all(parameter.isfinite().all() for _, parameter in made.policy.trainable())
+
+
+def test_learning_rate_warms_up_and_decays_to_zero():
+    rates = [warmup_cosine(0.1, step, 100) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert rates[10] == 1.0
+    assert all(a > b for a, b in pairwise(rates[10:]))
+    assert rates[-1] < 1e-3
+
+
+# --- statistics of updates ---
+
+
+NAMES = [field.name for field in fields(UpdateStats)]
+
+
+def numbered(start=1.0):
+    return UpdateStats(**{name: start + place for place, name in enumerate(NAMES)})
+
+
+def test_a_sample_stands_for_all_in_sums_over_tokens_and_over_sequences():
+    """Half of the tokens in a third of the sequences; counts of clipped ratios and the loss stay out."""
+    found = numbered().standing_for(2 * int(numbered().tokens), 3 * int(numbered().sequences))
+    doubled = {"tokens", "entropy", "mismatch_kl", "token_ratios", "token_squares"}
+    tripled = {"sequences", "sequence_ratios", "sequence_squares"}
+    for name in NAMES:
+        factor = 2 if name in doubled else 3 if name in tripled else 0
+        expected = factor * getattr(numbered(), name)
+        assert getattr(found, name) == (numbered().max_ratio if name == "max_ratio" else expected), name
+    assert UpdateStats().standing_for(0, 0) == UpdateStats()
+
+
+def test_effective_sample_sizes_are_those_of_the_definition():
+    """Two micro-batches, in numpy: the share (sum w)^2 / (n sum w^2) of tokens and of sequences."""
+    generator = np.random.default_rng(1)
+    trainer, sampler = generator.normal(-1, 0.5, size=(2, 6, 5))
+    mask = (np.arange(5) < generator.integers(1, 6, size=(6, 1))).astype(float)
+    stats = UpdateStats()
+    for rows in (slice(0, 2), slice(2, 6)):
+        sums = ratio_sums(*(torch.tensor(values[rows], dtype=torch.float64) for values in (trainer, sampler, mask)))
+        stats += UpdateStats(
+            tokens=mask[rows].sum(),
+            sequences=len(mask[rows]),
+            token_ratios=sums.tokens,
+            token_squares=sums.token_squares,
+            sequence_ratios=sums.sequences,
+            sequence_squares=sums.sequence_squares,
+        )
+    tokens = np.exp(trainer - sampler)[mask > 0]
+    sequences = np.exp(((trainer - sampler) * mask).sum(1))
+    metrics = stats.metrics()
+    assert metrics["ess/tokens"] == pytest.approx(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
+    assert metrics["ess/sequences"] == pytest.approx(sequences.sum() ** 2 / (6 * (sequences**2).sum()))
+
+
+def test_a_ratio_beyond_floats_is_cut():
+    sums = ratio_sums(torch.zeros(1, 2), torch.full((1, 2), -500.0), torch.ones(1, 2))
+    assert np.isfinite([sums.token_squares, sums.sequence_squares]).all()
