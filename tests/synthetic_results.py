@@ -265,9 +265,14 @@ def decode_file(
     return write_json(root / f"{engine}-{work['size']}-{weights}-{rank}-{machine}.json", value)
 
 
-def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
-    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group_size": 8, "prompt": 128}
-    work |= {"tokens": 1024, "rank": 16, "repeats": max(1, len(seconds))}
+def step_file(
+    root: Path, system: str, size: str, seconds: list[float] | str, recompute: bool | str, base="nvfp4",
+    work: dict | None = None, cap: float | None = None, **parts,
+) -> Path:  # fmt: skip
+    """A file of GRPO steps with their seconds, or a failure's status; `work` changes the shape, `parts` are bytes."""
+    told = [] if isinstance(seconds, str) else seconds
+    asked = {"size": size, "weights": base, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
+    asked |= {"rank": 16, "repeats": max(1, len(told))} | (work or {})
     memory = {
         "peak_bytes": 20e9,
         "kv_cache_bytes": 8e9,
@@ -277,16 +282,22 @@ def step_file(root: Path, system: str, size: str, seconds: list[float], recomput
     }
     value = {
         "bench": "grpo_step",
-        "status": "ok",
+        "status": seconds if isinstance(seconds, str) else "ok",
         "system": system,
         "sampler": "any",
-        "work": work,
-        "settings": {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None},
-        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in seconds],
-        "memory": memory,
+        "work": asked,
+        "settings": {
+            "recompute": recompute,
+            "micro_batch_tokens": 16384,
+            "kv_cache_gib": None,
+            "memory_gb": cap,
+        },
+        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in told],
+        "memory": memory if told else None,
         "provenance": PROVENANCE,
     }
-    return write_json(root / f"{system}-{size}.json", value)
+    shape = "-".join(f"{key}{value}" for key, value in (work or {}).items())
+    return write_json(root / f"{system}-{size}-{base}-{shape}-{recompute}-{cap}.json", value)
 
 
 def moved(file: Path, machine: str, **settings) -> Path:

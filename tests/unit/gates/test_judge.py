@@ -28,7 +28,6 @@ from qerl.gates.compare import (
 )
 from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
 from qerl.results.schema import Baseline, GateMeasurements, Machine
-from qerl.results.statistics import paired_ratio_interval
 from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.workflow import Config
@@ -184,19 +183,6 @@ def test_four_seeds_and_two_points_tell_a_loss_of_three_from_chance():
     means = np.random.default_rng(0).normal(0, 0.93, size=(100_000, 4)).mean(axis=1)
     assert (abs(means) > 2).mean() < 1 / 20 / 100
     assert (abs(means - 3) > 2).mean() > 0.97
-
-
-def test_paired_times_of_a_machine_that_slows_down_have_their_ratio():
-    generator = np.random.default_rng(0)
-    held = 0
-    for _ in range(300):
-        load = generator.lognormal(0, 0.5, size=15)
-        now, before = (load * factor * generator.lognormal(0, 0.05, size=15) for factor in (1.2, 1.0))
-        interval = paired_ratio_interval(now, before)
-        held += interval.low <= 1.2 <= interval.high
-    assert 0.88 < held / 300 < 0.995
-    with pytest.raises(ValueError, match="in pairs, not 2 and 1"):
-        paired_ratio_interval([1.0, 2.0], [1.0])
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

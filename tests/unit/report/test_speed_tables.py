@@ -1,15 +1,20 @@
+"""Tables of the speed grid, with cells computed by hand: decode points, their ratios, and GRPO steps."""
+
+import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from qerl.jobs import ShapesJob
 from qerl.report import speed_tables
+from qerl.report.format import gpu_label
 from qerl.results.speeds import load
 from qerl.results.store import ResultError
-from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, step_file
+from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, moved, step_file, write_json
+
+H200, H100 = "1x NVIDIA H200", "1x NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture
@@ -87,35 +92,10 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
     ]
     rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "against vLLM")
     faster = rows["faster of BF16, NVFP4"]
+    reasons = (faster["8"], rows["NVFP4"]["8"], faster["64"])
+    assert reasons == ("vllm BF16: out of memory", "vllm NVFP4: timeout", "native NVFP4: out of memory")
     assert faster["1"] == 3.0
     assert pd.isna(faster["1_low"])  # one repeat has no interval
-    assert faster["8"] == "vllm BF16: out of memory"
-    assert rows["NVFP4"]["8"] == "vllm NVFP4: timeout"
-    assert faster["64"] == "native NVFP4: out of memory"
-
-
-def test_portable_kernels_are_beside_other_kernels_and_vllm(files, tmp_path):
-    speeds = {1: [350.0, 350.0], 64: [3800.0, 3800.0], 256: [9000.0, 9000.0]}
-    files = [*files, decode_file(tmp_path / "portable", "native", "nvfp4", speeds, kernels="portable")]
-    rows = rows_of(speed_tables.decode_table(load(files, "decode")), "engine", "weights")
-    of_one = {engine: rows[engine, "nvfp4"]["1"] for engine in ("native-portable", "native", "vllm")}
-    assert of_one == {"native-portable": 350, "native": 500, "vllm": 200}
-    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    # Comparisons of formats and of engines are those of the GPU's own kernels.
-    assert "500" in (tmp_path / "out/decode-7B-128x256.md").read_text()
-    ratios = rows_of(speed_tables.ratio_table(load(files, "decode")), "weights", "against vLLM")
-    assert ratios["nvfp4", "NVFP4"]["1"] == 2.5
-    assert "native, portable kernels NVFP4" in texts(tmp_path / "out/decode-rank16-128x256.svg")
-
-
-def test_crossover_by_engine_and_rank(files, tmp_path):
-    files = [*files, decode_file(tmp_path, "transformers", "nf4", {1: [10.0]})]
-    rows = rows_of(speed_tables.crossover(load(files, "decode")), "size", "engine", "rank")
-    assert set(rows) == {("7B", "native", 16), ("7B", "vllm", 16)}
-    native, vllm = rows["7B", "native", 16], rows["7B", "vllm", 16]
-    assert (native["1"], native["64"], native["256"]) == (4.0, 1.0, "–")
-    assert (vllm["1"], vllm["64"], vllm["256"]) == (2.0, 0.75, "–")
-    assert vllm["64_low"] == vllm["64_high"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -154,8 +134,6 @@ def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
     assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
     assert small["8"] == "native NVFP4: out of memory"
     assert (large["1"], large["8"]) == ("–", 0.75)
-    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    assert "0.93× [0.90×, 0.95×]" in (tmp_path / "out" / "adapters-128x256.md").read_text()
 
 
 def test_contexts_are_the_crossover_by_prompt(tmp_path):
@@ -182,55 +160,6 @@ def test_contexts_are_the_crossover_by_prompt(tmp_path):
     assert rows[1]["16"] == "native NVFP4: out of memory"
 
 
-def test_packed_delta_nets_have_rows_of_their_own_and_a_lower_floor(tmp_path):
-    hybrid = {"size": "qwen3.5-27b"}
-    engines = {"native": 100.0, "vllm": 50.0}
-    made = [
-        decode_file(tmp_path / f"{packed}", engine, "nvfp4", {1: [rate * (1 + packed)] * 3}, **hybrid, **nets)
-        for packed, nets in enumerate(({}, {"pack_delta_nets": True}))
-        for engine, rate in engines.items()
-    ]
-    made.append(decode_file(tmp_path / "dense", "vllm", "bf16", {1: [150.0] * 3}, **hybrid))
-    step = step_file(tmp_path, "qerl NVFP4 LoRA, packed delta nets", "qwen3.5-27b", [1.0], "auto")
-    points = load(made, "decode")
-    table = speed_tables.decode_table(points)
-    named = ["nvfp4", "nvfp4-delta-nets"]
-    assert list(zip(table["engine"], table["weights"], table["1"], strict=True)) == [
-        *(("native", name, 100.0 * count) for count, name in enumerate(named, 1)),
-        ("vllm", "bf16", 150.0),
-        *(("vllm", name, 50.0 * count) for count, name in enumerate(named, 1)),
-    ]
-    floors = points.set_index(["engine", "weights"])["floor_ms"]
-    assert floors["native", "nvfp4-delta-nets"] < 0.75 * floors["native", "nvfp4"]
-    ratios = rows_of(speed_tables.ratio_table(points), "weights", "against vLLM")
-    assert ratios["nvfp4-delta-nets", "NVFP4-DELTA-NETS"]["1"] == pytest.approx(2.0)
-    assert ratios["nvfp4-delta-nets", "faster of BF16, NVFP4, NVFP4-DELTA-NETS"]["1"] == pytest.approx(200 / 150)
-    assert ratios["nvfp4", "faster of BF16, NVFP4"]["1"] == pytest.approx(100 / 150)
-    speed_tables.write_shapes(ShapesJob(files=[*made, step], out=tmp_path / "out"))
-    assert "NVFP4-DELTA-NETS" in (tmp_path / "out/decode-qwen3.5-27b-128x256.md").read_text()
-    assert "packed delta nets" in (tmp_path / "out/steps.md").read_text()
-
-
-def test_machines_are_stated_but_not_compared(tmp_path):
-    files = [
-        decode_file(tmp_path, "native", "nvfp4", {1: [400.0]}, machine="GPU A"),
-        decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0]}, machine="GPU B"),
-    ]
-    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    assert "Machine: GPU A; GPU B." in (tmp_path / "out" / "decode-7B-128x256.md").read_text()
-    rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "against vLLM")
-    assert rows["NVFP4"]["1"] == "different machines"
-
-
-def test_a_published_shape_has_floors_and_no_rows_of_the_papers_tables(tmp_path):
-    file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0] * 3}, size="qwen3-30b-a3b")
-    speed_tables.write_shapes(ShapesJob(files=[file], out=tmp_path / "out"))
-    assert {path.stem for path in (tmp_path / "out").glob("*.md")} == {
-        "decode-qwen3-30b-a3b-128x256",
-        "floor-qwen3-30b-a3b-128x256",
-    }
-
-
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
@@ -247,74 +176,91 @@ def test_all_tables_and_figures_are_written(files, tmp_path):
     assert f"Commit: {PROVENANCE['commit'][:12]}" in text
     assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B-128x256.md").read_text()
     assert pd.read_csv(out / "decode-7B-128x256.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]
-    memory = (out / "memory.md").read_text()
-    assert "| weights (GB)" in memory
-    assert "| KV cache (GB)" in memory
+    assert "| weights (GB)" in (out / "memory.md").read_text()
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", (out / "decode-rank16-128x256.svg").read_text())
+    assert {"native NVFP4", "vLLM BF16", "floor"} <= {*drawn}
 
 
-def texts(svg: Path) -> set[str]:
-    return set(re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text()))
-
-
-def test_no_points_is_one_sentence(tmp_path):
-    started = decode_file(tmp_path, "native", "nvfp4", {})
-    for files in ([], [started]):
-        with pytest.raises(ResultError, match="no points of decode speed yet; `qerl grid`"):
-            speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    with pytest.raises(ResultError, match="no GRPO steps yet"):
-        load([], "grpo_step")
-    assert not (tmp_path / "out").exists()
+def test_machines_are_told_apart_by_a_column_and_not_compared(tmp_path):
+    ranks = {("native", 0): H100, ("native", 16): H100, ("native", 64): H200, ("vllm", 16): H100, ("vllm", 64): H100}
+    files = [
+        decode_file(tmp_path, engine, "nvfp4", {1: [100.0, 100.0]}, rank=rank, machine=machine)
+        for (engine, rank), machine in ranks.items()
+    ]
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "several"))
+    decoded, ratios = (pd.read_csv(tmp_path / f"several/{name}-7B-128x256.csv") for name in ("decode", "ratio"))
+    assert list(decoded) == ["engine", "weights", "rank", "GPU", "1"]
+    assert list(decoded["GPU"]) == ["H100 80GB HBM3"] * 2 + ["H200"] + ["H100 80GB HBM3"] * 2
+    same = ratios[ratios["against vLLM"] == "NVFP4"].set_index("rank")
+    assert same.loc[[16, 64], "1"].tolist() == ["1.0", "different machines"]
+    assert same.loc[64, "GPU"] == "H200, H100 80GB HBM3"
+    assert f"Machine: {H100}; {H200}." in (tmp_path / "several/decode-7B-128x256.txt").read_text()
+    step = moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H100)
+    speed_tables.write_shapes(ShapesJob(files=[files[0], files[1], step], out=tmp_path / "one"))
+    tables = [pd.read_csv(file) for file in (tmp_path / "one").glob("*.csv")]
+    assert len(tables) == 5
+    assert not any({"GPU", "machine"} & {*table} for table in tables)
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("machine", "label"),
+    [("11x NVIDIA H200 + 1x NVIDIA L40S", "11x H200 + L40S"), ("AMD EPYC 9B14, 8 cores", "AMD EPYC 9B14, 8 cores")],
+)
+def test_a_gpu_has_a_short_name(machine, label):
+    assert gpu_label(machine) == label
+
+
+@pytest.mark.parametrize(
+    ("points", "changed", "words"),
     [
-        ({"size": "9B"}, "work.size '9B' is unknown"),
-        ({"ceilings": {}}, "copy"),
-        ({"tokens": None}, "`work.tokens`"),
+        ({}, {}, "no points of decode speed yet; `qerl grid`"),
+        ({1: [1.0]}, {"size": "9B"}, "work.size '9B' is unknown"),
+        ({1: [1.0]}, {"ceilings": {}}, "GPU A.json.*copy"),
+        ({1: [1.0]}, {"machine": "GPU B"}, "native 7B nvfp4 rank 16, 1 sequences is in two decode files"),
     ],
 )
-def test_a_file_of_another_shape_is_named(tmp_path, changed, told):
-    file = decode_file(tmp_path, "native", "nvfp4", {1: [1.0]}, **changed)
-    with pytest.raises(ResultError, match=f"{file.name}.*{told}"):
-        load([file], "decode")
+def test_files_without_a_table_are_one_sentence(tmp_path, points, changed, words):
+    files = [decode_file(tmp_path, "native", "nvfp4", points, **{"machine": "GPU A"} | changed)]
+    files += [decode_file(tmp_path, "native", "nvfp4", points, machine="GPU A")] if "machine" in changed else []
+    with pytest.raises(ResultError, match=words):
+        speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_point_measured_twice_is_refused(tmp_path):
-    files = [decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}, machine=machine) for machine in "AB"]
-    with pytest.raises(ResultError, match="native 7B nvfp4 rank 16, 8 sequences is in two decode files"):
-        load(files, "decode")
+# --- GRPO steps
 
 
-def test_other_lengths_are_other_tables(tmp_path):
-    files = [
-        decode_file(tmp_path, "native", "nvfp4", {8: [1.0]}),
-        decode_file(tmp_path, "vllm", "nvfp4", {8: [1.0]}, tokens=512),
-    ]
+def test_steps_and_their_memory_by_hand(tmp_path):
+    parts = {"weights": 5e9, "adapter": 1e9, "rest": 6e9}
+    ours = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [30.0, 10.0, 20.0], "auto", **parts, gradients=5e8)
+    result = json.loads(ours.read_text())
+    for step, rollout, update in zip(result["steps"], (19e9, 20e9, 18e9), (17e9, 16e9, 17e9), strict=True):
+        step |= {"rollout_peak_bytes": rollout, "update_peak_bytes": update}
+    write_json(ours, result)
+    trl = step_file(tmp_path, "TRL BF16 LoRA", "1.5B", [50.0], True, **parts, sampler_weights=3e9)
+    steps = load([ours, trl], "grpo_step")
+    shown = speed_tables.step_table(steps)[["size", "recompute", "step_seconds", "repeats"]]
+    assert shown.to_numpy().tolist() == [["1.5B", "true", 50.0, 1], ["7B", "auto", 20.0, 3]]
+    assert steps["rollout_seconds"].iloc[1] == pytest.approx(12.0)
+    assert set(steps["work"]) == {"16 × 8, 128 + 1024 tokens"}
+    memory = speed_tables.memory_table(steps).set_index("size").loc["7B"]
+    assert memory[["weights/gb", "gradients/gb", "rest/gb"]].tolist() == [5.0, 0.5, 6.0]
+    assert memory[["without KV cache/gb", "KV cache/gb"]].tolist() == [12.0, 8.0]
+    assert memory[["rollout peak/gb", "update peak/gb"]].tolist() == [20.0, 17.0]  # the highest of all steps
+    assert pd.isna(memory["sampler weights/gb"])
+
+
+def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
+    whole = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
+    result, files = json.loads(whole.read_text()), [whole]
+    given = {"kv_cache_bytes": 3e9, "kv_cache_wanted_bytes": 9e9, "recomputed": 28, "blocks": 28}
+    limits = {"kv_cache_gib": 2, "sleep": True}
+    for cap, told in ((12, {"given_up": given}), (8, {"status": OUT_OF_MEMORY, "memory": None, "steps": []})):
+        capped = result | told | {"settings": result["settings"] | limits | {"memory_gb": cap}}
+        files.append(write_json(tmp_path / f"{cap}.json", capped))
     speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    for engine, lengths in (("native", "128x256"), ("vllm", "128x512")):
-        text = (tmp_path / f"out/decode-7B-{lengths}.md").read_text()
-        assert [name for name in ("native", "vLLM", "vllm") if f"| {name}" in text] == [engine]
-
-
-def test_points_at_the_papers_lengths_stand_beside_its_numbers(tmp_path):
-    """Table 9 has 115.4 and 151.6 tokens/s for BF16 and NVFP4 on the 7B at rank 16: a ratio of 1.31.
-
-    Prompts take 2.048 s here: 2,048 tokens take 20.48 + 2.048 s at 100 tokens/s and 8.192 + 2.048 s at 250.
-    """
-    rates = {"bf16": {1: 100.0, 8: 800.0}, "nvfp4": {1: 250.0, 8: 1600.0}}
-    files = [
-        decode_file(tmp_path, "native", weights, {n: [rate] * 3 for n, rate in told.items()}, prompt=256, tokens=2048)
-        for weights, told in rates.items()
-    ]
-    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    for reading, ratio in (("sequences", 22.528 / 10.24), ("prompts", 22.528 / 12.288)):
-        rows = pd.read_csv(tmp_path / f"out/table9-native-{reading}.csv").set_index(
-            ["metric", "model", "weights", "rank"]
-        )
-        ours = rows.loc[("rollout_speedup", "qwen2.5-7b", "nvfp4", 16)]
-        assert (float(ours["printed"]), ours["status"]) == (1.31, "ok")
-        assert ours["ours"] == pytest.approx(ratio)
-        assert np.isnan(rows.loc[("rollout_rate", "qwen2.5-7b", "nvfp4", 16), "difference"])
-        assert "not run" in rows.loc[("rollout_rate", "qwen2.5-14b", "nvfp4", 16), "status"]
-    assert not (tmp_path / "out/table9-vllm-sequences.csv").exists()
+    memory, steps = (pd.read_csv(tmp_path / f"out/{name}.csv").set_index("cap") for name in ("memory", "steps"))
+    columns = ["status", "cache share", "recomputed", "micro-batch tokens", "set"]
+    assert list(memory.loc["12 GB", columns]) == ["ok", "33%", "28 of 28", 16384, "KV cache of 2 GiB, released"]
+    assert (memory.loc["8 GB", "status"], steps.loc["8 GB", "status"]) == (OUT_OF_MEMORY, OUT_OF_MEMORY)
+    assert pd.isna(steps.loc["8 GB", "step_seconds"])
