@@ -84,8 +84,6 @@ def test_columns_of_a_table_that_say_nothing_are_hoisted_or_left_out():
     text = page({"Times": shown}, "caption")
     assert Tables(text).rows == [[["arm", "s/step"], ["a", "1.2 [1.1, 1.3]"], ["b", "10 "], ["c", "– "]]]
     assert "In all rows: bench step." in text
-    assert text.count('<th scope="row">') == 3
-    assert text.count('<td class="number">') == 3
 
 
 @pytest.fixture(scope="module")
@@ -100,31 +98,13 @@ def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(paths, tmp_p
     found = Tables(text)
     assert found.captions == ["Accuracy on arithmetic"]
     [[header, *rows]] = found.rows
-    assert header == [
-        "weights",
-        "training",
-        "accuracy (%)",
-        "Δ to BF16 base (points)",
-        "Δ to same format's base (points)",
-        "seeds",
-    ]
+    deltas = ["Δ to BF16 base (points)", "Δ to same format's base (points)"]
+    assert header == ["weights", "training", "accuracy (%)", *deltas, "seeds"]
     [noisy] = [row for row in rows if row[:2] == ["NVFP4", "LoRA + AQN"]]
     table = pd.read_csv(tmp_path / "accuracy.csv").set_index(["weights", "training"])
     assert noisy[2].startswith(f"{100 * table.loc[('nvfp4', 'lora+aqn'), 'arithmetic/accuracy']:.1f} [")
     caption = (tmp_path / "accuracy.txt").read_text().strip()
-    for told in ("Machine: Test CPU, 2 cores.", "Seeds per arm: 3.", "Commit: 0123456789ab."):
-        assert told in caption
     assert f'<p class="caption">{caption}</p>' in unescape(text)
-
-
-def test_figures_tell_machine_seeds_and_commit(paths, tmp_path):
-    machine, commit = "Machine: Test CPU, 2 cores.", "Commit: 0123456789ab."
-    make.make_figure("reward", paths, tmp_path)
-    caption = (tmp_path / "reward.txt").read_text()
-    assert caption.startswith("Training reward by step")
-    assert caption.endswith(f"{machine} Seeds per arm: 3. {commit}\n")
-    assert make.figure_stamp("accuracy", make.StoredResults(paths)) == f"{machine} Seeds per arm: 3. {commit}"
-    assert make.figure_stamp("throughput", make.StoredResults(paths)) == f"{machine} {commit}"
 
 
 # --- the report
