@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from qerl.bench.timing import DecodePoints, Engine, Start, nbytes
-from qerl.jobs import DecodeJob
+from qerl.jobs import PointJob
 from qerl.models.policy import choose_device
 from qerl.models.random import END, END_OF_TEXT, IDS, empty_qwen2, fill_model, random_weight
 from qerl.settings.run import AdapterSettings
@@ -101,7 +101,7 @@ def _sampling(count: int) -> GenerationConfig:
     )
 
 
-def measure_points(job: DecodeJob) -> None:
+def measure_points(job: PointJob[Decoding, int]) -> None:
     """Measure the points that the job's files lack, and write a file after each."""
     for part in job.parts:
         work = part.work
@@ -110,4 +110,4 @@ def measure_points(job: DecodeJob) -> None:
             engine = engine_of(random_model(work.size, work.weights, work.rank, choose_device()), work.weights)
             return lambda _: engine
 
-        DecodePoints(job.out / part.file, work).run(part.sequences, load)
+        DecodePoints(job.out / part.file, work).run(part.points, load)

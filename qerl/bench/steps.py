@@ -32,7 +32,7 @@ from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import WARM_UP, GrpoStepJob, StepJob, StepPart, TimedRun
+from qerl.jobs import WARM_UP, PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.results.paths import METRICS
@@ -213,11 +213,11 @@ def steps_with(
     return watched.served, timed, memory, _given_up(trainer, watched.sampler)
 
 
-def measure_steps(job: GrpoStepJob) -> None:
+def measure_steps(job: PointJob[StepWork, None]) -> None:
     """Measure the parts that have no file yet, and write a file after each. All parts share one base."""
-    first, work = job.parts[0], job.parts[0].work
-    if first.settings.memory_gb is not None:
-        cap_memory(first.settings.memory_gb)
+    work, settings = job.parts[0].work, job.parts[0].settings
+    if settings and settings.memory_gb is not None:
+        cap_memory(settings.memory_gb)
     base = cache(lambda: random_policy(work.base, 0, choose_device()))
     for part in job.parts:
         out = job.out / part.file
@@ -228,7 +228,7 @@ def measure_steps(job: GrpoStepJob) -> None:
             free_memory()
 
 
-def _measured(out: Path, part: StepPart) -> bool:
+def _measured(out: Path, part: PointPart[StepWork, None]) -> bool:
     """Whether the file has this part's steps on this machine."""
     if not out.exists():
         return False
@@ -237,7 +237,7 @@ def _measured(out: Path, part: StepPart) -> bool:
     return same and result.provenance.machine.label == machine()["label"]
 
 
-def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None:
+def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], out: Path) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = part.work, part.settings
     assert isinstance(asked, EngineStep)

@@ -46,7 +46,7 @@ from qerl.bench.workloads import (
 from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.jobs import GrpoStepJob
+from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, write_checkpoint
 from qerl.results.floor import byte_parts
 from qerl.results.speeds import StepMemory, TimedStep
@@ -300,7 +300,7 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     write_steps(out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory)
 
 
-def measure_steps(job: GrpoStepJob) -> None:
+def measure_steps(job: PointJob[StepWork, None]) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     for part in job.parts:
         work, asked, out = part.work, part.settings, job.out / part.file

@@ -126,6 +126,11 @@ class Measurement(Stored):
     work: Workload
     provenance: Provenance
 
+    @property
+    def keys(self) -> Sequence[Any]:
+        """What tells its points apart, as a job asks for them."""
+        return [None]
+
     @model_validator(mode="after")
     def _shape_is_known(self) -> Self:
         if self.work.size not in SIZES:
@@ -177,6 +182,11 @@ class DecodeResult(Measurement):
     gpu: GpuStates | None = None
     points: list[DecodePoint]
 
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The numbers of sequences."""
+        return [point.sequences for point in self.points]
+
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
@@ -200,6 +210,11 @@ class PromptsResult(Measurement):
     sampler: str
     gpu: GpuState | None
     points: list[PromptPoint]
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The numbers of prompts and of tokens."""
+        return [(point.prompts, point.tokens) for point in self.points]
 
 
 # --- products --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from qerl.bench.timing import Engine, Point, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.host.gpus import Seconds
-from qerl.jobs import DecodeJob, DecodePart, enough_runs
+from qerl.jobs import PointJob, PointPart, enough_runs
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.results import speeds
@@ -74,8 +74,8 @@ def clock(monkeypatch):
 def measure(module, out, sequences, engine="native", weights="nvfp4", **changes):
     """Do a job on the tiny shape."""
     work = Decoding(engine=engine, weights=weights, **SETTINGS | changes)
-    part = DecodePart(file=out.name, work=work, sequences=sequences)
-    module.measure_points(DecodeJob(parts=[part], out=out.parent))
+    part = PointPart(file=out.name, work=work, points=sequences, settings=None)
+    module.measure_points(PointJob(parts=[part], out=out.parent))
 
 
 def read(out):
@@ -145,11 +145,13 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
     monkeypatch.setattr(decode, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
     asked = [(4, 4), (0, 4), (8, 4), (8, 6)]
     works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
-    parts = [DecodePart(file=f"{work.rank}-{work.prompt}.json", work=work, sequences=[1, 2]) for work in works]
-    decode.measure_points(DecodeJob(parts=parts[:2], out=tmp_path))
+    parts = [
+        PointPart(file=f"{work.rank}-{work.prompt}.json", work=work, points=[1, 2], settings=None) for work in works
+    ]
+    decode.measure_points(PointJob(parts=parts[:2], out=tmp_path))
     assert [rank for _, rank, _ in made] == [0]
     first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
-    decode.measure_points(DecodeJob(parts=parts, out=tmp_path))
+    decode.measure_points(PointJob(parts=parts, out=tmp_path))
     assert len(made) == 2  # no more than once for each call
     assert {name: (tmp_path / name).read_text() for name in first} == first
     for part in parts:

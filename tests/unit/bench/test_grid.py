@@ -19,7 +19,7 @@ from qerl.report.paper_speeds import beside_printed
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import ShapesSettings
+from qerl.settings.workloads import ShapesSettings
 from qerl.workflow.grid import measured_files, point_jobs, remaining, state
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Jobs
@@ -53,7 +53,7 @@ def test_ranks_of_a_size_and_format_share_a_job_and_vllm_starts_for_each_rank():
     one = found["decode-native-tiny-nvfp4"]
     work = {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, "kernels": "auto", "prompt": 128}
     assert one.parts[1].work.model_dump() == work | {"tokens": 256, "pack_delta_nets": False}
-    assert (one.parts[1].sequences, one.out) == ([1, 2], Path("work/decode-native-tiny-nvfp4"))
+    assert (one.parts[1].points, one.out) == ([1, 2], Path("work/decode-native-tiny-nvfp4"))
     assert one.function == "qerl.bench.decode:measure_points"
     vllm = [DECODE | {"engine": "vllm", "ranks": r, "prompt": p} for r, p in (([4, 8], [8]), ([4], [16]))]
     assert {id: [part.work.prompt for part in job.parts] for id, job in jobs_of(grid(decode=vllm)).items()} == {
@@ -232,7 +232,7 @@ def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path):
     assert rule == ["python", "-P", "-m", "qerl", "rule"]
     job = parse_job(text)
     points = "results/speed/points/decode-native-tiny-bf16/decode-native-tiny-bf16-r4-128x256.json"
-    assert (job.kind, job.parts[0].work.size, [str(file) for file in job.files]) == ("decode", "tiny", [points])
+    assert (job.kind, job.parts[0].work.size, [str(file) for file in job.files]) == ("point", "tiny", [points])
 
 
 # --- committed grids
@@ -265,7 +265,7 @@ def test_the_committed_grid_has_all_that_the_papers_tables_ask_for():
     """Tables 3 and 5 to 9 and Figures 1 and 11 in both readings of a batch, by both engines."""
     parts = [(id, part) for id, job in jobs_of(committed_grid()).items() for part in job.parts]
     steps = {part.file for id, part in parts if id.startswith("step-")}
-    decodes = {(part.file, count) for id, part in parts if id.startswith("decode-") for count in part.sequences}
+    decodes = {(part.file, count) for id, part in parts if id.startswith("decode-") for count in part.points}
     names, asked = (*(f"table{n}" for n in (3, 5, 6, 7, 8, 9)), "figure1", "figure11"), set()
     for name in names:
         for cell in beside_printed([name], ["rollout", "step"], []).to_dict("records"):
@@ -297,7 +297,7 @@ def verdict_of(part):
 
 def test_caps_have_settings_that_fit():
     """Each size under each cap, by settings of which the memory model says what config/cards.yaml does."""
-    jobs = [job for job in jobs_of(committed_grid("cards")).values() if job.kind == "grpo_step"]
+    jobs = [job for job in jobs_of(committed_grid("cards")).values() if job.parts[0].work.bench == "grpo_step"]
     parts = [part for job in jobs for part in job.parts if part.settings.memory_gb]
     verdicts = {(part.work.size, part.settings.memory_gb): verdict_of(part) for part in parts}
     assert set(verdicts) == set(product(("1.5B", "3B", "7B", "8B", "14B"), (12, 16, 24, 32)))

@@ -9,7 +9,7 @@ import torch
 
 from qerl.bench import decode
 from qerl.host.gpus import Seconds
-from qerl.jobs import PromptsJob, PromptsPart, ShapesJob
+from qerl.jobs import PointJob, PointPart, ShapesJob
 from qerl.report.speed_tables import write_shapes
 from qerl.results import readers
 from qerl.settings.workloads import Prompting
@@ -20,7 +20,9 @@ POINTS = [(1, 8), (2, 4)]
 def measure(out: Path, **changes) -> dict:
     """Do a job on the tiny shape."""
     work = Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes)
-    decode.measure_prompts(PromptsJob(parts=[PromptsPart(file=out.name, work=work, points=POINTS)], out=out.parent))
+    decode.measure_prompts(
+        PointJob(parts=[PointPart(file=out.name, work=work, points=POINTS, settings=None)], out=out.parent)
+    )
     return json.loads(out.read_text())
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from qerl.bench import steps as grpo_step
 from qerl.bench.workloads import completion_lengths, questions
 from qerl.checkpoints.shapes import PUBLISHED
-from qerl.jobs import GrpoStepJob, StepPart
+from qerl.jobs import PointJob, PointPart
 from qerl.models.random import TEXTS, random_policy, write_tokenizer
 from qerl.results.speeds import SECONDS
 from qerl.rl import train
@@ -29,12 +29,12 @@ SETTINGS = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384,
 def part(file, work, repeats=1, **settings):
     """Steps on the tiny shape."""
     asked = StepWork(**{**WORK, **work}, repeats=repeats)
-    return StepPart(file=file, work=asked, settings=EngineStep(**SETTINGS | settings))
+    return PointPart(file=file, work=asked, points=[None], settings=EngineStep(**SETTINGS | settings))
 
 
 def measure(out, repeats=1, work=MappingProxyType({}), **settings):
     """The result of a job of one file."""
-    grpo_step.measure_steps(GrpoStepJob(parts=[part(out.name, work, repeats, **settings)], out=out.parent))
+    grpo_step.measure_steps(PointJob(parts=[part(out.name, work, repeats, **settings)], out=out.parent))
     return json.loads(out.read_text())
 
 
@@ -182,10 +182,10 @@ def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, wr
     asked += [part("other.json", {"prompts": 3, "rank": 2}, micro_batch_tokens=120)]
     norms = lambda file: [step["grad_norm"] for step in json.loads(file.read_text())["steps"]]  # noqa: E731
     for one in asked:
-        grpo_step.measure_steps(GrpoStepJob(parts=[one], out=tmp_path / "alone"))
+        grpo_step.measure_steps(PointJob(parts=[one], out=tmp_path / "alone"))
     together, drawn = tmp_path / "together", []
     monkeypatch.setattr(grpo_step, "random_policy", lambda *of: drawn.append(random_policy(*of)) or drawn[-1])
-    grpo_step.measure_steps(GrpoStepJob(parts=asked, out=together))
+    grpo_step.measure_steps(PointJob(parts=asked, out=together))
     assert len(drawn) == 1
     for file in sorted(together.iterdir()):
         assert norms(file) == norms(tmp_path / "alone" / file.name)
@@ -195,7 +195,7 @@ def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, wr
     assert json.loads((together / "other.json").read_text())["work"]["rank"] == 2
     before = {file.name: file.stat().st_mtime_ns for file in together.iterdir()}
     (together / "none.json").unlink()
-    grpo_step.measure_steps(GrpoStepJob(parts=asked, out=together))
+    grpo_step.measure_steps(PointJob(parts=asked, out=together))
     after = {file.name: file.stat().st_mtime_ns for file in together.iterdir()}
     assert {name for name in after if after[name] != before[name]} == {"none.json"}
 

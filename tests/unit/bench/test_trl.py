@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.jobs import GrpoStepJob, StepPart
+from qerl.jobs import PointJob, PointPart
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import StepWork, TrlStep
 from tests import forks
@@ -41,8 +41,8 @@ MIXED = {"tokens": 4, "median": 2, "sigma": 1.0}
 def job(out, weights="bf16", lengths=None, **settings):
     """A job on the tiny shape."""
     work = StepWork(size="tiny", weights=weights, **WORK | (lengths or {}))
-    part = StepPart(file=Path(out).name, work=work, settings=TrlStep(**SETTINGS | settings))
-    return GrpoStepJob(parts=[part], out=Path(out).parent)
+    part = PointPart(file=Path(out).name, work=work, points=[None], settings=TrlStep(**SETTINGS | settings))
+    return PointJob(parts=[part], out=Path(out).parent)
 
 
 def assert_timed(result):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from qerl.bench import rollouts, trace
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.jobs import MixPart, RolloutMixJob
+from qerl.jobs import PointJob, PointPart
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
@@ -70,8 +70,8 @@ def test_other_lengths_are_not_timed_and_an_engine_without_memory_is_a_result(tm
 
 def measured(tmp_path, module, **changes) -> RolloutMixResult:
     out = tmp_path / f"{module.__name__}.json"
-    part = MixPart(file=out.name, work=mix(**changes))
-    module.measure_mix(RolloutMixJob(parts=[part], out=tmp_path))
+    part = PointPart(file=out.name, work=mix(**changes), points=[None], settings=None)
+    module.measure_mix(PointJob(parts=[part], out=tmp_path))
     assert json.loads(out.read_text())["bench"] == "rollout_mix"
     return read(RolloutMixResult, out)
 
