@@ -572,7 +572,7 @@ class PageJob(Job):
 class NumericsJob(Job):
     """Compare codecs and graders with stored vectors."""
 
-    does: ClassVar[str] = "qerl.gates.numerics:compare_with_vectors"
+    does: ClassVar[str] = "qerl.gates.numerics:measure_numerics"
     kind: Literal["numerics"] = "numerics"
     vectors: Path
 

@@ -26,6 +26,7 @@ from qerl.gates.compare import (
     write_verdict,
 )
 from qerl.gates.numerics import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
+from qerl.jobs import NumericsJob
 from qerl.results.schema import Baseline, GateMeasurements, Machine
 from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml
@@ -255,7 +256,7 @@ def test_the_vectors_are_those_of_the_libraries():
 
 
 def test_numerics_pass_on_this_code_and_detect_a_scale_off_by_one_step(tmp_path):
-    measure_numerics(FIXTURES, tmp_path / "out.json")
+    measure_numerics(NumericsJob(vectors=FIXTURES, out=tmp_path / "out.json"))
     values = json.loads((tmp_path / "out.json").read_text())["values"]
     assert {name: value for name, value in values.items() if value and not name.startswith("product/")} == {}
     assert max(values.values()) < 1e-6
@@ -263,7 +264,7 @@ def test_numerics_pass_on_this_code_and_detect_a_scale_off_by_one_step(tmp_path)
     changed["nvfp4/weight_scale"].view(torch.uint8)[5, 3] += 1
     (tmp_path / ANSWERS).write_text((FIXTURES / ANSWERS).read_text())
     save_file(changed, tmp_path / VECTORS)
-    measure_numerics(tmp_path, tmp_path / "out.json")
+    measure_numerics(NumericsJob(vectors=tmp_path, out=tmp_path / "out.json"))
     values = json.loads((tmp_path / "out.json").read_text())["values"]
     assert values["codec/nvfp4"] == 1
     assert values["dequantize/nvfp4"] > 0
