@@ -15,7 +15,7 @@ from qerl.cli.commands import app
 from qerl.jobs import parse_job
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.models.random import model_config
-from qerl.report.paper_speeds import beside_printed
+from qerl.report.speed_tables import beside_printed
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings

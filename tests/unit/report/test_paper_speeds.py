@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.report.paper_speeds import write_rollout_tables, write_step_tables
+from qerl.report.speed_tables import write_rollout_tables, write_step_tables
 from qerl.results import speeds
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import read_yaml
