@@ -114,21 +114,19 @@ def _point(sampler: EngineSampler | None, prompts: int, tokens: int, repeats: in
 
 def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptPoint:
     """Time calls with this number of prompts of `tokens` each, in seconds."""
-    reserved = _reserved()
-    first = _call(sampler, prompts, tokens, 0)
-    grown = _reserved() - reserved
-    samples = [_call(sampler, prompts, tokens, round_) for round_ in range(1, 1 + repeats)]
+
+    def call(round_: int) -> float:
+        numbers = np.random.default_rng([prompts, tokens, round_])
+        vocabulary = prompt_id_range(sampler.policy.lm.config.vocab_size)
+        ids = numbers.integers(*vocabulary, size=(prompts, tokens)).tolist()
+        with seconds() as elapsed:
+            sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
+        return elapsed.value
+
+    reserved = torch.cuda.memory_reserved if torch.cuda.is_available() else lambda: 0
+    before = reserved()
+    first = call(0)
+    grown = reserved() - before
+    samples = [call(round_) for round_ in range(1, 1 + repeats)]
     log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
     return PromptPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
-
-
-def _call(sampler: EngineSampler, prompts: int, tokens: int, round_: int) -> float:
-    numbers = np.random.default_rng([prompts, tokens, round_])
-    ids = numbers.integers(*prompt_id_range(sampler.policy.lm.config.vocab_size), size=(prompts, tokens)).tolist()
-    with seconds() as elapsed:
-        sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
-    return elapsed.value
-
-
-def _reserved() -> int:
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

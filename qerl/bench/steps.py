@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer
 from qerl.bench.timing import Point, nbytes, optimizer_bytes, run_points
 from qerl.bench.workloads import (
     WARMUP,
+    MeasuredSteps,
     check_drawn,
     completion_lengths,
     equal_prompts,
@@ -24,7 +24,6 @@ from qerl.bench.workloads import (
     problem,
     questions,
     steps_of,
-    write_out_of_memory,
     write_steps,
 )
 from qerl.checkpoints.shapes import vocabulary
@@ -192,13 +191,8 @@ def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
     )
 
 
-def steps_with(
-    base: Policy, work: StepWork, settings: RunSettings, folder: Path
-) -> tuple[str, list[TimedStep], StepMemory, GivenUp | None]:
-    """The sampler's description, the timed steps, the memory at their highest peak, and what they did without.
-
-    `base` has an adapter without trained norms.
-    """
+def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path) -> MeasuredSteps:
+    """The timed steps of a policy whose adapter has no trained norms."""
     policy = _policy(base, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
     collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
@@ -210,7 +204,7 @@ def steps_with(
     timed = steps[WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     memory = _memory(trainer, peak, watched.cache_bytes(part))
-    return watched.served, timed, memory, _given_up(trainer, watched.sampler)
+    return MeasuredSteps(watched.served, tuple(timed), memory, _given_up(trainer, watched.sampler))
 
 
 def measure_steps(job: PointJob[StepWork, None]) -> None:
@@ -243,27 +237,17 @@ def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], o
     assert isinstance(asked, EngineStep)
     nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
-    try:
+
+    def measure() -> MeasuredSteps:
         shared = base()
         torch.manual_seed(0)  # adapters are those of a part alone
-        with (
-            TemporaryDirectory() as folder,
-            with_random_adapter(shared, work.rank, train_norms=False) as policy,
-            _checkpointing_off_afterwards(policy),
-        ):
-            sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
-    except torch.cuda.OutOfMemoryError as error:
-        return write_out_of_memory(out, system, work, asked, error)
-    write_steps(out, system, sampler, work, asked, steps, memory, given_up)
+        with TemporaryDirectory() as folder, with_random_adapter(shared, work.rank, train_norms=False) as policy:
+            try:
+                return steps_with(policy, work, run_settings(work, asked), Path(folder))
+            finally:  # the next part's steps decide for themselves which blocks recompute their activations
+                policy.lm.gradient_checkpointing_disable()
 
-
-@contextmanager
-def _checkpointing_off_afterwards(policy: Policy) -> Iterator[None]:
-    """The next part's steps decide for themselves which blocks recompute their activations."""
-    try:
-        yield
-    finally:
-        policy.lm.gradient_checkpointing_disable()
+    write_steps(out, system, work, asked, measure)
 
 
 # Seconds and memory of a GRPO step by arm (paper Table 3).

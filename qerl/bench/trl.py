@@ -33,6 +33,7 @@ from qerl.bench.timing import nbytes, optimizer_bytes
 from qerl.bench.vllm import no_room_is_out_of_memory
 from qerl.bench.workloads import (
     WARMUP,
+    MeasuredSteps,
     check_drawn,
     completion_lengths,
     is_equal,
@@ -40,7 +41,6 @@ from qerl.bench.workloads import (
     questions,
     steps_of,
     text_reward,
-    write_out_of_memory,
     write_steps,
 )
 from qerl.checkpoints.shapes import ARCHITECTURES
@@ -138,11 +138,6 @@ def _share(work: StepWork, asked: TrlStep) -> float:
         return 0.25  # of the machine's memory; on a CPU the cache has a separate setting
     _, total = torch.cuda.mem_get_info()
     return vllm_share(work, total)
-
-
-def _settings(work: StepWork, asked: TrlStep) -> TrlStep:
-    """TRL's settings as the result stores them."""
-    return asked.model_copy(update={"vllm_memory": _share(work, asked)})
 
 
 def _config(work: StepWork, asked: TrlStep, folder: Path) -> GRPOConfig:
@@ -279,7 +274,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
+def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> MeasuredSteps:
     if asked.sampler == "vllm":
         # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
@@ -297,7 +292,7 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     if not any(step.grad_norm for step in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     memory = _memory(trainer, max(clock.peaks[WARMUP:]), work.size)
-    write_steps(out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory)
+    return MeasuredSteps(_sampler(trainer, work.weights), tuple(timed), memory)
 
 
 def measure_steps(job: PointJob[StepWork, None]) -> None:
@@ -306,8 +301,10 @@ def measure_steps(job: PointJob[StepWork, None]) -> None:
         work, asked, out = part.work, part.settings, job.out / part.file
         assert isinstance(asked, TrlStep)
         _check(work, asked)
-        try:
+
+        def measure(work: StepWork = work, asked: TrlStep = asked) -> MeasuredSteps:
             with TemporaryDirectory() as folder, no_room_is_out_of_memory():
-                _run(work, asked, Path(folder) / "model", out)
-        except torch.cuda.OutOfMemoryError as error:
-            write_out_of_memory(out, _system(work, asked), work, _settings(work, asked), error)
+                return _run(work, asked, Path(folder) / "model")
+
+        stored = asked.model_copy(update={"vllm_memory": _share(work, asked)})
+        write_steps(out, _system(work, asked), work, stored, measure)

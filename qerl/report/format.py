@@ -119,7 +119,6 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "group_size": ("group size", _count),
     "gradient_checkpointing": ("gradient checkpointing", lambda on: {True: "on", False: "off"}.get(on, on)),
     "sequences": ("sequences", _count),
-    "crosses": ("ratio is 1 at", str),
     "completion_tokens": ("tokens", _count),
     "repeats": ("repeats", _count),
     "tokens_per_second": ("tokens/s", three_digits),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from string import Formatter
 
@@ -44,9 +43,6 @@ from qerl.results.store import read
 
 # Rows of decode points, with a column per number of sequences, and of GRPO steps.
 
-#: Columns that identify a ratio of two weight formats.
-_CROSSED = ["size", "engine", "rank", *LENGTHS]
-
 
 def decode_table(points: pd.DataFrame, column: str = "tokens_per_second") -> pd.DataFrame:
     """A column's values at one size, by default median tokens/s, with a row per (engine, weights, rank)."""
@@ -76,47 +72,14 @@ def ratio_table(points: pd.DataFrame) -> pd.DataFrame:
         same = [cells.get(("vllm", weights, rank, count)) for count in counts]
         of = f"faster of {', '.join(map(weights_label, rivals))}"
         for against, bases in ((of, fastest), (weights_label(weights), same)):
-            key = {"weights": weights, "rank": rank, "against vLLM": against}
-            rows.append(key | _ratio_columns(counts, ours, bases))
-    return _measured_rows(rows, counts)
-
-
-def crossover(points: pd.DataFrame) -> pd.DataFrame:
-    """Speed ratios of NVFP4 to BF16 with 95 % intervals, and the number of sequences at which they cross 1.
-
-    There is a row per (size, engine, rank, prompt, tokens), unless none of its ratios was measured.
-    """
-    counts = _counts(points)
-    rows = []
-    for key, group in points.groupby(_CROSSED, sort=False):
-        cells = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
-        above, below = ([cells.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
-        ratios = _ratio_columns(counts, above, below)
-        rows.append(dict(zip(_CROSSED, key, strict=True)) | {"crosses": _crosses(counts, ratios)} | ratios)
-    return _measured_rows(rows, counts)
-
-
-def adapters(points: pd.DataFrame) -> pd.DataFrame:
-    """Speed with an adapter over that without, with 95 % intervals, and a row per (size, engine, weights, rank).
-
-    All points have the same lengths. Rows without a measured ratio are left out.
-    """
-    counts = _counts(points)
-    rows = []
-    for key, group in points.groupby(["size", "engine", "weights"], sort=False):
-        cells = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
-        without = [cells.get((0, count)) for count in counts]
-        for rank in sorted({rank for rank, _ in cells} - {0}):
-            adapted = [cells.get((rank, count)) for count in counts]
-            named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
-            rows.append(named | _ratio_columns(counts, adapted, without))
-    return _measured_rows(rows, counts)
-
-
-def contexts(points: pd.DataFrame) -> pd.DataFrame:
-    """The points that were measured with several prompt lengths and otherwise equal settings."""
-    alike = [name for name in _CROSSED if name != "prompt"]
-    return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
+            row: Row = {"weights": weights, "rank": rank, "against vLLM": against}
+            row["machine"] = stated("machine", [*ours, *bases])
+            found = [ratio(*pair) for pair in zip(ours, bases, strict=True)]
+            for count, values in zip(counts, found, strict=True):
+                row |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
+            if any(value != NOT_MEASURED for value, _, _ in found):
+                rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def memory_table(timed: pd.DataFrame) -> pd.DataFrame:
@@ -146,31 +109,6 @@ def _value(point: Row | None, column: str) -> float | str:
     if point["status"] != OK:
         return str(point["status"])
     return "no floor" if np.isnan(point[column]) else float(point[column])
-
-
-def _ratio_columns(counts: Iterable[int], above: Sequence[Row | None], below: Sequence[Row | None]) -> Row:
-    columns: Row = {"machine": stated("machine", [*above, *below])}
-    for count, *pair in zip(counts, above, below, strict=True):
-        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), ratio(*pair), strict=True)}
-    return columns
-
-
-def _crosses(counts: Iterable[int], ratios: Row) -> str:
-    """The numbers of sequences at which a ratio crosses 1, interpolated, or on which side it stays."""
-    measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
-    if not measured:
-        return NOT_MEASURED
-    crossings = []
-    for (left, before), (right, after) in pairwise(measured):
-        if (before > 1) != (after > 1):
-            crossings.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
-    (first, at_first), (last, _) = measured[0], measured[-1]
-    return ", ".join(dict.fromkeys(crossings)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
-
-
-def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
-    """The rows with at least one measured cell."""
-    return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])
 
 
 # Rows of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.
@@ -329,10 +267,6 @@ _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
 _LENGTHS = "prompts of {prompt} tokens, {tokens} tokens decoded"
-_CROSSES = (
-    "ratio is 1 at: number of sequences, interpolated over its logarithm; > n: NVFP4 is faster at all numbers, "
-    "≤ n: at none"
-)
 _FLOOR = (
     "the floor is the least time of a step: the larger of its bytes over the rate of copies and its FLOPs over the "
     "rate of BF16 products, both measured in the same job; NF4 has double quantization, and experts are read as often "
@@ -382,23 +316,6 @@ TABLES = (
         "decode", "ratio-{size}-{prompt}x{tokens}", ratio_table,
         f"Decode speed of the native engine over vLLM's at the same rank, {{size}} by number of sequences; {_LENGTHS}. "
         f"{_INTERVAL}. {_DASH}",
-        _by_count(times),
-    ),
-    Table(
-        "decode", "crossover-{prompt}x{tokens}", crossover,
-        f"Decode speed of NVFP4 over BF16 by number of sequences; {_LENGTHS}. {_INTERVAL}. {_CROSSES}. {_DASH}",
-        _by_count(times),
-    ),
-    Table(
-        "decode", "adapters-{prompt}x{tokens}", adapters,
-        f"Decode speed with an adapter over the speed without one, by number of sequences; {_LENGTHS}. {_INTERVAL}. "
-        f"{_DASH}",
-        _by_count(times),
-    ),
-    Table(
-        "decode", "contexts-{tokens}", lambda points: crossover(contexts(points)),
-        "Decode speed of NVFP4 over BF16 by prompt length and number of sequences; {tokens} tokens decoded. "
-        f"{_INTERVAL}. {_CROSSES}. {_DASH}",
         _by_count(times),
     ),
     Table(

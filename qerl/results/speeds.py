@@ -426,8 +426,10 @@ def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
         raise ResultError(f"there are no {name} yet; {_MEASURE}")
     orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
     rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in order])
-    if bench == "decode":
-        _check_once(rows)
+    for one, row in pairwise(rows) if bench == "decode" else ():
+        if all(one[key] == row[key] for key in order):
+            name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
+            raise ResultError(f"{name} is in two decode files; give one of them")
     return pd.DataFrame(rows)
 
 
@@ -449,7 +451,7 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
     work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
     seconds = [run.seconds for run in job.runs]
     samples = [job.drawn / taken for taken in seconds]
-    typical = _median_run(job.runs)
+    typical = sorted(job.runs, key=lambda run: run.seconds)[len(job.runs) // 2] if job.runs else None
     yield {
         **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
         "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all"
@@ -474,10 +476,6 @@ def quartiles(measure: str, samples: Sequence[float]) -> dict[str, float]:
     """The median and the quartiles of samples as columns; NaN without any."""
     ends = np.quantile(samples or [np.nan], [0.5, 0.25, 0.75])
     return {f"{measure}{end}": float(value) for end, value in zip(("", "_p25", "_p75"), ends, strict=True)}
-
-
-def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
-    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] if runs else None
 
 
 def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
@@ -534,6 +532,7 @@ def _floor_seconds(job: DecodeResult, sequences: int) -> float:
 
 def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
     work, cap = job.work, job.settings.memory_gb
+    tokens = f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
     seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in SECONDS}
     yield {
         "system": job.system,
@@ -547,7 +546,7 @@ def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
         "tokens": work.tokens,
         "median": work.median or 0,
         "equal_groups": float(work.equal_groups),
-        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {_completion_tokens(work)} tokens"
+        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {tokens} tokens"
         + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
@@ -565,10 +564,6 @@ def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
         "sequences": work.completions,
         "size_bytes": job.memory.parts.get("weights", np.nan) if job.memory else np.nan,
     }
-
-
-def _completion_tokens(work: StepWork) -> str:
-    return f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
 
 
 def _given_up(job: GrpoStepResult) -> dict[str, Any]:
@@ -596,13 +591,6 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
         "KV cache": memory.kv_cache_bytes,
         **memory.parts,
     }
-
-
-def _check_once(rows: Sequence[dict[str, Any]]) -> None:
-    for one, row in pairwise(rows):  # they are sorted
-        if all(one[key] == row[key] for key in ("size", *POLICY, *LENGTHS, "sequences")):
-            name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
-            raise ResultError(f"{name} is in two decode files; give one of them")
 
 
 #: By bench the schema of its files, their rows, what these are, and the columns that sort them.

@@ -98,73 +98,11 @@ def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
     assert pd.isna(faster["1_low"])  # one repeat has no interval
 
 
-@pytest.mark.parametrize(
-    ("speeds", "crosses"),
-    [
-        # Half way between 1.5 and 0.5, on a scale of logarithms: 2 of 1 and 4, 16 of 4 and 64.
-        ({1: 150.0, 4: 50.0}, "2"),
-        ({1: 150.0, 4: 50.0, 64: 150.0}, "2, 16"),
-        ({1: 150.0, 4: 100.0, 64: 50.0}, "4"),
-        ({1: 150.0, 4: 150.0, 64: OUT_OF_MEMORY}, "> 4"),
-        ({1: 50.0, 4: 50.0}, "≤ 1"),
-        ({1: OUT_OF_MEMORY, 4: OUT_OF_MEMORY}, "–"),
-    ],
-)
-def test_where_the_ratio_passes_one(tmp_path, speeds, crosses):
-    told = {count: speed if isinstance(speed, str) else [speed] for count, speed in speeds.items()}
-    files = [
-        decode_file(tmp_path, "native", "nvfp4", told),
-        decode_file(tmp_path, "native", "bf16", {count: [100.0] for count in speeds}),
-    ]
-    (row,) = speed_tables.crossover(load(files, "decode")).to_dict("records")
-    assert row["crosses"] == crosses
-
-
-def test_an_adapter_costs_what_its_rank_loses_against_none(tmp_path):
-    files = [
-        decode_file(tmp_path, "native", "nvfp4", {1: [100.0, 100.0], 8: [400.0]}, rank=0),
-        decode_file(tmp_path, "native", "nvfp4", {1: [90.0, 95.0], 8: OUT_OF_MEMORY}, rank=16),
-        decode_file(tmp_path, "native", "nvfp4", {8: [300.0]}, rank=64),
-        decode_file(tmp_path, "vllm", "nvfp4", {1: [10.0]}, rank=16),
-        decode_file(tmp_path, "native", "bf16", {1: [10.0]}, rank=0),
-    ]
-    rows = rows_of(speed_tables.adapters(load(files, "decode")), "engine", "weights", "rank")
-    assert set(rows) == {("native", "nvfp4", 16), ("native", "nvfp4", 64)}
-    small, large = rows["native", "nvfp4", 16], rows["native", "nvfp4", 64]
-    assert (small["1"], small["1_low"], small["1_high"]) == (0.925, 0.9, 0.95)
-    assert small["8"] == "native NVFP4: out of memory"
-    assert (large["1"], large["8"]) == ("–", 0.75)
-
-
-def test_contexts_are_the_crossover_by_prompt(tmp_path):
-    """At 128 tokens NVFP4 is twice as fast as BF16, then half as fast; at 4,096 1.5 times, then out of memory."""
-    speeds: dict[tuple, dict] = {
-        ("native", "bf16", 128): {1: [100.0], 16: [800.0]},
-        ("native", "nvfp4", 128): {1: [200.0], 16: [400.0]},
-        ("native", "bf16", 4096): {1: [100.0], 16: [500.0]},
-        ("native", "nvfp4", 4096): {1: [150.0], 16: OUT_OF_MEMORY},
-        ("vllm", "bf16", 128): {1: [100.0]},
-        ("vllm", "nvfp4", 128): {1: [100.0]},
-    }
-    files = [
-        decode_file(tmp_path / f"{prompt}", engine, weights, told, prompt=prompt)
-        for (engine, weights, prompt), told in speeds.items()
-    ]
-    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
-    rows = pd.read_csv(tmp_path / "out/contexts-256.csv").to_dict("records")
-    assert [(row["engine"], row["prompt"], row["tokens"], row["crosses"]) for row in rows] == [
-        ("native", 128, 256, "6"),  # two thirds of the way from 1 to 16: 16 ** (2 / 3) = 6.3
-        ("native", 4096, 256, "> 1"),
-    ]
-    assert [float(row["1"]) for row in rows] == [2.0, 1.5]
-    assert rows[1]["16"] == "native NVFP4: out of memory"
-
-
 def test_all_tables_and_figures_are_written(files, tmp_path):
     out = tmp_path / "out"
     steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
     speed_tables.write_shapes(ShapesJob(files=[*files, *steps], out=out))
-    tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B", "crossover")}
+    tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B")}
     tables |= {"memory", "steps"}
     figures = {"decode-rank16-128x256"}
     wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
@@ -198,7 +136,7 @@ def test_machines_are_told_apart_by_a_column_and_not_compared(tmp_path):
     step = moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H100)
     speed_tables.write_shapes(ShapesJob(files=[files[0], files[1], step], out=tmp_path / "one"))
     tables = [pd.read_csv(file) for file in (tmp_path / "one").glob("*.csv")]
-    assert len(tables) == 5
+    assert len(tables) == 4
     assert not any({"GPU", "machine"} & {*table} for table in tables)
 
 
