@@ -222,15 +222,6 @@ def _steps(trainer: TimedTrainer, clock: StepClock) -> list[TimedStep]:
     ]
 
 
-def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
-    """Bytes of vLLM's KV cache in bfloat16; 0 for transformers' generation, whose cache size is unknown."""
-    if not trainer.use_vllm:
-        return 0
-    hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
-    cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
-    return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
-
-
 def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
     assert trainer.model is not None
     assert trainer.optimizer is not None
@@ -240,10 +231,14 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
         "adapter": nbytes(trained),
         "optimizer": optimizer_bytes(trainer.optimizer),
     }
+    cache_bytes = 0  # of transformers' generation, whose cache size is unknown
     if trainer.use_vllm:
-        engine = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
-        parts["sampler_weights"] = nbytes([*engine.parameters()])
-    return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
+        engine = trainer.vllm_generation.llm.llm_engine
+        parts["sampler_weights"] = nbytes([*engine.model_executor.driver_worker.model_runner.model.parameters()])
+        hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
+        cache = engine.vllm_config.cache_config
+        cache_bytes = cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
+    return memory_of(peak, cache_bytes, parts)
 
 
 def _system(work: StepWork, asked: TrlStep) -> str:
@@ -268,16 +263,12 @@ def _check(work: StepWork, asked: TrlStep) -> None:
         raise ConfigError(f"micro_batch={asked.micro_batch} doesn't divide the {work.completions} completions")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> MeasuredSteps:
     if asked.sampler == "vllm":
         # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
     write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.format import DIFFERENT_MACHINES, NOT_RUN, three_digits, training_label, weights_label
-from qerl.report.tables import scores_by_arm, step_base
+from qerl.report.tables import paired_base, scores_by_arm, step_base
 from qerl.results.paths import KEY, training_name, variant
 from qerl.results.printed import MODELS, TABLES, Asked, Cell
 from qerl.results.schema import OK, RunResult
@@ -24,7 +24,6 @@ from qerl.results.statistics import (
     difference_interval,
     ratio_interval,
 )
-from qerl.results.store import ResultError
 from qerl.settings.run import RunSettings
 
 # The paper's numbers beside ours: results joined to printed cells by their properties, never by an experiment's name.
@@ -145,19 +144,16 @@ def _measures(
         yield "average", partial(_percent, average_interval, [scores[name] for name in averaged]), seeds[averaged[0]]
     if base is None:
         return
-    means = {name: _paired(name, sets[name], base[name]) for name in scores if name in base}
+    means = {
+        name: paired_base(str(sets[name].index[0]), name, sets[name], base[name].mean(axis=0))
+        for name in scores
+        if name in base
+    }
     for name, mean in means.items():
         yield f"{name}/delta", partial(_percent, difference_interval, scores[name], mean), seeds[name]
     if whole and all(name in means for name in averaged):
         pairs: list[list[Scores]] = [[scores[name] for name in averaged], [means[name] for name in averaged]]
         yield "average/delta", partial(_percent, average_interval, *pairs), seeds[averaged[0]]
-
-
-def _paired(dataset: str, scores: pd.DataFrame, base: pd.DataFrame) -> Scores:
-    """The base's share of right answers per problem, in the order of `scores`."""
-    if set(scores.columns) != set(base.columns):
-        raise ResultError(f"{scores.index[0]} and the untrained base saw different problems of {dataset}")
-    return base[scores.columns].to_numpy().mean(axis=0)
 
 
 def _percent(interval: Callable[..., Interval], *scores: Any) -> Interval:

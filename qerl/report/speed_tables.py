@@ -22,10 +22,8 @@ from qerl.report.format import (
     NOT_MEASURED,
     Row,
     cell_text,
-    count_columns,
     faster,
     gpu_label,
-    or_reason,
     present,
     ratio,
     stated,
@@ -224,10 +222,13 @@ def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
 def _by_count(text: Callable[[float], str]) -> Callable[[pd.DataFrame], pd.DataFrame]:
     """Makes the text of a table with a column per number of sequences, whose cells are values or reasons."""
 
+    def or_reason(value: float | str) -> str:
+        return value if isinstance(value, str) else text(value)
+
     def shown(rows: pd.DataFrame) -> pd.DataFrame:
-        counts = count_columns(rows)
+        counts = [str(column) for column in rows if str(column).isdigit()]
         keys = [column for column in rows if str(column).partition("_")[0] not in counts]
-        cells = {count: [cell_text(row, count, or_reason(text)) for row in rows.to_dict("records")] for count in counts}
+        cells = {count: [cell_text(row, count, or_reason) for row in rows.to_dict("records")] for count in counts}
         return present(rows[keys]).assign(**cells)
 
     return shown

@@ -18,7 +18,7 @@ from qerl.report.format import NOT_RUN, latex, page, present
 from qerl.results.paths import KEY, weights_names
 from qerl.results.schema import OK
 from qerl.results.speeds import quartiles
-from qerl.results.statistics import METHOD, Interval, accuracy_interval, difference_interval
+from qerl.results.statistics import METHOD, Interval, Scores, accuracy_interval, difference_interval
 from qerl.results.store import ResultError
 
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
@@ -124,15 +124,17 @@ def _cell(
         if base is None:
             notes.append(f"untrained {weights} base not run")
         elif trained or weights != identity["weights"]:
-            cell |= _columns(measure, _paired(identity, scores, base))
+            arm = identity["arm"] or identity["weights"]
+            paired = paired_base(arm, identity["dataset"], scores, base)
+            cell |= _columns(measure, difference_interval(scores.to_numpy(), paired))
     return cell | {"note": "; ".join(dict.fromkeys(notes))}
 
 
-def _paired(identity: dict[str, str], scores: pd.DataFrame, base: pd.Series) -> Interval:
+def paired_base(arm: str, dataset: str, scores: pd.DataFrame, base: pd.Series) -> Scores:
+    """The base's share of right answers per problem, in the order of an arm's `scores`."""
     if set(scores.columns) != set(base.index):
-        arm = identity["arm"] or identity["weights"]
-        raise ResultError(f"{arm} and its untrained base saw different problems of {identity['dataset']}")
-    return difference_interval(scores.to_numpy(), base[scores.columns].to_numpy())
+        raise ResultError(f"{arm} and its untrained base saw different problems of {dataset}")
+    return base[scores.columns].to_numpy()
 
 
 def _columns(measure: str, interval: Interval) -> dict[str, float]:

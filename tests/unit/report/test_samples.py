@@ -204,8 +204,8 @@ def tab():
         yield tab
 
 
-def opened(tab, page, address="", **window):
-    tab.open(page, address, **window)
+def opened(tab, page, address=""):
+    tab.open(page, address)
     ready(tab)
 
 
