@@ -383,21 +383,18 @@ def point(name, world, *, make_fails=False, fails_in=None):
     return Point({"name": name}, make)
 
 
-def test_interleaved_points_are_held_together_and_timed_in_turn(world):
-    done = run_points([point("a", world), point("b", world)], repeats=2)
-    assert world["order"] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-    assert world["most"] == 2
-    assert [[s["round"] for s in p.samples] for p in done] == [[1, 2], [1, 2]]
-
-
-def test_points_one_after_another_are_alone_in_memory(world):
-    gc.disable()  # the cycle must go because it is collected, not by chance
+@pytest.mark.parametrize(
+    ("interleave", "rounds", "most"), [(True, "a0 b0 a1 b1 a2 b2", 2), (False, "a0 a1 a2 b0 b1 b2", 1)]
+)
+def test_points_are_timed_in_turn_or_alone_in_memory(world, interleave, rounds, most):
+    gc.disable()  # the cycle of a point must go because it is collected, not by chance
     try:
-        run_points([point("a", world), point("b", world)], repeats=1, interleave=False)
+        done = run_points([point("a", world), point("b", world)], repeats=2, interleave=interleave)
     finally:
         gc.enable()
-    assert world["order"] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert world["most"] == 1
+    assert " ".join(f"{name}{round_}" for name, round_ in world["order"]) == rounds
+    assert world["most"] == most
+    assert [[sample["round"] for sample in one.samples] for one in done] == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("interleave", [True, False])
