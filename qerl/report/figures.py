@@ -233,26 +233,19 @@ def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: 
     arms = max(len(_identities(group)) for _, group, _ in panels)
     with figure_axes(len(panels), stem, height=max(HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
-            _curve_panel(axis, group, column, width)
+            names, colours = _names(group), _colours(group)
+            ends = [
+                (draw_seeds(axis, arm, column, colours[key], width), names[key], colours[key])
+                for key, arm in group.groupby(["experiment", "arm", "variant"], sort=False)
+            ]
+            axis.set_xlabel("step")
+            axis.set_xlim(group["step"].min(), group["step"].max())
+            label_ends(axis, ends)
             axis.set_ylabel(columns[column] + (f",\nmean of {width} steps" if width > 1 else ""))
-            axis.set_title(_panel_title(str(experiment), group), loc="left")
-
-
-def _panel_title(experiment: str, group: pd.DataFrame) -> str:
-    seeds = group.groupby(["arm", "variant"])["seed"].nunique()
-    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
-    return f"{experiment}: mean and range of {count} seeds" if seeds.max() > 1 else f"{experiment}: one seed"
-
-
-def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) -> None:
-    names, colours = _names(metrics), _colours(metrics)
-    ends = [
-        (draw_seeds(axis, arm, column, colours[key], window), names[key], colours[key])
-        for key, arm in metrics.groupby(["experiment", "arm", "variant"], sort=False)
-    ]
-    axis.set_xlabel("step")
-    axis.set_xlim(metrics["step"].min(), metrics["step"].max())
-    label_ends(axis, ends)
+            seeds = group.groupby(["arm", "variant"])["seed"].nunique()
+            count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+            about = f"mean and range of {count} seeds" if seeds.max() > 1 else "one seed"
+            axis.set_title(f"{experiment}: {about}", loc="left")
 
 
 def label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:

@@ -493,13 +493,14 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
     identity |= work.model_dump(include={"rank", "prompt", "tokens"})
     for point in job.points:
         speeds = quartiles("tokens_per_second", point.samples)
+        drawn, prompts = point.sequences * work.tokens, point.prompt_seconds or 0.0
         step, floor = point.sequences / speeds["tokens_per_second"], _floor_seconds(job, point.sequences)
         yield {
             **identity,
             "sequences": point.sequences,
             "status": point.status,
             "samples": point.samples,
-            "rollouts": [_with_prompts(point, work.tokens, rate) for rate in point.samples],
+            "rollouts": [drawn / (drawn / rate + prompts) for rate in point.samples],  # with the time of prompts
             **speeds,
             "step_ms": 1e3 * step,
             "floor_ms": 1e3 * floor,
@@ -508,13 +509,6 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
             **job.provenance.columns,
             **_of_paper(work.size, work.serving, job.provenance.columns),
         }
-
-
-def _with_prompts(point: DecodePoint, tokens: int, rate: float) -> float:
-    """Tokens/s of a whole rollout, by those of decoding."""
-    assert point.prompt_seconds is not None
-    drawn = point.sequences * tokens
-    return drawn / (drawn / rate + point.prompt_seconds)
 
 
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
