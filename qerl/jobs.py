@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,7 +21,7 @@ from qerl.settings.data import DatasetSettings, FunctionData, Split
 from qerl.settings.models import Base, PretrainSettings
 from qerl.settings.run import UNDECIDING, UNDECIDING_OF_ENGINE, UNDECIDING_OF_STEPS, RunSettings
 from qerl.settings.workflow import EvaluationSettings, GateSettings, RolloutBench, StepBench
-from qerl.settings.workloads import Decoding, EngineStep, Mix, Prompting, StepWork, TrlStep, Workload
+from qerl.settings.workloads import Decoding, EngineStep, Mix, Prompting, StepWork, TrlStep
 
 # The shared parts of all jobs.
 
@@ -381,19 +381,22 @@ def enough_runs(seconds: Sequence[float]) -> bool:
     return len(seconds) >= 9 or (len(seconds) >= 3 and sum(seconds) >= 5)
 
 
-class PointPart(Part):
-    """A file of a job of the speed grid, which has one point unless it says which."""
+W = TypeVar("W", Decoding, Prompting, Mix, StepWork)
+P = TypeVar("P", int, tuple[int, int], None)
+
+
+class PointPart(Part, Generic[W, P]):
+    """A file of a job of the speed grid: a workload, and what tells the file's points apart."""
 
     file: str
-    work: Workload
+    work: W
+    points: list[P]
+    """Numbers of sequences, or pairs of prompts and tokens of each; [None] in a file of one point."""
+    settings: EngineStep | TrlStep | None
+    """Those of the system, for GRPO steps."""
 
-    @property
-    def keys(self) -> Sequence[Any]:
-        """What tells the points of the file apart."""
-        return [None]
 
-
-class PointJob(Job):
+class PointJob(Job, Generic[W, P]):
     """A job with a GPU and its share of the cores to itself. It continues the files of a killed job.
 
     `out` is the folder of the parts' files. All parts share a set-up.
@@ -401,20 +404,15 @@ class PointJob(Job):
 
     on_gpu: ClassVar[bool] = True
     own_cores: ClassVar[bool] = True
-    #: The function by engine or system.
-    by_system: ClassVar[dict[str, str]]
-
-    parts: Sequence[PointPart]
-
-    @property
-    def system(self) -> str:
-        """The engine or system of all parts."""
-        return "native"
+    kind: Literal["point"] = "point"
+    parts: list[PointPart[W, P]]
 
     @property
     def function(self) -> str:
-        """The function of the system."""
-        return self.by_system[self.system]
+        """The function of the engine or system of all parts."""
+        first = self.parts[0]
+        system = "trl" if isinstance(first.settings, TrlStep) else getattr(first.work, "engine", "native")
+        return first.work.does[system]
 
     @property
     def files(self) -> list[Path]:
@@ -426,109 +424,16 @@ class PointJob(Job):
         """A lock of the job's folder."""
         return Lock(self.out.parent, f".{self.out.name}.lock")
 
-
-class DecodePart(PointPart):
-    """A file with a point for each number of sequences."""
-
-    work: Decoding
-    sequences: list[int]
-
     @property
-    def keys(self) -> Sequence[Any]:
-        """The numbers of sequences."""
-        return self.sequences
-
-
-class DecodeJob(PointJob):
-    """Measure an engine's decode speed on one size and weight format."""
-
-    by_system: ClassVar[dict[str, str]] = {
-        "native": "qerl.bench.decode:measure_points",
-        "vllm": "qerl.bench.vllm:measure_points",
-        "transformers": "qerl.bench.hf:measure_points",
-    }
-    kind: Literal["decode"] = "decode"
-    parts: list[DecodePart]
-
-    @property
-    def system(self) -> str:
-        """The engine."""
-        return self.parts[0].work.engine
-
-
-class MixPart(PointPart):
-    """A file of rollouts."""
-
-    work: Mix
-
-
-class RolloutMixJob(PointJob):
-    """Measure an engine's rollout of completions of mixed lengths, end to end."""
-
-    by_system: ClassVar[dict[str, str]] = {
-        "native": "qerl.bench.rollouts:measure_mix",
-        "vllm": "qerl.bench.vllm:measure_mix",
-    }
-    kind: Literal["rollout_mix"] = "rollout_mix"
-    parts: list[MixPart]
-
-    @property
-    def system(self) -> str:
-        """The engine."""
-        return self.parts[0].work.engine
+    def joins_free_memory(self) -> bool:
+        """Steps of this project do, as a training does."""
+        return isinstance(self.parts[0].settings, EngineStep)
 
     @property
     def own_files(self) -> list[Path]:
-        """The traces."""
-        return [part.work.trace for part in self.parts if part.work.trace]
-
-
-class PromptsPart(PointPart):
-    """A file with a point for each pair of prompts and tokens per prompt."""
-
-    work: Prompting
-    points: list[tuple[int, int]]
-
-    @property
-    def keys(self) -> Sequence[Any]:
-        """The pairs."""
-        return self.points
-
-
-class PromptsJob(PointJob):
-    """Measure prefill time in this project's engine."""
-
-    by_system: ClassVar[dict[str, str]] = {"native": "qerl.bench.decode:measure_prompts"}
-    kind: Literal["prompts"] = "prompts"
-    parts: list[PromptsPart]
-
-
-class StepPart(PointPart):
-    """A file of steps."""
-
-    work: StepWork
-    settings: EngineStep | TrlStep
-
-
-class GrpoStepJob(PointJob):
-    """Measure whole GRPO steps of a system on one size and weight format, and under one cap of memory or none."""
-
-    by_system: ClassVar[dict[str, str]] = {
-        "native": "qerl.bench.steps:measure_steps",
-        "trl": "qerl.bench.trl:measure_steps",
-    }
-    kind: Literal["grpo_step"] = "grpo_step"
-    parts: list[StepPart]
-
-    @property
-    def system(self) -> str:
-        """This project or TRL."""
-        return "trl" if isinstance(self.parts[0].settings, TrlStep) else "native"
-
-    @property
-    def joins_free_memory(self) -> bool:
-        """This project's do, as a training does."""
-        return self.system == "native"
+        """The traces of rollouts."""
+        works: list[Any] = [part.work for part in self.parts]
+        return [work.trace for work in works if isinstance(work, Mix) and work.trace]
 
 
 # Jobs that make tables and figures of stored results.
@@ -667,7 +572,7 @@ class PageJob(Job):
 class NumericsJob(Job):
     """Compare codecs and graders with stored vectors."""
 
-    does: ClassVar[str] = "qerl.gates.numerics:compare_with_vectors"
+    does: ClassVar[str] = "qerl.gates.numerics:measure_numerics"
     kind: Literal["numerics"] = "numerics"
     vectors: Path
 
@@ -701,11 +606,7 @@ class VerdictJob(Job):
 # What a rule passes on.
 
 #: The class of each kind of job.
-KINDS: dict[str, type[Job]] = {
-    one.model_fields["kind"].default: one
-    for one in (*Job.__subclasses__(), *PointJob.__subclasses__())
-    if one is not PointJob
-}
+KINDS: dict[str, type[Job]] = {one.model_fields["kind"].default: one for one in Job.__subclasses__()}
 
 
 def parse_job(text: str) -> Job:

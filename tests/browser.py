@@ -4,9 +4,8 @@
 @needs_browser
 def test_page():
     with browser() as tab:
-        tab.open(page, width=400, dark=True)
+        tab.open(page)
         tab.click("#filter")
-        tab.press("j")
         assert tab.ask("document.title") == "..."
         assert not tab.errors and not tab.requests
 ```
@@ -53,29 +52,16 @@ class Tab:
         assert self._page, "open a page first"
         return self._page
 
-    def open(self, page: Path, fragment: str = "", *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Load a file, `fragment` after its #, in a window of this size in pixels, narrow as a phone below 500."""
-        self.close()
+    def open(self, page: Path, fragment: str = "") -> None:
+        """Load a file, `fragment` after its #, in a window of 1400 by 900 pixels."""
+        if self._page:
+            self._page.close()
         self.errors, self.requests = [], []
-        self._page = self._chromium.new_page(
-            viewport={"width": width, "height": height},
-            is_mobile=width < 500,
-            color_scheme="dark" if dark else "light",
-        )
+        self._page = self._chromium.new_page(viewport={"width": 1400, "height": 900})
         self._page.on("pageerror", lambda error: self.errors.append(str(error)))
         self._page.on("console", self._note_message)
         self._page.on("request", self._note_request)
         self._page.goto(page.resolve().as_uri() + (f"#{fragment}" if fragment else ""))
-        self.settle()
-
-    def close(self) -> None:
-        """Close the page, if one is open."""
-        if self._page:
-            self._page.close()
-
-    def resize(self, width: int, height: int = 900) -> None:
-        """Give the window a size in pixels."""
-        self.page.set_viewport_size({"width": width, "height": height})
         self.settle()
 
     def ask(self, script: str) -> Any:
@@ -89,16 +75,6 @@ class Tab:
     def click(self, selector: str) -> None:
         """Click with the mouse on the first element that matches, once nothing covers it."""
         self.page.locator(selector).first.click()
-        self.settle()
-
-    def press(self, key: str) -> None:
-        """Press and release a key, named as in KeyboardEvent.key."""
-        self.page.keyboard.press(key)
-        self.settle()
-
-    def write(self, text: str) -> None:
-        """Type text into the element that has the focus."""
-        self.page.keyboard.insert_text(text)
         self.settle()
 
     def choose(self, selector: str, value: str) -> None:
@@ -117,10 +93,6 @@ class Tab:
     def overflow(self) -> int:
         """By how many pixels the page is wider than its window."""
         return self.ask("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-
-    def pdf(self, target: Path) -> None:
-        """Save the page as it is printed."""
-        self.page.pdf(path=target, print_background=True)
 
     def _note_message(self, message: ConsoleMessage) -> None:
         self.errors += [message.text] if message.type == "error" else []

@@ -22,7 +22,7 @@ from torch.distributed.launcher import api
 
 import qerl
 from qerl.host.provenance import code_version
-from qerl.jobs import KINDS
+from tests.jobs import FUNCTIONS
 
 #: Seconds after which a process of a run says where it is: far above what a test takes, and below its limit.
 _HANGING = 300
@@ -70,9 +70,8 @@ def _files(package: Path) -> dict[Path, bytes]:
 
 def hash_code() -> None:
     """Hash the code of all jobs, which forks of this process then needn't do: it takes a second."""
-    for kind in KINDS.values():
-        for function in kind.by_system.values() if hasattr(kind, "by_system") else [kind.does]:
-            code_version(function.partition(":")[0])
+    for function in FUNCTIONS:
+        code_version(function.partition(":")[0])
 
 
 def run_program(program: Callable[[], object], folder: Path, environment: Mapping[str, str]) -> NoReturn:

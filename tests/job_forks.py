@@ -112,7 +112,7 @@ def _modules() -> tuple[str, ...]:
     """
     from qerl.jobs import KINDS
 
-    paths = [kind.does for kind in KINDS.values() if not hasattr(kind, "by_system")]
+    paths = [kind.does for kind in KINDS.values() if hasattr(kind, "does")]
     return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")
 
 

@@ -2,8 +2,7 @@
 
 `python -m tests.mutations FOLDER [NAME ...]` runs the gates on a copy of the committed code with each defect;
 `python -m tests.mutations FOLDER --reruns 20` on the code without one. FOLDER gets a file a run, which a later call
-keeps, and the table of all in table.md. `--cores 2` runs as many at a time as the machine has pairs of cores, each kept
-to its own pair. The machine's baseline must be committed.
+keeps, and the table of all in table.md. The machine's baseline must be committed.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Queue
 from typing import Annotated
 
 import pandas as pd
@@ -134,7 +130,7 @@ def mutated(text: str, mutation: Mutation) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def judge(name: str, mutation: Mutation | None, verdict: Path, cores: Collection[int]) -> None:
+def judge(name: str, mutation: Mutation | None, verdict: Path) -> None:
     """Run the gates on a clone of the committed code, with a defect or without; keep the verdict."""
     with tempfile.TemporaryDirectory(prefix="qerl-mutation-") as folder:
         clone = Path(folder) / "clone"
@@ -143,8 +139,7 @@ def judge(name: str, mutation: Mutation | None, verdict: Path, cores: Collection
             file = clone / mutation.file
             file.write_text(mutated(file.read_text(), mutation))
         environment = {**os.environ, "PYTHONPATH": str(clone)}
-        kept_to = ["taskset", "--cpu-list", ",".join(map(str, cores))]
-        command = [*kept_to, "snakemake", "--cores", str(len(cores)), "--quiet", "--configfile", "config/ci.yaml"]
+        command = ["snakemake", "--cores", "all", "--quiet", "--configfile", "config/ci.yaml"]
         log = verdict.with_suffix(".log")
         with log.open("w") as out:
             subprocess.run(command, cwd=clone, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
@@ -162,46 +157,19 @@ def table(folder: Path) -> pd.DataFrame:
         result = read(VerdictResult, file)
         name = str(result.defect)
         failed = [gate.gate for gate in result.gates if gate.outcome == "fail"]
-        mutation = MUTATIONS.get(name)
-        due = mutation.seen if mutation else ()
-        missed = [gate for gate in due if gate not in failed]
-        caught = (
-            ("no: " + ", ".join(missed) if missed else "yes") if mutation else ("no alarm" if not failed else "ALARM")
-        )
+        due = MUTATIONS[name].seen if name in MUTATIONS else ()
+        missed = ", ".join(gate for gate in due if gate not in failed)
+        caught = (f"no: {missed}" if missed else "yes") if due else ("ALARM" if failed else "no alarm")
         others = ", ".join(gate for gate in failed if gate not in due)
-        commit = str(result.provenance.commit)[:12]
-        rows.append(
-            {"defect": name, "must fail": ", ".join(due), "seen": caught, "also failed": others, "commit": commit}
-        )
+        row = {"defect": name, "must fail": ", ".join(due), "seen": caught, "also failed": others}
+        rows.append(row | {"commit": str(result.provenance.commit)[:12]})
     return pd.DataFrame(rows)
-
-
-def judge_all(asked: Mapping[str, Mutation | None], folder: Path, shares: Sequence[Collection[int]]) -> None:
-    """Run the gates for each defect that has no file yet, one at a time on each share of the cores."""
-    free: Queue[Collection[int]] = Queue()
-    for share in shares:
-        free.put(share)
-
-    def judge_one(name: str) -> None:
-        verdict = folder / (re.sub(r"[^a-z0-9]+", "-", name.lower()) + ".json")
-        if verdict.is_file():
-            return
-        share = free.get()
-        try:
-            judge(name, asked[name], verdict, share)
-        finally:
-            free.put(share)
-        print(table(folder).set_index("defect").loc[name].to_dict(), flush=True)
-
-    with ThreadPoolExecutor(len(shares)) as pool:
-        list(pool.map(judge_one, asked))
 
 
 def main(
     folder: Path,
     names: Annotated[list[str] | None, typer.Argument(help="Defects; all, if none is named.")] = None,
     reruns: Annotated[int, typer.Option(help="Run the code as it is so often instead.")] = 0,
-    cores: Annotated[int | None, typer.Option(help="Cores of a run; default: all, one run at a time.")] = None,
 ) -> None:
     """Run the gates on broken code, or on unbroken code again and again."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,9 +178,11 @@ def main(
         asked = {f"none, rerun {number:02d}": None for number in range(1, reruns + 1)}
     else:
         asked = {name: MUTATIONS[name] for name in names or MUTATIONS}
-    usable = sorted(os.sched_getaffinity(0))
-    count = cores or len(usable)
-    judge_all(asked, folder, [usable[first : first + count] for first in range(0, len(usable) - count + 1, count)])
+    for name, mutation in asked.items():
+        verdict = folder / (re.sub(r"[^a-z0-9]+", "-", name.lower()) + ".json")
+        if not verdict.is_file():
+            judge(name, mutation, verdict)
+            print(table(folder).set_index("defect").loc[name].to_dict(), flush=True)
     (folder / "table.md").write_text(f"{table(folder).to_markdown(index=False)}\n")
 
 

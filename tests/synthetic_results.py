@@ -65,30 +65,12 @@ def write_run(
     run = "-".join([experiment, arm, *(f"{key}{value}" for key, value in varied.items()), f"seed{seed}"])
     settings = {"model": "mini", "dataset": "arithmetic", "weights": weights, "method": method, "seed": seed}
     settings |= {"noise": {"schedule": schedule}} | (base or {})
-    summary = {
-        "steps": 40,
-        "seconds": 80.0,
-        "peak_memory_bytes": 5e8,
-        "trainable_parameters": 1000,
-        "weight_bytes": 4e6,
-        "sampler": SAMPLER,
-        "rollout_tokens_per_second": 900.0,
-        "update_tokens_per_second": 1800.0,
-        "step_seconds": {"median": 2.0, "p25": 1.9, "p75": 2.2},
-    }
-    path = write_json(
-        root / "train" / run / "run.json",
-        {
-            "run": run,
-            "experiment": experiment,
-            "arm": arm,
-            "varied": {"seed": seed, **varied},
-            "settings": settings | varied,
-            "summary": summary if status == "ok" else None,
-            "status": status,
-            "provenance": PROVENANCE,
-        },
-    )
+    summary = {"steps": 40, "seconds": 80.0, "peak_memory_bytes": 5e8, "trainable_parameters": 1000}
+    summary |= {"weight_bytes": 4e6, "sampler": SAMPLER, "step_seconds": {"median": 2.0, "p25": 1.9, "p75": 2.2}}
+    summary |= {"rollout_tokens_per_second": 900.0, "update_tokens_per_second": 1800.0}
+    value = {"run": run, "experiment": experiment, "arm": arm, "varied": {"seed": seed, **varied}}
+    value |= {"settings": settings | varied, "summary": summary if status == "ok" else None, "status": status}
+    path = write_json(root / "train" / run / "run.json", value | {"provenance": PROVENANCE})
     if status == "ok":
         write_lines(path.parent / "metrics.jsonl", curve(seed, arm) if metrics is None else metrics)
     return path
@@ -136,35 +118,16 @@ def write_evaluation(
     trained = json.loads(run.read_text()) if run else {"run": None, "arm": None, "experiment": None, "varied": {}}
     tasks, rows = {}, []
     for dataset, answers in correct.items():
-        tasks[dataset] = {
-            "harness": "lm-eval",
-            "task": dataset if dataset in flexible else None,
-            "problems": answers.shape[0],
-            "repeats": answers.shape[1],
-            "accuracy": float(answers.mean()),
-            "accuracies": answers.mean(axis=0).tolist(),
-            "completion_tokens": 50.0,
-            "truncated": 0.0,
-        }
-        rows += [
-            {
-                "dataset": dataset,
-                "harness": "lm-eval",
-                "problem": str(problem),
-                "repeat": repeat,
-                "prompt": "q",
-                "completion": "a",
-                "extracted": "1",
-                "gold": "1",
-                "correct": int(answers[problem, repeat]),
-                "flexible": bool(flexible[dataset][problem, repeat]) if dataset in flexible else None,
-                "agrees": True,
-                "tokens": 50,
-                "finished": True,
-            }
-            for problem in range(answers.shape[0])
-            for repeat in range(answers.shape[1])
-        ]
+        problems, repeats = answers.shape
+        task = {"harness": "lm-eval", "task": dataset if dataset in flexible else None, "problems": problems}
+        task |= {"repeats": repeats, "accuracy": float(answers.mean()), "accuracies": answers.mean(axis=0).tolist()}
+        tasks[dataset] = task | {"completion_tokens": 50.0, "truncated": 0.0}
+        row = {"dataset": dataset, "harness": "lm-eval", "prompt": "q", "completion": "a", "extracted": "1"}
+        row |= {"gold": "1", "agrees": True, "tokens": 50, "finished": True}
+        for place, right in np.ndenumerate(answers):
+            second = bool(flexible[dataset][place]) if dataset in flexible else None
+            where = {"problem": str(place[0]), "repeat": place[1]}
+            rows.append(row | where | {"correct": int(right), "flexible": second})
     result = {key: trained[key] for key in ("run", "arm", "experiment", "varied")}
     result |= {"eval": name, "model": model, "weights": weights, "recipe": recipe, "tasks": tasks, "sampler": SAMPLER}
     result |= {"provenance": PROVENANCE}
@@ -176,16 +139,8 @@ def write_evaluation(
 def write_quantization(
     root: Path, weights: str, bits: float, errors: dict[str, float], model: str = "mini", method: str = "rtn"
 ) -> Path:
-    report = {
-        "model": model,
-        "weights": weights,
-        "size_bytes": 1e6,
-        "bits_per_weight": bits,
-        "bits_per_weight_model": bits + 1,
-        "relative_error": errors,
-        "method": method,
-        "provenance": PROVENANCE,
-    }
+    report = {"model": model, "weights": weights, "method": method, "size_bytes": 1e6, "relative_error": errors}
+    report |= {"bits_per_weight": bits, "bits_per_weight_model": bits + 1, "provenance": PROVENANCE}
     return write_json(root / "quantize" / f"{model}-{weights}-{method}" / "report.json", report)
 
 
@@ -265,28 +220,28 @@ def decode_file(
     return write_json(root / f"{engine}-{work['size']}-{weights}-{rank}-{machine}.json", value)
 
 
-def step_file(root: Path, system: str, size: str, seconds: list[float], recompute: bool | str, **parts) -> Path:
-    work = {"size": size, "weights": "nvfp4", "prompts": 16, "group_size": 8, "prompt": 128}
-    work |= {"tokens": 1024, "rank": 16, "repeats": max(1, len(seconds))}
-    memory = {
-        "peak_bytes": 20e9,
-        "kv_cache_bytes": 8e9,
-        "without_kv_cache_bytes": 12e9,
-        "parts": parts,
-        "device_bytes": 21e9,
-    }
+def step_file(
+    root: Path, system: str, size: str, seconds: list[float] | str, recompute: bool | str, base="nvfp4",
+    work: dict | None = None, cap: float | None = None, **parts,
+) -> Path:  # fmt: skip
+    """A file of GRPO steps with their seconds, or a failure's status; `work` changes the shape, `parts` are bytes."""
+    told = [] if isinstance(seconds, str) else seconds
+    asked = {"size": size, "weights": base, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
+    asked |= {"rank": 16, "repeats": max(1, len(told))} | (work or {})
+    memory = {"peak_bytes": 20e9, "kv_cache_bytes": 8e9, "without_kv_cache_bytes": 12e9, "device_bytes": 21e9}
     value = {
         "bench": "grpo_step",
-        "status": "ok",
+        "status": seconds if isinstance(seconds, str) else "ok",
         "system": system,
         "sampler": "any",
-        "work": work,
-        "settings": {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None},
-        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in seconds],
-        "memory": memory,
+        "work": asked,
+        "settings": {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": cap},
+        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in told],
+        "memory": memory | {"parts": parts} if told else None,
         "provenance": PROVENANCE,
     }
-    return write_json(root / f"{system}-{size}.json", value)
+    shape = "-".join(f"{key}{value}" for key, value in (work or {}).items())
+    return write_json(root / f"{system}-{size}-{base}-{shape}-{recompute}-{cap}.json", value)
 
 
 def moved(file: Path, machine: str, **settings) -> Path:

@@ -12,7 +12,7 @@ from qerl.bench.timing import DecodePoints, Engine, Start, gpu_state, unless_out
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
 from qerl.host.gpus import seconds
-from qerl.jobs import DecodeJob, PromptsJob, PromptsPart
+from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import random_policy, with_random_adapter
 from qerl.results.schema import NO_MEMORY, OK, Provenance
@@ -21,7 +21,7 @@ from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import Kernels, NativeSettings
-from qerl.settings.workloads import Decoding
+from qerl.settings.workloads import Decoding, Prompting
 
 # Decode speed of the native engine on random weights of known shapes, in tokens/s by number of sequences.
 #
@@ -58,7 +58,7 @@ def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[floa
     return taken[1:]
 
 
-def measure_points(job: DecodeJob) -> None:
+def measure_points(job: PointJob[Decoding, int]) -> None:
     """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
     base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
     for part in job.parts:
@@ -70,7 +70,7 @@ def measure_points(job: DecodeJob) -> None:
                 points.note_syncs(sync_seconds(policy, work.kernels) if work.rank else [])
                 return partial(engine_of, policy, work)
 
-            points.run(part.sequences, load)
+            points.run(part.points, load)
 
 
 # Prefill time of the project's engine on random weights: each call draws one token after each prompt.
@@ -81,7 +81,7 @@ def measure_points(job: DecodeJob) -> None:
 _SETTINGS = NativeSettings(kv_cache_gib=8.0)
 
 
-def measure_prompts(job: PromptsJob) -> None:
+def measure_prompts(job: PointJob[Prompting, tuple[int, int]]) -> None:
     """Time all points and write the result. Points that run out of memory are stored with that status."""
     for part in job.parts:
         work, points = part.work, part.points
@@ -97,7 +97,7 @@ def measure_prompts(job: PromptsJob) -> None:
         write(job.out / part.file, result)
 
 
-def _ready_sampler(part: PromptsPart) -> EngineSampler:
+def _ready_sampler(part: PointPart[Prompting, tuple[int, int]]) -> EngineSampler:
     """The sampler after a call as large as the largest point, which allocates its cache."""
     work = part.work
     sampler = EngineSampler(random_policy(work.base, work.rank, choose_device()), _SETTINGS)
@@ -114,21 +114,19 @@ def _point(sampler: EngineSampler | None, prompts: int, tokens: int, repeats: in
 
 def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptPoint:
     """Time calls with this number of prompts of `tokens` each, in seconds."""
-    reserved = _reserved()
-    first = _call(sampler, prompts, tokens, 0)
-    grown = _reserved() - reserved
-    samples = [_call(sampler, prompts, tokens, round_) for round_ in range(1, 1 + repeats)]
+
+    def call(round_: int) -> float:
+        numbers = np.random.default_rng([prompts, tokens, round_])
+        vocabulary = prompt_id_range(sampler.policy.lm.config.vocab_size)
+        ids = numbers.integers(*vocabulary, size=(prompts, tokens)).tolist()
+        with seconds() as elapsed:
+            sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
+        return elapsed.value
+
+    reserved = torch.cuda.memory_reserved if torch.cuda.is_available() else lambda: 0
+    before = reserved()
+    first = call(0)
+    grown = reserved() - before
+    samples = [call(round_) for round_ in range(1, 1 + repeats)]
     log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
     return PromptPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
-
-
-def _call(sampler: EngineSampler, prompts: int, tokens: int, round_: int) -> float:
-    numbers = np.random.default_rng([prompts, tokens, round_])
-    ids = numbers.integers(*prompt_id_range(sampler.policy.lm.config.vocab_size), size=(prompts, tokens)).tolist()
-    with seconds() as elapsed:
-        sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
-    return elapsed.value
-
-
-def _reserved() -> int:
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from qerl.bench.timing import DecodePoints, Engine, Start, nbytes
-from qerl.jobs import DecodeJob
+from qerl.jobs import PointJob
 from qerl.models.policy import choose_device
 from qerl.models.random import END, END_OF_TEXT, IDS, empty_qwen2, fill_model, random_weight
 from qerl.settings.run import AdapterSettings
@@ -33,15 +33,12 @@ def random_model(size: str, weights: str, rank: int, device: torch.device, seed:
         _fill_nf4(lm, device)
     fill_model(lm, device)
     if rank:
-        get_peft_model(lm, _lora_config(rank))
+        targets = list(AdapterSettings().targets)
+        get_peft_model(lm, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"))
         for name, parameter in lm.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.to(lm.dtype)
     return lm.eval().requires_grad_(False)
-
-
-def _lora_config(rank: int) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=rank, target_modules=list(AdapterSettings().targets), task_type="CAUSAL_LM")
 
 
 def _fill_nf4(lm: PreTrainedModel, device: torch.device) -> None:
@@ -78,7 +75,10 @@ def engine_of(lm: PreTrainedModel, weights: str) -> Engine:
         torch.manual_seed(seed)
         ids = torch.tensor(prompts, device=lm.device)
         mask = torch.ones_like(ids)
-        drawn = lm.generate(ids, attention_mask=mask, generation_config=_sampling(count))  # type: ignore[operator]
+        # At temperature 1; the end of text can't be drawn before the last token.
+        limits = {"max_new_tokens": count, "min_new_tokens": count, "eos_token_id": IDS[END]}
+        free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": IDS[END_OF_TEXT]}
+        drawn = lm.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**limits, **free))  # type: ignore[operator]
         return drawn[:, ids.shape[1] :].numel()
 
     sampler = f"transformers {transformers.__version__}"
@@ -87,21 +87,7 @@ def engine_of(lm: PreTrainedModel, weights: str) -> Engine:
     return Engine(draw, sampler, lambda: weight_bytes(lm))
 
 
-def _sampling(count: int) -> GenerationConfig:
-    """Settings that draw exactly `count` tokens at temperature 1: the end of text can't be drawn before."""
-    return GenerationConfig(
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=IDS[END],
-        pad_token_id=IDS[END_OF_TEXT],
-    )
-
-
-def measure_points(job: DecodeJob) -> None:
+def measure_points(job: PointJob[Decoding, int]) -> None:
     """Measure the points that the job's files lack, and write a file after each."""
     for part in job.parts:
         work = part.work
@@ -110,4 +96,4 @@ def measure_points(job: DecodeJob) -> None:
             engine = engine_of(random_model(work.size, work.weights, work.rank, choose_device()), work.weights)
             return lambda _: engine
 
-        DecodePoints(job.out / part.file, work).run(part.sequences, load)
+        DecodePoints(job.out / part.file, work).run(part.points, load)

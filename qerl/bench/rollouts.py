@@ -14,7 +14,7 @@ from torch import nn
 from qerl.bench.timing import Point, run_points
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.host.gpus import seconds
-from qerl.jobs import RolloutJob, RolloutMixJob
+from qerl.jobs import PointJob, RolloutJob
 from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
 from qerl.models.random import random_policy
 from qerl.results.schema import Provenance
@@ -76,7 +76,7 @@ def _stored(phases: RolloutPhases) -> PhaseSeconds:
     )
 
 
-def measure_mix(job: RolloutMixJob) -> None:
+def measure_mix(job: PointJob[Mix, None]) -> None:
     """Time the rollouts and write the result."""
     for part in job.parts:
         measure(part.work, job.out / part.file, partial(_start, part.work))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer
 from qerl.bench.timing import Point, nbytes, optimizer_bytes, run_points
 from qerl.bench.workloads import (
     WARMUP,
+    MeasuredSteps,
     check_drawn,
     completion_lengths,
     equal_prompts,
@@ -24,7 +24,6 @@ from qerl.bench.workloads import (
     problem,
     questions,
     steps_of,
-    write_out_of_memory,
     write_steps,
 )
 from qerl.checkpoints.shapes import vocabulary
@@ -32,7 +31,7 @@ from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import WARM_UP, GrpoStepJob, StepJob, StepPart, TimedRun
+from qerl.jobs import WARM_UP, PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.results.paths import METRICS
@@ -192,13 +191,8 @@ def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
     )
 
 
-def steps_with(
-    base: Policy, work: StepWork, settings: RunSettings, folder: Path
-) -> tuple[str, list[TimedStep], StepMemory, GivenUp | None]:
-    """The sampler's description, the timed steps, the memory at their highest peak, and what they did without.
-
-    `base` has an adapter without trained norms.
-    """
+def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path) -> MeasuredSteps:
+    """The timed steps of a policy whose adapter has no trained norms."""
     policy = _policy(base, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
     collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
@@ -210,14 +204,14 @@ def steps_with(
     timed = steps[WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     memory = _memory(trainer, peak, watched.cache_bytes(part))
-    return watched.served, timed, memory, _given_up(trainer, watched.sampler)
+    return MeasuredSteps(watched.served, tuple(timed), memory, _given_up(trainer, watched.sampler))
 
 
-def measure_steps(job: GrpoStepJob) -> None:
+def measure_steps(job: PointJob[StepWork, None]) -> None:
     """Measure the parts that have no file yet, and write a file after each. All parts share one base."""
-    first, work = job.parts[0], job.parts[0].work
-    if first.settings.memory_gb is not None:
-        cap_memory(first.settings.memory_gb)
+    work, settings = job.parts[0].work, job.parts[0].settings
+    if settings and settings.memory_gb is not None:
+        cap_memory(settings.memory_gb)
     base = cache(lambda: random_policy(work.base, 0, choose_device()))
     for part in job.parts:
         out = job.out / part.file
@@ -228,7 +222,7 @@ def measure_steps(job: GrpoStepJob) -> None:
             free_memory()
 
 
-def _measured(out: Path, part: StepPart) -> bool:
+def _measured(out: Path, part: PointPart[StepWork, None]) -> bool:
     """Whether the file has this part's steps on this machine."""
     if not out.exists():
         return False
@@ -237,33 +231,23 @@ def _measured(out: Path, part: StepPart) -> bool:
     return same and result.provenance.machine.label == machine()["label"]
 
 
-def _measure_part(base: Callable[[], Policy], part: StepPart, out: Path) -> None:
+def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], out: Path) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     work, asked = part.work, part.settings
     assert isinstance(asked, EngineStep)
     nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
-    try:
+
+    def measure() -> MeasuredSteps:
         shared = base()
         torch.manual_seed(0)  # adapters are those of a part alone
-        with (
-            TemporaryDirectory() as folder,
-            with_random_adapter(shared, work.rank, train_norms=False) as policy,
-            _checkpointing_off_afterwards(policy),
-        ):
-            sampler, steps, memory, given_up = steps_with(policy, work, run_settings(work, asked), Path(folder))
-    except torch.cuda.OutOfMemoryError as error:
-        return write_out_of_memory(out, system, work, asked, error)
-    write_steps(out, system, sampler, work, asked, steps, memory, given_up)
+        with TemporaryDirectory() as folder, with_random_adapter(shared, work.rank, train_norms=False) as policy:
+            try:
+                return steps_with(policy, work, run_settings(work, asked), Path(folder))
+            finally:  # the next part's steps decide for themselves which blocks recompute their activations
+                policy.lm.gradient_checkpointing_disable()
 
-
-@contextmanager
-def _checkpointing_off_afterwards(policy: Policy) -> Iterator[None]:
-    """The next part's steps decide for themselves which blocks recompute their activations."""
-    try:
-        yield
-    finally:
-        policy.lm.gradient_checkpointing_disable()
+    write_steps(out, system, work, asked, measure)
 
 
 # Seconds and memory of a GRPO step by arm (paper Table 3).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -151,20 +152,17 @@ def _run_together(points: Sequence[Point], repeats: int) -> None:
     rounds = [(round_, point) for round_ in range(repeats + 1) for point in points]
     for round_, point in track(rounds, len(rounds), "measurements"):
         measure = measures[id(point)]
-        if measure is not None and point.status == "ok":
-            _measure(point, measure, round_)
-
-
-def _measure(point: Point, measure: Callable[[int], Any], round_: int) -> None:
-    reset_peak_memory()
-    found = _unless_failed(point, lambda: measure(round_))
-    if found is None:
-        return
-    point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
-    if round_ == 0:
-        point.first = found
-    else:
-        point.samples.append(found)
+        if measure is None or point.status != OK:
+            continue
+        reset_peak_memory()
+        found = _unless_failed(point, partial(measure, round_))
+        if found is None:
+            continue
+        point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
+        if round_ == 0:
+            point.first = found
+        else:
+            point.samples.append(found)
 
 
 def _unless_failed(point: Point, action: Callable[[], T]) -> T | None:

@@ -33,6 +33,7 @@ from qerl.bench.timing import nbytes, optimizer_bytes
 from qerl.bench.vllm import no_room_is_out_of_memory
 from qerl.bench.workloads import (
     WARMUP,
+    MeasuredSteps,
     check_drawn,
     completion_lengths,
     is_equal,
@@ -40,13 +41,12 @@ from qerl.bench.workloads import (
     questions,
     steps_of,
     text_reward,
-    write_out_of_memory,
     write_steps,
 )
 from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.jobs import GrpoStepJob
+from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, write_checkpoint
 from qerl.results.floor import byte_parts
 from qerl.results.speeds import StepMemory, TimedStep
@@ -140,11 +140,6 @@ def _share(work: StepWork, asked: TrlStep) -> float:
     return vllm_share(work, total)
 
 
-def _settings(work: StepWork, asked: TrlStep) -> TrlStep:
-    """TRL's settings as the result stores them."""
-    return asked.model_copy(update={"vllm_memory": _share(work, asked)})
-
-
 def _config(work: StepWork, asked: TrlStep, folder: Path) -> GRPOConfig:
     vllm = asked.sampler == "vllm"
     # `TimedTrainer` gives vLLM the lengths.
@@ -227,15 +222,6 @@ def _steps(trainer: TimedTrainer, clock: StepClock) -> list[TimedStep]:
     ]
 
 
-def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
-    """Bytes of vLLM's KV cache in bfloat16; 0 for transformers' generation, whose cache size is unknown."""
-    if not trainer.use_vllm:
-        return 0
-    hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
-    cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
-    return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
-
-
 def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
     assert trainer.model is not None
     assert trainer.optimizer is not None
@@ -245,10 +231,14 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
         "adapter": nbytes(trained),
         "optimizer": optimizer_bytes(trainer.optimizer),
     }
+    cache_bytes = 0  # of transformers' generation, whose cache size is unknown
     if trainer.use_vllm:
-        engine = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
-        parts["sampler_weights"] = nbytes([*engine.parameters()])
-    return memory_of(peak, _kv_cache_bytes(trainer, size), parts)
+        engine = trainer.vllm_generation.llm.llm_engine
+        parts["sampler_weights"] = nbytes([*engine.model_executor.driver_worker.model_runner.model.parameters()])
+        hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
+        cache = engine.vllm_config.cache_config
+        cache_bytes = cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
+    return memory_of(peak, cache_bytes, parts)
 
 
 def _system(work: StepWork, asked: TrlStep) -> str:
@@ -273,16 +263,12 @@ def _check(work: StepWork, asked: TrlStep) -> None:
         raise ConfigError(f"micro_batch={asked.micro_batch} doesn't divide the {work.completions} completions")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
+def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> MeasuredSteps:
     if asked.sampler == "vllm":
         # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
     write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:
@@ -297,17 +283,19 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     if not any(step.grad_norm for step in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     memory = _memory(trainer, max(clock.peaks[WARMUP:]), work.size)
-    write_steps(out, _system(work, asked), _sampler(trainer, work.weights), work, _settings(work, asked), timed, memory)
+    return MeasuredSteps(_sampler(trainer, work.weights), tuple(timed), memory)
 
 
-def measure_steps(job: GrpoStepJob) -> None:
+def measure_steps(job: PointJob[StepWork, None]) -> None:
     """Time the steps after one warm-up step, and write the result. Running out of memory is a result, too."""
     for part in job.parts:
         work, asked, out = part.work, part.settings, job.out / part.file
         assert isinstance(asked, TrlStep)
         _check(work, asked)
-        try:
+
+        def measure(work: StepWork = work, asked: TrlStep = asked) -> MeasuredSteps:
             with TemporaryDirectory() as folder, no_room_is_out_of_memory():
-                _run(work, asked, Path(folder) / "model", out)
-        except torch.cuda.OutOfMemoryError as error:
-            write_out_of_memory(out, _system(work, asked), work, _settings(work, asked), error)
+                return _run(work, asked, Path(folder) / "model")
+
+        stored = asked.model_copy(update={"vllm_memory": _share(work, asked)})
+        write_steps(out, _system(work, asked), work, stored, measure)

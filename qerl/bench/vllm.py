@@ -18,7 +18,7 @@ from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, linear_shapes
 from qerl.checkpoints.tensors import write_tensors
-from qerl.jobs import DecodeJob, DecodePart, RolloutMixJob
+from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import choose_device
 from qerl.models.random import QUANTIZATION, TEXTS, model_config, published_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
@@ -160,7 +160,7 @@ def no_room_is_out_of_memory() -> Iterator[None]:
 _LENGTH = 2048
 
 
-def _start_decode(folder: Path, parts: Sequence[DecodePart]) -> tuple[Any, Any]:
+def _start_decode(folder: Path, parts: Sequence[PointPart[Decoding, int]]) -> tuple[Any, Any]:
     """vLLM's engine for these parts, which differ in their lengths, and the request for the adapter.
 
     Raises OutOfMemoryError also if the weights fit but vLLM's cache doesn't.
@@ -168,7 +168,7 @@ def _start_decode(folder: Path, parts: Sequence[DecodePart]) -> tuple[Any, Any]:
     # In one process, so that timing this process times the engine.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     work = parts[0].work
-    sequences = {count for part in parts for count in part.sequences}
+    sequences = {count for part in parts for count in part.points}
     return start_engine(
         folder,
         work.base,
@@ -207,10 +207,10 @@ def _weight_bytes(model: nn.Module) -> int:
     return nbytes([*parameters, *(state.absmax for state in states)])
 
 
-def measure_points(job: DecodeJob) -> None:
+def measure_points(job: PointJob[Decoding, int]) -> None:
     """Measure the points that the job's files lack, and write a file after each. All lengths share one engine."""
     files = [(part, DecodePoints(job.out / part.file, part.work)) for part in job.parts]
-    left = [part for part, points in files if points.missing(part.sequences)]
+    left = [part for part, points in files if points.missing(part.points)]
     with TemporaryDirectory() as folder:
         start = cache(lambda: _start_decode(Path(folder), left))
         for part, points in files:
@@ -218,7 +218,7 @@ def measure_points(job: DecodeJob) -> None:
             def load(work: Decoding = part.work) -> Start:
                 return partial(_engine_of, *start(), work)
 
-            points.run(part.sequences, load)
+            points.run(part.points, load)
 
 
 # Rollouts of mixed lengths by stock vLLM, as users run it: CUDA graphs, prefix cache, a separate engine process.
@@ -273,7 +273,7 @@ def _length(completion: Any) -> int:
     return len(tokens)
 
 
-def measure_mix(job: RolloutMixJob) -> None:
+def measure_mix(job: PointJob[Mix, None]) -> None:
     """Time the rollouts and write the result."""
     for part in job.parts:
         with TemporaryDirectory() as folder:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,6 +168,19 @@ _EQUAL = "equal"
 SystemSettings = EngineStep | TrlStep
 
 
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """The timed steps of a system and the memory at their highest peak.
+
+    `sampler` describes the sampler and its weights, `given_up` what this project's engine and update did without.
+    """
+
+    sampler: str
+    steps: tuple[TimedStep, ...]
+    memory: StepMemory
+    given_up: GivenUp | None = None
+
+
 def steps_of(work: StepWork) -> int:
     """The number of steps, warm-up included."""
     return WARMUP + work.repeats
@@ -253,48 +267,24 @@ def device_bytes() -> int | None:
 def write_steps(
     out: Path,
     system: str,
-    sampler: str,
     work: StepWork,
     settings: SystemSettings,
-    steps: Sequence[TimedStep],
-    memory: StepMemory,
-    given_up: GivenUp | None = None,
+    measure: Callable[[], MeasuredSteps],
 ) -> None:
-    """Write a result: the timed steps, the memory at their highest peak, and the settings.
+    """Measure steps and write their result. Running out of memory is a result without steps, with its message.
 
-    `system` is a short name for tables, `sampler` describes the sampler and its weights, and `settings` are the
-    system's. `given_up` is what this project's engine and update did without.
+    `system` is a short name for tables, and `settings` are the system's.
     """
-    if len(steps) != work.repeats:
-        raise RuntimeError(f"{len(steps)} steps were timed instead of {work.repeats}")
+    try:
+        found = measure()
+    except torch.cuda.OutOfMemoryError as error:
+        log.warning("%s: %s", NO_MEMORY, str(error))
+        values: dict[str, Any] = {"status": NO_MEMORY, "message": str(error)}
+    else:
+        if len(found.steps) != work.repeats:
+            raise RuntimeError(f"{len(found.steps)} steps were timed instead of {work.repeats}")
+        values = {"status": OK, "warmup_steps": WARMUP, **vars(found)}
     result = GrpoStepResult(
-        bench="grpo_step",
-        system=system,
-        work=work,
-        settings=settings,
-        status=OK,
-        sampler=sampler,
-        warmup_steps=WARMUP,
-        steps=tuple(steps),
-        memory=memory,
-        given_up=given_up,
-        provenance=Provenance.of_now(),
-    )
-    write(out, result)
-
-
-def write_out_of_memory(
-    out: Path, system: str, work: StepWork, settings: SystemSettings, error: torch.cuda.OutOfMemoryError
-) -> None:
-    """Write a result without steps, with the error's message."""
-    log.warning("%s: %s", NO_MEMORY, str(error))
-    result = GrpoStepResult(
-        bench="grpo_step",
-        system=system,
-        work=work,
-        settings=settings,
-        status=NO_MEMORY,
-        message=str(error),
-        provenance=Provenance.of_now(),
+        bench="grpo_step", system=system, work=work, settings=settings, provenance=Provenance.of_now(), **values
     )
     write(out, result)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qerl.jobs import PointJob
-    from qerl.settings.workflow import ShapesSettings
+    from qerl.settings.workloads import ShapesSettings
     from qerl.workflow.runs import Plan
 
 

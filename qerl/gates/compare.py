@@ -90,7 +90,6 @@ def _gate(row: dict[str, str], where: str) -> Gate:
 
 #: Columns of metrics.jsonl that are equal, bit for bit, in two runs of the same code on the same machine.
 GOLDEN = ("loss", "reward", "grad_norm")
-Pairs = tuple[list[float], list[float]]
 
 
 def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
@@ -106,6 +105,14 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
             series |= {f"{column}/{_name(run)}": [getattr(step, column) for step in steps] for column in GOLDEN}
     evaluations = [file for file in files if file.name == RESULT]
     stored = [file for file in evaluations if file.parent.parent.name == STORED]
+    # Seconds per token, each paired with those of bf16, or of the baseline's code, that were measured next to them.
+    points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in bench.points}
+    ratios = {
+        f"{weights}-to-bf16/rank={rank}": (seconds, points["bf16", rank])
+        for (weights, rank), seconds in points.items()
+        if weights != "bf16"
+    }
+    ratios |= {f"{workload}-to-baseline": (pairs.now, pairs.baseline) for workload, pairs in speed.samples.items()}
     trained = {file: read(EvaluationResult, file) for file in evaluations if file not in stored}
     return GateMeasurements(
         key=key,
@@ -113,7 +120,7 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
         series=series,
         accuracies=_accuracies(trained),
         completions={f"{STORED}/{read(StoredPolicyResult, file).stored}": _completions(file) for file in stored},
-        ratios={**_of_formats(bench), **_of_commits(speed)},
+        ratios=ratios,
         compared_with=speed.baseline,
         provenance=speed.provenance,
     )
@@ -148,32 +155,16 @@ def _accuracies(trained: Mapping[Path, EvaluationResult]) -> dict[str, dict[str,
 
 
 def _completions(file: Path) -> dict[str, str]:
-    return {
-        f"{row.dataset} {row.problem} {row.repeat}": f"{_hash(row.completion)} {row.correct}" for row in _samples(file)
-    }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+    completions = {}
+    for row in _samples(file):
+        digest = hashlib.sha256(row.completion.encode(errors="surrogatepass")).hexdigest()[:8]
+        completions[f"{row.dataset} {row.problem} {row.repeat}"] = f"{digest} {row.correct}"
+    return completions
 
 
 def _samples(file: Path) -> Iterator[SampleRow]:
     """The completions beside a result.json."""
     return read_rows(SampleRow, file.with_name(SAMPLES))
-
-
-def _of_formats(bench: RolloutBenchResult) -> dict[str, Pairs]:
-    """Seconds per token of each 4-bit format paired with those of bf16, measured alternately in one process."""
-    points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in bench.points}
-    return {
-        f"{weights}-to-bf16/rank={rank}": (seconds, points["bf16", rank])
-        for (weights, rank), seconds in points.items()
-        if weights != "bf16"
-    }
-
-
-def _of_commits(speed: SpeedResult) -> dict[str, Pairs]:
-    return {f"{workload}-to-baseline": (pairs.now, pairs.baseline) for workload, pairs in speed.samples.items()}
 
 
 # The verdict of a gate, from the measurements and a baseline.
@@ -254,14 +245,10 @@ def _no_baseline(detail: str = "no baseline of this machine and workload") -> Fi
     return {"outcome": "no baseline", "detail": f"{detail}; `qerl gate accept` makes one"}
 
 
-def _at_most(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
+def _bounded(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
     now = measured.values[gate.metric]
-    return {"outcome": _outcome(now <= gate.limit), "now": now, "limit": gate.limit}
-
-
-def _at_least(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
-    now = measured.values[gate.metric]
-    return {"outcome": _outcome(now >= gate.limit), "now": now, "limit": gate.limit}
+    passes = now <= gate.limit if gate.check == "at-most" else now >= gate.limit
+    return {"outcome": _outcome(passes), "now": now, "limit": gate.limit}
 
 
 def _ratio_at_most(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
@@ -348,8 +335,8 @@ def _first_difference(before: list[float], now: list[float]) -> str:
 
 
 _CHECKS: dict[Check, Callable[[Gate, GateMeasurements, Baselines], Finding]] = {
-    "at-most": _at_most,
-    "at-least": _at_least,
+    "at-most": _bounded,
+    "at-least": _bounded,
     "ratio-at-most": _ratio_at_most,
     "growth": _growth,
     "paired": _paired,
@@ -401,27 +388,24 @@ def read_verdicts(file: Path) -> list[Verdict]:
 def verdict_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """One row per gate, with gates that don't pass first."""
     order = {"fail": 0, "no baseline": 1, "pass": 2}
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.4g}"
+
     rows = [
         {
             "gate": verdict.gate,
             "outcome": verdict.outcome if verdict.outcome == "pass" else verdict.outcome.upper(),
-            "baseline": _number(verdict.baseline),
-            "now": _number(verdict.now) + _interval(verdict),
-            "limit": _number(verdict.limit),
+            "baseline": number(verdict.baseline),
+            "now": number(verdict.now)
+            + ("" if verdict.low is None else f" [{number(verdict.low)}, {number(verdict.high)}]"),
+            "limit": number(verdict.limit),
             "detail": verdict.detail,
             "why": verdict.why,
         }
         for verdict in sorted(verdicts, key=lambda verdict: order[verdict.outcome])
     ]
     return pd.DataFrame(rows)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _interval(verdict: Verdict) -> str:
-    return "" if verdict.low is None else f" [{_number(verdict.low)}, {_number(verdict.high)}]"
 
 
 def sentence(verdicts: Sequence[Verdict]) -> str:

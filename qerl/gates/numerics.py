@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,16 +29,10 @@ ANSWERS = "answers.jsonl"
 
 # Gates start from a committed policy: pre-training takes longer than all gates together, and its variation would be
 # in every comparison.
-def compare_with_vectors(job: NumericsJob) -> None:
-    """Compare codecs and graders with stored vectors."""
-    measure_numerics(job.vectors, job.out)
-
-
-def measure_numerics(folder: Path, out: Path) -> None:
-    """Compare with the vectors in `folder`; `out` gets `{values: {name: number}}` with a stamp."""
-    vectors = load_file(folder / VECTORS)
-    values = {**dict(_formats(vectors)), "graders": wrong_verdicts(folder / ANSWERS)}
-    write(out, NumericsResult(values=values, provenance=Provenance.of_now()))
+def measure_numerics(job: NumericsJob) -> None:
+    """Compare codecs and graders with the vectors; the result has numbers by name."""
+    values = {**dict(_formats(load_file(job.vectors / VECTORS))), "graders": wrong_verdicts(job.vectors / ANSWERS)}
+    write(job.out, NumericsResult(values=values, provenance=Provenance.of_now()))
 
 
 def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
@@ -79,10 +72,9 @@ def _product_error(packed: Packed, x: Tensor, product: Tensor) -> float:
 
 def wrong_verdicts(file: Path) -> float:
     """The number of answers that are graded wrongly."""
-    rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
-    return float(sum(_graded(row) != (row["correct"], row["well_formed"]) for row in rows))
-
-
-def _graded(row: dict[str, Any]) -> tuple[bool, bool]:
-    text, record_format, form = row["text"], row["format"], row["form"]
-    return is_correct(text, row["answer"], record_format, form), well_formed(text, record_format, form)
+    wrong = 0
+    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        text, answer, how = row["text"], row["answer"], (row["format"], row["form"])
+        graded = is_correct(text, answer, *how), well_formed(text, *how)
+        wrong += graded != (row["correct"], row["well_formed"])
+    return float(wrong)

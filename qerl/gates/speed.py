@@ -92,10 +92,6 @@ def unpacked(commit: str, folder: Path) -> Path:
     return target.resolve()
 
 
-def _last_lines(text: str) -> str:
-    return " | ".join(text.strip().splitlines()[-_ERROR_LINES:])
-
-
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,9 +122,8 @@ class Worker:
 
     def _ended(self) -> ConfigError:
         code = self.process.wait()
-        return ConfigError(
-            f"the timed process ended with exit code {code}: {_last_lines(self.errors.read_text(encoding='utf-8'))}"
-        )
+        last = self.errors.read_text(encoding="utf-8").strip().splitlines()[-_ERROR_LINES:]
+        return ConfigError(f"the timed process ended with exit code {code}: {' | '.join(last)}")
 
 
 @contextmanager

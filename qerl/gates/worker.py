@@ -46,12 +46,13 @@ class Workloads:
 
     def rollout(self) -> list[float]:
         """Seconds per token of completions of 32 prompts."""
-        return [self._rollout(seed) for seed in range(ROLLOUTS)][1:]
-
-    def _rollout(self, seed: int) -> float:
-        start = time.perf_counter()
-        drawn = self.api.sample(self.policy, PROMPTS, seed=seed, max_tokens=64)
-        return (time.perf_counter() - start) / sum(one.tokens for completions in drawn for one in completions)
+        taken = []
+        for seed in range(ROLLOUTS):
+            start = time.perf_counter()
+            drawn = self.api.sample(self.policy, PROMPTS, seed=seed, max_tokens=64)
+            seconds = time.perf_counter() - start
+            taken.append(seconds / sum(one.tokens for completions in drawn for one in completions))
+        return taken[1:]
 
     def update(self) -> list[float]:
         """Seconds per token of the updates of a short run."""

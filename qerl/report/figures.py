@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from qerl.report.format import training_label, weights_label
 from qerl.report.paper import fits
 from qerl.results.paths import NARROW, training_name
-from qerl.results.printed import DECAYS, Panel, Series
+from qerl.results.printed import DECAYS, Panel
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
 from qerl.settings.run import NoiseSettings
@@ -233,26 +233,19 @@ def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: 
     arms = max(len(_identities(group)) for _, group, _ in panels)
     with figure_axes(len(panels), stem, height=max(HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
-            _curve_panel(axis, group, column, width)
+            names, colours = _names(group), _colours(group)
+            ends = [
+                (draw_seeds(axis, arm, column, colours[key], width), names[key], colours[key])
+                for key, arm in group.groupby(["experiment", "arm", "variant"], sort=False)
+            ]
+            axis.set_xlabel("step")
+            axis.set_xlim(group["step"].min(), group["step"].max())
+            label_ends(axis, ends)
             axis.set_ylabel(columns[column] + (f",\nmean of {width} steps" if width > 1 else ""))
-            axis.set_title(_panel_title(str(experiment), group), loc="left")
-
-
-def _panel_title(experiment: str, group: pd.DataFrame) -> str:
-    seeds = group.groupby(["arm", "variant"])["seed"].nunique()
-    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
-    return f"{experiment}: mean and range of {count} seeds" if seeds.max() > 1 else f"{experiment}: one seed"
-
-
-def _curve_panel(axis: Axes, metrics: pd.DataFrame, column: str, window: int) -> None:
-    names, colours = _names(metrics), _colours(metrics)
-    ends = [
-        (draw_seeds(axis, arm, column, colours[key], window), names[key], colours[key])
-        for key, arm in metrics.groupby(["experiment", "arm", "variant"], sort=False)
-    ]
-    axis.set_xlabel("step")
-    axis.set_xlim(metrics["step"].min(), metrics["step"].max())
-    label_ends(axis, ends)
+            seeds = group.groupby(["arm", "variant"])["seed"].nunique()
+            count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+            about = f"mean and range of {count} seeds" if seeds.max() > 1 else "one seed"
+            axis.set_title(f"{experiment}: {about}", loc="left")
 
 
 def label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
@@ -292,11 +285,7 @@ def _bars(axis: Axes, table: pd.DataFrame) -> None:
     axis.set_xticks(range(len(ranks)), [f"rank {rank}" if rank else "no LoRA" for rank in ranks])
     axis.set_ylabel("tokens/s (ratio to BF16 on top)")
     axis.grid(visible=False, axis="x")
-    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    axis.legend(
-        handles.values(), handles.keys(), ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.12),
-        frameon=False, handlelength=1, columnspacing=1.2,
-    )  # fmt: skip
+    _legend(axis, below=0.12, handlelength=1, columnspacing=1.2)
 
 
 def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[Any, str]) -> None:
@@ -340,7 +329,8 @@ def decode_speed(points: pd.DataFrame, stem: Path) -> None:
     with figure_axes(len(groups), stem, height=HEIGHT + 0.7) as axes:
         for axis, (size, group) in zip(axes, groups, strict=True):
             _speed_panel(axis, group)
-            axis.set_title(f"{size}, {_rank(group['rank'].iloc[0])}", loc="left")
+            rank = group["rank"].iloc[0]
+            axis.set_title(f"{size}, LoRA rank {rank}" if rank else f"{size}, no LoRA", loc="left")
 
 
 def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
@@ -357,7 +347,7 @@ def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_ylabel("tokens/s")
     _sequences_axis(axis, points["sequences"])
-    _legend(axis)
+    _legend(axis, below=0.2, ncols=3, fontsize=6)
 
 
 def _floors(axis: Axes, points: pd.DataFrame) -> None:
@@ -381,14 +371,11 @@ def _sequences_axis(axis: Axes, counts: Iterable[int]) -> None:
     axis.set_xlabel("sequences")
 
 
-def _legend(axis: Axes) -> None:
+def _legend(axis: Axes, below: float, **options: Any) -> None:
+    """Each label once, at a distance below the panel."""
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    axis.legend(handles.values(), handles.keys(), ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2),
-                frameon=False, fontsize=6)  # fmt: skip
-
-
-def _rank(rank: int) -> str:
-    return f"LoRA rank {rank}" if rank else "no LoRA"
+    given = {"bbox_to_anchor": (0.5, -below), "frameon": False, "ncols": len(handles)} | options
+    axis.legend(handles.values(), handles.keys(), loc="upper center", **given)
 
 
 # The paper's figures beside ours: curves by step, and bars.
@@ -438,9 +425,17 @@ def _groups(
 def _panel_beside(
     axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
 ) -> None:
+    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in panel.series]
+    # The arms' colours, or the palette's if the series differ in something else.
+    colours = [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
+    columns = ["model", "weights", "method", "noise"]
+    identities = [
+        {**{name: row[name] for name in columns}, "rank": None, "setting": {"data": row["data"]}}
+        for row in reference.to_dict("records")
+    ]
     handles = []
-    for series, colour in zip(panel.series, _series_colours(panel.series), strict=True):
-        points = reference[[fits(series.asked, _point_identity(row)) for row in reference.to_dict("records")]]
+    for series, colour in zip(panel.series, colours, strict=True):
+        points = reference[[fits(series.asked, point) for point in identities]]
         if len(points):
             axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
                       label=f"paper: {series.label}")  # fmt: skip
@@ -450,30 +445,16 @@ def _panel_beside(
         name = series.label if run else f"{series.label}, not run"
         style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
         handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
-    axis.set_title("; ".join([panel.title, *_told(groups, dashed=len(axis.lines) > len(groups))]), loc="left")
+    counts = sorted({group["seed"].nunique() for group in groups.values()})
+    parts = [panel.title, *[f"seeds: {' or '.join(map(str, counts))}"] * bool(counts)]
+    parts += ["dashed: the paper"] * (len(axis.lines) > len(groups))
+    axis.set_title("; ".join(parts), loc="left")
     axis.set_xlabel("step")
     axis.set_ylabel(_LABELS[panel.metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
     axis.margins(x=0)
     if not axis.lines:
         axis.set(xticks=[], yticks=[])
     axis.legend(handles=handles, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=6)
-
-
-def _told(groups: Mapping[str, pd.DataFrame], dashed: bool) -> list[str]:
-    counts = sorted({group["seed"].nunique() for group in groups.values()})
-    seeds = f"seeds: {' or '.join(map(str, counts))}"
-    return [seeds] * bool(counts) + ["dashed: the paper"] * dashed
-
-
-def _point_identity(row: dict[Any, Any]) -> dict[str, Any]:
-    identity = {name: row[name] for name in ("model", "weights", "method", "noise")}
-    return {**identity, "rank": None, "setting": {"data": row["data"]}}
-
-
-def _series_colours(series: Sequence[Series]) -> list[str]:
-    """The arms' colours, or the palette's if the series differ in something else."""
-    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in series]
-    return [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
 
 
 def schedules(stem: Path) -> None:

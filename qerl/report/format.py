@@ -71,11 +71,6 @@ def times(value: float) -> str:
     return f"{value:.2f}×"
 
 
-def or_reason(text: Callable[[float], str]) -> Callable[[float | str], str]:
-    """A formatter of values that leaves a reason why there is none as it is."""
-    return lambda value: value if isinstance(value, str) else text(value)
-
-
 def weights_label(weights: str) -> str:
     """The label of weights: BF16, NF4, MXFP4, NVFP4 or NVFP4-AWQ."""
     return weights.upper()
@@ -119,7 +114,6 @@ MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "group_size": ("group size", _count),
     "gradient_checkpointing": ("gradient checkpointing", lambda on: {True: "on", False: "off"}.get(on, on)),
     "sequences": ("sequences", _count),
-    "crosses": ("ratio is 1 at", str),
     "completion_tokens": ("tokens", _count),
     "repeats": ("repeats", _count),
     "tokens_per_second": ("tokens/s", three_digits),
@@ -353,7 +347,7 @@ def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, flo
         return NOT_MEASURED, np.nan, np.nan
     for point in (above, below):
         if point["status"] != OK:
-            return f"{_name(point)} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
+            return f"{point['engine']} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
     if above["machine"] != below["machine"]:
         return DIFFERENT_MACHINES, np.nan, np.nan
     interval = ratio_interval(above["samples"], below["samples"])
@@ -365,22 +359,10 @@ def faster(points: Sequence[Row | None]) -> Row | None:
     measured = [point for point in points if point is not None]
     if len(measured) < len(points):
         return None
-    return max((point for point in measured if point["status"] == OK), key=_speed, default=measured[0])
+    done = (point for point in measured if point["status"] == OK)
+    return max(done, key=lambda point: float(point["tokens_per_second"]), default=measured[0])
 
 
 def stated(name: str, points: Iterable[Row | None]) -> str:
     """What the measured points have in a column of their stamp, such as `machine`, as text."""
     return ", ".join(dict.fromkeys(str(point[name]) for point in points if point is not None))
-
-
-def count_columns(table: pd.DataFrame) -> list[str]:
-    """The columns that are numbers of sequences."""
-    return [str(column) for column in table if str(column).isdigit()]
-
-
-def _name(row: Row) -> str:
-    return str(row["engine"] if "engine" in row else row["system"])
-
-
-def _speed(point: Row) -> float:
-    return float(point["tokens_per_second"])

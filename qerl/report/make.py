@@ -207,52 +207,40 @@ def make_table(name: str, paths: Sequence[Path], out: Path) -> None:
     if name in printed.TABLES:
         return _make_paper_table(name, stored, out)
     if name == "drift":
-        return _make_drift_table(stored, out)
-    makers: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame]]] = {
-        "accuracy": lambda: (tables.accuracy(stored.accuracy_cells(), stored.runs()), stored.evaluations()),
-        "memory_speed": lambda: _with_records(
-            lambda points: tables.memory_speed(points, stored.quantization()), stored.points("step")
-        ),
-        "throughput": lambda: _with_records(tables.throughput, stored.points("rollout")),
-        "quantization": lambda: _with_records(tables.quantization, stored.quantization()),
+        from qerl.report.drift import drift  # scipy, a second of CPU time, which other tables are spared
+
+        caption = f"{caption_of_table('drift')}. {_stamp(stored.runs(), stored.runs())}."
+        return tables.write_table(drift(stored.metrics()), out / "drift", caption)
+    # Each with the records from which it is made.
+    makers: dict[str, tuple[Callable[[], pd.DataFrame], Callable[[pd.DataFrame], pd.DataFrame]]] = {
+        "accuracy": (stored.evaluations, lambda _: tables.accuracy(stored.accuracy_cells(), stored.runs())),
+        "memory_speed": (lambda: stored.points("step"), lambda p: tables.memory_speed(p, stored.quantization())),
+        "throughput": (lambda: stored.points("rollout"), tables.throughput),
+        "quantization": (stored.quantization, tables.quantization),
     }
-    frame, records = makers[name]()
+    records_of, make = makers[name]
+    records = records_of()
+    frame = make(records)
     parts = None
     if name == "accuracy":
         parts = {f"Accuracy on {dataset}": present(rows) for dataset, rows in by_dataset(frame).items()}
     tables.write_table(frame, out / name, tables.caption_text(caption_of_table(name), records), parts=parts)
 
 
-def _make_drift_table(stored: StoredResults, out: Path) -> None:
-    from qerl.report.drift import drift  # scipy, a second of CPU time, which other tables are spared
-
-    caption = ". ".join([caption_of_table("drift"), _stamp(stored.runs(), stored.runs())]) + "."
-    tables.write_table(drift(stored.metrics()), out / "drift", caption)
-
-
 def _make_paper_table(name: str, stored: StoredResults, out: Path) -> None:
     frame = stored.beside(name)
     shown, footnotes = paper.flat(frame) if name == "table4" else paper.paper_shape(frame)
-    tables.write_table(frame, out / name, _paper_caption(name, frame, stored), shown, footnotes)
-
-
-def _paper_caption(name: str, frame: pd.DataFrame, stored: StoredResults) -> str:
     units = set(frame["unit"])
     methods = [METHOD] * ("%" in units) + [paper.SPEED] * ("ratio" in units)
     methods += [_SCORED] * bool(set(frame["metric"]) & set(paper.READINGS))
     methods += ["A difference is ours minus the printed number, with the interval of ours"] * bool(methods)
-    return ". ".join([caption_of_table(name), *methods, _stamp(stored.stamps(), stored.runs())]) + "."
+    caption = ". ".join([caption_of_table(name), *methods, _stamp(stored.stamps(), stored.runs())]) + "."
+    tables.write_table(frame, out / name, caption, shown, footnotes)
 
 
 def _stamp(records: pd.DataFrame, runs: pd.DataFrame) -> str:
     seeds = [tables.seeds_text(runs)] if len(runs) else []
     return ". ".join([tables.machine_text(records), *seeds, tables.commit_text(records)])
-
-
-def _with_records(
-    make: Callable[[pd.DataFrame], pd.DataFrame], records: pd.DataFrame
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return make(records), records
 
 
 def make_figure(name: str, paths: Sequence[Path], out: Path) -> None:

@@ -259,26 +259,40 @@ def main_table(caption: str, table: pd.DataFrame, samples: Samples) -> HtmlTable
         *[Column("seeds", numeric=True)] * trained,
         *[Column("note")] * notes,
     ]
-    blocks = table.groupby(["model", "experiment"], sort=False)
+    groups = [("", len(named) + 1), *((name, len(_SHOWN)) for name in datasets)]
+
+    def cells(row: dict[Any, Any]) -> Iterator[HtmlCell]:
+        untrained = row["training"] == _UNTRAINED
+        yield from (cell(f"{row[key]}") for key in named)
+        training = "untrained" if untrained else training_label(row["training"])
+        yield cell(f"{weights_label(row['weights'])} {training}")
+        seeds: dict[str, str] = {}
+        for dataset in datasets:
+            addresses = samples.by_seed(row, dataset)
+            seeds = addresses | seeds
+            for measure in _SHOWN:
+                text = cell_text(row, f"{dataset}/{measure}", MEASURES[measure][1])
+                yield cell(text, next(iter(addresses.values()), ""))
+        if trained:
+            yield HtmlCell(() if untrained else tuple(Link(seed, seeds[seed]) for seed in sorted(seeds, key=int)))
+        if notes:
+            yield cell(_notes(row, datasets))
+
     return HtmlTable(
         caption,
         columns,
         bodies=[
-            [[*_row(row, named, datasets, samples, trained), *_noted(row, datasets, notes)] for row in _rows(block)]
-            for _, block in blocks
+            [list(cells(row)) for row in block.to_dict("records")]
+            for _, block in table.groupby(["model", "experiment"], sort=False)
         ],
-        groups=[
-            ("", len(named) + 1),
-            *((name, len(_SHOWN)) for name in datasets),
-            *[("", trained + notes)] * bool(trained + notes),
-        ],
+        groups=groups + [("", trained + notes)] * bool(trained + notes),
     )
 
 
 def accuracy_ranges(table: pd.DataFrame, evaluations: pd.DataFrame) -> Iterator[AccuracyRange]:
     """For each model and data set the lowest and highest accuracy of untrained bases and of trained policies."""
     several = table["model"].nunique() > 1
-    sizes = {(row["model"], row["dataset"]): row for row in _rows(evaluations)}
+    sizes = {(row["model"], row["dataset"]): row for row in evaluations.to_dict("records")}
     for model in dict.fromkeys(table["model"]):
         rows = table[table["model"] == model]
         for dataset in datasets_of(table):
@@ -299,39 +313,9 @@ def _range(scores: pd.Series) -> str:
     return "" if scores.empty else low if low == high else f"{low}–{high}"
 
 
-def _rows(table: pd.DataFrame) -> list[dict[Any, Any]]:
-    return table.to_dict("records")
-
-
-def _row(row: dict[Any, Any], named: list[str], datasets: list[str], samples: Samples, trained: bool) -> list[HtmlCell]:
-    untrained = row["training"] == _UNTRAINED
-    training = "untrained" if untrained else training_label(row["training"])
-    cells = [cell(f"{row[key]}") for key in named]
-    cells.append(cell(f"{weights_label(row['weights'])} {training}"))
-    for dataset in datasets:
-        addresses = samples.by_seed(row, dataset)
-        for measure in _SHOWN:
-            text = cell_text(row, f"{dataset}/{measure}", MEASURES[measure][1])
-            cells.append(cell(text, next(iter(addresses.values()), "")))
-    if trained:
-        cells.append(HtmlCell(() if untrained else tuple(_seeds(row, datasets, samples))))
-    return cells
-
-
-def _seeds(row: dict[Any, Any], datasets: list[str], samples: Samples) -> Iterator[Link]:
-    addresses: dict[str, str] = {}
-    for dataset in datasets:
-        addresses = samples.by_seed(row, dataset) | addresses
-    yield from (Link(seed, addresses[seed]) for seed in sorted(addresses, key=int))
-
-
 def _notes(row: Mapping[Any, Any], datasets: list[str]) -> str:
     notes = [row[f"{dataset}/note"] for dataset in datasets]
     return "; ".join(dict.fromkeys(note for note in notes if isinstance(note, str) and note))
-
-
-def _noted(row: Mapping[Any, Any], datasets: list[str], notes: bool) -> list[HtmlCell]:
-    return [cell(_notes(row, datasets))] * notes
 
 
 # The report: one page that opens on the main table and its figures, and has everything else below.
@@ -356,47 +340,37 @@ class Shown:
 def write_report(job: ReportJob) -> None:
     """Write the report of a configuration's results."""
     files = listed(job.results)
+    stored = StoredResults(files)
     figures = [_figure(stem) for stem in _stems(job.figures)]
     first = figures[:_FIRST] if job.main else []
-    stored = StoredResults(files)
     evaluations = stored.evaluations() if job.main else pd.DataFrame()
     samples = Samples(job.samples, evaluations)
-    failed = _failed(stored, files, job.omitted)
+    main, ranges = None, []
+    if job.main:
+        table = pd.read_csv(job.main, dtype=dict.fromkeys(KEY, str)).fillna(dict.fromkeys(KEY, ""))
+        ranges = list(accuracy_ranges(table, evaluations))
+        main = main_table("Accuracy by weight format and training", table, samples)
+    points = pd.concat([stored.points("rollout"), stored.points("step")])
+    gates = [gate for file in files if file.name == VERDICT for gate in read(VerdictResult, file).gates]
+    missing = missing_table(stored.run_results(), points, gates, job.omitted)
+    scoring = [table_of("Evaluation", scoring_table(stored.evaluation_results()))] if job.main else []
+    pages = [page for path in job.tables for page in (sorted(path.glob("*.html")) if path.is_dir() else [path])]
     values: dict[str, Any] = {
         "name": job.name,
         "title": f"Results of {job.name}",
         "samples": job.samples,
-        "accuracy_ranges": [],
-        "main": None,
-        **(_main(job.main, evaluations, samples) if job.main else {}),
+        "accuracy_ranges": ranges,
+        "main": main,
         "first_figures": first,
-        "state": _state(stored, files, len(failed)),
-        "missing": table_of("Each with its reason", failed) if len(failed) else None,
-        "methods": [*([_evaluation(stored)] if job.main else []), *_settings(stored)],
+        "state": _state(stored, files, len(missing)),
+        "missing": table_of("Each with its reason", missing) if len(missing) else None,
+        "methods": [*scoring, *_settings(stored)],
         "runs": _runs(stored, _last_rollouts(files, samples)),
         "machine": table_of("Where and when the results were made", stamp_table(files)),
         "figures": figures[len(first) :],
-        "tables": [fragment(page.read_text(encoding="utf-8")) for page in _pages(job.tables)],
+        "tables": [fragment(page.read_text(encoding="utf-8")) for page in pages],
     }
     write_text(job.out, rendered("report.j2", **values, parts=_parts(values)))
-
-
-def _main(file: Path, evaluations: pd.DataFrame, samples: Samples) -> dict[str, Any]:
-    table = _accuracy(file)
-    return {
-        "accuracy_ranges": list(accuracy_ranges(table, evaluations)),
-        "main": main_table("Accuracy by weight format and training", table, samples),
-    }
-
-
-def _failed(stored: StoredResults, files: Sequence[Path], omitted: Mapping[str, str]) -> pd.DataFrame:
-    points = pd.concat([stored.points("rollout"), stored.points("step")])
-    gates = [gate for file in files if file.name == VERDICT for gate in read(VerdictResult, file).gates]
-    return missing_table(stored.run_results(), points, gates, omitted)
-
-
-def _evaluation(stored: StoredResults) -> HtmlTable:
-    return table_of("Evaluation", scoring_table(stored.evaluation_results()))
 
 
 def _settings(stored: StoredResults) -> list[HtmlTable]:
@@ -412,8 +386,12 @@ def _settings(stored: StoredResults) -> list[HtmlTable]:
 def _runs(stored: StoredResults, addresses: Mapping[str, str]) -> HtmlTable | None:
     """The runs with their cost, whose names lead to `addresses`."""
     runs = stored.runs()
-    costs = run_cost_table(runs, stored.metrics())
-    return _linked(table_of("Runs and their cost", costs), addresses) if len(runs) else None
+    if runs.empty:
+        return None
+    table = table_of("Runs and their cost", run_cost_table(runs, stored.metrics()))
+    [rows] = table.bodies
+    names = [HtmlCell(tuple(Link(part.text, addresses[part.text]) for part in row[0].texts)) for row in rows]
+    return replace(table, bodies=[[[name, *row[1:]] for name, row in zip(names, rows, strict=True)]])
 
 
 def _last_rollouts(files: Sequence[Path], samples: Samples) -> dict[str, str]:
@@ -423,32 +401,13 @@ def _last_rollouts(files: Sequence[Path], samples: Samples) -> dict[str, str]:
     return {run: samples.address(run, *step) for run, step in last.items()}
 
 
-def _accuracy(file: Path) -> pd.DataFrame:
-    table = pd.read_csv(file, dtype=dict.fromkeys(KEY, str))
-    return table.fillna(dict.fromkeys(KEY, ""))
-
-
-def _linked(table: HtmlTable, addresses: Mapping[str, str]) -> HtmlTable:
-    """The table whose first column leads to the addresses of what it names."""
-    blocks = [[[_to_address(row[0], addresses), *row[1:]] for row in body] for body in table.bodies]
-    return replace(table, bodies=blocks)
-
-
-def _to_address(name: HtmlCell, addresses: Mapping[str, str]) -> HtmlCell:
-    return HtmlCell(tuple(Link(part.text, addresses[part.text]) for part in name.texts))
-
-
 def _state(stored: StoredResults, files: Sequence[Path], missing: int) -> str:
     runs, evaluations = len(stored.runs()), sum(file.name == RESULT for file in files)
-    parts = [_count(runs, "run"), _count(evaluations, "evaluation"), _count(len(files), "result file")]
-    done = ", ".join(part for part in parts if part)
+    counts = {"run": runs, "evaluation": evaluations, "result file": len(files)}
+    done = ", ".join(f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
     if not runs:
         return f"{done}. Tables say why a point has no number."
     return f"{done}. " + (f"{missing} failed or were left out." if missing else "Nothing failed or was left out.")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}" if number else ""
 
 
 def _parts(values: dict[str, Any]) -> dict[str, str]:
@@ -468,11 +427,6 @@ def _parts(values: dict[str, Any]) -> dict[str, str]:
     return {id: title for id, title in titles.items() if values[id]}
 
 
-def _pages(tables: Sequence[Path]) -> list[Path]:
-    """The pages of tables, those of folders in the order of their names."""
-    return [page for path in tables for page in (sorted(path.glob("*.html")) if path.is_dir() else [path])]
-
-
 def _stems(figures: Sequence[Path]) -> list[Path]:
     """Paths of figures without their endings, those of folders in the order of their names."""
     stems: list[Path] = []
@@ -484,15 +438,8 @@ def _stems(figures: Sequence[Path]) -> list[Path]:
 
 def _figure(stem: Path) -> Shown:
     wide, narrow = (Path(f"{stem}{end}").read_text(encoding="utf-8") for end in (".svg", NARROW))
+    width, of_narrow = (float(svg.partition(' width="')[2].partition("pt")[0]) for svg in (wide, narrow))  # points
+    image, other = (f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" for svg in (wide, narrow))
     caption = Path(f"{stem}.txt")
     text = caption.read_text(encoding="utf-8").strip() if caption.exists() else stem.name
-    return Shown(_uri(wide), _uri(narrow), _width(wide) > _width(narrow), text.partition(". ")[0], text)
-
-
-def _width(svg: str) -> float:
-    """The width of a drawing in points."""
-    return float(svg.partition(' width="')[2].partition("pt")[0])
-
-
-def _uri(svg: str) -> str:
-    return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
+    return Shown(image, other, width > of_narrow, text.partition(". ")[0], text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from string import ascii_lowercase
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from qerl.report.format import DIFFERENT_MACHINES, NOT_RUN, three_digits, training_label, weights_label
-from qerl.report.tables import scores_by_arm, step_base
+from qerl.report.tables import paired_base, scores_by_arm, step_base
 from qerl.results.paths import KEY, training_name, variant
 from qerl.results.printed import MODELS, TABLES, Asked, Cell
 from qerl.results.schema import OK, RunResult
@@ -24,7 +24,6 @@ from qerl.results.statistics import (
     difference_interval,
     ratio_interval,
 )
-from qerl.results.store import ResultError
 from qerl.settings.run import RunSettings
 
 # The paper's numbers beside ours: results joined to printed cells by their properties, never by an experiment's name.
@@ -145,19 +144,16 @@ def _measures(
         yield "average", partial(_percent, average_interval, [scores[name] for name in averaged]), seeds[averaged[0]]
     if base is None:
         return
-    means = {name: _paired(name, sets[name], base[name]) for name in scores if name in base}
+    means = {
+        name: paired_base(str(sets[name].index[0]), name, sets[name], base[name].mean(axis=0))
+        for name in scores
+        if name in base
+    }
     for name, mean in means.items():
         yield f"{name}/delta", partial(_percent, difference_interval, scores[name], mean), seeds[name]
     if whole and all(name in means for name in averaged):
         pairs: list[list[Scores]] = [[scores[name] for name in averaged], [means[name] for name in averaged]]
         yield "average/delta", partial(_percent, average_interval, *pairs), seeds[averaged[0]]
-
-
-def _paired(dataset: str, scores: pd.DataFrame, base: pd.DataFrame) -> Scores:
-    """The base's share of right answers per problem, in the order of `scores`."""
-    if set(scores.columns) != set(base.columns):
-        raise ResultError(f"{scores.index[0]} and the untrained base saw different problems of {dataset}")
-    return base[scores.columns].to_numpy().mean(axis=0)
 
 
 def _percent(interval: Callable[..., Interval], *scores: Any) -> Interval:
@@ -179,20 +175,14 @@ def hyperparameters(settings: Mapping[str, RunSettings], cells: Iterable[Cell]) 
     metrics = list(dict.fromkeys(cell.metric for cell in cells if cell.kind == "run"))
     for name, run in settings.items():
         for metric in metrics if run.model in MODELS else []:
-            value = _setting(run, metric)
-            measure = partial(Interval, float(value), np.nan, np.nan) if _is_number(value) else partial(str, value)
+            value: Any = run
+            for key in metric.split("."):
+                value = getattr(value, key, None)
+            value = run.rollout.prompts * run.rollout.group_size if metric == "batch" else value
+            is_number = isinstance(value, (int, float))
+            measure = partial(Interval, float(value), np.nan, np.nan) if is_number else partial(str, value)
             status = OK if value is not None else "no such setting"
             yield Result(metric=metric, measure=measure, source=name, status=status, **identity(run))
-
-
-def _setting(run: RunSettings, key: str) -> Any:
-    if key == "batch":
-        return run.rollout.prompts * run.rollout.group_size
-    return reduce(lambda settings, part: getattr(settings, part, None), key.split("."), run)  # type: ignore[arg-type, return-value]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 # --- beside the paper's ----------------------------------------------------------------------------------------------
@@ -212,18 +202,15 @@ def with_ratios(cells: Sequence[Cell]) -> list[Cell]:
     """Add the ratio of printed throughputs where the paper prints none: only ratios compare across machines."""
     rates = {_place(cell): cell for cell in cells if cell.metric == "rollout_rate"}
     printed = {_place(cell) for cell in cells if cell.metric == "rollout_speedup"}
+    note = "quotient of the printed throughputs"
     extended = []
     for cell in cells:
         extended.append(cell)
         base = rates.get(_place(replace(cell, weights="bf16")))
         if cell.metric == "rollout_rate" and cell.weights != "bf16" and base and _place(cell) not in printed:
             ratio = f"{float(cell.printed) / float(base.printed):.2f}"
-            extended.append(
-                replace(
-                    cell, metric="rollout_speedup", printed=ratio, unit="ratio", inconsistent="",
-                    note="quotient of the printed throughputs",
-                )
-            )  # fmt: skip
+            blank = replace(cell, inconsistent="", note=note)
+            extended.append(replace(blank, metric="rollout_speedup", printed=ratio, unit="ratio"))
     return extended
 
 
@@ -290,32 +277,20 @@ def _row(cell: Cell, candidates: Sequence[Result]) -> dict[str, Any]:
     fitting = [result for result in candidates if fits(cell, vars(result))]
     # An arm with a number comes before arms that failed.
     result = next((result for result in fitting if result.status == OK), next(iter(fitting), None))
+    notes = [cell.note]
     if result is None:
-        row["status"] = _why_not(cell, candidates)
+        ranks = sorted({r.rank for r in candidates if r.rank and fits(replace(cell, rank=None), vars(r))})
+        row["status"] = f"{NOT_RUN} (rank {', '.join(map(str, ranks))} was)" if ranks else NOT_RUN
     else:
         row |= {"source": result.source, "status": result.status}
         row |= _numbers(cell, result) if result.status == OK else {}
-    return {
-        **row,
-        "inconsistent": cell.inconsistent,
-        "note": "; ".join(filter(None, [cell.note, _lost(result, fitting)])),
-    }
-
-
-def _lost(result: Result | None, fitting: Sequence[Result]) -> str:
-    """A note on the failed runs of an arm whose number comes from its other runs."""
-    if result is None or result.status != OK or not result.seeds:
-        return ""
-    failed = [other.status for other in fitting if other.source == result.source and other.status != OK]
-    return f"without {len(failed)} of our runs: {', '.join(dict.fromkeys(failed))}" if failed else ""
+        failed = [other.status for other in fitting if other.source == result.source and other.status != OK]
+        if failed and result.status == OK and result.seeds:  # the number comes from the arm's other runs
+            notes.append(f"without {len(failed)} of our runs: {', '.join(dict.fromkeys(failed))}")
+    return {**row, "inconsistent": cell.inconsistent, "note": "; ".join(filter(None, notes))}
 
 
 _COMPARED, _ENDS = ("ours", "difference"), ("", "_low", "_high")
-
-
-def _why_not(cell: Cell, candidates: Sequence[Result]) -> str:
-    ranks = sorted({r.rank for r in candidates if r.rank and fits(replace(cell, rank=None), vars(r))})
-    return f"{NOT_RUN} (rank {', '.join(map(str, ranks))} was)" if ranks else NOT_RUN
 
 
 def _numbers(cell: Cell, result: Result) -> dict[str, Any]:
@@ -405,16 +380,14 @@ def flat(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """One row per cell: key, runs that it holds for, printed value, ours and the difference; and the footnotes."""
     cells = frame.to_dict("records")
     letters = _letters(cells)
-    lines = [
-        {
-            "key": cell["metric"],
-            "applies to": _scope(cell),
-            "paper": _printed(cell, letters),
-            "ours": ours_text(cell),
-            "difference": _change(cell),
-        }
-        for cell in cells
-    ]
+    lines = []
+    for cell in cells:
+        training = [training_label(training_name(cell["method"], cell["noise"] or "off"))] if cell["method"] else []
+        noise = ["AQN"] if cell["noise"] not in ("", "off") and not training else []
+        arm = " ".join([*([weights_label(cell["weights"])] if cell["weights"] else []), *training, *noise])
+        texts = {"paper": _printed(cell, letters), "ours": ours_text(cell), "difference": _change(cell)}
+        scope = ", ".join([arm, *_pairs(cell["setting"]).values()]).strip(", ")
+        lines.append({"key": cell["metric"], "applies to": scope, **texts})
     return pd.DataFrame(lines), _footnotes(letters)
 
 
@@ -459,11 +432,12 @@ def _lines(
     key: dict[str, str], row: dict[str, dict[str, Any]], headings: list[str], letters: dict[str, str]
 ) -> list[dict[str, str]]:
     seeds = {f"{cell['seeds']:.0f}" for cell in row.values() if not pd.isna(cell["seeds"])}
-    texts = {
-        "paper": [_printed(row[name], letters) if name in row else "" for name in headings],
-        "ours": [ours_text(row[name]) if name in row else "" for name in headings],
-        "difference": [_change(row[name]) if name in row else "" for name in headings],
+    made: dict[str, Callable[[dict[str, Any]], str]] = {
+        "paper": lambda cell: _printed(cell, letters),
+        "ours": ours_text,
+        "difference": _change,
     }
+    texts = {kind: [make(row[name]) if name in row else "" for name in headings] for kind, make in made.items()}
     blank = dict.fromkeys(key, "")
     return [
         {
@@ -506,13 +480,6 @@ def _change(cell: dict[Any, Any]) -> str:
         f"{cell['difference']:+.{2 if cell['unit'] == 'ratio' else 1}f}" if cell["unit"] else f"{cell['difference']:+g}"
     )
     return text.removeprefix("+") if float(text) == 0 else text.replace("-", "−")
-
-
-def _scope(cell: dict[Any, Any]) -> str:
-    weights = [weights_label(cell["weights"])] if cell["weights"] else []
-    training = [training_label(training_name(cell["method"], cell["noise"] or "off"))] if cell["method"] else []
-    noise = ["AQN"] if cell["noise"] not in ("", "off") and not training else []
-    return ", ".join([" ".join([*weights, *training, *noise]), *_pairs(cell["setting"]).values()]).strip(", ")
 
 
 def _remarks(cell: dict[Any, Any]) -> list[str]:

@@ -37,7 +37,6 @@ from qerl.results.schema import (
     RunResult,
     SampleRow,
     Scores,
-    StoredCompletion,
 )
 from qerl.results.store import ResultError, read, read_rows
 
@@ -82,22 +81,21 @@ class Source:
 
 
 def _of_rollout(row: RolloutRow) -> Json:
-    completions = [_stored_completion(completion) for completion in row.completions]
+    completions = [
+        {
+            "tokens": completion.tokens,
+            "logprobs": [round(value, 2) for value in completion.logprobs],
+            "entropies": [round(value, 2) for value in completion.entropies],
+            "verdicts": [[TRAINING, completion.parts["correct"] == 1, completion.extracted]],
+            "parts": completion.parts,
+            "reward": completion.reward,
+            "advantage": completion.advantage,
+            "length": len(completion.tokens),
+            "finished": completion.finished,
+        }
+        for completion in row.completions
+    ]
     return {"id": row.problem, "prompt": row.prompt, "gold": row.gold, "completions": completions}
-
-
-def _stored_completion(completion: StoredCompletion) -> Json:
-    return {
-        "tokens": completion.tokens,
-        "logprobs": [round(value, 2) for value in completion.logprobs],
-        "entropies": [round(value, 2) for value in completion.entropies],
-        "verdicts": [[TRAINING, completion.parts["correct"] == 1, completion.extracted]],
-        "parts": completion.parts,
-        "reward": completion.reward,
-        "advantage": completion.advantage,
-        "length": len(completion.tokens),
-        "finished": completion.finished,
-    }
 
 
 def _of_evaluation(rows: list[SampleRow]) -> Json:
@@ -120,36 +118,32 @@ def _verdicts(row: SampleRow) -> list[list[Any]]:
 def sources_of(runs: Iterable[Path], evaluations: Iterable[Path]) -> list[Source]:
     """The sources of run.json files and result.json files, with the files beside them."""
     sources: dict[str, Source] = {}
-    results = {path.parent.resolve().name: (path, _evaluation(path)) for path in evaluations}
-    for id, (path, result) in results.items():
-        before = _before(result, {id: result for id, (_, result) in results.items()})
+    files = {path.parent.resolve().name: path for path in evaluations}
+    results: dict[str, Scores] = {id: read(schema_of(path) or EvaluationResult, path) for id, path in files.items()}  # type: ignore[misc]
+    for id, path in files.items():
+        result, before = results[id], _before(results[id], results)
         source = sources.setdefault(id, Source(id, _about(result), before))
         source.views += [View(dataset, path.parent / SAMPLES, False) for dataset in result.tasks]
     for path in runs:
         run = read(RunResult, path)
         source = sources.setdefault(run.run, Source(run.run))
-        source.about = _about_run(run)
+        settings = run.settings
+        training = training_name(settings.method, settings.noise.schedule)
+        about = [without_folders(settings.model), settings.base.weights_name, training, variant(run.varied)]
+        source.about = ", ".join([*filter(None, about), f"seed {settings.seed}"])
         source.views = [*steps_in(path.parent / ROLLOUTS), *source.views]
     return [source for source in sources.values() if source.views]
-
-
-def _evaluation(path: Path) -> Scores:
-    return read(schema_of(path) or EvaluationResult, path)  # type: ignore[return-value]
 
 
 def _before(result: Scores, results: dict[str, Scores]) -> str | None:
     """The evaluation of the base that this policy was trained from, if it is among the results."""
     if isinstance(result, EvaluationResult) and result.run:
-        bases = [id for id, other in results.items() if isinstance(other, EvaluationResult) and _is_base(other, result)]
-        return bases[0] if bases else None
+        others = ((id, other) for id, other in results.items() if isinstance(other, EvaluationResult))
+        return next((id for id, other in others if other.run is None and other.base == result.base), None)
     if isinstance(result, OwnEvaluationResult) and result.adapter:
         bases = [id for id, other in results.items() if isinstance(other, OwnEvaluationResult) and not other.adapter]
         return bases[0] if len(bases) == 1 else None
     return None
-
-
-def _is_base(base: EvaluationResult, trained: EvaluationResult) -> bool:
-    return base.run is None and base.base == trained.base
 
 
 def _about(result: Scores) -> str:
@@ -161,25 +155,10 @@ def _about(result: Scores) -> str:
     return "a committed policy"
 
 
-def _about_run(run: RunResult) -> str:
-    settings = run.settings
-    training = training_name(settings.method, settings.noise.schedule)
-    parts = [
-        without_folders(settings.model),
-        settings.base.weights_name,
-        training,
-        variant(run.varied),
-    ]
-    return ", ".join([*filter(None, parts), f"seed {settings.seed}"])
-
-
 def steps_in(folder: Path) -> list[View]:
     """The steps whose rollouts a folder has, in their order."""
-    return [View(str(_number(file)), file, True) for file in sorted(folder.glob("step-*.jsonl.gz"))]
-
-
-def _number(file: Path) -> int:
-    return int(file.name.removeprefix("step-").partition(".")[0])
+    files = sorted(folder.glob("step-*.jsonl.gz"))
+    return [View(str(int(file.name.removeprefix("step-").partition(".")[0])), file, True) for file in files]
 
 
 # --- folders that people name
@@ -258,11 +237,29 @@ def make_page(
     title: str, sources: Sequence[Source], out: Path, megabytes: float = MEGABYTES, *, report: str = ""
 ) -> None:
     """Write the page, with as many problems of each view as fit into `megabytes`, and a link to the report, if any."""
-    frame = len(_html(title, report, "", []))
-    packed = _Packed([_shortened(view) for source in sources for view in source.views])
-    halvings = packed.fitting(1e6 * megabytes - frame - _ENTRY * sum(1 + len(source.views) for source in sources))
-    index = {"title": title, "sources": packed.index(sources, halvings)}
-    write_text(out, _html(title, report, _pack(index), packed.parts(halvings)))
+    views = [_shortened(view) for source in sources for view in source.views]
+    room = 1e6 * megabytes - len(_html(title, report, "", [])) - _ENTRY * (len(sources) + len(views))
+    for halvings in range(_HALVINGS + 1):
+        shown = [parts[min(halvings, len(parts) - 1)] for parts in views]
+        # Equal parts, such as the prompts of one data set, are there once.
+        parts = list(dict.fromkeys(text for view in shown for text in (view.prompts, view.samples)))
+        if sum(map(len, parts)) <= room:
+            break
+    else:
+        raise PageSizeError(
+            f"{len(views)} steps and evaluations don't fit into a page of this size; name fewer runs, or raise "
+            "--megabytes"
+        )
+    places, left = {text: place for place, text in enumerate(parts)}, iter(shown)
+    listed = []
+    for source in sources:
+        entries = []
+        for view in source.views:
+            packed = next(left)
+            where = {"prompts": places[packed.prompts], "samples": places[packed.samples]}
+            entries.append({"step": view.step, "trained": view.trained, **where, **packed.about})
+        listed.append({"id": source.id, "about": source.about, "before": source.before, "views": entries})
+    write_text(out, _html(title, report, _pack({"title": title, "sources": listed}), parts))
 
 
 def _html(title: str, report: str, index: str, parts: Sequence[str]) -> str:
@@ -286,21 +283,11 @@ class _PackedView:
     about: Json
 
 
-@dataclass(frozen=True)
-class _Shortened:
-    """A view at each number of halvings, until one problem is left."""
-
-    view: View
-    parts: list[_PackedView]
-
-    def at(self, halvings: int) -> _PackedView:
-        return self.parts[min(halvings, len(self.parts) - 1)]
-
-
-def _shortened(view: View) -> _Shortened:
+def _shortened(view: View) -> list[_PackedView]:
+    """A view at each number of halvings of its problems, until one is left."""
     problems = list(view.problems())
-    counts = list(dict.fromkeys(max(len(problems) >> halving, 1) for halving in range(_HALVINGS + 1)))
-    return _Shortened(view, [_packed_view(problems[:count], len(problems)) for count in counts])
+    counts = dict.fromkeys(max(len(problems) >> halving, 1) for halving in range(_HALVINGS + 1))
+    return [_packed_view(problems[:count], len(problems)) for count in counts]
 
 
 def _packed_view(problems: list[Json], stored: int) -> _PackedView:
@@ -313,45 +300,3 @@ def _packed_view(problems: list[Json], stored: int) -> _PackedView:
     }
     rest = [{key: value for key, value in problem.items() if key != "prompt"} for problem in problems]
     return _PackedView(_pack([problem["prompt"] for problem in problems]), _pack(rest), about)
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """All views of a page, in the order of its sources."""
-
-    views: list[_Shortened]
-
-    def fitting(self, size: float) -> int:
-        """The least number of halvings at which the parts fit into `size` bytes."""
-        for halvings in range(_HALVINGS + 1):
-            if sum(map(len, self.parts(halvings))) <= size:
-                return halvings
-        raise PageSizeError(
-            f"{len(self.views)} steps and evaluations don't fit into a page of this size; name fewer runs, or raise "
-            "--megabytes"
-        )
-
-    def parts(self, halvings: int) -> list[str]:
-        """All parts of the page; equal ones, such as the prompts of one data set, are there once."""
-        chosen = [view.at(halvings) for view in self.views]
-        return list(dict.fromkeys(text for part in chosen for text in (part.prompts, part.samples)))
-
-    def index(self, sources: Sequence[Source], halvings: int) -> list[Json]:
-        """What the page knows before any part is unpacked."""
-        places = {text: place for place, text in enumerate(self.parts(halvings))}
-        left = iter(self.views)
-        return [
-            {
-                "id": source.id,
-                "about": source.about,
-                "before": source.before,
-                "views": [_entry(next(left), halvings, places) for _ in source.views],
-            }
-            for source in sources
-        ]
-
-
-def _entry(shortened: _Shortened, halvings: int, places: dict[str, int]) -> Json:
-    part, view = shortened.at(halvings), shortened.view
-    where = {"prompts": places[part.prompts], "samples": places[part.samples]}
-    return {"step": view.step, "trained": view.trained, **where, **part.about}

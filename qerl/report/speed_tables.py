@@ -1,4 +1,4 @@
-"""The report of the speed grid: its tables, each by a specification, and its figures.
+"""The report of the speed grid: its tables, each by a specification, its figures, and the paper's numbers beside them.
 
 Rows are made of the frames of `qerl.results.speeds`. A failed point shows its status, a point that wasn't
 measured a dash. Only points of the same machine are compared. `machine` has the machines of a row's points.
@@ -6,25 +6,24 @@ measured a dash. Only points of the same machine are compared. `machine` has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from string import Formatter
 
 import numpy as np
 import pandas as pd
 
+from qerl.checkpoints.shapes import ARCHITECTURES
 from qerl.jobs import ShapesJob
-from qerl.report.figures import decode_speed
+from qerl.report import paper
+from qerl.report.figures import bars_beside, decode_speed
 from qerl.report.format import (
     NOT_MEASURED,
     Row,
     cell_text,
-    count_columns,
     faster,
     gpu_label,
-    or_reason,
     present,
     ratio,
     stated,
@@ -33,16 +32,14 @@ from qerl.report.format import (
     weights_label,
     with_gpus,
 )
-from qerl.report.paper_speeds import write_rollout_tables, write_step_tables
+from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_steps
 from qerl.report.tables import caption_text, write_table
+from qerl.results import printed
 from qerl.results.schema import OK
 from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, Kind, load
 from qerl.results.store import read
 
 # Rows of decode points, with a column per number of sequences, and of GRPO steps.
-
-#: Columns that identify a ratio of two weight formats.
-_CROSSED = ["size", "engine", "rank", *LENGTHS]
 
 
 def decode_table(points: pd.DataFrame, column: str = "tokens_per_second") -> pd.DataFrame:
@@ -73,64 +70,31 @@ def ratio_table(points: pd.DataFrame) -> pd.DataFrame:
         same = [cells.get(("vllm", weights, rank, count)) for count in counts]
         of = f"faster of {', '.join(map(weights_label, rivals))}"
         for against, bases in ((of, fastest), (weights_label(weights), same)):
-            key = {"weights": weights, "rank": rank, "against vLLM": against}
-            rows.append(key | _ratio_columns(counts, ours, bases))
-    return _measured_rows(rows, counts)
+            row: Row = {"weights": weights, "rank": rank, "against vLLM": against}
+            row["machine"] = stated("machine", [*ours, *bases])
+            found = [ratio(*pair) for pair in zip(ours, bases, strict=True)]
+            for count, values in zip(counts, found, strict=True):
+                row |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
+            if any(value != NOT_MEASURED for value, _, _ in found):
+                rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def crossover(points: pd.DataFrame) -> pd.DataFrame:
-    """Speed ratios of NVFP4 to BF16 with 95 % intervals, and the number of sequences at which they cross 1.
-
-    There is a row per (size, engine, rank, prompt, tokens), unless none of its ratios was measured.
-    """
-    counts = _counts(points)
-    rows = []
-    for key, group in points.groupby(_CROSSED, sort=False):
-        cells = {(point["weights"], point["sequences"]): point for point in group.to_dict("records")}
-        above, below = ([cells.get((weights, count)) for count in counts] for weights in ("nvfp4", "bf16"))
-        ratios = _ratio_columns(counts, above, below)
-        rows.append(dict(zip(_CROSSED, key, strict=True)) | {"crosses": _crosses(counts, ratios)} | ratios)
-    return _measured_rows(rows, counts)
-
-
-def adapters(points: pd.DataFrame) -> pd.DataFrame:
-    """Speed with an adapter over that without, with 95 % intervals, and a row per (size, engine, weights, rank).
-
-    All points have the same lengths. Rows without a measured ratio are left out.
-    """
-    counts = _counts(points)
-    rows = []
-    for key, group in points.groupby(["size", "engine", "weights"], sort=False):
-        cells = {(point["rank"], point["sequences"]): point for point in group.to_dict("records")}
-        without = [cells.get((0, count)) for count in counts]
-        for rank in sorted({rank for rank, _ in cells} - {0}):
-            adapted = [cells.get((rank, count)) for count in counts]
-            named = dict(zip(("size", "engine", "weights"), key, strict=True)) | {"rank": rank}
-            rows.append(named | _ratio_columns(counts, adapted, without))
-    return _measured_rows(rows, counts)
-
-
-def contexts(points: pd.DataFrame) -> pd.DataFrame:
-    """The points that were measured with several prompt lengths and otherwise equal settings."""
-    alike = [name for name in _CROSSED if name != "prompt"]
-    return points[points.groupby(alike)["prompt"].transform("nunique") > 1]
-
-
-def memory_table(steps: pd.DataFrame) -> pd.DataFrame:
+def memory_table(timed: pd.DataFrame) -> pd.DataFrame:
     """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`.
 
     The last columns are what this project's step did without for memory, and the settings by which it did.
     """
-    parts = [name for name in map(str, steps) if name.endswith("/gb")]
+    parts = [name for name in map(str, timed) if name.endswith("/gb")]
     parts.sort(key=lambda name: name == "rest/gb")
-    return steps[["size", "system", "work", "recompute", "cap", "machine", "status", *parts, *GIVEN_UP]]
+    return timed[["size", "system", "work", "recompute", "cap", "machine", "status", *parts, *GIVEN_UP]]
 
 
-def step_table(steps: pd.DataFrame) -> pd.DataFrame:
+def step_table(timed: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of each GRPO step and of its parts."""
     seconds = [f"{part}_seconds" for part in SECONDS]
     keys = ["size", "system", "sampler", "rank", "work", "recompute", "cap", "machine"]
-    return steps[[*keys, "status", *seconds, "repeats"]]
+    return timed[[*keys, "status", *seconds, "repeats"]]
 
 
 def _counts(points: pd.DataFrame) -> list[int]:
@@ -143,31 +107,6 @@ def _value(point: Row | None, column: str) -> float | str:
     if point["status"] != OK:
         return str(point["status"])
     return "no floor" if np.isnan(point[column]) else float(point[column])
-
-
-def _ratio_columns(counts: Iterable[int], above: Sequence[Row | None], below: Sequence[Row | None]) -> Row:
-    columns: Row = {"machine": stated("machine", [*above, *below])}
-    for count, *pair in zip(counts, above, below, strict=True):
-        columns |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), ratio(*pair), strict=True)}
-    return columns
-
-
-def _crosses(counts: Iterable[int], ratios: Row) -> str:
-    """The numbers of sequences at which a ratio crosses 1, interpolated, or on which side it stays."""
-    measured = [(count, ratios[str(count)]) for count in counts if not isinstance(ratios[str(count)], str)]
-    if not measured:
-        return NOT_MEASURED
-    crossings = []
-    for (left, before), (right, after) in pairwise(measured):
-        if (before > 1) != (after > 1):
-            crossings.append(f"{left * (right / left) ** ((before - 1) / (before - after)):.0f}")
-    (first, at_first), (last, _) = measured[0], measured[-1]
-    return ", ".join(dict.fromkeys(crossings)) or (f"> {last}" if at_first > 1 else f"≤ {first}")
-
-
-def _measured_rows(rows: Iterable[Row], counts: Iterable[int]) -> pd.DataFrame:
-    """The rows with at least one measured cell."""
-    return pd.DataFrame([row for row in rows if any(row[str(count)] != NOT_MEASURED for count in counts)])
 
 
 # Rows of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.
@@ -259,10 +198,13 @@ def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
 def _by_count(text: Callable[[float], str]) -> Callable[[pd.DataFrame], pd.DataFrame]:
     """Makes the text of a table with a column per number of sequences, whose cells are values or reasons."""
 
+    def or_reason(value: float | str) -> str:
+        return value if isinstance(value, str) else text(value)
+
     def shown(rows: pd.DataFrame) -> pd.DataFrame:
-        counts = count_columns(rows)
+        counts = [str(column) for column in rows if str(column).isdigit()]
         keys = [column for column in rows if str(column).partition("_")[0] not in counts]
-        cells = {count: [cell_text(row, count, or_reason(text)) for row in rows.to_dict("records")] for count in counts}
+        cells = {count: [cell_text(row, count, or_reason) for row in rows.to_dict("records")] for count in counts}
         return present(rows[keys]).assign(**cells)
 
     return shown
@@ -302,10 +244,6 @@ _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
 _LENGTHS = "prompts of {prompt} tokens, {tokens} tokens decoded"
-_CROSSES = (
-    "ratio is 1 at: number of sequences, interpolated over its logarithm; > n: NVFP4 is faster at all numbers, "
-    "≤ n: at none"
-)
 _FLOOR = (
     "the floor is the least time of a step: the larger of its bytes over the rate of copies and its FLOPs over the "
     "rate of BF16 products, both measured in the same job; NF4 has double quantization, and experts are read as often "
@@ -351,23 +289,6 @@ TABLES = (
         _by_count(times),
     ),
     Table(
-        "decode", "crossover-{prompt}x{tokens}", crossover,
-        f"Decode speed of NVFP4 over BF16 by number of sequences; {_LENGTHS}. {_INTERVAL}. {_CROSSES}. {_DASH}",
-        _by_count(times),
-    ),
-    Table(
-        "decode", "adapters-{prompt}x{tokens}", adapters,
-        f"Decode speed with an adapter over the speed without one, by number of sequences; {_LENGTHS}. {_INTERVAL}. "
-        f"{_DASH}",
-        _by_count(times),
-    ),
-    Table(
-        "decode", "contexts-{tokens}", lambda points: crossover(contexts(points)),
-        "Decode speed of NVFP4 over BF16 by prompt length and number of sequences; {tokens} tokens decoded. "
-        f"{_INTERVAL}. {_CROSSES}. {_DASH}",
-        _by_count(times),
-    ),
-    Table(
         "grpo_step", "steps", step_table,
         f"Seconds of a GRPO step; work: prompts × completions of each, prompt + completion tokens. {_SAMPLES}",
     ),
@@ -386,7 +307,7 @@ def write_shapes(job: ShapesJob) -> None:
     """Write all tables (.csv, .md, .tex) and figures (.svg, .png) of the files to `job.out`.
 
     Figures are decode-rank<rank>-<lengths>. Tables without a row are left out. At the paper's lengths its tables are
-    there (`qerl.report.paper_speeds`). Raises ResultError without any file.
+    there, too. Raises ResultError without any file.
     """
     of_bench: dict[str, list[Path]] = {}
     for file in job.files:
@@ -401,8 +322,104 @@ def write_shapes(job: ShapesJob) -> None:
                 rows = with_gpus(rows, part) if "machine" in rows else rows
                 caption = caption_text(table.title.format(**values), part[["machine", "commit"]])
                 write_table(rows, job.out / table.name.format(**values), caption, table.shown(rows))
-    points, steps = (frames.get(bench, pd.DataFrame()) for bench in ("decode", "grpo_step"))
+    points, timed = (frames.get(bench, pd.DataFrame()) for bench in ("decode", "grpo_step"))
     for (rank, *lengths), group in points.groupby(["rank", *LENGTHS]) if len(points) else ():
         decode_speed(group, job.out / "decode-rank{}-{}x{}".format(rank, *lengths))
     write_rollout_tables(points, job.out)
-    write_step_tables(steps, job.out)
+    write_step_tables(timed, job.out)
+
+
+# The paper's speeds beside the speed grid's: rollouts (Tables 5 to 9, Figures 1 and 11) and GRPO steps.
+#
+# The paper's lengths are prompts of 256 tokens and completions of 2,048. It doesn't state what its batch size counts:
+# one reading takes it as concurrent sequences, another as prompts of 8 completions each. It measured with vLLM; here
+# each engine has its own tables. So has each system that makes steps, compared with its own BF16 LoRA.
+
+#: By reading of the paper's batch size: the number of sequences that a batch size of one means, and what it counts.
+READINGS = {"sequences": (1, "concurrent sequences"), "prompts": (8, "prompts of 8 completions")}
+ROLLOUT_TABLES = ("table5", "table6", "table7", "table8", "table9")
+STEP_TABLES = ("table5", "table6", "table7", "table8")
+
+
+def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
+    """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
+
+    points: of `speeds.load`, or none; those of other models and lengths are ignored.
+    """
+    measured = _of_paper(points)
+    for engine, of_engine in measured.groupby("engine", sort=False) if len(measured) else ():
+        for reading, (sequences, counted) in READINGS.items():
+            bench = _read_as(of_engine, sequences)
+            for name in ROLLOUT_TABLES:
+                frame = beside_printed([name], ["rollout"], rollouts(bench))
+                title = f"Rollout throughput beside the paper's {_told(name, str(engine), counted)}"
+                _write(frame, out / f"{name}-{engine}-{reading}", title, bench)
+            for name, files in printed.BARS.items():
+                frame = beside_printed(files, ["rollout"], rollouts(bench))
+                if (frame["status"] == OK).any():
+                    bars_beside(frame, out / f"{name}-{engine}-{reading}")
+
+
+def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
+    """Write table5 to table8-<system>-<reading>, and table3-<system>-<reading>-gc-on and -off.
+
+    Table 3 has both because the paper doesn't state its gradient checkpointing. Tables without a measured step are left
+    out.
+
+    measured: of `speeds.load`, or none; steps of other models, of other or mixed lengths, under a memory cap,
+        with equal rewards, or whose system chooses what to recompute are ignored.
+    """
+    measured = _of_paper(measured)
+    if measured.empty:
+        return
+    plain = (measured["equal_groups"] == 0) & (measured["median"] == 0) & (measured["cap"] == "")
+    measured = measured[plain & (measured["gradient_checkpointing"] != "auto")]
+    for system, of_system in measured.groupby(measured["system"].str.split().str[0], sort=False):
+        for reading, (sequences, counted) in READINGS.items():
+            groups = of_system if sequences == 1 else of_system[of_system["group_size"] == sequences]
+            bench, stem = _read_as(groups, sequences), f"{str(system).lower()}-{reading}"
+            for name in STEP_TABLES:
+                _write_steps(name, bench, out / f"{name}-{stem}", _told(name, str(system), counted))
+            for on in (True, False):
+                group = bench[bench["gradient_checkpointing"] == on]
+                title = f"{_told('table3', str(system), counted)}, {'with' if on else 'without'} gradient checkpointing"
+                _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
+
+
+def beside_printed(files: Sequence[str], kinds: Collection[str], results: Iterable[Result]) -> pd.DataFrame:
+    """Printed numbers of these kinds and files beside ours, for the models of the first file."""
+    cells = [cell for file in files for cell in printed.read_cells(printed.FOLDER / f"{file}.csv")]
+    models = {cell.model for cell in cells if cell.table == files[0]}
+    cells = [cell for cell in cells if cell.kind in kinds and cell.model in models]
+    return beside(with_steps(with_ratios(cells)), results)
+
+
+def _of_paper(measured: pd.DataFrame) -> pd.DataFrame:
+    """The points or steps of the paper's models and lengths."""
+    if measured.empty:
+        return measured
+    of_lengths = (measured["prompt"] == printed.PROMPT) & (measured["tokens"] == printed.TOKENS)
+    return measured[of_lengths & measured["size"].isin(ARCHITECTURES)]
+
+
+def _read_as(measured: pd.DataFrame, sequences: int) -> pd.DataFrame:
+    """The points whose number of sequences a batch of the paper can be, with that batch in its place."""
+    whole = measured[measured["sequences"] % sequences == 0]
+    return whole.assign(sequences=whole["sequences"] // sequences)
+
+
+def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> None:
+    sized = sizes(bench.dropna(subset="size_bytes"), "weights in memory")
+    frame = beside_printed([name], ["step", "size"], [*steps(bench), *sized])
+    _write(frame, stem, f"GRPO step beside the paper's {reading}; our sizes are those in memory", bench)
+
+
+def _told(table: str, system: str, counted: str) -> str:
+    return f"Table {table.removeprefix('table')}: {system}, batch size read as {counted}"
+
+
+def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> None:
+    if not any(map(paper.measured, frame.to_dict("records"))):
+        return
+    shown, footnotes = paper.paper_shape(frame)
+    write_table(frame, stem, caption_text(f"{title}. {SPEED}", bench[["machine", "commit"]]), shown, footnotes)

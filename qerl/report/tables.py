@@ -18,7 +18,7 @@ from qerl.report.format import NOT_RUN, latex, page, present
 from qerl.results.paths import KEY, weights_names
 from qerl.results.schema import OK
 from qerl.results.speeds import quartiles
-from qerl.results.statistics import METHOD, Interval, accuracy_interval, difference_interval
+from qerl.results.statistics import METHOD, Interval, Scores, accuracy_interval, difference_interval
 from qerl.results.store import ResultError
 
 QUARTILES = "Median [quartiles] of the repeats, all points measured in one process"
@@ -63,7 +63,10 @@ def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     The notes of an arm name its failed runs. An arm whose runs all failed has a row too.
     """
     datasets = list(dict.fromkeys(cells["dataset"]))
-    failed = _failures(runs)
+    lost: dict[tuple[Any, ...], list[str]] = {}
+    for run in runs[runs["status"] != OK].to_dict("records") if "status" in runs else ():  # none is stored
+        lost.setdefault(tuple(run[key] for key in KEY), []).append(f"seed {run['seed']}: {run['status']}")
+    failed = {key: "; ".join(notes) for key, notes in lost.items()}
     arms = {key: arm.to_dict("records") for key, arm in cells.groupby(KEY, sort=False)}
     rows = []
     for key in {**arms, **failed}:
@@ -75,16 +78,6 @@ def accuracy(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
             row |= {f"{dataset}/{measure}": noted.get(measure, np.nan) for measure in _CELL}
         rows.append(row)
     return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
-
-
-def _failures(runs: pd.DataFrame) -> dict[tuple[Any, ...], str]:
-    """The failed seeds of each arm with their status, as text."""
-    if "status" not in runs:  # no run is stored
-        return {}
-    failed: dict[tuple[Any, ...], list[str]] = {}
-    for run in runs[runs["status"] != OK].to_dict("records"):
-        failed.setdefault(tuple(run[key] for key in KEY), []).append(f"seed {run['seed']}: {run['status']}")
-    return {key: "; ".join(notes) for key, notes in failed.items()}
 
 
 def scores_by_arm(evaluations: pd.DataFrame, samples: pd.DataFrame) -> dict[tuple[str, ...], pd.DataFrame]:
@@ -124,15 +117,17 @@ def _cell(
         if base is None:
             notes.append(f"untrained {weights} base not run")
         elif trained or weights != identity["weights"]:
-            cell |= _columns(measure, _paired(identity, scores, base))
+            arm = identity["arm"] or identity["weights"]
+            paired = paired_base(arm, identity["dataset"], scores, base)
+            cell |= _columns(measure, difference_interval(scores.to_numpy(), paired))
     return cell | {"note": "; ".join(dict.fromkeys(notes))}
 
 
-def _paired(identity: dict[str, str], scores: pd.DataFrame, base: pd.Series) -> Interval:
+def paired_base(arm: str, dataset: str, scores: pd.DataFrame, base: pd.Series) -> Scores:
+    """The base's share of right answers per problem, in the order of an arm's `scores`."""
     if set(scores.columns) != set(base.index):
-        arm = identity["arm"] or identity["weights"]
-        raise ResultError(f"{arm} and its untrained base saw different problems of {identity['dataset']}")
-    return difference_interval(scores.to_numpy(), base[scores.columns].to_numpy())
+        raise ResultError(f"{arm} and its untrained base saw different problems of {dataset}")
+    return base[scores.columns].to_numpy()
 
 
 def _columns(measure: str, interval: Interval) -> dict[str, float]:
@@ -197,36 +192,28 @@ def quantization(reports: pd.DataFrame) -> pd.DataFrame:
 
 def _step_row(point: dict[Any, Any], base: dict[Any, Any] | None, reports: pd.DataFrame) -> dict[str, Any]:
     medians = {part: quartiles(part, point[part])[part] for part in ("rollout_seconds", "update_seconds")}
-    quantized = _quantized(point, reports)
-    note = quantized.pop("note")
+    matching = reports[(reports["model"] == point["model"]) & (reports["weights"] == point["weights"])]
+    quantized, note = {"bits_per_weight": np.nan, "relative_error": np.nan}, ""
+    if len(matching):
+        error = matching.filter(like="/relative_error").iloc[0].mean()
+        quantized = {"bits_per_weight": matching["bits_per_weight"].iloc[0], "relative_error": error}
+    elif point["weights"] != "bf16":
+        note = f"no quantization report of {point['model']}"
+    base_name = "no BF16 LoRA" if base is None else base["arm"]
+    if base is not None and base["status"] != OK:
+        base_name += f" ({base['status']})"
     return {
         **{column: point[column] for column in (*_STEP_SETTING, "arm", "method", "weights", "rank", "weight_bytes")},
         **quantized,
         **quartiles("step_seconds", point["samples"]),
         **medians,
         "speedup": _ratio(base, point),
-        "speedup_base": _base_name(base),
+        "speedup_base": base_name,
         "repeats": len(point["samples"]),
         "peak_memory_bytes": point["peak_memory_bytes"],
         "status": point["status"],
         "note": note,
     }
-
-
-def _base_name(base: dict[Any, Any] | None) -> str:
-    if base is None:
-        return "no BF16 LoRA"
-    return base["arm"] + ("" if base["status"] == OK else f" ({base['status']})")
-
-
-def _quantized(point: dict[Any, Any], reports: pd.DataFrame) -> dict[str, Any]:
-    """Bits per weight and relative error of a point's weights, or a note why there are none."""
-    matching = reports[(reports["model"] == point["model"]) & (reports["weights"] == point["weights"])]
-    if matching.empty:
-        reason = "" if point["weights"] == "bf16" else f"no quantization report of {point['model']}"
-        return {"bits_per_weight": np.nan, "relative_error": np.nan, "note": reason}
-    error = matching.filter(like="/relative_error").iloc[0].mean()
-    return {"bits_per_weight": matching["bits_per_weight"].iloc[0], "relative_error": error, "note": ""}
 
 
 def _ratio(above: dict[Any, Any] | None, below: dict[Any, Any] | None) -> float:

@@ -25,7 +25,6 @@ from qerl.results.schema import (
     QuantizationReport,
     RolloutRow,
     RunResult,
-    RunSummary,
     SampleRow,
     SpeedResult,
     StepMetrics,
@@ -194,6 +193,11 @@ def load_quantization(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def _run_row(run: RunResult) -> dict[str, Any]:
+    summary = run.summary.model_dump(exclude={"step_seconds", "sampler"}) if run.summary else {}
+    if run.summary:
+        seconds = run.summary.step_seconds
+        ends = {"": seconds.median, "_p25": seconds.p25, "_p75": seconds.p75}
+        summary |= {f"step_seconds{end}": value for end, value in ends.items()}
     return {
         "run": run.run,
         "model": run.settings.model,
@@ -204,15 +208,9 @@ def _run_row(run: RunResult) -> dict[str, Any]:
         "training": training_name(run.settings.method, run.settings.noise.schedule),
         "seed": run.settings.seed,
         "status": run.status,
-        **(_summary_columns(run.summary) if run.summary else {}),
+        **summary,
         **run.provenance.columns,
     }
-
-
-def _summary_columns(summary: RunSummary) -> dict[str, Any]:
-    seconds = summary.step_seconds
-    quartiles = {"step_seconds": seconds.median, "step_seconds_p25": seconds.p25, "step_seconds_p75": seconds.p75}
-    return summary.model_dump(exclude={"step_seconds", "sampler"}) | quartiles
 
 
 def _agrees(path: Path, samples: pd.DataFrame, tasks: dict[str, TaskScore]) -> None:

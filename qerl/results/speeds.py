@@ -126,6 +126,11 @@ class Measurement(Stored):
     work: Workload
     provenance: Provenance
 
+    @property
+    def keys(self) -> Sequence[Any]:
+        """What tells its points apart, as a job asks for them."""
+        return [None]
+
     @model_validator(mode="after")
     def _shape_is_known(self) -> Self:
         if self.work.size not in SIZES:
@@ -177,6 +182,11 @@ class DecodeResult(Measurement):
     gpu: GpuStates | None = None
     points: list[DecodePoint]
 
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The numbers of sequences."""
+        return [point.sequences for point in self.points]
+
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
@@ -200,6 +210,11 @@ class PromptsResult(Measurement):
     sampler: str
     gpu: GpuState | None
     points: list[PromptPoint]
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The numbers of prompts and of tokens."""
+        return [(point.prompts, point.tokens) for point in self.points]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -390,8 +405,10 @@ def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
         raise ResultError(f"there are no {name} yet; {_MEASURE}")
     orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
     rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in order])
-    if bench == "decode":
-        _check_once(rows)
+    for one, row in pairwise(rows) if bench == "decode" else ():
+        if all(one[key] == row[key] for key in order):
+            name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
+            raise ResultError(f"{name} is in two decode files; give one of them")
     return pd.DataFrame(rows)
 
 
@@ -413,7 +430,7 @@ def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
     work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
     seconds = [run.seconds for run in job.runs]
     samples = [job.drawn / taken for taken in seconds]
-    typical = _median_run(job.runs)
+    typical = sorted(job.runs, key=lambda run: run.seconds)[len(job.runs) // 2] if job.runs else None
     yield {
         **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
         "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all",
@@ -437,10 +454,6 @@ def quartiles(measure: str, samples: Sequence[float]) -> dict[str, float]:
     return {f"{measure}{end}": float(value) for end, value in zip(("", "_p25", "_p75"), ends, strict=True)}
 
 
-def _median_run(runs: Sequence[MixRun]) -> MixRun | None:
-    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] if runs else None
-
-
 def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
     identity = (
         job.work.model_dump(include={"size", "weights", "rank"}) | {"sampler": job.sampler} | job.provenance.columns
@@ -456,13 +469,14 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
     identity |= work.model_dump(include={"rank", "prompt", "tokens"})
     for point in job.points:
         speeds = quartiles("tokens_per_second", point.samples)
+        drawn, prompts = point.sequences * work.tokens, point.prompt_seconds or 0.0
         step, floor = point.sequences / speeds["tokens_per_second"], _floor_seconds(job, point.sequences)
         yield {
             **identity,
             "sequences": point.sequences,
             "status": point.status,
             "samples": point.samples,
-            "rollouts": [_with_prompts(point, work.tokens, rate) for rate in point.samples],
+            "rollouts": [drawn / (drawn / rate + prompts) for rate in point.samples],  # with the time of prompts
             **speeds,
             "step_ms": 1e3 * step,
             "floor_ms": 1e3 * floor,
@@ -471,13 +485,6 @@ def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
             **job.provenance.columns,
             **_of_paper(work.size, work.serving, job.provenance.columns),
         }
-
-
-def _with_prompts(point: DecodePoint, tokens: int, rate: float) -> float:
-    """Tokens/s of a whole rollout, by those of decoding."""
-    assert point.prompt_seconds is not None
-    drawn = point.sequences * tokens
-    return drawn / (drawn / rate + point.prompt_seconds)
 
 
 def _floor_seconds(job: DecodeResult, sequences: int) -> float:
@@ -495,6 +502,7 @@ def _floor_seconds(job: DecodeResult, sequences: int) -> float:
 
 def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
     work, cap = job.work, job.settings.memory_gb
+    tokens = f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
     seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in SECONDS}
     yield {
         "system": job.system,
@@ -508,7 +516,7 @@ def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
         "tokens": work.tokens,
         "median": work.median or 0,
         "equal_groups": float(work.equal_groups),
-        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {_completion_tokens(work)} tokens"
+        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {tokens} tokens"
         + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
         "recompute": str(job.settings.recompute).lower(),
         "cap": "" if cap is None else f"{cap:g} GB",
@@ -526,10 +534,6 @@ def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
         "sequences": work.completions,
         "size_bytes": job.memory.parts.get("weights", np.nan) if job.memory else np.nan,
     }
-
-
-def _completion_tokens(work: StepWork) -> str:
-    return f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
 
 
 def _given_up(job: GrpoStepResult) -> dict[str, Any]:
@@ -557,13 +561,6 @@ def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
         "KV cache": memory.kv_cache_bytes,
         **memory.parts,
     }
-
-
-def _check_once(rows: Sequence[dict[str, Any]]) -> None:
-    for one, row in pairwise(rows):  # they are sorted
-        if all(one[key] == row[key] for key in ("size", *POLICY, *LENGTHS, "sequences")):
-            name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
-            raise ResultError(f"{name} is in two decode files; give one of them")
 
 
 #: By bench the schema of its files, their rows, what these are, and the columns that sort them.

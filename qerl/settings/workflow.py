@@ -12,8 +12,8 @@ from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveIn
 from qerl.settings.data import DatasetSettings, RecordFormat, Split
 from qerl.settings.errors import nearest
 from qerl.settings.models import ModelSettings, PretrainSettings, WeightFormat
-from qerl.settings.run import EngineSettings, Kernels, SamplingSettings, TrackerName
-from qerl.settings.workloads import Engine, MixedLengths, StepLengths
+from qerl.settings.run import EngineSettings, SamplingSettings, TrackerName
+from qerl.settings.workloads import ShapesSettings
 
 # Settings of evaluations: tasks, harnesses and their sampling.
 
@@ -232,100 +232,6 @@ class GateSettings(Settings):
     """A bench of kind `rollout` with bf16 and one other weight format."""
     rounds: PositiveInt = 10
     """Rounds in which this code and the baseline's are timed, for rollouts and for updates."""
-
-
-class DecodeGrid(Settings):
-    """Decode speed of an engine on random weights of known shapes.
-
-    Each engine, size and format is a job, which measures all ranks and lengths. vLLM has a job for each rank."""
-
-    engine: Engine
-    sizes: NonEmpty[Name]
-    """Sizes of Qwen2.5 (1.5B to 32B) or shapes of other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
-    weights: NonEmpty[WeightFormat]
-    pack_delta_nets: bool = False
-    """As `pack_delta_nets` of a run."""
-    ranks: NonEmpty[Annotated[int, Field(ge=0)]]
-    """Ranks of the adapter. 0 means none."""
-    kernels: NonEmpty[Kernels] = ["auto"]
-    """As `native.kernels` of a run, one job each."""
-    sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
-    """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
-    number."""
-    prompt: NonEmpty[PositiveInt] = [128]
-    """Lengths of the prompts."""
-    tokens: PositiveInt = 256
-    """Tokens decoded after the prompt."""
-
-
-class MixGrid(MixedLengths):
-    """Rollouts of completions of mixed lengths on random weights, end to end."""
-
-    engine: Literal["native", "vllm"]
-    sizes: NonEmpty[Name]
-    weights: NonEmpty[WeightFormat]
-    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
-
-
-class StepGrid(StepLengths):
-    """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
-
-    system: Literal["qerl", "trl"]
-    sizes: NonEmpty[Name]
-    weights: NonEmpty[WeightFormat]
-    pack_delta_nets: bool = False
-    """As `pack_delta_nets` of a run."""
-    ranks: NonEmpty[PositiveInt] = [16]
-    kernels: NonEmpty[Kernels] = ["auto"]
-    """As `native.kernels` of a run, one job each."""
-    recompute: NonEmpty[bool | Literal["auto"]] = [True]
-    """Values of gradient checkpointing. Only this project has `auto`."""
-    memory_gb: list[Annotated[float, Field(gt=0)]] = []
-    """Caps on the GPU's memory in GB, one job each, for this project only."""
-    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """As `native.kv_cache_gib` of a run, for this project only."""
-    sleep: bool = False
-    """As `native.sleep` of a run, for this project only."""
-    prompts: NonEmpty[PositiveInt] = [16]
-    group_size: NonEmpty[PositiveInt] = [8]
-    sigma: Annotated[float, Field(ge=0)] = 0.8
-    """Standard deviation of the logarithm of a length, for steps with a `median`."""
-    equal_groups: NonEmpty[Annotated[float, Field(ge=0, lt=1)]] = [0.0]
-    """Shares of a step's groups whose completions earn the same and thus have no gradient."""
-    correction: NonEmpty[bool] = [True]
-    """Whether TRL weights tokens by the ratio of its probabilities to vLLM's, its default, which takes one more forward
-    pass."""
-    micro_batch: PositiveInt = 16
-    """Completions in a forward pass of TRL, and of this project with `recompute: auto`."""
-
-
-class PromptGrid(Settings):
-    """Prefill time of this project's engine on random weights: each call draws one token after each prompt."""
-
-    sizes: NonEmpty[Name]
-    weights: NonEmpty[WeightFormat]
-    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
-    """Ranks of the adapter. 0 means none."""
-    points: NonEmpty[tuple[PositiveInt, PositiveInt]] = [
-        *((1, tokens) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024)),
-        *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
-    ]
-    """Pairs of the number of prompts in a call and the tokens of each."""
-    repeats: PositiveInt = 7
-
-
-class ShapesSettings(Settings):
-    """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
-
-    The target `shapes_measure` measures all jobs; `qerl grid --missing` lists those that lack points.
-    """
-
-    samples: list[Path] = []
-    """Folders of the committed points. Of files with the same name, the first folder's counts."""
-    decode: list[DecodeGrid] = []
-    mixes: list[MixGrid] = []
-    steps: list[StepGrid] = []
-    prompts: list[PromptGrid] = []
 
 
 # A whole configuration: models, data sets, experiments, evaluation and benches.

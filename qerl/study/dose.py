@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from qerl.host.provenance import write_text
 from qerl.jobs import PageJob
 from qerl.report.figures import PALETTE, figure_axes
+from qerl.report.format import cell_text, three_digits
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.schema import DoseReport
 from qerl.results.store import ResultError, read
@@ -29,7 +30,6 @@ from qerl.study.outcomes import (
     outcomes,
     paired_difference,
 )
-from qerl.study.parts import Columns, column, number, p_value, section, signed, table
 
 Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.
@@ -344,8 +344,44 @@ def _response(axis: Axes, outcome: Outcome, doses: pd.DataFrame) -> None:
     axis.legend(frameon=False, fontsize=5.5)
 
 
+Columns = Mapping[str, Callable[[dict[Any, Any]], str]]
+
+
+def table(frame: pd.DataFrame, columns: Columns) -> str:
+    """A Markdown table with the text of each column from a row."""
+    rows = [{name: make(row) for name, make in columns.items()} for row in frame.to_dict("records")]
+    return str(pd.DataFrame(rows, columns=list(columns)).to_markdown(index=False, disable_numparse=True))
+
+
+def column(name: str) -> Callable[[dict[Any, Any]], str]:
+    """The text of a column as it is."""
+    return lambda row: str(row[name])
+
+
+def plain(value: float) -> str:
+    """A number with three digits."""
+    size = abs(value)
+    text = f"{size:.1e}" if 0 < size < 1e-4 else three_digits(size)
+    return ("−" if value < 0 else "") + text
+
+
+def signed(value: float) -> str:
+    """A number with its sign."""
+    return ("+" if value > 0 else "") + plain(value)
+
+
+def number(name: str, text: Callable[[float], str] = plain) -> Callable[[dict[Any, Any]], str]:
+    """The text of a column of numbers, with its interval if it has one; a dash where it is missing."""
+    return lambda row: cell_text(row, name, text) or "–"
+
+
 def _points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")
+
+
+def p_value(value: float) -> str:
+    """A p value."""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _estimate(one: Comparison) -> str:
@@ -429,7 +465,7 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
     }
     compared = tables["comparisons"]
     by_experiment = [
-        section(f"### `{experiment}`: {size} at rate {rate:g}", table(frame, columns))
+        f"### `{experiment}`: {size} at rate {rate:g}\n\n{table(frame, columns)}"
         for (experiment, size, rate), frame in compared.groupby(["experiment", "size", "rate"], sort=False)
     ]
     secondary = tables["secondary"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,14 @@ def gathered(job: GatherJob) -> Study:
     paths = [Path(line) for line in job.results.read_text(encoding="utf-8").splitlines()]
     if job.only_finished:
         paths = [path for path in paths if path.is_file()]
-    evaluations = dict(_evaluations([path for path in paths if path.name == RESULT]))
+    results = [(path, read(EvaluationResult, path)) for path in paths if path.name == RESULT]
+    evaluations = {result.run or result.eval: (path, result) for path, result in results}
     runs: list[Row] = []
     steps: list[Row] = []
     outcomes: list[Row] = []
-    for file, run in _runs(job, paths):
+    for file in paths:
+        if file.name != RUN or (run := read(RunResult, file)).experiment not in job.experiments:
+            continue
         scored = evaluations.get(run.run)
         if scored is None and job.only_finished:
             continue
@@ -57,19 +59,6 @@ def gathered(job: GatherJob) -> Study:
     return Study(header, *(pd.DataFrame(rows, columns=schema.names) for rows, schema in frames))
 
 
-def _runs(job: GatherJob, paths: Sequence[Path]) -> Iterator[tuple[Path, RunResult]]:
-    for file in paths:
-        if file.name == RUN and (run := read(RunResult, file)).experiment in job.experiments:
-            yield file, run
-
-
-def _evaluations(files: Sequence[Path]) -> Iterator[tuple[str, tuple[Path, EvaluationResult]]]:
-    """Each evaluation by its run, or by its own name if it is of an untrained base."""
-    for file in files:
-        result = read(EvaluationResult, file)
-        yield result.run or result.eval, (file, result)
-
-
 def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
     settings = run.settings
     return {
@@ -86,8 +75,7 @@ def _run(job: GatherJob, run: RunResult, scored: EvaluationResult) -> Row:
         "reason": run.reason,
         "seconds": float(run.summary.seconds) if run.summary else None,
         "settings": settings.model_dump_json(),
-        **_trained(run.provenance),
-        **_evaluated(scored.provenance),
+        **_stamps(run.provenance, scored.provenance),
     }
 
 
@@ -102,23 +90,20 @@ def _base(job: GatherJob, scored: EvaluationResult) -> Row:
         "model": scored.model,
         "weights": scored.base.weights_name,
         "status": scored.status,
-        **(_trained(read(PretrainReport, pretrained).provenance) if pretrained else {}),
-        **_evaluated(scored.provenance),
+        **_stamps(read(PretrainReport, pretrained).provenance if pretrained else None, scored.provenance),
     }
 
 
-def _trained(stamp: Provenance) -> Row:
-    return {"versions": json.dumps(stamp.versions, sort_keys=True), **_columns(stamp)}
+def _stamps(trained: Provenance | None, evaluated: Provenance) -> Row:
+    """The columns of the stamps of a policy's training, if it was trained here, and of its evaluation."""
 
+    def columns(stamp: Provenance, prefix: str = "") -> Row:
+        machine = stamp.machine
+        about = {"files": stamp.files, "host": machine.host, "driver": machine.driver, "cuda": machine.cuda}
+        return {f"{prefix}{key}": value for key, value in {**stamp.columns, **about, "time": stamp.time}.items()}
 
-def _evaluated(stamp: Provenance) -> Row:
-    return {f"evaluated_{key}": value for key, value in _columns(stamp).items()}
-
-
-def _columns(stamp: Provenance) -> Row:
-    machine = stamp.machine
-    about = {"files": stamp.files, "host": machine.host, "driver": machine.driver, "cuda": machine.cuda}
-    return {**stamp.columns, **about, "time": stamp.time}
+    versions = {"versions": json.dumps(trained.versions, sort_keys=True), **columns(trained)} if trained else {}
+    return versions | columns(evaluated, "evaluated_")
 
 
 def _steps(file: Path, run: RunResult) -> list[Row]:

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.jobs import (
-    DecodeJob,
-    DecodePart,
-    GrpoStepJob,
-    MixPart,
-    PointJob,
-    PointPart,
-    PromptsJob,
-    PromptsPart,
-    RolloutMixJob,
-    StepPart,
-)
+from qerl.jobs import PointJob, PointPart
 from qerl.results.paths import decode_name, step_name
-from qerl.results.speeds import DecodeResult, GrpoStepResult, PromptsResult
+from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.run import Kernels, RunSettings
-from qerl.settings.workflow import DecodeGrid, MixGrid, PromptGrid, ShapesSettings, StepGrid
 from qerl.settings.workloads import (
+    DecodeGrid,
     Decoding,
     EngineStep,
     Mix,
     MixedLengths,
+    MixGrid,
+    PromptGrid,
     Prompting,
+    ShapesSettings,
+    StepGrid,
     StepLengths,
     StepWork,
     TrlStep,
@@ -56,26 +49,19 @@ def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
     A job writes its files to `folder`/ID, and continues those of an earlier attempt. Entries that share a set-up are
     one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
     """
-    kinds: tuple[tuple[type[PointJob], Iterable[tuple[str, str, PointPart]]], ...] = (
-        (RolloutMixJob, (part for grid in settings.mixes for part in _mixes(grid))),
-        (DecodeJob, (part for grid in settings.decode for part in _decodes(grid))),
-        (GrpoStepJob, (part for grid in sorted(settings.steps, key=_own_last) for part in _steps(grid))),
-        (PromptsJob, (part for grid in settings.prompts for part in _prompts(grid))),
+    parts: tuple[tuple[str, str, PointPart], ...] = (
+        *(part for grid in settings.mixes for part in _mixes(grid)),
+        *(part for grid in settings.decode for part in _decodes(grid)),
+        *(part for grid in sorted(settings.steps, key=lambda grid: grid.system != "trl") for part in _steps(grid)),
+        *(part for grid in settings.prompts for part in _prompts(grid)),
     )
-    jobs: dict[str, PointJob] = {}
-    for kind, named in kinds:
-        shared: dict[str, dict[str, PointPart]] = {}
-        for job, name, part in named:
-            parts = shared.setdefault(job, {})
-            if name in parts:
-                raise ConfigError(f"shapes: {name} occurs twice; merge the two entries and their sequences")
-            parts[name] = part
-        jobs |= {id: kind(parts=[*parts.values()], out=folder / id) for id, parts in shared.items()}
-    return jobs
-
-
-def _own_last(grid: StepGrid) -> bool:
-    return grid.system != "trl"
+    shared: dict[str, dict[str, PointPart]] = {}
+    for job, name, part in parts:
+        others = shared.setdefault(job, {})
+        if name in others:
+            raise ConfigError(f"shapes: {name} occurs twice; merge the two entries and their sequences")
+        others[name] = part
+    return {id: PointJob(parts=[*parts.values()], out=folder / id) for id, parts in shared.items()}
 
 
 def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
@@ -129,26 +115,23 @@ def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object
 
 def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
     """The points of a job, each with its file and its key in there."""
-    return ((job.out / part.file, key) for part in job.parts for key in part.keys)
+    return ((job.out / part.file, key) for part in job.parts for key in part.points)
 
 
 # Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
 # the settings that the grid asks for.
 def _keys(part: PointPart, file: Path) -> Sequence[object]:
     """The keys of the points that a part's file has; none if its step had other settings, which no name tells."""
-    if isinstance(part, StepPart) and isinstance(part.settings, EngineStep):
-        return [None] if read(GrpoStepResult, file).settings == part.settings else []
-    if isinstance(part, DecodePart):
-        return [point.sequences for point in read(DecodeResult, file).points]
-    if isinstance(part, PromptsPart):
-        return [(point.prompts, point.tokens) for point in read(PromptsResult, file).points]
-    return [None]
+    result = read(SCHEMAS[part.work.bench], file)
+    assert isinstance(result, Measurement)
+    ours = isinstance(result, GrpoStepResult) and isinstance(part.settings, EngineStep)
+    return [] if ours and result.settings != part.settings else result.keys  # type: ignore[attr-defined]
 
 
 # The parts of the jobs of a grid, each with the names of its job and of its file.
 
 
-def _decodes(grid: DecodeGrid) -> Iterator[tuple[str, str, DecodePart]]:
+def _decodes(grid: DecodeGrid) -> Iterator[tuple[str, str, PointPart[Decoding, int]]]:
     """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started for."""
     bases = _bases(grid, grid.pack_delta_nets)
     for kernels, base, rank, prompt in product(grid.kernels, bases, grid.ranks, grid.prompt):
@@ -158,10 +141,10 @@ def _decodes(grid: DecodeGrid) -> Iterator[tuple[str, str, DecodePart]]:
         name = decode_name(engine, base.model, base.weights_name, rank, prompt, grid.tokens)
         policy = _policy(base, rank)
         work = Decoding(engine=grid.engine, kernels=kernels, prompt=prompt, tokens=grid.tokens, **policy)
-        yield job, name, DecodePart(file=f"{name}.json", work=work, sequences=grid.sequences)
+        yield job, name, PointPart(file=f"{name}.json", work=work, points=grid.sequences, settings=None)
 
 
-def _mixes(grid: MixGrid) -> Iterator[tuple[str, str, MixPart]]:
+def _mixes(grid: MixGrid) -> Iterator[tuple[str, str, PointPart[Mix, None]]]:
     if grid.prompt[0] > grid.prompt[1]:
         raise ConfigError(
             f"shapes: prompt {grid.prompt[0]} to {grid.prompt[1]} is an empty range; swap the two numbers"
@@ -172,17 +155,17 @@ def _mixes(grid: MixGrid) -> Iterator[tuple[str, str, MixPart]]:
         work = Mix(engine=grid.engine, **_policy(base, rank), **lengths)
         drawn = grid.trace.stem if grid.trace else f"{grid.median}to{grid.tokens}"
         name = f"mix-{grid.engine}-{base.name}-r{rank}-{grid.prompts}x{grid.group_size}-{drawn}-seed{grid.seed}"
-        yield name, name, MixPart(file=f"{name}.json", work=work)
+        yield name, name, PointPart(file=f"{name}.json", work=work, points=[None], settings=None)
 
 
-def _prompts(grid: PromptGrid) -> Iterator[tuple[str, str, PromptsPart]]:
+def _prompts(grid: PromptGrid) -> Iterator[tuple[str, str, PointPart[Prompting, tuple[int, int]]]]:
     for base, rank in product(_bases(grid), grid.ranks):
         _check("native", base)
         name, work = f"prompts-{base.name}-r{rank}", Prompting(**_policy(base, rank), repeats=grid.repeats)
-        yield name, name, PromptsPart(file=f"{name}.json", work=work, points=grid.points)
+        yield name, name, PointPart(file=f"{name}.json", work=work, points=grid.points, settings=None)
 
 
-def _steps(grid: StepGrid) -> Iterator[tuple[str, str, StepPart]]:
+def _steps(grid: StepGrid) -> Iterator[tuple[str, str, PointPart[StepWork, None]]]:
     """A job for each step of TRL and each cap of memory, and one for all other steps with the same weights."""
     if grid.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(grid, key)), None)):
         raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
@@ -215,7 +198,7 @@ def _steps(grid: StepGrid) -> Iterator[tuple[str, str, StepPart]]:
             if grid.system == "trl"
             else _own(grid, kernels, recompute, cap)
         )
-        part = StepPart(file=f"{name}.json", work=work, settings=settings)
+        part = PointPart(file=f"{name}.json", work=work, points=[None], settings=settings)
         yield name if alone else f"step-{system}-{base.name}-r{rank}", name, part
 
 

@@ -2,12 +2,10 @@
 
 import json
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qerl.bench import steps as step
 from qerl.bench.rollouts import bench_rollout
 from qerl.bench.steps import bench_step
 from qerl.data.sources import prepare
@@ -55,22 +53,13 @@ def timed_run(bases, weights: str, prompts: int, group_size: int, again: bool) -
     )
 
 
-def time_steps(runs: list[TimedRun], out: Path, **settings) -> Path:
-    bench_step(StepJob(bench="s", settings=StepBench(kind="step", experiment="e", **settings), runs=runs, out=out))
-    return out
-
-
-def time_rollouts(bases: Path, settings: RolloutBench, out: Path) -> Path:
-    checkpoints = {weights: bases / weights for weights in settings.weights}
-    bench_rollout(RolloutJob(bench="r", settings=settings, checkpoints=checkpoints, out=out))
-    return out
-
-
 @pytest.fixture(scope="module")
 def steps(bases):
     """The file of a measurement of two arms at each point of the grid."""
     runs = [timed_run(bases, weights, *point) for weights, point in product(("bf16", "nvfp4"), GRID)]
-    return time_steps(runs, bases / "step.json", repeats=2)
+    settings = StepBench(kind="step", experiment="e", repeats=2)
+    bench_step(StepJob(bench="s", settings=settings, runs=runs, out=bases / "step.json"))
+    return bases / "step.json"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +68,9 @@ def rollouts(bases):
         kind="rollout", model=MODEL, weights=["bf16", "nvfp4"], ranks=[0, 4], sequences=2, prompt_tokens=3,
         completion_tokens=2, repeats=2, dtype="float32",
     )  # fmt: skip
-    return time_rollouts(bases, settings, bases / "rollout.json")
+    checkpoints = {weights: bases / weights for weights in settings.weights}
+    bench_rollout(RolloutJob(bench="r", settings=settings, checkpoints=checkpoints, out=bases / "rollout.json"))
+    return bases / "rollout.json"
 
 
 def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
@@ -115,13 +106,13 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
     def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr(step, "make_trainer", fails)
+    monkeypatch.setattr("qerl.bench.steps.make_trainer", fails)
     monkeypatch.setattr("qerl.bench.rollouts.make_sampler", fails)
-    out = bases / "failed.json"
-    time_steps([timed_run(bases, "bf16", *GRID[0])], out)
+    out, runs = bases / "failed.json", [timed_run(bases, "bf16", *GRID[0])]
+    bench_step(StepJob(bench="s", settings=StepBench(kind="step", experiment="e"), runs=runs, out=out))
     assert load([out], "step")["status"].tolist() == ["out of memory"]
     settings = RolloutBench(kind="rollout", model=MODEL, weights=["bf16"], ranks=[4], dtype="float32")
-    time_rollouts(bases, settings, out)
+    bench_rollout(RolloutJob(bench="r", settings=settings, checkpoints={"bf16": bases / "bf16"}, out=out))
     assert load([out], "rollout")["status"].tolist() == ["out of memory"]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from qerl.bench import decode
 from qerl.host.gpus import Seconds
-from qerl.jobs import PromptsJob, PromptsPart, ShapesJob
+from qerl.jobs import PointJob, PointPart, ShapesJob
 from qerl.report.speed_tables import write_shapes
 from qerl.results import readers
 from qerl.settings.workloads import Prompting
@@ -20,7 +20,9 @@ POINTS = [(1, 8), (2, 4)]
 def measure(out: Path, **changes) -> dict:
     """Do a job on the tiny shape."""
     work = Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes)
-    decode.measure_prompts(PromptsJob(parts=[PromptsPart(file=out.name, work=work, points=POINTS)], out=out.parent))
+    decode.measure_prompts(
+        PointJob(parts=[PointPart(file=out.name, work=work, points=POINTS, settings=None)], out=out.parent)
+    )
     return json.loads(out.read_text())
 
 
@@ -54,12 +56,8 @@ def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
     assert [[len(prompt) for prompt in ids] for ids, _ in timed] == [[8]] * 3 + [[4, 4]] * 3
     assert len({str(ids) for ids, _ in timed}) == 6
     assert {params.max_tokens for _, params in timed} == {1}
-    assert [(point["prompts"], point["tokens"], point["status"]) for point in result["points"]] == [
-        (1, 8, "ok"),
-        (2, 4, "ok"),
-    ]
-    assert [point["samples"] for point in result["points"]] == [[8e-3] * 2] * 2
-    assert [point["first"] for point in result["points"]] == [8e-3] * 2
+    values = [[point[key] for key in ("prompts", "tokens", "status", "samples", "first")] for point in result["points"]]
+    assert values == [[1, 8, "ok", [8e-3] * 2, 8e-3], [2, 4, "ok", [8e-3] * 2, 8e-3]]
     assert result["sampler"].startswith("native engine")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 from qerl.bench import steps as grpo_step
 from qerl.bench.workloads import completion_lengths, questions
 from qerl.checkpoints.shapes import PUBLISHED
-from qerl.jobs import GrpoStepJob, StepPart
+from qerl.jobs import PointJob, PointPart
 from qerl.models.random import TEXTS, random_policy, write_tokenizer
 from qerl.results.speeds import SECONDS
 from qerl.rl import train
@@ -20,46 +21,61 @@ from qerl.settings.workloads import EngineStep, StepWork
 from tests.conftest import in_nightly, nightly
 from tests.families import FAMILIES
 
-WORK = {
-    "prompts": 2,
-    "group_size": 4,
-    "prompt": 80,
-    "tokens": 5,
-    "rank": 4,
-    "equal_groups": 0.0,
-    "repeats": 2,
-}
+WORK = {"size": "tiny", "weights": "nvfp4", "pack_delta_nets": False, "prompts": 2, "group_size": 4, "prompt": 80}
+WORK |= {"tokens": 5, "median": None, "sigma": None, "rank": 4, "equal_groups": 0.0}
+SETTINGS = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384, "kv_cache_gib": None, "sleep": False}
 
 
-def part(file, repeats=2, work=WORK, **settings):
+def part(file, work, repeats=1, **settings):
     """Steps on the tiny shape."""
-    values = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384}
-    values |= {"kv_cache_gib": None, "sleep": False, "memory_gb": None}
-    dense = {"size": "tiny", "weights": "nvfp4", "pack_delta_nets": False, "median": None, "sigma": None}
-    work = StepWork(**{**dense, **work, "repeats": repeats})
-    return StepPart(file=file, work=work, settings=EngineStep(**values | settings))
+    asked = StepWork(**{**WORK, **work}, repeats=repeats)
+    return PointPart(file=file, work=asked, points=[None], settings=EngineStep(**SETTINGS | settings))
 
 
-def measure(out, *settings, **more):
-    """Do a job of one file."""
-    grpo_step.measure_steps(GrpoStepJob(parts=[part(out.name, *settings, **more)], out=out.parent))
+def measure(out, repeats=1, work=MappingProxyType({}), **settings):
+    """The result of a job of one file."""
+    grpo_step.measure_steps(PointJob(parts=[part(out.name, work, repeats, **settings)], out=out.parent))
+    return json.loads(out.read_text())
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """The result of a measurement, and the rollouts of its steps."""
-    out, rollouts = tmp_path_factory.mktemp("step") / "out.json", []
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+def recorded(patch) -> list:
+    """The rollouts of all steps from now on."""
+    rollouts = []
 
     class Kept(Collector):
         def collect(self, *arguments):
             rollouts.append(super().collect(*arguments))
             return rollouts[-1]
 
+    patch.setattr(grpo_step, "Collector", Kept)
+    return rollouts
+
+
+@pytest.fixture
+def rollouts(monkeypatch):
+    return recorded(monkeypatch)
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """The GPU's engine, which runs on a CPU without graphs."""
+    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The result of a measurement, and the rollouts of its steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
-        patch.setattr(grpo_step, "Collector", Kept)
-        measure(out, recompute=True, micro_batch_tokens=120)
-    return json.loads(out.read_text()), rollouts
+        rollouts = recorded(patch)
+        return measure(
+            tmp_path_factory.mktemp("step") / "out.json", 2, recompute=True, micro_batch_tokens=120
+        ), rollouts
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +94,7 @@ def written(tokenizer, monkeypatch):
 
 def test_every_step_has_the_work_that_was_asked_for(measured):
     result, rollouts = measured
-    dense = {"pack_delta_nets": False, "median": None, "sigma": None}
-    assert result["work"] == {"size": "tiny", "weights": "nvfp4", **dense, **WORK}
+    assert result["work"] == WORK | {"repeats": 2}
     assert len(rollouts) == 3
     for rollout in rollouts:
         assert [len(sample.prompt) for sample in rollout.samples] == [80] * 8
@@ -89,21 +104,10 @@ def test_every_step_has_the_work_that_was_asked_for(measured):
 
 
 @pytest.mark.parametrize(("prompts", "share", "equal"), [(3, 1 / 3, [0, 0, 1]), *in_nightly((4, 0.5, [0, 1, 0, 1]))])
-def test_a_share_of_each_steps_groups_earns_the_same(tmp_path, monkeypatch, written, prompts, share, equal):
-    updated = []
-
-    class Kept(Collector):
-        def collect(self, *arguments):
-            updated.append(super().collect(*arguments).groups)
-            return super().collect(*arguments)
-
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(grpo_step, "Collector", Kept)
-    out = tmp_path / "out.json"
-    measure(out, repeats=1, work=WORK | {"prompts": prompts, "equal_groups": share})
-    assert [[not group.informative for group in groups] for groups in updated] == [list(map(bool, equal))] * 2
-    result = json.loads(out.read_text())
-    assert result["work"]["equal_groups"] == share
+def test_a_share_of_each_steps_groups_earns_the_same(tmp_path, written, rollouts, prompts, share, equal):
+    result = measure(tmp_path / "out.json", work={"prompts": prompts, "equal_groups": share})
+    silent = [[not group.informative for group in rollout.groups] for rollout in rollouts]
+    assert silent == [list(map(bool, equal))] * 2
     assert all(step["grad_norm"] > 0 for step in result["steps"])
 
 
@@ -137,12 +141,8 @@ def test_parts_of_memory_make_up_the_peak(measured):
     assert memory["peak_bytes"] == max(max(step["rollout_peak_bytes"], step["update_peak_bytes"]) for step in steps)
 
 
-def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path, monkeypatch, written):
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
-    out = tmp_path / "out.json"
-    measure(out, repeats=1)
-    result = json.loads(out.read_text())
+def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path, written, native):
+    result = measure(tmp_path / "out.json")
     assert result["sampler"].startswith("native engine")
     # A page holds keys and values of 64 tokens, of one head of 32 in bfloat16, in two layers.
     page = 2 * 2 * 64 * 32 * 2
@@ -155,24 +155,17 @@ def test_the_native_engine_draws_to_the_limit_and_its_cache_is_counted(tmp_path,
     assert result["steps"][0]["grad_norm"] > 0
 
 
-def test_a_warm_up_draws_few_tokens_and_updates_on_as_many_as_a_timed_step(tmp_path, monkeypatch, written):
-    rollouts, asked = [], []
-
-    class Kept(Collector):
-        def collect(self, *arguments):
-            rollouts.append(super().collect(*arguments))
-            return rollouts[-1]
+def test_a_warm_up_draws_few_tokens_and_updates_on_as_many_as_a_timed_step(tmp_path, monkeypatch, written, rollouts):
+    asked = []
 
     class Engine(EngineSampler):
         def generate(self, prompts, params):
             asked.append((params.max_tokens, params.lengths))
             return super().generate(prompts, params)
 
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(grpo_step, "WARM_UP", 3)
-    monkeypatch.setattr(grpo_step, "Collector", Kept)
     monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: Engine(policy, rollout.native))
-    measure(tmp_path / "out.json", repeats=1, work=WORK | {"tokens": 11})
+    measure(tmp_path / "out.json", work={"tokens": 11})
     assert asked == [(11, ((3,) * 4,) * 2), (11, None)]
     warm_up, timed = ([sample.completion for sample in rollout.samples] for rollout in rollouts)
     for completion in warm_up:
@@ -185,15 +178,14 @@ def test_a_warm_up_draws_few_tokens_and_updates_on_as_many_as_a_timed_step(tmp_p
 @nightly
 def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, written):
     """The base is shared, and what the steps before did to it isn't seen. A killed job goes on with the next file."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    asked = [part("all.json", repeats=1, recompute=True), part("none.json", repeats=1, recompute=False)]
-    asked += [part("other.json", repeats=1, work=WORK | {"prompts": 3, "rank": 2}, micro_batch_tokens=120)]
+    asked = [part("all.json", {}, recompute=True), part("none.json", {}, recompute=False)]
+    asked += [part("other.json", {"prompts": 3, "rank": 2}, micro_batch_tokens=120)]
     norms = lambda file: [step["grad_norm"] for step in json.loads(file.read_text())["steps"]]  # noqa: E731
     for one in asked:
-        grpo_step.measure_steps(GrpoStepJob(parts=[one], out=tmp_path / "alone"))
+        grpo_step.measure_steps(PointJob(parts=[one], out=tmp_path / "alone"))
     together, drawn = tmp_path / "together", []
     monkeypatch.setattr(grpo_step, "random_policy", lambda *of: drawn.append(random_policy(*of)) or drawn[-1])
-    grpo_step.measure_steps(GrpoStepJob(parts=asked, out=together))
+    grpo_step.measure_steps(PointJob(parts=asked, out=together))
     assert len(drawn) == 1
     for file in sorted(together.iterdir()):
         assert norms(file) == norms(tmp_path / "alone" / file.name)
@@ -203,48 +195,28 @@ def test_steps_of_a_job_are_those_of_jobs_of_their_own(tmp_path, monkeypatch, wr
     assert json.loads((together / "other.json").read_text())["work"]["rank"] == 2
     before = {file.name: file.stat().st_mtime_ns for file in together.iterdir()}
     (together / "none.json").unlink()
-    grpo_step.measure_steps(GrpoStepJob(parts=asked, out=together))
+    grpo_step.measure_steps(PointJob(parts=asked, out=together))
     after = {file.name: file.stat().st_mtime_ns for file in together.iterdir()}
     assert {name for name in after if after[name] != before[name]} == {"none.json"}
 
 
-def test_a_file_of_other_work_is_measured_again(tmp_path, monkeypatch, written):
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    out = tmp_path / "out.json"
-    for rank in (4, 2):
-        measure(out, repeats=1, work=WORK | {"rank": rank})
-        assert json.loads(out.read_text())["work"]["rank"] == rank
+def test_a_file_of_other_work_is_measured_again(tmp_path, written):
+    assert [measure(tmp_path / "out.json", work={"rank": rank})["work"]["rank"] for rank in (4, 2)] == [4, 2]
 
 
-def test_completions_of_mixed_lengths_are_those_of_the_work(tmp_path, monkeypatch, written):
-    rollouts = []
-
-    class Kept(Collector):
-        def collect(self, *arguments):
-            rollouts.append(super().collect(*arguments))
-            return rollouts[-1]
-
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(grpo_step, "Collector", Kept)
-    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
-    work, out = WORK | {"tokens": 9, "median": 4, "sigma": 0.8}, tmp_path / "out.json"
-    measure(out, repeats=1, work=work)
-    result = json.loads(out.read_text())
-    assert (result["work"]["median"], result["work"]["sigma"]) == (4, 0.8)
-    wanted = completion_lengths(StepWork(size="tiny", weights="nvfp4", **work))
-    assert len(set(sum(wanted, ()))) > 2
-    assert max(sum(wanted, ())) <= 9
+def test_completions_of_mixed_lengths_are_those_of_the_work(tmp_path, written, native, rollouts):
+    work = {"tokens": 9, "median": 4, "sigma": 0.8}
+    result = measure(tmp_path / "out.json", work=work)
+    assert result["work"].items() >= work.items()
+    wanted = [tokens for group in completion_lengths(StepWork(**WORK | work)) for tokens in group]
+    assert len(set(wanted)) > 2
+    assert max(wanted) <= 9
     for rollout in rollouts:
-        drawn = [len(sample.completion.token_ids) for sample in rollout.samples]
-        assert drawn == [tokens for group in wanted for tokens in group]
+        assert [len(sample.completion.token_ids) for sample in rollout.samples] == wanted
 
 
-def test_a_bounded_cache_is_less_than_the_wanted_one(tmp_path, monkeypatch, written):
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
-    out = tmp_path / "out.json"
-    measure(out, repeats=1, kv_cache_gib=12 * 16384 / 2**30, sleep=True, recompute=True)
-    result = json.loads(out.read_text())
+def test_a_bounded_cache_is_less_than_the_wanted_one(tmp_path, written, native):
+    result = measure(tmp_path / "out.json", kv_cache_gib=12 * 16384 / 2**30, sleep=True, recompute=True)
     assert result["given_up"] == {
         "kv_cache_bytes": 12 * 16384,
         "kv_cache_wanted_bytes": (8 * 3 + 4) * 16384,  # two pages and one to copy for each, and one sequence more
@@ -255,29 +227,21 @@ def test_a_bounded_cache_is_less_than_the_wanted_one(tmp_path, monkeypatch, writ
 
 
 @pytest.mark.parametrize("given_back", [False, True])
-def test_an_update_after_the_cache_is_released_reports_no_cache(tmp_path, monkeypatch, written, given_back):
+def test_an_update_after_the_cache_is_released_reports_no_cache(tmp_path, monkeypatch, written, native, given_back):
     """The highest peak is the update's; what is left of it without the cache must be its own."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(grpo_step, "make_sampler", lambda policy, rollout: EngineSampler(policy, rollout.native))
     monkeypatch.setattr(EngineSampler, "_scarce", given_back)
     monkeypatch.setattr(grpo_step, "peak_memory_bytes", lambda: 10)
     monkeypatch.setattr(train, "peak_memory_bytes", lambda: 2000)
-    out = tmp_path / "out.json"
-    measure(out, repeats=1)
-    memory = json.loads(out.read_text())["memory"]
-    assert memory["peak_bytes"] == 2000
-    assert (memory["kv_cache_bytes"] == 0) == given_back
+    memory = measure(tmp_path / "out.json")["memory"]
+    assert (memory["peak_bytes"], memory["kv_cache_bytes"] == 0) == (2000, given_back)
 
 
 def test_an_update_out_of_memory_is_a_row_that_says_what_to_lower(tmp_path, monkeypatch, caplog, written):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(train.Updater, "update", fails)
-    out = tmp_path / "out.json"
-    measure(out)
-    result = json.loads(out.read_text())
+    result = measure(tmp_path / "out.json")
     assert result["status"] == "out of memory"
     for said in (result["message"], caplog.text):
         assert "the update ran out of GPU memory; lower micro_batch_tokens" in said
@@ -296,9 +260,6 @@ def test_questions_have_the_length_that_was_asked_for(tokenizer):
 
 
 def test_a_shape_of_few_tokens_takes_a_step(tmp_path, monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setitem(PUBLISHED, "mistral-7b", FAMILIES["mistral"].config().to_dict() | {"vocab_size": 3000})
-    measure(tmp_path / "out.json", repeats=1, work=WORK | {"size": "mistral-7b"})
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["status"] == "ok"
-    assert len(result["steps"]) == 1
+    result = measure(tmp_path / "out.json", work={"size": "mistral-7b"})
+    assert (result["status"], len(result["steps"])) == ("ok", 1)

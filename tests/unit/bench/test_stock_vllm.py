@@ -45,15 +45,22 @@ def test_vllms_adapter_of_a_published_shape_is_one_of_pefts(tmp_path, monkeypatc
     assert sorted(targets) == sorted({name.split(".")[-1] for name in structure.linears})
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
-def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, weights):
-    monkeypatch.setitem(PUBLISHED, "small", FAMILIES["qwen3_moe"].config().to_dict())
-    assert vllm.write_model(tmp_path / "model", Base("small", weights)) == {"load_format": "dummy"}
+@pytest.mark.parametrize(
+    ("family", "name", "weights", "method"),
+    [
+        ("qwen3_moe", "Qwen3Moe", "bf16", None),
+        ("qwen3_moe", "Qwen3Moe", "nvfp4", "compressed-tensors"),
+        ("gpt_oss", "GptOss", "mxfp4", "mxfp4"),  # packed experts, as published
+    ],
+)
+def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, family, name, weights, method):
+    monkeypatch.setitem(PUBLISHED, "gpt-oss-20b", FAMILIES[family].config().to_dict())
+    assert vllm.write_model(tmp_path / "model", Base("gpt-oss-20b", weights)) == {"load_format": "dummy"}
     stored = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert stored["architectures"] == ["Qwen3MoeForCausalLM"]
-    assert AutoConfig.from_pretrained(tmp_path / "model").num_experts == 4
-    assert ("re:.*mlp.gate$" in stored["quantization_config"]["ignore"]) if weights == "nvfp4" else True
-    assert ("quantization_config" in stored) == (weights == "nvfp4")
+    assert stored["architectures"] == [f"{name}ForCausalLM"]
+    quantization = stored.get("quantization_config", {})
+    assert quantization.get("quant_method") == method
+    assert ("re:.*mlp.gate$" in quantization.get("ignore", [])) == (weights == "nvfp4")
 
 
 def test_vllm_is_told_which_layers_have_an_adapter(tmp_path, monkeypatch):
@@ -67,14 +74,6 @@ def test_vllm_is_told_which_layers_have_an_adapter(tmp_path, monkeypatch):
     assert given[0]["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert (given[0]["max_lora_rank"], given[0]["max_num_seqs"]) == (8, 2)
     assert json.loads((Path(adapter[2]) / "adapter_config.json").read_text())["r"] == 4
-
-
-def test_vllm_gets_packed_experts_as_published(tmp_path, monkeypatch):
-    monkeypatch.setitem(PUBLISHED, "gpt-oss-20b", FAMILIES["gpt_oss"].config().to_dict())
-    assert vllm.write_model(tmp_path / "model", Base("gpt-oss-20b", "mxfp4")) == {"load_format": "dummy"}
-    stored = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert stored["architectures"] == ["GptOssForCausalLM"]
-    assert stored["quantization_config"] == {"quant_method": "mxfp4"}
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])

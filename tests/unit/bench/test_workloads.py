@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from qerl.bench import rollouts, trace
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.jobs import MixPart, RolloutMixJob
+from qerl.jobs import PointJob, PointPart
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
@@ -20,22 +20,8 @@ from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Mix
 
-WORK = {
-    "engine": "native",
-    "size": "tiny",
-    "weights": "bf16",
-    "rank": 4,
-    "prompts": 3,
-    "group_size": 2,
-    "prompt": (4, 9),
-    "median": 6,
-    "sigma": 0.8,
-    "tokens": 16,
-    "sequences": 4,
-    "trace": None,
-    "seed": 0,
-    "repeats": 2,
-}
+WORK = {"engine": "native", "size": "tiny", "weights": "bf16", "rank": 4, "prompts": 3, "group_size": 2}
+WORK |= {"prompt": (4, 9), "median": 6, "sigma": 0.8, "tokens": 16, "sequences": 4, "repeats": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +33,13 @@ def mix(**changes) -> Mix:
     return Mix(**WORK | changes)
 
 
-def test_lengths_are_a_function_of_the_seed():
+def test_lengths_are_a_function_of_the_seed_and_prompts_of_the_round():
     first, same, other = (Lengths.of(mix(seed=seed)) for seed in (0, 0, 1))
     assert first == same
     assert first.completion_tokens != other.completion_tokens
-    assert [len(group) for group in first.completion_tokens] == [2, 2, 2]
+    rounds = [first.prompts(0, round_) for round_ in (0, 0, 1)]
+    assert rounds[0] == rounds[1] != rounds[2]
+    assert [len(prompt) for prompt in rounds[2]] == first.prompt_tokens
 
 
 def test_lengths_follow_the_distribution():
@@ -66,36 +54,23 @@ def test_lengths_follow_the_distribution():
     assert np.mean(lengths == 2048) == pytest.approx(0.0082, abs=0.002)
 
 
-def test_prompts_are_others_in_each_round():
-    workload = Lengths.of(mix())
-    rounds = [workload.prompts(0, round_) for round_ in (0, 0, 1)]
-    assert rounds[0] == rounds[1]
-    assert rounds[0] != rounds[2]
-    assert [len(prompt) for prompt in rounds[2]] == workload.prompt_tokens
-
-
-def test_other_lengths_than_those_asked_for_are_not_timed(tmp_path):
-    def start(workload):
-        swapped = [group[::-1] for group in workload.completion_tokens]
-        return MixEngine("any", lambda prompts, round_: swapped)
-
+def test_other_lengths_are_not_timed_and_an_engine_without_memory_is_a_result(tmp_path):
+    out = tmp_path / "out.json"
     with pytest.raises(RuntimeError, match="of other lengths"):
-        measure(mix(), tmp_path / "out.json", start)
+        measure(mix(), out, lambda work: MixEngine("any", lambda *_: [group[::-1] for group in work.completion_tokens]))
 
-
-def test_an_engine_without_memory_is_a_result(tmp_path):
-    def start(workload):
+    def without_memory(workload):
         raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
 
-    measure(mix(), tmp_path / "out.json", start)
-    stored = read(RolloutMixResult, tmp_path / "out.json")
+    measure(mix(), out, without_memory)
+    stored = read(RolloutMixResult, out)
     assert (stored.status, stored.runs) == ("out of memory", ())
 
 
 def measured(tmp_path, module, **changes) -> RolloutMixResult:
     out = tmp_path / f"{module.__name__}.json"
-    part = MixPart(file=out.name, work=mix(**changes))
-    module.measure_mix(RolloutMixJob(parts=[part], out=tmp_path))
+    part = PointPart(file=out.name, work=mix(**changes), points=[None], settings=None)
+    module.measure_mix(PointJob(parts=[part], out=tmp_path))
     assert json.loads(out.read_text())["bench"] == "rollout_mix"
     return read(RolloutMixResult, out)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from qerl.host.lease import alone, devices, lease, percent_of_each
-from qerl.jobs import DecodeJob, DecodePart
+from qerl.jobs import PointJob, PointPart
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Decoding
 from tests.conftest import nightly
@@ -238,8 +238,8 @@ def test_the_variable_is_as_before_afterwards(node, monkeypatch):
 #: `qerl rule`, but that functions of the module `probe` do what engines would.
 RULE = """
 import sys
-from qerl.jobs import DecodeJob
-DecodeJob.by_system["native"] = "probe:measure_points"
+from qerl.settings.workloads import Decoding
+Decoding.does["native"] = "probe:measure_points"
 from qerl.__main__ import main
 main()
 """
@@ -259,7 +259,7 @@ def measure_points(job):
 def rule(out: Path, *options: str) -> list[str]:
     """The command of a job that measures points."""
     work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, kernels="auto", prompt=1, tokens=1)
-    job = DecodeJob(parts=[DecodePart(file="points.json", work=work, sequences=[1])], out=out)
+    job = PointJob(parts=[PointPart(file="points.json", work=work, points=[1], settings=None)], out=out)
     return [sys.executable, "-c", RULE, "rule", job.model_dump_json(), *options]
 
 

@@ -111,12 +111,6 @@ def test_a_run_has_its_steps_and_its_evaluation_and_the_base_of_its_weights_befo
     assert {name: source.before for name, source in sources.items()} == {RUN: BASE, BASE: None, "base-bf16": None}
 
 
-def test_a_base_that_is_a_folder_is_named_without_its_path(tmp_path):
-    write_evaluation(tmp_path, BASE, {"sums": answers(0.5, 0, problems=2, repeats=1)}, "nvfp4", model="/srv/me/mini")
-    [source] = sources_in([tmp_path])
-    assert source.about == "mini, nvfp4, untrained"
-
-
 def test_each_grader_has_its_verdict_and_what_it_read(results):
     rows = [
         sample("0", 0, correct=1, extracted="2", agrees=False, read=None),
@@ -167,28 +161,26 @@ def test_a_page_that_is_too_large_has_fewer_problems_of_each_view_and_says_so(re
         made(results, megabytes=0.01)
 
 
-def test_folders_without_samples_and_folders_of_one_name_are_named(results, tmp_path):
-    (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(ResultError, match="empty has no samples"):
-        sources_in([empty])
+def test_folders_that_cannot_be_shown_are_named(results, tmp_path):
+    (mine := tmp_path / "mine").mkdir()
+    with pytest.raises(ResultError, match="mine has no samples: it is no folder"):
+        sources_in([mine])
+    (mine / "run.yaml").write_text("model: m\n")
+    with pytest.raises(ResultError, match="mine has no samples yet: the run has not finished its first step"):
+        sources_in([mine])
     shutil.copytree(results / "evaluate" / BASE, tmp_path / "other" / BASE)
     with pytest.raises(ResultError, match=f"are both named {BASE}"):
         sources_in([results, tmp_path / "other" / BASE])
 
 
-def test_a_run_before_its_first_step_has_no_samples_yet(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/run.yaml").write_text("model: m\n")
-    with pytest.raises(ResultError, match="mine has no samples yet: the run has not finished its first step"):
-        sources_in([tmp_path / "mine"])
-
-
-def test_a_run_in_progress_is_read_from_its_work(tmp_path):
+def test_a_run_in_progress_is_read_from_its_work_and_a_base_is_named_without_its_folders(tmp_path):
     folder = tmp_path / "mine" / "work" / "abc"
     folder.mkdir(parents=True)
     write_steps(folder / "metrics.jsonl", {10: [rollout(10, "p", [["x"]])]})
-    [source] = sources_in([tmp_path / "mine"])
-    assert (source.id, [view.step for view in source.views]) == ("mine", ["10"])
+    write_evaluation(tmp_path, BASE, {"sums": answers(0.5, 0, problems=2, repeats=1)}, "nvfp4", model="/srv/me/mini")
+    base, run = sources_in([tmp_path, tmp_path / "mine"])
+    assert (run.id, [view.step for view in run.views]) == ("mine", ["10"])
+    assert base.about == "mini, nvfp4, untrained"
 
 
 def test_view_prints_the_path_of_the_page_and_nothing_else(results, tmp_path):
@@ -212,8 +204,8 @@ def tab():
         yield tab
 
 
-def opened(tab, page, address="", **window):
-    tab.open(page, address, **window)
+def opened(tab, page, address=""):
+    tab.open(page, address)
     ready(tab)
 
 

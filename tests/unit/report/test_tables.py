@@ -15,6 +15,7 @@ from tests.synthetic_results import (
     step_point,
     write_bench,
     write_evaluation,
+    write_json,
     write_quantization,
     write_run,
     write_tree,
@@ -102,17 +103,6 @@ def test_runs_that_failed_are_rows_or_notes(small, tmp_path):
     assert none["gsm8k/note"] == "; ".join(f"seed {seed}: out of memory after 0 of 9 steps" for seed in (0, 1))
 
 
-def test_arms_that_differ_in_a_setting_stay_apart(tmp_path):
-    runs = [write_run(tmp_path, "nvfp4-lora", 0, steps=steps) for steps in (5, 20)]
-    evaluations = [
-        write_evaluation(tmp_path, f"arm-{index}", {"gsm8k": column([1, index])}, "nvfp4", run)
-        for index, run in enumerate(runs)
-    ]
-    table = table_of(evaluations, runs)
-    assert dict(zip(table["variant"], table["gsm8k/accuracy"], strict=True)) == {"steps=5": 0.5, "steps=20": 1.0}
-    assert table["gsm8k/note"].iloc[0] == "untrained bf16 base not run; untrained nvfp4 base not run"
-
-
 def test_awq_is_a_separate_format_with_its_own_base(small, tmp_path):
     evaluations, runs = small
     runs = [*runs, write_run(tmp_path, "nvfp4-lora", 0, experiment="awq", base={"recipe": "awq"})]
@@ -126,20 +116,6 @@ def test_awq_is_a_separate_format_with_its_own_base(small, tmp_path):
     assert table.loc[("nvfp4-awq", "lora"), "gsm8k/delta_format"] == 0.25
     assert table.loc[("nvfp4", "lora"), "gsm8k/delta_format"] == 0.625
     assert {"NVFP4", "NVFP4-AWQ"} < set(present(table.reset_index())["weights"])
-
-
-def test_different_problems_cannot_be_paired(small, tmp_path):
-    evaluations, runs = small
-    other = write_evaluation(tmp_path, "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16")
-    with pytest.raises(ResultError, match="nvfp4 and its untrained base saw different problems of gsm8k"):
-        cells_of([other, *evaluations[1:]], runs)
-
-
-def test_a_run_counts_once(small, tmp_path):
-    evaluations, runs = small
-    again = write_evaluation(tmp_path, "again", {"gsm8k": column([1, 1, 1, 0])}, "nvfp4", runs[0])
-    with pytest.raises(ResultError, match="evaluated twice on gsm8k"):
-        cells_of([*evaluations, again], runs)
 
 
 def test_throughput_by_hand(tmp_path):
@@ -204,14 +180,9 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
     assert table.loc["alone", "speedup"].tolist() == pytest.approx([1, np.nan, 2], nan_ok=True)
     assert table.loc["alone", "speedup_base"].tolist() == ["bf16-lora", "no BF16 LoRA", "bf16-lora"]
     assert table.loc["both", "speedup"].tolist() == [1, 3, 2, 1]
-
-
-def test_a_speed_up_over_bf16_lora_that_failed_says_so(tmp_path):
-    steps = [step_point("bf16-lora", [], "out of memory"), step_point("nvfp4-lora", [1.0])]
-    bench = write_bench(tmp_path, "step", "step", steps)
-    row = tables.memory_speed(load([bench], "step"), readers.load_quantization([])).iloc[1]
-    assert np.isnan(row["speedup"])
-    assert row["speedup_base"] == "bf16-lora (out of memory)"
+    failed = write_bench(tmp_path, "failed", "step", [step_point("bf16-lora", [], "out of memory"), steps[2]])
+    row = tables.memory_speed(load([failed], "step"), readers.load_quantization([])).iloc[1]
+    assert (np.isnan(row["speedup"]), row["speedup_base"]) == (True, "bf16-lora (out of memory)")
 
 
 def test_files_of_a_table(tmp_path):
@@ -248,13 +219,32 @@ def test_quantization_by_type_of_layer(tmp_path):
     assert np.isnan(table["o_proj/relative_error"].iloc[1])
 
 
-def damaged(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return path
+def test_results_that_contradict_each_other_are_one_sentence(small, tmp_path):
+    evaluations, runs = small
+    other = write_evaluation(tmp_path / "other", "base-bf16", {"gsm8k": column([1, 1, 0])}, "bf16")
+    with pytest.raises(ResultError, match="nvfp4 and its untrained base saw different problems of gsm8k"):
+        cells_of([other, *evaluations[1:]], runs)
+    again = write_evaluation(tmp_path, "again", {"gsm8k": column([1, 1, 1, 0])}, "nvfp4", runs[0])
+    with pytest.raises(ResultError, match="evaluated twice on gsm8k"):
+        cells_of([*evaluations, again], runs)
+    with pytest.raises(ResultError, match=r"arm-1/result.json evaluates run 'main-nvfp4-lora-seed1'"):
+        readers.load_evaluations(evaluations, readers.load_runs(runs[:1]))
+    lines = (evaluations[1].parent / "samples.jsonl").read_text().splitlines(keepends=True)
+    (evaluations[1].parent / "samples.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(ResultError, match="3 samples of gsm8k"):
+        readers.load_samples(evaluations[1:])
+    result = json.loads(evaluations[0].read_text())
+    result["tasks"]["gsm8k"]["accuracy"] = 0.75
+    write_json(evaluations[0], result)
+    with pytest.raises(ResultError, match=r"an accuracy of 0\.5000, but its result\.json 0\.7500"):
+        readers.load_samples(evaluations)
 
 
 def test_a_file_of_another_shape_names_itself(tmp_path):
-    run = damaged(write_run(tmp_path, "bf16-lora", 0), summary={})
+    run = write_run(tmp_path, "bf16-lora", 0, metrics=[{k: v for k, v in NO_METRICS.items() if k != "entropy"}])
+    with pytest.raises(ResultError, match=r"metrics.jsonl, line 1: `entropy` is missing"):
+        readers.load_metrics([run])
+    write_json(run, json.loads(run.read_text()) | {"summary": {}})
     with pytest.raises(ResultError, match=rf"{run} is not a RunResult: `summary.steps`"):
         readers.load_runs([run])
     with pytest.raises(ResultError, match=r"missing.json doesn't exist"):
@@ -262,30 +252,3 @@ def test_a_file_of_another_shape_names_itself(tmp_path):
     bench = write_bench(tmp_path, "b", "rollout", [rollout_point("bf16", 16, [])])
     with pytest.raises(ResultError, match="status ok needs samples"):
         load([bench], "rollout")
-    with pytest.raises(ResultError, match=r"b\.json is not a StepBenchResult: unknown key"):
-        load([bench], "step")
-
-
-def test_metrics_without_a_column_name_file_and_line(tmp_path):
-    run = write_run(tmp_path, "bf16-lora", 0, metrics=[{k: v for k, v in NO_METRICS.items() if k != "entropy"}])
-    with pytest.raises(ResultError, match=r"metrics.jsonl, line 1: `entropy` is missing"):
-        readers.load_metrics([run])
-
-
-def test_an_evaluation_of_an_unknown_run_is_an_error(small):
-    evaluations, runs = small
-    with pytest.raises(ResultError, match=r"arm-1/result.json evaluates run 'main-nvfp4-lora-seed1'"):
-        readers.load_evaluations(evaluations, readers.load_runs(runs[:1]))
-
-
-def test_samples_must_agree_with_the_result(small):
-    evaluations, _ = small
-    tasks = json.loads(evaluations[0].read_text())["tasks"]
-    tasks["gsm8k"]["accuracy"] = 0.75
-    damaged(evaluations[0], tasks=tasks)
-    with pytest.raises(ResultError, match=r"an accuracy of 0\.5000, but its result\.json 0\.7500"):
-        readers.load_samples(evaluations)
-    lines = (evaluations[1].parent / "samples.jsonl").read_text().splitlines(keepends=True)
-    (evaluations[1].parent / "samples.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(ResultError, match="3 samples of gsm8k"):
-        readers.load_samples(evaluations[1:])

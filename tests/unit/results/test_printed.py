@@ -3,10 +3,12 @@
 import csv
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES
+from qerl.settings.base import parse, read_yaml
 from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan
 
@@ -168,46 +170,20 @@ def test_measured_points_lie_on_the_plots():
     assert min(series.values()) >= 9
 
 
-def configuration(**changes) -> Config:
-    origin = {"source": "generated"}
-    runs = {
-        f"{data}-{model[8:]}": {"base": {"model": model, "dataset": data}, "arms": {"a": {}}, "grid": {"seed": [0]}}
-        for model in MODELS
-        for data in ("gsm8k", "bigmath-3-5", "bigmath-4-5")
-    }
-    tasks = ("gsm8k", "math500", "aime24", "aime25", "amc23")
-    given = {
-        "name": "small",
-        "models": {name: {"source": "pretrain", "datasets": ["gsm8k"]} for name in (*MODELS, "other")},
-        "datasets": {
-            name: {"format": "gsm8k", "origin": origin} for name in {*tasks, "gsm8k", "bigmath-3-5", "bigmath-4-5"}
-        },
-        "experiments": runs,
-        "evaluation": {"tasks": [{"dataset": name, "harness": "lm-eval"} for name in tasks]},
-        "benches": {
-            **{f"rollout-{model[8:].replace('.', '')}": {"kind": "rollout", "model": model} for model in MODELS},
-            **{f"step-{name}": {"kind": "step", "experiment": name} for name in runs},
-        },
-    }
-    return Config.model_validate({**given, **changes})
-
-
-def test_the_paper_s_models_make_all_of_its_tables_and_figures():
-    made = plan(configuration())
-    assert [name for name in made.tables if name in TABLES] == list(TABLES)
-    assert {name for name in made.figures if name in NAMES} == {*BARS, *CURVE_FIGURES, SCHEDULES}
-    assert len(made.figures) == len(set(made.figures))
+def made(config: str, *experiments: str) -> tuple[list[str], list[str]]:
+    """The paper's tables and figures that a configuration makes, of these experiments or all, without benches."""
+    values = read_yaml(Path(config))
+    if experiments:
+        values |= {"experiments": {name: values["experiments"][name] for name in experiments}, "benches": {}}
+    planned = plan(parse(Config, values, "test"))
+    return tuple([name for name in names if name in NAMES] for names in (planned.tables, planned.figures))
 
 
 def test_only_what_a_configuration_feeds_is_made():
-    experiments = {"gsm8k": {"base": {"model": "qwen2.5-7b", "dataset": "gsm8k"}}}
-    evaluation = {"tasks": [{"dataset": "gsm8k", "harness": "lm-eval"}]}
-    made = plan(configuration(experiments=experiments, evaluation=evaluation, benches={}))
-    assert [name for name in made.tables if name in NAMES] == ["table1", "table4"]
-    assert "figure5" in made.figures
-    assert "figure10" not in made.figures
-    assert "figure11" not in made.figures
-    other = {"rollout": {"kind": "rollout", "model": "other"}}
-    unlike = {"x": {"base": {"model": "other", "dataset": "gsm8k"}}}
-    made = plan(configuration(experiments=unlike, evaluation=evaluation, benches=other))
-    assert not NAMES & {*made.tables, *made.figures}
+    tables, figures = made("config/paper.yaml")
+    assert tables == list(TABLES)
+    assert sorted(figures) == sorted({*BARS, *CURVE_FIGURES, SCHEDULES})
+    tables, figures = made("config/paper.yaml", "gsm8k-7b")
+    assert tables == ["table1", "table2", "table4"]  # bases are evaluated on the data sets of Table 2
+    assert figures == [f"figure{number}" for number in (1, 4, 5, 15, 16, 17)]
+    assert made("config/mini.yaml") == ([], [])

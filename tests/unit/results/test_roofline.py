@@ -42,14 +42,6 @@ def test_bytes_of_bf16_weights_are_those_of_the_model(size):
     assert parts["adapter"] == 0
 
 
-def test_bytes_of_the_adapter_are_those_of_peft():
-    model, adapter = model_of("tiny"), AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
-    peft = get_peft_model(model, lora_config(adapter, structure_of(model.config)))
-    adapter = [parameter for parameter in peft.parameters() if parameter.requires_grad]
-    count = sum(parameter.numel() for parameter in adapter)
-    assert byte_parts(Base("tiny", "nvfp4"), RANK, 1, 0)["adapter"] == 2 * count
-
-
 def run_step(model, sequences: int, context: int) -> tuple[DynamicCache, int]:
     """The cache after, and PyTorch's FLOPs of, one token for each sequence with `context` tokens in the cache."""
     cache = DynamicCache(config=model.config)

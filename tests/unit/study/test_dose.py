@@ -24,7 +24,7 @@ from qerl.study.dose import (
     secondary_table,
     write_page,
 )
-from tests.conftest import nightly
+from tests.conftest import in_nightly
 from tests.recompute_dose import estimates
 
 ARMS = ("bf16", "bf16-again", "hot-1.2", "entropy", "nvfp4", "aqn-4", "aqn-8", "paper-bf16")
@@ -161,27 +161,16 @@ def test_data_without_a_control_are_refused(tmp_path):
 PUBLISHED = sorted(folder for folder in Path("results/reference/dose").glob("*/") if folder.name != "3m-pilot")
 
 
-def both(folder: Path, draws: int) -> pd.DataFrame:
-    """The published rows beside those of tests/recompute_dose.py, which reads the Parquet files with pandas alone."""
+@pytest.mark.parametrize("draws", [1, *in_nightly(4000)])
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
+def test_the_published_estimates_are_those_of_a_script_that_shares_no_code(folder, draws):
+    """tests/recompute_dose.py reads the Parquet files with pandas alone; one draw gives no interval."""
     index = ["experiment", "arm"]
     own = estimates(folder, draws).set_index(index).add_suffix(" own")
-    joined = pd.read_csv("docs/results/dose/comparisons.csv").set_index(index).join(own, how="inner")
-    assert len(joined) == len(own) > 10
-    return joined
-
-
-@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
-def test_the_published_estimates_are_those_of_a_script_that_shares_no_code(folder):
-    rows = both(folder, draws=1)
+    rows = pd.read_csv("docs/results/dose/comparisons.csv").set_index(index).join(own, how="inner")
+    assert len(rows) == len(own) > 10
     for measure in (DISCOVERY, FIRST, WIDEST):
         assert rows[measure].to_numpy() == pytest.approx(rows[f"{measure} own"].to_numpy(), abs=1e-6)
-
-
-@nightly
-@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
-def test_the_published_intervals_are_those_of_that_script(folder):
-    rows = both(folder, draws=4000)
-    for measure in (DISCOVERY, FIRST, WIDEST):
-        for end in ("low", "high"):
-            own = rows[f"{measure}_{end} own"].to_numpy()
-            assert rows[f"{measure}_{end}"].to_numpy() == pytest.approx(own, abs=0.006)
+        for end in ("low", "high") if draws > 1 else ():
+            of_script = rows[f"{measure}_{end} own"].to_numpy()
+            assert rows[f"{measure}_{end}"].to_numpy() == pytest.approx(of_script, abs=0.006)

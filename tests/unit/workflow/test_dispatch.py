@@ -12,15 +12,12 @@ from qerl.cli.workflow import run_job
 from qerl.host import provenance
 from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
-from qerl.jobs import KINDS, PointJob, TrainJob
+from qerl.jobs import TrainJob
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from tests.jobs import train_job
+from tests.jobs import FUNCTIONS, train_job
 
 #: The module of each rule's job.
-FUNCTIONS = [
-    path for kind in KINDS.values() for path in (kind.by_system.values() if issubclass(kind, PointJob) else [kind.does])
-]
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
 PLANNING = ("checks", "costs", "grid", "outputs", "plan", "runs", "stages")

@@ -1,23 +1,25 @@
-"""The measurements of decode speed on a tiny shape, and their file."""
+"""Decode speed on a tiny shape by each engine, the timing of points, and the file that a killed job continues."""
 
+import gc
 import json
 import sys
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qerl.bench import decode
+from qerl.bench import decode, timing
 from qerl.bench import hf as decode_hf
-from qerl.bench import timing as decode_points
 from qerl.bench import vllm as decode_vllm
-from qerl.bench.timing import Engine
+from qerl.bench.timing import Engine, Point, run_points
+from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
-from qerl.jobs import DecodeJob, DecodePart
+from qerl.host.gpus import Seconds
+from qerl.jobs import PointJob, PointPart, enough_runs
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
-from qerl.report import speed_tables
 from qerl.results import speeds
 from qerl.results.speeds import DecodePoint
 from qerl.rollout.engine import EngineSampler
@@ -35,11 +37,45 @@ PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 GPU = torch.cuda.is_available()
 
 
-def measure(module, out, sequences, engine="native", weights="nvfp4"):
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    """A commit for stamps."""
+    monkeypatch.setenv("QERL_COMMIT", "test")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A clock that only drawing moves: 2 s for the prompts with their first token, 0.25 s for each further one.
+
+    Every engine is timed by it. The fixture is a `draw` that draws nothing and moves it.
+    """
+    now = [0.0]
+
+    @contextmanager
+    def seconds():
+        taken, start = Seconds(), now[0]
+        yield taken
+        taken.value = now[0] - start
+
+    def draw(prompts, count, seed):
+        now[0] += 2.0 + 0.25 * (count - 1)
+        return len(prompts) * count
+
+    original = timing.timed
+
+    def timed(engine, *about):
+        return original(engine._replace(draw=lambda *asked: (draw(*asked), engine.draw(*asked))[1]), *about)
+
+    monkeypatch.setattr(timing, "seconds", seconds)
+    monkeypatch.setattr(timing, "timed", timed)
+    return draw
+
+
+def measure(module, out, sequences, engine="native", weights="nvfp4", **changes):
     """Do a job on the tiny shape."""
-    work = Decoding(engine=engine, weights=weights, **SETTINGS)
-    part = DecodePart(file=out.name, work=work, sequences=sequences)
-    module.measure_points(DecodeJob(parts=[part], out=out.parent))
+    work = Decoding(engine=engine, weights=weights, **SETTINGS | changes)
+    part = PointPart(file=out.name, work=work, points=sequences, settings=None)
+    module.measure_points(PointJob(parts=[part], out=out.parent))
 
 
 def read(out):
@@ -72,29 +108,13 @@ def test_a_job_of_the_native_engine(tmp_path, weights):
     assert ("bfloat16" if weights == "bf16" else weights) in result["points"][0]["sampler"]
 
 
-def test_a_job_of_a_published_shape(tmp_path, monkeypatch):
-    """A mixture's, in small; its vocabulary bounds the prompts."""
-    monkeypatch.setitem(PUBLISHED, "mixture", FAMILIES["qwen3_moe"].config(vocab_size=256).to_dict())
-    for module in (speeds,):
-        monkeypatch.setattr(module, "SIZES", (*SIZES, "mixture"))
-    out = tmp_path / "out.json"
-    work = Decoding(engine="native", weights="nvfp4", **SETTINGS | {"size": "mixture"})
-    decode.measure_points(DecodeJob(parts=[DecodePart(file=out.name, work=work, sequences=[2])], out=tmp_path))
-    result = read(out)
-    assert (result["work"]["size"], [point["samples"] for point in result["points"]]) == ("mixture", [[2 / 0.25] * 3])
-    points = speeds.load([out], "decode")
-    assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().tolist()) == ([8.0], [True])
-
-
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     """A file without the key has dense ones, as those that were committed before there was the key."""
     monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
-    for module in (speeds,):
-        monkeypatch.setattr(module, "SIZES", (*SIZES, "hybrid"))
+    monkeypatch.setattr(speeds, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
     for file, packed in zip(files, (False, True), strict=True):
-        work = Decoding(engine="native", weights="nvfp4", pack_delta_nets=packed, **SETTINGS | {"size": "hybrid"})
-        decode.measure_points(DecodeJob(parts=[DecodePart(file=file.name, work=work, sequences=[2])], out=tmp_path))
+        measure(decode, file, [2], size="hybrid", pack_delta_nets=packed)
     dense, packed = map(read, files)
     numbers = 64 * (96 + 64) + 64 * 64
     saved = dense["points"][0]["weight_bytes"] - packed["points"][0]["weight_bytes"]
@@ -103,11 +123,7 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     files[0].write_text(json.dumps(dense))
     points = speeds.load(files, "decode")
     assert points["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
-    table = speed_tables.decode_table(points)
-    assert table["weights"].tolist() == ["nvfp4", "nvfp4-delta-nets"]
-    other = work.model_copy(update={"pack_delta_nets": False})
-    with pytest.raises(ConfigError, match="points of pack_delta_nets=True, not False"):
-        decode_points.DecodePoints(files[1], other)
+    assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().all()) == ([8.0, 8.0], True)
 
 
 def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
@@ -129,11 +145,13 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
     monkeypatch.setattr(decode, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
     asked = [(4, 4), (0, 4), (8, 4), (8, 6)]
     works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
-    parts = [DecodePart(file=f"{work.rank}-{work.prompt}.json", work=work, sequences=[1, 2]) for work in works]
-    decode.measure_points(DecodeJob(parts=parts[:2], out=tmp_path))
+    parts = [
+        PointPart(file=f"{work.rank}-{work.prompt}.json", work=work, points=[1, 2], settings=None) for work in works
+    ]
+    decode.measure_points(PointJob(parts=parts[:2], out=tmp_path))
     assert [rank for _, rank, _ in made] == [0]
     first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
-    decode.measure_points(DecodeJob(parts=parts, out=tmp_path))
+    decode.measure_points(PointJob(parts=parts, out=tmp_path))
     assert len(made) == 2  # no more than once for each call
     assert {name: (tmp_path / name).read_text() for name in first} == first
     for part in parts:
@@ -148,9 +166,8 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
         assert {point["weight_bytes"] for point in result["points"]} == {alone}
 
 
-def job(**other):
+def work_of(**other):
     values = {"engine": "native", "size": "7B", "weights": "nvfp4", "rank": 16, "prompt": 128, "tokens": 256}
-    values |= {"kernels": "auto"}
     return Decoding(**values | other)
 
 
@@ -158,47 +175,21 @@ def engine(_):
     return Engine(lambda prompts, count, seed: len(prompts) * count, "s", lambda: 1)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A file with a point of one sequence."""
-    out = tmp_path_factory.mktemp("written") / "out.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
-        point = DecodePoint(sequences=1, status="ok", samples=[10.0], prompt_seconds=1.0, prompt_samples=[1.0])
-        patch.setattr(decode_points, "timed", lambda *_: point)
-        decode_points.DecodePoints(out, job()).run([1], lambda: engine)
-    return out
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        *({"engine": "vllm"}, {"size": "3B"}, {"weights": "nf4"}, {"rank": 0}, {"kernels": "portable"}),
-        *({"prompt": 64}, {"tokens": 64}),
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_points_of_other_settings_are_refused(written, other):
-    [(name, value)] = other.items()
-    with pytest.raises(ConfigError, match=rf"{written} has points of {name}=.*, not {value}; delete it"):
-        decode_points.DecodePoints(written, job(**other))
-    assert decode_points.DecodePoints(written, job()).missing([1, 8]) == [8]
-
-
-def test_points_of_another_machine_are_refused(tmp_path, written):
-    out, result = tmp_path / "out.json", read(written)
-    result["provenance"]["machine"]["label"] = "8x another GPU"
-    out.write_text(json.dumps(result))
-    with pytest.raises(ConfigError, match="another machine, 8x another GPU; delete it"):
-        decode_points.DecodePoints(out, job())
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"points": []}'])
-def test_another_file_is_refused(tmp_path, text):
+def test_points_of_other_settings_or_machines_are_refused(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
-    out.write_text(text)
-    with pytest.raises(ConfigError, match=rf"{out} is not a DecodeResult: .*; delete it"):
-        decode_points.DecodePoints(out, job())
+    point = DecodePoint(sequences=1, status="ok", samples=[10.0], prompt_seconds=1.0, prompt_samples=[1.0])
+    monkeypatch.setattr(timing, "timed", lambda *_: point)
+    timing.DecodePoints(out, work_of()).run([1], lambda: engine)
+    assert timing.DecodePoints(out, work_of()).missing([1, 8]) == [8]
+    for name, value in {"engine": "vllm", "rank": 0, "kernels": "portable", "pack_delta_nets": True}.items():
+        with pytest.raises(ConfigError, match=rf"{out} has points of {name}=.*, not {value}; delete it"):
+            timing.DecodePoints(out, work_of(**{name: value}))
+    result = read(out)
+    result["provenance"]["machine"]["label"] = "8x another GPU"
+    for text, words in ((json.dumps(result), "another machine, 8x another GPU"), ("{}", "is not a DecodeResult: .*")):
+        out.write_text(text)
+        with pytest.raises(ConfigError, match=f"{words}; delete it"):
+            timing.DecodePoints(out, work_of())
 
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
@@ -234,20 +225,17 @@ def test_sequences_that_would_wait_for_each_other_are_a_row(tmp_path, pages, sta
     """Three sequences of 17 tokens take two pages of 16 each."""
     out = tmp_path / "out.json"
 
-    def measure(sequences):
-        decode_points.check_room(pages, 16, sequences, 17)
+    def start(sequences):
+        timing.check_room(pages, 16, sequences, 17)
         return engine(sequences)
 
-    decode_points.DecodePoints(out, job()).run([3], lambda: measure)
+    timing.DecodePoints(out, work_of()).run([3], lambda: start)
     assert [point["status"] for point in read(out)["points"]] == [status]
 
 
 def test_another_error_is_no_row(tmp_path):
-    def measure(sequences):
-        raise RuntimeError("a defect")
-
-    with pytest.raises(RuntimeError, match="a defect"):
-        decode_points.DecodePoints(tmp_path / "out.json", job()).run([1], lambda: measure)
+    with pytest.raises(ZeroDivisionError):
+        timing.DecodePoints(tmp_path / "out.json", work_of()).run([1], lambda: lambda sequences: sequences / 0)
     assert read(tmp_path / "out.json")["points"] == []
 
 
@@ -260,7 +248,7 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
         return generate(self, prompts, params)
 
     monkeypatch.setattr(EngineSampler, "generate", seen)
-    monkeypatch.setattr(decode_points, "WARM_UP", 3)
+    monkeypatch.setattr(timing, "WARM_UP", 3)
     measure(decode, tmp_path / "out.json", [2])
     whole = SETTINGS["tokens"] + 1
     assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
@@ -299,3 +287,120 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
     measure(decode_vllm, tmp_path / "out.json", [1], "vllm")
     [point] = read(tmp_path / "out.json")["points"]
     assert point["status"] == "out of memory"
+
+
+# --- timing
+
+
+def timed(draw, sequences, prompt, tokens, size="tiny"):
+    """The point of an engine that draws so. It isn't that of the fixture, whose clock a `draw` moves itself."""
+    work = Decoding(engine="native", size=size, weights="bf16", rank=0, prompt=prompt, tokens=tokens)
+    return time_point(Engine(draw, "any", lambda: 1), work, sequences)
+
+
+@pytest.mark.parametrize("tokens", [100, 32000, 151936])
+def test_prompts_do_not_count_and_their_ids_are_in_the_vocabulary(clock, tokens, monkeypatch):
+    monkeypatch.setattr("qerl.bench.timing.vocabulary", lambda size: tokens)
+    seen = []
+
+    def draw(prompts, count, seed):
+        seen.extend(prompts)
+        return clock(prompts, count, seed)
+
+    point = timed(draw, 6, 50, 5)
+    assert (point.samples, point.prompt_samples) == ([24.0] * 3, [2.0] * 3)
+    assert {len(prompt) for prompt in seen} == {50}
+    ids = [one for prompt in seen for one in prompt]
+    assert min(1000, tokens // 2) <= min(ids)
+    assert tokens // 3 <= max(ids) < min(100000, tokens)
+
+
+def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
+    runs = iter(range(7))
+
+    def draw(prompts, count, seed):
+        if next(runs) < 3:  # the warm-up, and the first round: prompts, all
+            clock(prompts, 1, seed)
+        return clock(prompts, count, seed)
+
+    # 6 * 5 tokens; those of the first round took 2 s longer, its prompts too.
+    point = timed(draw, 6, 10, 5)
+    assert (point.samples, point.prompt_samples) == ([30 / 3.25, 24.0, 24.0], [4.0, 2.0, 2.0])
+    assert point.prompt_seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [(0.01, 9), (0.6, 9), (0.7, 8), (1.2, 5), (1.7, 3), (9.9, 3), (10.0, 1), (60.0, 1)]
+)
+def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, runs):
+    assert [count for count in range(12) if enough_runs([seconds] * count)] == [*range(runs, 12)]
+
+
+def test_a_long_run_is_timed_once(clock):
+    """By that clock, 33 tokens take 10 s, the first one with the prompts."""
+    assert timed(clock, 6, 10, 32).samples == [24.0]
+    assert timed(clock, 6, 10, 31).samples == [24.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda clock: lambda *asked: clock(*asked) - 1, "35 tokens were drawn instead of 36"),
+        (lambda clock: lambda prompts, count, seed: clock(prompts, 1, seed) * count, "decode more of them"),
+    ],
+)
+def test_work_that_was_not_done_is_no_speed(clock, draw, words):
+    with pytest.raises(RuntimeError, match=words):
+        timed(draw(clock), 6, 10, 5)
+
+
+class Held:
+    """The memory that a point holds."""
+
+
+@pytest.fixture
+def world():
+    return {"order": [], "alive": weakref.WeakSet(), "most": 0}
+
+
+def point(name, world, *, make_fails=False, fails_in=None):
+    def make():
+        if make_fails:
+            raise MemoryError
+        held = Held()
+        held.itself = held
+        world["alive"].add(held)
+
+        def once(round_):
+            world["order"].append((name, round_))
+            world["most"] = max(world["most"], len(world["alive"]))
+            if round_ == fails_in:
+                raise MemoryError
+            return {"round": round_, "held": id(held)}
+
+        return once
+
+    return Point({"name": name}, make)
+
+
+@pytest.mark.parametrize(
+    ("interleave", "rounds", "most"), [(True, "a0 b0 a1 b1 a2 b2", 2), (False, "a0 a1 a2 b0 b1 b2", 1)]
+)
+def test_points_are_timed_in_turn_or_alone_in_memory(world, interleave, rounds, most):
+    gc.disable()  # the cycle of a point must go because it is collected, not by chance
+    try:
+        done = run_points([point("a", world), point("b", world)], repeats=2, interleave=interleave)
+    finally:
+        gc.enable()
+    assert " ".join(f"{name}{round_}" for name, round_ in world["order"]) == rounds
+    assert world["most"] == most
+    assert [[sample["round"] for sample in one.samples] for one in done] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_a_point_of_several_out_of_memory_is_a_row(world, interleave):
+    points = [point("a", world, make_fails=True), point("b", world, fails_in=1), point("c", world)]
+    done = run_points(points, repeats=2, interleave=interleave)
+    assert [p.status for p in done] == ["out of memory", "out of memory", "ok"]
+    assert [len(p.samples) for p in done] == [0, 0, 2]
+    assert ("b", 2) not in world["order"]

@@ -1,8 +1,20 @@
+"""Intervals and pass@k against scipy, simulations and their definitions."""
+
+from itertools import combinations, product
+from math import comb
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from qerl.results.statistics import accuracy_interval, average_interval, difference_interval
+from qerl.results.statistics import (
+    accuracy_interval,
+    average_interval,
+    difference_interval,
+    paired_ratio_interval,
+    pass_at_k,
+    ratio_interval,
+)
 
 
 def test_one_evaluation_matches_the_binomial():
@@ -38,16 +50,6 @@ def test_seeds_that_differ_only_give_the_t_interval():
     assert interval.high == pytest.approx(high, abs=0.01)
 
 
-def test_pairing_removes_the_difficulty_of_problems():
-    generator = np.random.default_rng(4)
-    base = generator.random(400)
-    scores = np.clip(base + 0.1, 0, 1)[None]
-    interval = difference_interval(scores, base)
-    unpaired = accuracy_interval(scores)
-    assert interval.mean == pytest.approx((scores[0] - base).mean())
-    assert interval.high - interval.low < 0.3 * (unpaired.high - unpaired.low)
-
-
 def test_paired_difference_matches_scipys_bootstrap():
     generator = np.random.default_rng(5)
     base, arm = generator.integers(0, 2, 300).astype(float), generator.integers(0, 2, 300).astype(float)
@@ -65,45 +67,25 @@ def test_perfect_scores_keep_their_uncertainty(value):
     assert (interval.low, interval.high) == pytest.approx((low, high))
 
 
-def test_accuracy_stays_within_bounds():
-    interval = accuracy_interval(np.array([[1.0] * 9 + [0.0], [1.0] * 2 + [0.0] * 8]))
-    assert (interval.low, interval.high) == (0.0, 1.0)
-
-
-def resampled_interval(scores: np.ndarray, generator: np.random.Generator) -> tuple[float, float]:
-    """The interval that resamples seeds as well as problems."""
-    seeds, problems = scores.shape
-    weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=1000) / problems
-    chosen = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=1000) / seeds
-    low, high = np.quantile(((weights @ scores.T) * chosen).sum(axis=1), [0.025, 0.975])
-    return low, high
+def share_covered(interval, truth, experiments=600):
+    """The share of experiments; 0.93 lies 2.2 standard errors below 0.95 of 600."""
+    generator = np.random.default_rng(7)
+    found = [interval(generator) for _ in range(experiments)]
+    return np.mean([each.low <= truth <= each.high for each in found])
 
 
 @pytest.mark.parametrize("seed_effect", [0.0, 0.6])
 def test_coverage_of_three_seeds(seed_effect):
     """Accuracy of 3 seeds on 200 problems, logistic effects of problem and seed; 0.6 is 12 points between seeds."""
-    generator = np.random.default_rng(6)
     nodes, weights = np.polynomial.hermite_e.hermegauss(61)
     truth = np.average(1 / (1 + np.exp(-(0.3 + np.hypot(1.2, seed_effect) * nodes))), weights=weights)
-    experiments, hits, resampled = 150, 0, 0
-    for _ in range(experiments):
+
+    def drawn(generator):
         logits = generator.normal(0.3, 1.2, 200) + generator.normal(0, seed_effect, (3, 1))
-        scores = generator.binomial(4, 1 / (1 + np.exp(-logits))) / 4
-        interval = accuracy_interval(scores)
-        hits += interval.low <= truth <= interval.high
-        low, high = resampled_interval(scores, generator)
-        resampled += low <= truth <= high
-    # 0.89 lies 3.4 standard errors below 0.95; resampling the seeds covers 0.79 of 1,000.
-    assert hits / experiments > 0.89
-    if seed_effect:
-        assert resampled / experiments < 0.89
+        return accuracy_interval(generator.binomial(4, 1 / (1 + np.exp(-logits))) / 4)
 
-
-def share_covered(interval, truth):
-    """The share of 600 experiments; 0.93 lies 2.2 standard errors below 0.95."""
-    generator = np.random.default_rng(7)
-    found = [interval(generator) for _ in range(600)]
-    return np.mean([each.low <= truth <= each.high for each in found])
+    # 0.89 lies 3.4 standard errors below 0.95; resampling the seeds would cover 0.79 of 1,000.
+    assert share_covered(drawn, truth, experiments=150) > 0.89
 
 
 @pytest.mark.parametrize("problems", [30, 100, 500])
@@ -155,17 +137,65 @@ def test_a_difference_without_any_disagreement_is_that_of_no_gain_and_no_loss(ri
     assert interval.low == -interval.high
 
 
-def test_an_average_difference_without_disagreement_has_a_width_too():
-    sets = [np.zeros((1, 30)), np.ones((1, 40))]
-    interval = average_interval(sets, [scores[0] for scores in sets])
-    ends = [difference_interval(scores, scores[0]).high for scores in sets]
-    assert interval.high == pytest.approx(np.hypot(*ends) / 2)
+def test_average_is_over_data_sets_and_its_interval_over_their_problems():
+    generator = np.random.default_rng(1)
+    sets = [(generator.random((1, n)) < p).astype(float) for n, p in ((500, 0.8), (300, 0.2), (300, 0.1), (400, 0.5))]
+    interval = average_interval(sets)
+    assert interval.mean == pytest.approx(np.mean([scores.mean() for scores in sets]))
+    error = np.sqrt(sum(scores.var() / scores.size for scores in sets)) / 4
+    assert interval.low == pytest.approx(interval.mean - 1.96 * error, abs=0.1 * error)
+    assert interval.high == pytest.approx(interval.mean + 1.96 * error, abs=0.1 * error)
+    bases = [np.zeros(scores.shape[1]) + 0.25 for scores in sets]
+    assert average_interval(sets, bases).mean == pytest.approx(interval.mean - 0.25)
 
 
-def test_shapes_that_cannot_be_paired_are_errors():
-    with pytest.raises(ValueError, match="paired"):
-        difference_interval(np.zeros((2, 5)), np.zeros(4))
-    with pytest.raises(ValueError, match="seeds, problems"):
-        accuracy_interval(np.zeros(5))
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        accuracy_interval(np.full((1, 5), 40.0))
+def test_interval_of_a_ratio_is_that_of_all_resamples():
+    above, below = [3.0, 3.3, 3.9], [2.0, 2.1, 2.6]
+    medians = [[np.median(draw) for draw in product(values, repeat=3)] for values in (above, below)]
+    ratios = np.sort([a / b for a, b in product(*medians)])
+    interval = ratio_interval(above, below)
+    assert interval.mean == 3.3 / 2.1
+    assert interval.low == pytest.approx(np.quantile(ratios, 0.025), abs=0.02)
+    assert interval.high == pytest.approx(np.quantile(ratios, 0.975), abs=0.02)
+    assert np.isnan(ratio_interval([3.0], below).low)
+
+
+def test_paired_times_of_a_machine_that_slows_down_have_their_ratio():
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(300):
+        load = generator.lognormal(0, 0.5, size=15)
+        now, before = (load * factor * generator.lognormal(0, 0.05, size=15) for factor in (1.2, 1.0))
+        interval = paired_ratio_interval(now, before)
+        held += interval.low <= 1.2 <= interval.high
+    assert 0.88 < held / 300 < 0.995
+    with pytest.raises(ValueError, match="in pairs, not 2 and 1"):
+        paired_ratio_interval([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(("completions", "k"), [(1, 1), (5, 1), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_completion(completions, k):
+    for right in range(completions + 1):
+        outcomes = [True] * right + [False] * (completions - right)
+        chosen = [any(choice) for choice in combinations(outcomes, k)]
+        assert pass_at_k(right, completions, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_large_counts_are_exact():
+    counts = np.array([0, 1, 30, 63, 64, 192, 193, 256])
+    expected = [1 - comb(256 - int(c), 64) / comb(256, 64) for c in counts]
+    assert pass_at_k(counts, 256, 64) == pytest.approx(expected, rel=1e-12)
+
+
+def test_it_is_unbiased():
+    """The mean over binomial counts is the true probability, which the plug-in estimate misses."""
+    chance, completions, k = 0.1, 12, 8
+    weights = [comb(completions, c) * chance**c * (1 - chance) ** (completions - c) for c in range(completions + 1)]
+    mean = np.dot(weights, pass_at_k(np.arange(completions + 1), completions, k))
+    assert mean == pytest.approx(1 - (1 - chance) ** k)
+
+
+@pytest.mark.parametrize(("right", "completions", "k"), [(1, 4, 8), (5, 4, 1), (-1, 4, 1), (1, 4, 0)])
+def test_impossible_counts_are_refused(right, completions, k):
+    with pytest.raises(ValueError, match="needs at least"):
+        pass_at_k(right, completions, k)

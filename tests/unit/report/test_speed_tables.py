@@ -1,0 +1,204 @@
+"""Tables of the speed grid, with cells computed by hand: decode points, their ratios, and GRPO steps."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qerl.jobs import ShapesJob
+from qerl.report import speed_tables
+from qerl.report.format import gpu_label
+from qerl.results.speeds import load
+from qerl.results.store import ResultError
+from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, moved, step_file, write_json
+
+H200, H100 = "1x NVIDIA H200", "1x NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def files(tmp_path) -> list[Path]:
+    """Native NVFP4 and BF16 beside vLLM's: NVFP4 is the faster of vLLM's at 1 sequence, BF16 at 64."""
+    return [
+        decode_file(tmp_path, "vllm", "bf16", {1: [100.0, 100.0], 64: [4000.0, 4000.0], 256: [9000.0, 9000.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [200.0, 200.0], 64: [3000.0, 3000.0]}),
+        decode_file(tmp_path, "native", "nvfp4", {1: [500.0, 600.0, 400.0], 64: [6000.0, 6000.0], 256: OUT_OF_MEMORY}),
+        decode_file(tmp_path, "native", "bf16", {1: [125.0, 125.0], 64: [6000.0, 6000.0]}),
+    ]
+
+
+def rows_of(table: pd.DataFrame, *keys: str) -> dict:
+    return table.set_index(list(keys)).to_dict("index")
+
+
+def test_a_point_by_hand(tmp_path):
+    file = decode_file(tmp_path, "native", "nvfp4", {1: [400.0, 500.0, 600.0]}, rank=0)
+    (point,) = load([file], "decode").to_dict("records")
+    assert point == {
+        "engine": "native",
+        "size": "7B",
+        "weights": "nvfp4",
+        "rank": 0,
+        "prompt": 128,
+        "tokens": 256,
+        "sequences": 1,
+        "status": "ok",
+        "samples": [400.0, 500.0, 600.0],
+        "rollouts": [pytest.approx(256 / (256 / rate + 2.048)) for rate in (400, 500, 600)],
+        "tokens_per_second": 500.0,
+        "tokens_per_second_p25": 450.0,
+        "tokens_per_second_p75": 550.0,
+        "step_ms": 2.0,
+        "floor_ms": pytest.approx(1.0),
+        "percent_of_floor": pytest.approx(50.0),
+        "peak_memory_gb": 12.5,
+        "machine": "Test GPU",
+        "commit": PROVENANCE["commit"][:12],
+        "model": "qwen2.5-7b",
+        "bench": "native on Test GPU",
+    }
+
+
+def test_the_decode_table_distinguishes_failed_from_not_measured(files):
+    table = speed_tables.decode_table(load(files, "decode"))
+    assert table.to_dict("list") == {
+        "engine": ["native", "native", "vllm", "vllm"],
+        "weights": ["bf16", "nvfp4", "bf16", "nvfp4"],
+        "rank": [16] * 4,
+        "machine": ["Test GPU"] * 4,
+        "1": [125.0, 500.0, 100.0, 200.0],
+        "64": [6000.0, 6000.0, 4000.0, 3000.0],
+        "256": ["–", OUT_OF_MEMORY, 9000.0, "–"],
+    }
+
+
+def test_native_over_the_faster_of_vllm_and_over_the_same_weights(files):
+    rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "weights", "against vLLM")
+    faster, same = rows["nvfp4", "faster of BF16, NVFP4"], rows["nvfp4", "NVFP4"]
+    assert (faster["1"], same["1"]) == (2.5, 2.5)
+    assert (faster["64"], same["64"]) == (1.5, 2.0)
+    assert rows["bf16", "BF16"]["64"] == 1.5
+    # vLLM's repeats are alike, so that the interval is that of the native ones: within 400 to 600 over 200.
+    assert 2.0 <= faster["1_low"] < 2.5 < faster["1_high"] <= 3.0
+    assert faster["64_low"] == faster["64_high"] == 1.5
+
+
+def test_of_two_bases_one_that_failed_is_not_the_faster(tmp_path):
+    files = [
+        decode_file(tmp_path, "native", "nvfp4", {1: [300.0], 8: [300.0], 64: OUT_OF_MEMORY}),
+        decode_file(tmp_path, "vllm", "bf16", {1: OUT_OF_MEMORY, 8: OUT_OF_MEMORY, 64: [10.0]}),
+        decode_file(tmp_path, "vllm", "nvfp4", {1: [100.0], 8: "timeout", 64: [10.0]}),
+    ]
+    rows = rows_of(speed_tables.ratio_table(load(files, "decode")), "against vLLM")
+    faster = rows["faster of BF16, NVFP4"]
+    reasons = (faster["8"], rows["NVFP4"]["8"], faster["64"])
+    assert reasons == ("vllm BF16: out of memory", "vllm NVFP4: timeout", "native NVFP4: out of memory")
+    assert faster["1"] == 3.0
+    assert pd.isna(faster["1_low"])  # one repeat has no interval
+
+
+def test_all_tables_and_figures_are_written(files, tmp_path):
+    out = tmp_path / "out"
+    steps = [step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", weights=5e9, rest=7e9)]
+    speed_tables.write_shapes(ShapesJob(files=[*files, *steps], out=out))
+    tables = {f"{name}-128x256" for name in ("decode-7B", "floor-7B", "ratio-7B")}
+    tables |= {"memory", "steps"}
+    figures = {"decode-rank16-128x256"}
+    wanted = {f"{name}.{end}" for name in tables for end in ("csv", "md", "tex", "html", "txt")}
+    wanted |= {f"{name}.{end}" for name in figures for end in ("svg", "png", "narrow.svg")}
+    assert {path.name for path in out.iterdir()} == wanted
+    text = (out / "decode-7B-128x256.md").read_text()
+    assert re.search(r"\| native +\| NVFP4 +\| 16 +\| 500 +\| 6,000 +\| out of memory +\|", text)
+    assert "prompts of 128 tokens, 256 tokens decoded" in text
+    assert f"Commit: {PROVENANCE['commit'][:12]}" in text
+    assert "1.50× [1.50×, 1.50×]" in (out / "ratio-7B-128x256.md").read_text()
+    assert pd.read_csv(out / "decode-7B-128x256.csv")["1"].tolist() == [125.0, 500.0, 100.0, 200.0]
+    assert "| weights (GB)" in (out / "memory.md").read_text()
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", (out / "decode-rank16-128x256.svg").read_text())
+    assert {"native NVFP4", "vLLM BF16", "floor"} <= {*drawn}
+
+
+def test_machines_are_told_apart_by_a_column_and_not_compared(tmp_path):
+    ranks = {("native", 0): H100, ("native", 16): H100, ("native", 64): H200, ("vllm", 16): H100, ("vllm", 64): H100}
+    files = [
+        decode_file(tmp_path, engine, "nvfp4", {1: [100.0, 100.0]}, rank=rank, machine=machine)
+        for (engine, rank), machine in ranks.items()
+    ]
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "several"))
+    decoded, ratios = (pd.read_csv(tmp_path / f"several/{name}-7B-128x256.csv") for name in ("decode", "ratio"))
+    assert list(decoded) == ["engine", "weights", "rank", "GPU", "1"]
+    assert list(decoded["GPU"]) == ["H100 80GB HBM3"] * 2 + ["H200"] + ["H100 80GB HBM3"] * 2
+    same = ratios[ratios["against vLLM"] == "NVFP4"].set_index("rank")
+    assert same.loc[[16, 64], "1"].tolist() == ["1.0", "different machines"]
+    assert same.loc[64, "GPU"] == "H200, H100 80GB HBM3"
+    assert f"Machine: {H100}; {H200}." in (tmp_path / "several/decode-7B-128x256.txt").read_text()
+    step = moved(step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [1.0], "auto", rest=1e9), H100)
+    speed_tables.write_shapes(ShapesJob(files=[files[0], files[1], step], out=tmp_path / "one"))
+    tables = [pd.read_csv(file) for file in (tmp_path / "one").glob("*.csv")]
+    assert len(tables) == 4
+    assert not any({"GPU", "machine"} & {*table} for table in tables)
+
+
+@pytest.mark.parametrize(
+    ("machine", "label"),
+    [("11x NVIDIA H200 + 1x NVIDIA L40S", "11x H200 + L40S"), ("AMD EPYC 9B14, 8 cores", "AMD EPYC 9B14, 8 cores")],
+)
+def test_a_gpu_has_a_short_name(machine, label):
+    assert gpu_label(machine) == label
+
+
+@pytest.mark.parametrize(
+    ("points", "changed", "words"),
+    [
+        ({}, {}, "no points of decode speed yet; `qerl grid`"),
+        ({1: [1.0]}, {"size": "9B"}, "work.size '9B' is unknown"),
+        ({1: [1.0]}, {"ceilings": {}}, "GPU A.json.*copy"),
+        ({1: [1.0]}, {"machine": "GPU B"}, "native 7B nvfp4 rank 16, 1 sequences is in two decode files"),
+    ],
+)
+def test_files_without_a_table_are_one_sentence(tmp_path, points, changed, words):
+    files = [decode_file(tmp_path, "native", "nvfp4", points, **{"machine": "GPU A"} | changed)]
+    files += [decode_file(tmp_path, "native", "nvfp4", points, machine="GPU A")] if "machine" in changed else []
+    with pytest.raises(ResultError, match=words):
+        speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# --- GRPO steps
+
+
+def test_steps_and_their_memory_by_hand(tmp_path):
+    parts = {"weights": 5e9, "adapter": 1e9, "rest": 6e9}
+    ours = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [30.0, 10.0, 20.0], "auto", **parts, gradients=5e8)
+    result = json.loads(ours.read_text())
+    for step, rollout, update in zip(result["steps"], (19e9, 20e9, 18e9), (17e9, 16e9, 17e9), strict=True):
+        step |= {"rollout_peak_bytes": rollout, "update_peak_bytes": update}
+    write_json(ours, result)
+    trl = step_file(tmp_path, "TRL BF16 LoRA", "1.5B", [50.0], True, **parts, sampler_weights=3e9)
+    steps = load([ours, trl], "grpo_step")
+    shown = speed_tables.step_table(steps)[["size", "recompute", "step_seconds", "repeats"]]
+    assert shown.to_numpy().tolist() == [["1.5B", "true", 50.0, 1], ["7B", "auto", 20.0, 3]]
+    assert steps["rollout_seconds"].iloc[1] == pytest.approx(12.0)
+    assert set(steps["work"]) == {"16 × 8, 128 + 1024 tokens"}
+    memory = speed_tables.memory_table(steps).set_index("size").loc["7B"]
+    assert memory[["weights/gb", "gradients/gb", "rest/gb"]].tolist() == [5.0, 0.5, 6.0]
+    assert memory[["without KV cache/gb", "KV cache/gb"]].tolist() == [12.0, 8.0]
+    assert memory[["rollout peak/gb", "update peak/gb"]].tolist() == [20.0, 17.0]  # the highest of all steps
+    assert pd.isna(memory["sampler weights/gb"])
+
+
+def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
+    whole = step_file(tmp_path, "qerl NVFP4 LoRA", "7B", [10.0, 10.0], "auto")
+    result, files = json.loads(whole.read_text()), [whole]
+    given = {"kv_cache_bytes": 3e9, "kv_cache_wanted_bytes": 9e9, "recomputed": 28, "blocks": 28}
+    limits = {"kv_cache_gib": 2, "sleep": True}
+    for cap, told in ((12, {"given_up": given}), (8, {"status": OUT_OF_MEMORY, "memory": None, "steps": []})):
+        capped = result | told | {"settings": result["settings"] | limits | {"memory_gb": cap}}
+        files.append(write_json(tmp_path / f"{cap}.json", capped))
+    speed_tables.write_shapes(ShapesJob(files=files, out=tmp_path / "out"))
+    memory, steps = (pd.read_csv(tmp_path / f"out/{name}.csv").set_index("cap") for name in ("memory", "steps"))
+    columns = ["status", "cache share", "recomputed", "micro-batch tokens", "set"]
+    assert list(memory.loc["12 GB", columns]) == ["ok", "33%", "28 of 28", 16384, "KV cache of 2 GiB, released"]
+    assert (memory.loc["8 GB", "status"], steps.loc["8 GB", "status"]) == (OUT_OF_MEMORY, OUT_OF_MEMORY)
+    assert pd.isna(steps.loc["8 GB", "step_seconds"])
