@@ -525,4 +525,4 @@ def shape_of(model: Any) -> ModelShape | None:
     if isinstance(model, LocalModel):
         return ModelShape.of(read_config(model.path))
     named = re.search(r"Qwen2\.5-(\d+(?:\.\d+)?B)", model.repo) if isinstance(model, HubModel) else None
-    return ModelShape.of(model_config(named[1], "bf16")) if named and named[1] in ARCHITECTURES else None
+    return ModelShape.of(model_config(named[1])) if named and named[1] in ARCHITECTURES else None

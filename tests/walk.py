@@ -25,7 +25,7 @@ def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
         json.dumps(record)
         for record in generate_arithmetic("gsm8k", Generated(train=2000, validation=1, test=1))["train"]
     ]
-    write_checkpoint(folder / "model", size, "bf16", texts, shard_bytes=shard_bytes)
+    write_checkpoint(folder / "model", size, texts, shard_bytes)
     for name in DATASETS:
         REPOSITORIES[name](folder / name)
 

@@ -283,7 +283,7 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path, out: Path) -> None:
     if asked.sampler == "vllm":
         # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
+    write_checkpoint(checkpoint, work.size, TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:
         trainer = _trainer(work, asked, checkpoint, Path(folder))

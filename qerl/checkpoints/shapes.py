@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 # Architectures of known models. The workflow reads them on every call, so this module imports no large library.
@@ -34,20 +33,6 @@ ARCHITECTURES = {
     "14B": Architecture(5120, 48, 40, 8, 13824, 152064, False),
     "32B": Architecture(5120, 64, 40, 8, 27648, 152064, False),
 }
-
-#: Projections with the same input, which engines run as one product, in the order of a block.
-FUSED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-
-
-def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
-    """[out, in] of the seven projections of a block, in its order."""
-    return dict(zip(chain.from_iterable(FUSED), shape_of(size).linears, strict=True))
-
 
 # Widths and counts of a model, from which its memory and the floor of its steps follow.
 #

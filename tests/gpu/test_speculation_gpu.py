@@ -6,14 +6,13 @@ import torch
 
 from qerl.kernels.state import PAGE, DecodeState, Heads, KVCache, splits_of
 from qerl.models.policy import with_adapter
-from qerl.models.random import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout import speculation
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.gpu.backends import kernels_of, with_portable
-from tests.tiny import tiny_qwen3
+from tests.tiny import random_checkpoint, tiny_qwen3
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -93,7 +92,7 @@ def policy(request, tmp_path_factory):
             folder.mkdir()
             tiny_qwen3(folder, max_position_embeddings=1024)
         else:
-            write_checkpoint(folder, "small", name, ["1 2 3 apples"] * 50)
+            random_checkpoint(folder, "small", name)
         dtype = "float32" if name == "qwen3" else "bfloat16"
         policy = with_adapter(folder, AdapterSettings(rank=16), dtype, seed=0, device=torch.device("cuda", 0))
         torch.manual_seed(1)

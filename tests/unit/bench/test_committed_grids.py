@@ -87,7 +87,7 @@ def test_caps_have_settings_that_fit():
     ]
     verdicts = {}
     for job in jobs:
-        memory = memory_of(job, ModelShape.of(model_config(job.work.size, "bf16")))
+        memory = memory_of(job, ModelShape.of(model_config(job.work.size)))
         verdicts[job.work.size, job.settings.memory_gb] = memory.verdict
     assert set(verdicts) == set(product(("1.5B", "3B", "7B", "8B", "14B"), (12, 16, 24, 32)))
     assert {key: verdict for key, verdict in verdicts.items() if verdict != "fits"} == {

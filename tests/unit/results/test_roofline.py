@@ -22,7 +22,7 @@ RANK, SEQUENCES, CONTEXT = 4, 3, 40
 
 
 def model_of(size: str, device: str = "meta"):
-    config = AutoConfig.for_model(**model_config(size, "bf16"), attn_implementation="eager")
+    config = AutoConfig.for_model(**model_config(size), attn_implementation="eager")
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 

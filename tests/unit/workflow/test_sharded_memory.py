@@ -27,7 +27,7 @@ def run(**changes) -> RunSettings:
 
 
 def shape(size: str) -> ModelShape:
-    return ModelShape.of(model_config(size, "bf16"))
+    return ModelShape.of(model_config(size))
 
 
 @pytest.mark.parametrize(("size", "billions"), [("7B", 7.616), ("14B", 14.770), ("32B", 32.764)])
