@@ -107,7 +107,7 @@ def write_tokenizer(folder: Path, texts: Sequence[str], known: int = VOCABULARY 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=_LEARNED, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    learned = json.loads(tokenizer.to_str())["model"]
+    learned: Any = json.loads(tokenizer.to_str())["model"]
     vocabulary, merges = learned["vocab"], [tuple(pair) for pair in learned["merges"]]
     count = min(known - len(ADDED), VOCABULARY)
     for pair in _letter_merges():  # the id of a token is 256 and the rank of its merge
@@ -117,10 +117,10 @@ def write_tokenizer(folder: Path, texts: Sequence[str], known: int = VOCABULARY 
             vocabulary["".join(pair)] = len(vocabulary)
             merges.append(pair)
     added = {count + n: AddedToken(token, special=token in SPECIAL, normalized=False) for n, token in enumerate(ADDED)}
-    Qwen2Tokenizer(
-        vocabulary, merges, eos_token=END, unk_token=None, model_max_length=131072, chat_template=_TEMPLATE,
-        added_tokens_decoder=added, extra_special_tokens=[*SPECIAL[1:]],
-    ).save_pretrained(folder)  # fmt: skip
+    options: dict[str, Any] = {"vocab": vocabulary, "merges": merges, "unk_token": None, "eos_token": END}
+    options |= {"added_tokens_decoder": added, "extra_special_tokens": [*SPECIAL[1:]]}
+    options |= {"chat_template": _TEMPLATE, "model_max_length": 131072}
+    Qwen2Tokenizer(**options).save_pretrained(folder)
 
 
 def _letter_merges() -> Iterator[tuple[str, str]]:
