@@ -44,10 +44,11 @@ def some_families(*names):
     return pytest.mark.parametrize("name", [*names, *in_nightly(*(name for name in NORMS if name not in names))])
 
 
-def perturbed(policy):
+def perturbed(policy, scale=0.05):
+    """Change all trained tensors, as a few steps would."""
     generator = torch.Generator().manual_seed(1)
     for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator)
     return policy
 
 
