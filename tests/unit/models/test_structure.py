@@ -100,12 +100,6 @@ def test_a_model_that_is_not_handled_is_one_sentence(kind, values, sentence):
 
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 _LATENT |= {"num_key_value_heads": 4}
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "num_key_value_heads": 4,
-}
 
 
 @pytest.mark.parametrize(
