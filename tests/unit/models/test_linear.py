@@ -132,13 +132,14 @@ class Projections(nn.Module):
         super().__init__()
         for name, width in WIDTHS.items():
             layer = nn.Linear(128, width, bias=bias)
-            if weights != "dense":
-                layer = PackedLinear.from_packed(quantize(layer.weight.data, weights), layer.bias)
+            kind = ("nvfp4" if name == "k_proj" else "dense") if weights == "in part" else weights
+            if kind != "dense":
+                layer = PackedLinear.from_packed(quantize(layer.weight.data, kind), layer.bias)
             setattr(self, name, layer)
         self.norm = nn.LayerNorm(128)  # PEFT takes the device from the first parameter
 
 
-@pytest.fixture(params=["dense", *PACKED_FORMATS])
+@pytest.fixture(params=["dense", "in part", *PACKED_FORMATS])
 def weights(request):
     return request.param
 
