@@ -20,8 +20,6 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-#: The same as patterns, by which PEFT names the tensors of an adapter as it loads them.
-KEY_MAPPING = {f"^{re.escape(prefix)}": alone for prefix, alone in _PREFIXES.items()}
 _HEAD_PREFIX = "lm_head."
 
 #: transformers' class of text models.

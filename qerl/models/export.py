@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,7 +31,7 @@ from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.tensors import converted, stream, write_tensors
 from qerl.formats.codecs import dequantize
 from qerl.host.provenance import put, writing
-from qerl.models.adapter_files import adapter_values, read_adapter, write_adapter
+from qerl.models.adapter_files import adapter_values, check_plain, read_adapter, write_adapter
 from qerl.models.loading import (
     has_packed_delta_nets,
     load_tokenizer,
@@ -200,31 +199,12 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
     write_config(checkpoint, target)
 
 
-#: What PEFT's options must be for (alpha / r) B A to be all that an adapter adds.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "alora_invocation_tokens": (None,),
-    "layer_replication": (None,),
-    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
-}
-
-
 class _Adapter:
     """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
 
     def __init__(self, trained: Path) -> None:
         config = adapter_values(trained)
-        for option, plain in _PLAIN.items():
-            if config.get(option) is not None and config[option] not in plain:
-                raise CheckpointError(
-                    f"{trained / ADAPTER_CONFIG} has {option}={config[option]!r}, and only plain LoRA is merged here; "
-                    "merge this adapter by PEFT"
-                )
+        check_plain(trained, config, "only plain LoRA is merged here; merge this adapter by PEFT")
         self._scale = config["lora_alpha"] / config["r"]
         self._norms, self._lora = trained_tensors(trained)
         self.changes = {*self._norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in self._lora)}

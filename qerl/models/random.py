@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import get_peft_model
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -28,7 +29,7 @@ from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.provenance import share
 from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
-from qerl.models.policy import Policy, add_adapter, use_own_modules
+from qerl.models.policy import Policy, lora_config, use_own_modules
 from qerl.models.structure import empty_model, structure_of
 from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
@@ -297,7 +298,7 @@ def _adapted(base: Policy, rank: int, train_norms: bool) -> Policy:
     The base's modules become the policy's.
     """
     adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=train_norms, targets=[*LAYERS])
-    peft = add_adapter(base.lm, adapter)
+    peft = get_peft_model(base.lm, lora_config(adapter, structure_of(base.lm.config))[0])
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

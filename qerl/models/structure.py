@@ -330,6 +330,8 @@ _WITH_PARAMETERS = (Float32Router, PackedDeltaNet)
 class Structure:
     """What the blocks of a decoder consist of. Names of their parts are those within a block."""
 
+    kind: str
+    """The model_type of config.json."""
     blocks: str
     """Name of the list of blocks, such as "model.layers"."""
     head: str
@@ -431,6 +433,7 @@ def _find(lm: Any) -> Structure:
         )
     expert_ends = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
     return Structure(
+        kind=kind,
         blocks=blocks,
         head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
         linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in expert_ends),

@@ -44,7 +44,7 @@ def test_bytes_of_bf16_weights_are_those_of_the_model(size):
 
 def test_bytes_of_the_adapter_are_those_of_peft():
     model, adapter = model_of("tiny"), AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
-    peft = get_peft_model(model, lora_config(adapter, structure_of(model.config)))
+    peft = get_peft_model(model, lora_config(adapter, structure_of(model.config))[0])
     adapter = [parameter for parameter in peft.parameters() if parameter.requires_grad]
     count = sum(parameter.numel() for parameter in adapter)
     assert byte_parts(Base("tiny", "nvfp4"), RANK, 1, 0)["adapter"] == 2 * count
@@ -71,7 +71,7 @@ def test_flops_are_those_that_pytorch_counts(rank):
     model = model_of("tiny", "cpu")
     if rank:
         adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=False)
-        get_peft_model(model, lora_config(adapter, structure_of(model.config)))
+        get_peft_model(model, lora_config(adapter, structure_of(model.config))[0])
     _, counted = run_step(model, SEQUENCES, CONTEXT)
     rotary = 2 * 16  # the new position times the 16 frequencies of a head is a product of matrices there
     assert counted - rotary == step_flops("tiny", rank, SEQUENCES, CONTEXT + 1)  # the new token attends to itself too
@@ -124,7 +124,7 @@ def test_bytes_of_another_family_are_those_of_its_model(family):
 
 def test_bytes_of_another_familys_adapter_are_those_of_peft(family):
     adapter = AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
-    peft = get_peft_model(random_model(family), lora_config(adapter, structure_of(family)))
+    peft = get_peft_model(random_model(family), lora_config(adapter, structure_of(family))[0])
     count = sum(parameter.numel() for parameter in peft.parameters() if parameter.requires_grad)
     counted = byte_parts(Base("published", "nvfp4"), RANK, 1, 0)["adapter"] / 2
     # Phi-3 has fewer adapters, since its q, k and v, and its gate and up, are a layer each.
