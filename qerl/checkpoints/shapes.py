@@ -35,8 +35,6 @@ ARCHITECTURES = {
 }
 
 # Widths and counts of a model, from which its memory and the floor of its steps follow.
-#
-# The workflow reads them on every call, so this module imports no large library.
 
 #: Bytes of an activation, a dense weight or a cached key: bfloat16.
 HALF = 2
@@ -176,11 +174,6 @@ class ModelShape:
         return (*attention, (wide, hidden), (wide, hidden), (hidden, wide)) if wide else attention
 
     @property
-    def net_linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers."""
-        return (*self.packable_of_net, *self._narrow_of_net)
-
-    @property
     def packable_of_net(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of a delta net's layers that are wide enough to be packed."""
         if self.nets is None:
@@ -189,8 +182,9 @@ class ModelShape:
         return (channels, self.hidden), (values, self.hidden), (self.hidden, values)
 
     @property
-    def _narrow_of_net(self) -> tuple[tuple[int, int], ...]:
-        return ((self.nets.value, self.hidden),) * 2 if self.nets else ()
+    def net_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a delta net's layers, of which the last two are narrow."""
+        return (*self.packable_of_net, *((self.nets.value, self.hidden),) * 2) if self.nets else ()
 
     @property
     def attentions(self) -> int:
@@ -207,7 +201,7 @@ class ModelShape:
     @property
     def dense(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the layers of all delta nets that are bfloat16 in each format."""
-        each = self._narrow_of_net if self.nets and self.nets.packed else self.net_linears
+        each = self.net_linears[-2:] if self.nets and self.nets.packed else self.net_linears
         return each * (self.layers - self.attentions)
 
     @property
@@ -269,8 +263,6 @@ def _windowed(config: Mapping[str, Any]) -> int:
 
 
 # Shapes of published models of other families than Qwen2.5, as values of config.json, for benches on random weights.
-#
-# The workflow reads them on every call, so this module imports no large library.
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA_ROPE = {
