@@ -43,7 +43,7 @@ from qerl.bench.workloads import (
     write_out_of_memory,
     write_steps,
 )
-from qerl.checkpoints.shapes import ARCHITECTURES
+from qerl.checkpoints.shapes import shape_of
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.jobs import GrpoStepJob
@@ -231,9 +231,9 @@ def _kv_cache_bytes(trainer: TimedTrainer, size: str) -> int:
     """Bytes of vLLM's KV cache in bfloat16; 0 for transformers' generation, whose cache size is unknown."""
     if not trainer.use_vllm:
         return 0
-    hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
+    shape = shape_of(size)
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
-    return cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
+    return cache.num_gpu_blocks * cache.block_size * shape.layers * 2 * shape.kv_width * 2
 
 
 def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:

@@ -16,11 +16,10 @@ from torch import nn
 
 from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.checkpoints.shapes import PUBLISHED
 from qerl.checkpoints.tensors import write_tensors
 from qerl.jobs import DecodeJob, DecodePart, RolloutMixJob
 from qerl.models.policy import choose_device
-from qerl.models.random import QUANTIZATION, TEXTS, model_config, random_config, write_checkpoint
+from qerl.models.random import QUANTIZATION, TEXTS, random_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding, Mix
@@ -82,18 +81,13 @@ def write_model(folder: Path, base: Base) -> dict[str, Any]:
         write_checkpoint(folder, base.model, TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    content = _published(base) if base.model in PUBLISHED else _qwen(base)
+    content = _content(base)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return {"load_format": "dummy"} | (_TEXT_ALONE if "text_config" in content else {})
 
 
-def _qwen(base: Base) -> dict[str, Any]:
-    packed = {"quantization_config": QUANTIZATION} if base.weights == "nvfp4" else {}
-    return model_config(base.model) | packed
-
-
-def _published(base: Base) -> dict[str, Any]:
-    """The content of config.json of a published shape."""
+def _content(base: Base) -> dict[str, Any]:
+    """The content of config.json."""
     config = random_config(base.model)
     content = config.to_dict() | {"torch_dtype": "bfloat16"}
     if config.model_type in _WITH_IMAGES:

@@ -22,7 +22,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from qerl.checkpoints.shapes import ARCHITECTURES, EXPERTS_ALONE, PUBLISHED
+from qerl.checkpoints.shapes import EXPERTS_ALONE, config_of
 from qerl.formats import words
 from qerl.formats.codecs import quantize, split_rows
 from qerl.formats.group_size import GROUP_SIZE
@@ -152,7 +152,7 @@ _GENERATION: dict[str, Any] = {
 
 
 def write_checkpoint(folder: Path, size: str, texts: Sequence[str], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a bfloat16 checkpoint of `size`, a key of ARCHITECTURES; `texts` teach its tokenizer the first merges.
+    """Write a bfloat16 checkpoint of `size`, a size of Qwen2.5; `texts` teach its tokenizer the first merges.
 
     Weights are normal with std 0.02, with which logits have one of 0.02 * sqrt(hidden size), 0.8 at 1.5B. They are made
     on a GPU where there is one.
@@ -168,37 +168,7 @@ def write_checkpoint(folder: Path, size: str, texts: Sequence[str], shard_bytes:
 
 def random_config(size: str) -> PreTrainedConfig:
     """The configuration of a size of Qwen2.5 or of a published model."""
-    return AutoConfig.for_model(**(PUBLISHED[size] if size in PUBLISHED else model_config(size)))
-
-
-def model_config(size: str) -> dict[str, Any]:
-    """The content of config.json of a size of Qwen2.5."""
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = ARCHITECTURES[size]
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": IDS[END_OF_TEXT],
-        "eos_token_id": IDS[END],
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": STD,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 32768,
-        "max_window_layers": layers,
-        "model_type": "qwen2",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "sliding_window": 32768,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.43.1",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": vocabulary,
-    }
+    return AutoConfig.for_model(**config_of(size))
 
 
 #: `quantization_config` of a checkpoint in NVFP4, as llmcompressor writes it.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl.checkpoints.shapes import ARCHITECTURES
+from qerl.checkpoints.shapes import QWEN
 from qerl.report import paper
 from qerl.report.figures import bars_beside
 from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_steps
@@ -84,7 +84,7 @@ def _of_paper(measured: pd.DataFrame) -> pd.DataFrame:
     if measured.empty:
         return measured
     of_lengths = (measured["prompt"] == printed.PROMPT) & (measured["tokens"] == printed.TOKENS)
-    return measured[of_lengths & measured["size"].isin(ARCHITECTURES)]
+    return measured[of_lengths & measured["size"].isin(QWEN)]
 
 
 def _read_as(measured: pd.DataFrame, sequences: int) -> pd.DataFrame:

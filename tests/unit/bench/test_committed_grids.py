@@ -8,9 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl.checkpoints.shapes import ModelShape
+from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.models.random import model_config
 from qerl.report.paper_speeds import beside_printed
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import read_yaml
@@ -87,7 +86,7 @@ def test_caps_have_settings_that_fit():
     ]
     verdicts = {}
     for job in jobs:
-        memory = memory_of(job, ModelShape.of(model_config(job.work.size)))
+        memory = memory_of(job, ModelShape.of(QWEN[job.work.size]))
         verdicts[job.work.size, job.settings.memory_gb] = memory.verdict
     assert set(verdicts) == set(product(("1.5B", "3B", "7B", "8B", "14B"), (12, 16, 24, 32)))
     assert {key: verdict for key, verdict in verdicts.items() if verdict != "fits"} == {

@@ -6,11 +6,10 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, ModelShape
+from qerl.checkpoints.shapes import PUBLISHED, QWEN, ModelShape
 from qerl.formats.codecs import quantize, stored_bytes
 from qerl.kernels.state import DeltaHeads, state_bytes
 from qerl.models.policy import lora_config
-from qerl.models.random import model_config
 from qerl.models.structure import structure_of
 from qerl.results.floor import byte_parts, step_bytes, step_flops
 from qerl.settings.models import Base
@@ -22,7 +21,7 @@ RANK, SEQUENCES, CONTEXT = 4, 3, 40
 
 
 def model_of(size: str, device: str = "meta"):
-    config = AutoConfig.for_model(**model_config(size), attn_implementation="eager")
+    config = AutoConfig.for_model(**QWEN[size], attn_implementation="eager")
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
@@ -34,7 +33,7 @@ def nbytes(parameters) -> int:
 @pytest.mark.parametrize("size", ["tiny", "1.5B", "7B"])
 def test_bytes_of_bf16_weights_are_those_of_the_model(size):
     model = model_of(size)
-    embedding = 0 if ARCHITECTURES[size][-1] else model.get_input_embeddings().weight.nbytes
+    embedding = 0 if QWEN[size]["tie_word_embeddings"] else model.get_input_embeddings().weight.nbytes
     parts = byte_parts(Base(size, "bf16"), 0, SEQUENCES, CONTEXT)
     held = parts["linear"] + parts["head"] + parts["norms and biases"]
     assert held == nbytes(model.parameters()) - embedding
