@@ -100,6 +100,8 @@ _MINISTRAL_ROPE = {
     "original_max_position_embeddings": 8,
 }
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -162,24 +164,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3-MoE",
         "packed experts as grouped products",
-        {
-            "model_type": "qwen3_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-        },
+        {"model_type": "qwen3_moe", **_EXPERTS, "norm_topk_prob": True},
     ),
     "qwen2_moe": Family(
         "Qwen2-MoE (Qwen1.5-MoE-A2.7B)",
         "experts beside a shared one with a gate",
-        {
-            "model_type": "qwen2_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 128,
-        },
+        {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 128},
     ),
     "mixtral": Family(
         "Mixtral",
@@ -217,10 +207,8 @@ FAMILIES: dict[str, Family] = {
         {
             "model_type": "qwen3_5_moe_text",
             **_HYBRID,
+            **_EXPERTS,
             "intermediate_size": LEFT_OUT,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 128,
         },
     ),

@@ -108,6 +108,18 @@ ONE_FILE = [
     (config(layer_types=["full_attention"] * 3), "3 layer_types for num_hidden_layers=2"),
     (config(layer_types="full"), "that are no list"),
     (config(layer_types=["full_attention", "odd"]), "has 'odd' in layer_types; a layer is full_attention or sliding_"),
+    # Sizes are refused before anything is built.
+    *(
+        (config(**{key: size}), key)
+        for key, sizes in {
+            "hidden_size": (10**18, -64, "64"),
+            "num_hidden_layers": (10**6, 2.5),
+            "num_attention_heads": (0,),
+            "num_key_value_heads": (10**30,),
+            "head_dim": (True,),
+        }.items()
+        for size in sizes
+    ),
     *((config(quantization_config=scheme), sentence) for scheme, sentence in SCHEMES),
 ]
 SEVERAL_FILES = [
