@@ -263,37 +263,35 @@ def loading_notes(weights: str, norms: bool, stock: StockLoading) -> str:
 
 
 def loading_code(adapter: str, base: Base, stock: StockLoading) -> str:
-    """Python that loads `adapter`, a folder or a repository, with stock transformers and PEFT."""
+    """Python that loads `adapter`, a folder or a repository, with stock transformers and PEFT.
+
+    Where this package unpacks the base, it first writes the base with unpacked experts, which transformers reads.
+    """
+    revision = f', revision="{base.revision}"' if base.revision else ""
     if stock.unpacked_by == "qerl":
-        return _code_of_experts(adapter, base, stock.loader)
-    classes = [stock.loader, "AutoTokenizer", *filter(None, [stock.unpacked_by])]
-    revision = f', revision="{base.revision}"' if base.revision else ""
-    quantization = f", quantization_config={stock.unpacked_by}(dequantize=True)" if stock.unpacked_by else ""
-    return f"""import torch
-from peft import PeftModel
-from transformers import {", ".join(classes)}
-
-base = {base.name!r}
-tokenizer = AutoTokenizer.from_pretrained(base{revision})
-model = {stock.loader}.from_pretrained(base{revision}, dtype=torch.float32{quantization})
-model = PeftModel.from_pretrained(model{".float()" if stock.unpacked_by else ""}, {adapter!r}).eval()"""
-
-
-def _code_of_experts(adapter: str, base: Base, loader: str) -> str:
-    """Python that first writes the base with unpacked experts, which transformers reads."""
-    revision = f', revision="{base.revision}"' if base.revision else ""
-    return f"""from pathlib import Path
+        head = f"""from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from peft import PeftModel
 from qerl.models.export import write_dense
-from transformers import {loader}, AutoTokenizer
+from transformers import {stock.loader}, AutoTokenizer
 
 base, unpacked = {base.name!r}, Path("unpacked-base")
 if not unpacked.exists():
     packed = base if Path(base).is_dir() else snapshot_download(base{revision})
-    write_dense(Path(packed), unpacked, torch.float32)
-tokenizer = AutoTokenizer.from_pretrained(unpacked)
-model = {loader}.from_pretrained(unpacked, dtype=torch.float32)
-model = PeftModel.from_pretrained(model, {adapter!r}).eval()"""
+    write_dense(Path(packed), unpacked, torch.float32)"""
+        source, options, cast = "unpacked", "", ""
+    else:
+        classes = [stock.loader, "AutoTokenizer", *filter(None, [stock.unpacked_by])]
+        head = f"""import torch
+from peft import PeftModel
+from transformers import {", ".join(classes)}
+
+base = {base.name!r}"""
+        unpacking = f", quantization_config={stock.unpacked_by}(dequantize=True)" if stock.unpacked_by else ""
+        source, options, cast = f"base{revision}", unpacking, ".float()" if stock.unpacked_by else ""
+    return f"""{head}
+tokenizer = AutoTokenizer.from_pretrained({source})
+model = {stock.loader}.from_pretrained({source}, dtype=torch.float32{options})
+model = PeftModel.from_pretrained(model{cast}, {adapter!r}).eval()"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +78,13 @@ class Masters:
             for name, weight in self._weights.items()
         }
         for name, weight in self._weights.items():
-            weight.register_post_accumulate_grad_hook(_adder(self._masters[name]))
+            weight.register_post_accumulate_grad_hook(partial(self._move_gradient, self._masters[name]))
+
+    @staticmethod
+    def _move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        gradient, weight.grad = weight.grad.float(), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def of(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters, with a master in place of each weight that has one."""
@@ -89,17 +96,6 @@ class Masters:
         """Set each weight to its master's value, rounded."""
         for name, weight in self._weights.items():
             weight.copy_(self._masters[name])
-
-
-def _adder(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """A hook that moves a weight's gradient to its master."""
-
-    def add(weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        gradient, weight.grad = weight.grad.float(), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-
-    return add
 
 
 # Sharding of a policy that is trained in full: each process has a part of every weight (torch's FSDP2).
@@ -262,15 +258,12 @@ class Policy:
             trained = dict(self.trainable())
             for name, parameter in self.lm.named_parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
-            self.lm.save_pretrained(folder, state_dict=self._weights())
+            read = Path(str(self.lm.name_or_path))  # whose files' names the weights get
+            named = names_in_files(read_headers(read)) if (read / CONFIG).is_file() else str
+            weights = {named(name): tensor for name, tensor in self.lm.state_dict().items()}
+            self.lm.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             share(folder)
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """The weights by the names of the files that they were read from."""
-        read = Path(str(self.lm.name_or_path))
-        named = names_in_files(read_headers(read)) if (read / CONFIG).is_file() else str
-        return {named(name): tensor for name, tensor in self.lm.state_dict().items()}
 
     def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
         checkpoint = Path(str(self.lm.name_or_path)).resolve()
