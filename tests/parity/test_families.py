@@ -55,32 +55,16 @@ from tests.parity.family_models import (
 from tests.tiny import tiny_family, write_template
 
 MLP = {"gate_proj", "up_proj", "down_proj"}
-
-
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", *MLP}
-
-
 NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
-
-
 LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
-
-
 #: The layers that get an adapter, where others are packed.
 ADAPTED = LAYERS | dict.fromkeys(("qwen3_5", "qwen3_5_moe"), SEVEN | NET)
-
-
 ADAPTED |= {name: SEVEN - MLP for name in ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss")}
-
-
 #: Families whose experts transformers stacks as it loads them.
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "qwen3_5_moe")
-
-
 #: Each family in one of its formats, and in nightly runs in both.
 PAIRS = [(name, formats[place % 2]) for place, (name, formats) in enumerate(PACKED.items())]
-
-
 OTHERS = [(name, formats[1 - place % 2]) for place, (name, formats) in enumerate(PACKED.items())]
 
 
@@ -195,8 +179,6 @@ def packed_nets(bases):
 
 
 nets = pytest.mark.parametrize("weights", PACKED_FORMATS)
-
-
 hybrids = pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 
 
@@ -397,8 +379,6 @@ def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_
 
 
 REFUSED = [(name, part) for name in NORMS for part in row(FAMILIES[name]).refused if (name, part) != ("gpt_oss", "AWQ")]
-
-
 #: What the user of a refused part is told to do instead.
 INSTEAD = {
     "AWQ": "use recipe: rtn",

@@ -47,11 +47,7 @@ from tests.unit.bench.test_workloads import measured
 
 #: vLLM's attention on a CPU takes heads of 32 and more.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-
-
 SETTINGS = VllmSettings(max_model_len=256, kv_cache_gib=0.05)
-
-
 SIGMA = 0.1
 
 

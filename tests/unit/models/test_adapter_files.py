@@ -21,8 +21,6 @@ from tests.parity.family_models import perturbed
 from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
-
-
 #: Endless with a name that doesn't match, such as those of the model.
 ENDLESS = r"(([a-z]|[a-z_.0-9])+)+X"
 
@@ -107,8 +105,6 @@ def test_a_merge_refuses_the_same_values(base, adapter, tmp_path, changes):
 
 
 _LOOP = "{% for a in range(99999) %}"
-
-
 TEMPLATES = {
     "nested loops": _LOOP * 3 + "{% endfor %}" * 3,
     "a power": "{{ 3 ** (9 ** 10) }}",

@@ -20,17 +20,9 @@ from tests.families import FAMILIES
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
-
-
 MODELS = ("qwen2", "qwen3", "llama", "mistral")
-
-
 IDS = torch.tensor([[5, 9, 2, 77, 31, 8, 60, 4, 13]])
-
-
 POSITIONS = torch.tensor([[0, 1, 2, 3, 3, 4, 5, 0, 1]])
-
-
 PACKING = Packing.of([3, 1, 3, 2], [None, 0, 0, None], CPU)
 
 

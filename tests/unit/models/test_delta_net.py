@@ -14,11 +14,7 @@ from qerl.models.delta_net import INSTALLED, PLAIN, PackedQwen3_5DeltaNet, funct
 from tests.families import FAMILIES
 
 LENGTHS = (1, 64, 65, 200)
-
-
 NAMES = ("query", "key", "value", "g", "beta", "initial_state")
-
-
 #: Heads of keys and of values.
 HEADS = [(2, 2), (2, 6)]
 

@@ -38,18 +38,10 @@ from tests.parity.family_models import (
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2
 
 CPU = torch.device("cpu")
-
-
 EXPERTS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-
-
 #: Attention with experts, experts alone, and one projection of them.
 TARGETS = (["q_proj", "o_proj", *EXPERTS], EXPERTS, ["v_proj", "experts.down_proj"])
-
-
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
-
-
 #: What stock transformers reads in the place of a base.
 UNPACKED = {"bf16": "bf16", "nvfp4": "dense", "gpt_oss": "gpt_oss"}
 

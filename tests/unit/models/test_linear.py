@@ -19,8 +19,6 @@ from qerl.models.lora import register_lora
 from qerl.settings.base import ConfigError
 
 ROWS, COLUMNS = 96, 128
-
-
 formats = pytest.mark.parametrize("weights_format", PACKED_FORMATS)
 
 

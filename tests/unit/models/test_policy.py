@@ -29,11 +29,7 @@ from tests.parity.family_models import forced
 from tests.tiny import tiny_bases, tiny_family, tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
-
-
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
-
-
 #: Changes of Qwen2's small configuration that make a model of another family.
 OTHERS = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": LEFT_OUT, "initializer_range": 0.1},
