@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from httpx import HTTPError
 from huggingface_hub import constants, hf_hub_download
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
-from qerl.checkpoints.shapes import PUBLISHED, SIZES, ModelShape, has_packed_experts_alone
+from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
 from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
 from qerl.host.imports import extras, installed_version, requirements
@@ -29,7 +29,7 @@ from qerl.models.expert_adapters import refused_expert_adapters
 from qerl.models.linear import BitsandbytesLinear, PortableLinear, TorchLinear, W4Linear, product_class
 from qerl.models.loading import checkpoint_structure, config_of, has_packed_delta_nets
 from qerl.models.policy import DTYPES, refused_train_norms
-from qerl.models.random import model_config
+from qerl.models.random import random_config
 from qerl.models.structure import structure_of
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
@@ -145,8 +145,8 @@ def _check_nets(model: str, shape: ModelShape, weights: str, packed_nets: bool) 
 
 
 def _of_size(size: str, weights: str) -> Candidate:
-    config = dict(PUBLISHED[size]) if size in PUBLISHED else model_config(size, "bf16")
-    return Candidate(ModelShape.of(config), weights, None, AutoConfig.for_model(**config))
+    config = random_config(size)
+    return Candidate(ModelShape.of(config.to_dict()), weights, None, config)
 
 
 def _config_of_hub(model: str) -> Path:

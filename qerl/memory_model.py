@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 
 from qerl.checkpoints.files import read_config
-from qerl.checkpoints.shapes import ARCHITECTURES, HALF, DeltaNets, ModelShape
+from qerl.checkpoints.shapes import HALF, QWEN, DeltaNets, ModelShape
 from qerl.formats.codecs import stored_bytes
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.packed_sequences import SINK_FEATURES
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.logprobs import COLUMNS, ROWS
-from qerl.models.random import model_config
 from qerl.rl.memory import USABLE, recomputed_blocks
 from qerl.rl.packing import Sample, row_tokens, split
 from qerl.rollout.decoder import PROMPT_BUCKETS, bucket_of
@@ -524,4 +523,4 @@ def shape_of(model: Any) -> ModelShape | None:
     if isinstance(model, LocalModel):
         return ModelShape.of(read_config(model.path))
     named = re.search(r"Qwen2\.5-(\d+(?:\.\d+)?B)", model.repo) if isinstance(model, HubModel) else None
-    return ModelShape.of(model_config(named[1], "bf16")) if named and named[1] in ARCHITECTURES else None
+    return ModelShape.of(QWEN[named[1]]) if named and named[1] in QWEN else None

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.expert_adapters import refused_expert_adapters
 from qerl.models.quantize import refused_by_awq
-from qerl.models.structure import Structure, StructureError, structure_of
+from qerl.models.structure import StructureError, structure_of
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm
 from qerl.settings.run import EXPERT_LAYERS
 
@@ -100,6 +100,8 @@ _MINISTRAL_ROPE = {
     "original_max_position_embeddings": 8,
 }
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -162,24 +164,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3-MoE",
         "packed experts as grouped products",
-        {
-            "model_type": "qwen3_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-        },
+        {"model_type": "qwen3_moe", **_EXPERTS, "norm_topk_prob": True},
     ),
     "qwen2_moe": Family(
         "Qwen2-MoE (Qwen1.5-MoE-A2.7B)",
         "experts beside a shared one with a gate",
-        {
-            "model_type": "qwen2_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 128,
-        },
+        {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 128},
     ),
     "mixtral": Family(
         "Mixtral",
@@ -217,10 +207,8 @@ FAMILIES: dict[str, Family] = {
         {
             "model_type": "qwen3_5_moe_text",
             **_HYBRID,
+            **_EXPERTS,
             "intermediate_size": LEFT_OUT,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 128,
         },
     ),
@@ -260,28 +248,14 @@ class Row:
     norms: str = ""
     refusal: str | None = None
 
-    @property
-    def awq(self) -> bool:
-        """Whether AWQ equalises its weights."""
-        return self._has("AWQ")
-
-    @property
-    def engine(self) -> bool:
-        """Whether the engine samples for it."""
-        return self._has("engine")
-
-    @property
-    def vllm(self) -> bool:
-        """Whether vLLM samples for it."""
-        return self._has("vLLM")
-
-    def _has(self, part: str) -> bool:
+    def has(self, part: str) -> bool:
+        """Whether a part is served: "AWQ", which equalises weights, or a sampler, "engine" or "vLLM"."""
         return self.refusal is None and part not in self.refused
 
     @property
     def sampler(self) -> str:
         """The samplers on a GPU, short."""
-        return ("the engine" if self.engine else "the eager sampler") + (", vLLM" if self.vllm else "")
+        return ("the engine" if self.has("engine") else "the eager sampler") + ", vLLM" * self.has("vLLM")
 
 
 def row(family: Family) -> Row:
@@ -298,20 +272,11 @@ def row(family: Family) -> Row:
         "vLLM": refused_by_vllm(config),
     }
     refused = {part: sentence for part, sentence in asked.items() if sentence}
-    return Row(family.name, family.about, family.formats, refused, _lora(structure, refused), _norms(structure))
-
-
-def _lora(structure: Structure, refused: dict[str, str]) -> str:
-    """The layers that get an adapter by default, and those of experts that may have one."""
-    default = ", ".join(f"`{target}`" for target in structure.targets)
-    if not structure.experts or "LoRA on experts" in refused:
-        return default
-    return f"{default}; if named {', '.join(f'`{target}`' for target in EXPERT_LAYERS)}"
-
-
-def _norms(structure: Structure) -> str:
-    names = ", ".join(f"`{name}`" for name in structure.norms.values())
-    return f"{names}, of the form 1 + w" if structure.offset else names
+    lora = ", ".join(f"`{target}`" for target in structure.targets)
+    if structure.experts and "LoRA on experts" not in refused:
+        lora += f"; if named {', '.join(f'`{target}`' for target in EXPERT_LAYERS)}"
+    norms = ", ".join(f"`{name}`" for name in structure.norms.values()) + ", of the form 1 + w" * bool(structure.offset)
+    return Row(family.name, family.about, family.formats, refused, lora, norms)
 
 
 def long_table() -> str:
@@ -323,8 +288,9 @@ def long_table() -> str:
         if one.refusal:
             cells = [label, "refused", *["–"] * 6]
         else:
-            weights = f"{one.formats}; {'AWQ' if one.awq else 'no AWQ'}"
-            cells = [label, weights, one.lora, one.norms, "✓", _mark(one.engine), _mark(one.vllm), "✓"]
+            weights = f"{one.formats}; {'AWQ' if one.has('AWQ') else 'no AWQ'}"
+            samplers = ["✓" if one.has(sampler) else "–" for sampler in ("engine", "vLLM")]
+            cells = [label, weights, one.lora, one.norms, "✓", *samplers, "✓"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -354,10 +320,6 @@ def short_table() -> str:
     lines.append(f"| other decoders of linear layers and attention, untested | {Family.formats} | the eager sampler |")
     refused = "; ".join([*(one.name for one in rows if one.refusal), "other structures"])
     return "\n".join([*lines, f"| {refused} | refused by a sentence before anything starts | |"])
-
-
-def _mark(served: bool) -> str:
-    return "✓" if served else "–"
 
 
 def pages() -> dict[Path, str]:

@@ -1,5 +1,6 @@
 """Miniatures of the paper's data sets in the layout of their repositories: card, files, columns, types."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,21 +72,8 @@ def big_math(folder: Path) -> None:
     (folder / "README.md").write_text(card({s: {"train": f"{s}/train-*"} for s in subsets}))
 
 
-def big_math_raw(folder: Path) -> None:
-    """SynthLabsAI/Big-Math-RL-Verified: no levels but the solve rate, which some problems lack."""
-    features = {"problem": TEXT, "answer": TEXT, "source": TEXT, "domain": List(TEXT), "llama8b_solve_rate": FLOAT}
-    rows = [
-        {"problem": f"What is {n}+1?", "answer": str(n + 1), "source": "orca_math", "domain": [], **rate}
-        for n, rate in enumerate({"llama8b_solve_rate": r} for r in (0.0, 0.25, 0.5, 0.75, None))
-    ]
-    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
-    (folder / "README.md").write_text(card({"default": {"train": "data/train-*"}}))
-
-
 def math_500(folder: Path) -> None:
     """HuggingFaceH4/MATH-500: one file of lines, and a card without configs."""
-    import json
-
     rows = [
         {
             "problem": f"What is half of {n}?",
@@ -102,22 +90,14 @@ def math_500(folder: Path) -> None:
     (folder / "README.md").write_text("---\ntask_categories:\n- text-generation\nlanguage:\n- en\n---\n")
 
 
-def aime_2024(folder: Path) -> None:
-    """HuggingFaceH4/aime_2024: its only split is called train; answers have leading zeros."""
-    rows = [
-        {
-            "id": 60 + n,
-            "problem": f"Find {n} times 11.",
-            "solution": f"It is \\boxed{{{n * 11:03d}}}.",
-            "answer": f"{n * 11:03d}",
-            "url": "https://artofproblemsolving.com",
-            "year": "2024",
-        }
-        for n in (3, 18)
-    ]
-    features = {"id": INT, "problem": TEXT, "solution": TEXT, "answer": TEXT, "url": TEXT, "year": TEXT}
-    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
-    (folder / "README.md").write_text(card({"default": {"train": "data/train-*"}}))
+def one_file(path: str, split: str, features: dict[str, Any], rows: list[dict[str, Any]]) -> Callable[[Path], None]:
+    """A repository with a file of one split, `path`, in whose name the shards are numbered."""
+
+    def write(folder: Path) -> None:
+        parquet(folder / f"{path}-00000-of-00001.parquet", rows, features)
+        (folder / "README.md").write_text(card({"default": {split: f"{path}-*"}}))
+
+    return write
 
 
 def aime_2025(folder: Path) -> None:
@@ -127,41 +107,56 @@ def aime_2025(folder: Path) -> None:
         {"problem": f"Find {n}+{n}.", "answer": str(2 * n), "solution": "", "id": str(n), "year": 2025, "url": ""}
         for n in (7, 35, 294)
     ]
-    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
-    parquet(folder / "part1" / "train-00000-of-00001.parquet", rows[:2], features)
-    parquet(folder / "part2" / "train-00000-of-00001.parquet", rows[2:], features)
-    folders = {"default": "data", "part1": "part1", "part2": "part2"}
-    (folder / "README.md").write_text(card({name: {"train": f"{path}/train-*"} for name, path in folders.items()}))
-
-
-def amc23(folder: Path) -> None:
-    """math-ai/amc23: the answer is text, a float, possibly none of AIME's."""
-    features = {"id": INT, "question": TEXT, "answer": TEXT, "url": TEXT}
-    rows = [
-        {"id": n, "question": f"What is {answer}?", "answer": answer, "url": ""}
-        for n, answer in enumerate(("27.0", "3159.0", "-1.0", "0.0"))
-    ]
-    parquet(folder / "test-00000-of-00001.parquet", rows, features)
-    (folder / "README.md").write_text(card({"default": {"test": "test-*"}}))
-
-
-def amc_validation(folder: Path) -> None:
-    """AI-MO/aimo-validation-amc: AMC 12 of 2022 and 2023, answers as numbers."""
-    features = {"id": INT, "problem": TEXT, "answer": FLOAT, "url": TEXT}
-    rows = [{"id": n, "problem": f"What is {n}-1?", "answer": n - 1.0, "url": ""} for n in range(3)]
-    parquet(folder / "data" / "train-00000-of-00001.parquet", rows, features)
-    (folder / "README.md").write_text(card({"default": {"train": "data/train-*"}}))
+    folders = {"default": ("data", rows), "part1": ("part1", rows[:2]), "part2": ("part2", rows[2:])}
+    for path, part in folders.values():
+        parquet(folder / path / "train-00000-of-00001.parquet", part, features)
+    (folder / "README.md").write_text(card({name: {"train": f"{path}/train-*"} for name, (path, _) in folders.items()}))
 
 
 REPOSITORIES: dict[str, Callable[[Path], None]] = {
     "openai/gsm8k": gsm8k,
     "open-r1/Big-Math-RL-Verified-Processed": big_math,
-    "SynthLabsAI/Big-Math-RL-Verified": big_math_raw,
+    # No levels but the solve rate, which some problems lack.
+    "SynthLabsAI/Big-Math-RL-Verified": one_file(
+        "data/train",
+        "train",
+        {"problem": TEXT, "answer": TEXT, "source": TEXT, "domain": List(TEXT), "llama8b_solve_rate": FLOAT},
+        [
+            {"problem": f"What is {n}+1?", "answer": str(n + 1), "source": "orca_math", "domain": []}
+            | {"llama8b_solve_rate": rate}
+            for n, rate in enumerate((0.0, 0.25, 0.5, 0.75, None))
+        ],
+    ),
     "HuggingFaceH4/MATH-500": math_500,
-    "HuggingFaceH4/aime_2024": aime_2024,
+    # Its only split is called train; answers have leading zeros.
+    "HuggingFaceH4/aime_2024": one_file(
+        "data/train",
+        "train",
+        {"id": INT, "problem": TEXT, "solution": TEXT, "answer": TEXT, "url": TEXT, "year": TEXT},
+        [
+            {"id": 60 + n, "problem": f"Find {n} times 11.", "solution": f"It is \\boxed{{{n * 11:03d}}}."}
+            | {"answer": f"{n * 11:03d}", "url": "https://artofproblemsolving.com", "year": "2024"}
+            for n in (3, 18)
+        ],
+    ),
     "yentinglin/aime_2025": aime_2025,
-    "math-ai/amc23": amc23,
-    "AI-MO/aimo-validation-amc": amc_validation,
+    # The answer is text, a float, possibly none of AIME's.
+    "math-ai/amc23": one_file(
+        "test",
+        "test",
+        {"id": INT, "question": TEXT, "answer": TEXT, "url": TEXT},
+        [
+            {"id": n, "question": f"What is {answer}?", "answer": answer, "url": ""}
+            for n, answer in enumerate(("27.0", "3159.0", "-1.0", "0.0"))
+        ],
+    ),
+    # AMC 12 of 2022 and 2023, answers as numbers.
+    "AI-MO/aimo-validation-amc": one_file(
+        "data/train",
+        "train",
+        {"id": INT, "problem": TEXT, "answer": FLOAT, "url": TEXT},
+        [{"id": n, "problem": f"What is {n}-1?", "answer": n - 1.0, "url": ""} for n in range(3)],
+    ),
 }
 
 #: How each is configured: format, origin (without repo and revision) and columns.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from qerl.checkpoints.shapes import ARCHITECTURES
+from qerl.checkpoints.shapes import QWEN
 from qerl.results.speeds import load
 from qerl.workflow.costs import SPEEDS
 
@@ -58,7 +58,7 @@ def _files(bench: str) -> Iterator[tuple[str, Path]]:
     """The files of Qwen2.5's sizes, with their machines."""
     for machine, folder in product(MACHINES, FOLDERS):
         for file in sorted((ROOT / "results/reference" / machine / folder).glob(f"{bench}-*.json")):
-            if set(file.name.split("-")) & set(ARCHITECTURES):
+            if set(file.name.split("-")) & set(QWEN):
                 yield machine, file
 
 

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from qerl.models.quantize import quantize_checkpoint
+from qerl.models.random import write_checkpoint
 from tests.families import FAMILIES, LLAMA_ROPE, SHAPE
 
 #: A chat template: what was said, and a colon.
@@ -90,6 +91,15 @@ def tiny_bases(folder: Path, **changes: Any) -> Path:
     dense = tiny_qwen2(folder / "bf16", **changes)
     write_template(dense)
     quantize_checkpoint(dense, folder / "nvfp4", "nvfp4")
+    return folder
+
+
+def random_checkpoint(folder: Path, size: str, weights: str = "bf16") -> Path:
+    """Write a random checkpoint of a size of Qwen2.5 in a weight format."""
+    dense = folder if weights == "bf16" else folder.with_name(f"{folder.name}-dense")
+    write_checkpoint(dense, size, ["1 2 3 apples"] * 50)
+    if weights != "bf16":
+        quantize_checkpoint(dense, folder, weights)
     return folder
 
 

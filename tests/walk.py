@@ -25,14 +25,14 @@ def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
         json.dumps(record)
         for record in generate_arithmetic("gsm8k", Generated(train=2000, validation=1, test=1))["train"]
     ]
-    write_checkpoint(folder / "model", size, "bf16", texts, shard_bytes=shard_bytes)
+    write_checkpoint(folder / "model", size, texts, shard_bytes)
     for name in DATASETS:
         REPOSITORIES[name](folder / name)
 
 
 def main(
     folder: Path,
-    size: Annotated[str, typer.Option(help="A key of qerl.models.random.ARCHITECTURES.")] = "1.5B",
+    size: Annotated[str, typer.Option(help="A key of qerl.checkpoints.shapes.QWEN.")] = "1.5B",
 ) -> None:
     """Write the checkpoint and the data sets of config/walk.yaml."""
     write_walk(folder, size)

@@ -20,7 +20,8 @@ from transformers.quantizers import AutoHfQuantizer
 from qerl.bench.timing import DecodePoints, Engine, Start, nbytes
 from qerl.jobs import PointJob
 from qerl.models.policy import choose_device
-from qerl.models.random import END, END_OF_TEXT, IDS, empty_qwen2, fill_model, random_weight
+from qerl.models.random import END, END_OF_TEXT, IDS, fill_model, random_config, random_weight
+from qerl.models.structure import empty_model
 from qerl.settings.run import AdapterSettings
 from qerl.settings.workloads import Decoding
 
@@ -28,7 +29,7 @@ from qerl.settings.workloads import Decoding
 def random_model(size: str, weights: str, rank: int, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """A model of a known shape with random weights, bf16 or nf4, and an adapter of `rank` (0: none)."""
     torch.manual_seed(seed)
-    lm = empty_qwen2(size)
+    lm: PreTrainedModel = empty_model(random_config(size), torch.bfloat16)
     if weights == "nf4":
         _fill_nf4(lm, device)
     fill_model(lm, device)

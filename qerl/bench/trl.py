@@ -43,7 +43,7 @@ from qerl.bench.workloads import (
     text_reward,
     write_steps,
 )
-from qerl.checkpoints.shapes import ARCHITECTURES
+from qerl.checkpoints.shapes import shape_of
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.jobs import PointJob
@@ -235,9 +235,8 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
     if trainer.use_vllm:
         engine = trainer.vllm_generation.llm.llm_engine
         parts["sampler_weights"] = nbytes([*engine.model_executor.driver_worker.model_runner.model.parameters()])
-        hidden, layers, heads, kv_heads, _, _, _ = ARCHITECTURES[size]
-        cache = engine.vllm_config.cache_config
-        cache_bytes = cache.num_gpu_blocks * cache.block_size * layers * 2 * kv_heads * (hidden // heads) * 2
+        shape, cache = shape_of(size), engine.vllm_config.cache_config
+        cache_bytes = cache.num_gpu_blocks * cache.block_size * shape.layers * 2 * shape.kv_width * 2
     return memory_of(peak, cache_bytes, parts)
 
 
@@ -269,7 +268,7 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> MeasuredSteps:
         with socket.socket() as probe:
             probe.bind(("", 0))
             os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
-    write_checkpoint(checkpoint, work.size, "bf16", TEXTS)
+    write_checkpoint(checkpoint, work.size, TEXTS)
     clock = StepClock()
     with TemporaryDirectory() as folder:
         trainer = _trainer(work, asked, checkpoint, Path(folder))

@@ -16,11 +16,10 @@ from torch import nn
 
 from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, linear_shapes
 from qerl.checkpoints.tensors import write_tensors
 from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import choose_device
-from qerl.models.random import QUANTIZATION, TEXTS, model_config, published_config, write_checkpoint
+from qerl.models.random import QUANTIZATION, TEXTS, random_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding, Mix
@@ -79,17 +78,17 @@ def description(weights: str) -> str:
 def write_model(folder: Path, base: Base) -> dict[str, Any]:
     """Write the checkpoint that vLLM loads to `folder`. Returns vLLM's options for it."""
     if base.weights == "nf4":
-        write_checkpoint(folder, base.model, "bf16", TEXTS)
+        write_checkpoint(folder, base.model, TEXTS)
         return {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     folder.mkdir()
-    content = _published(base) if base.model in PUBLISHED else model_config(base.model, base.weights)
+    content = _content(base)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return {"load_format": "dummy"} | (_TEXT_ALONE if "text_config" in content else {})
 
 
-def _published(base: Base) -> dict[str, Any]:
-    """The content of config.json of a published shape."""
-    config = published_config(base.model)
+def _content(base: Base) -> dict[str, Any]:
+    """The content of config.json."""
+    config = random_config(base.model)
     content = config.to_dict() | {"torch_dtype": "bfloat16"}
     if config.model_type in _WITH_IMAGES:
         kind, architecture = _WITH_IMAGES[config.model_type]
@@ -126,10 +125,7 @@ def _write_adapter(folder: Path, size: str, rank: int) -> list[str]:
 
 def _adapted_shapes(size: str) -> dict[str, tuple[int, int]]:
     """[out, in] of the layers that the adapter is on, by name: those that this project's policy adapts."""
-    if size not in PUBLISHED:
-        blocks, shapes = range(ARCHITECTURES[size].layers), linear_shapes(size)
-        return {f"model.layers.{block}.{name}": shape for block in blocks for name, shape in shapes.items()}
-    config = published_config(size)
+    config = random_config(size)
     structure, layers = structure_of(config), dict(empty_model(config, torch.bfloat16).named_modules())
     names = [
         f"{structure.blocks}.{block}.{name}" for block in range(len(structure.windows)) for name in structure.linears

@@ -20,8 +20,6 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-#: The same as patterns, by which PEFT names the tensors of an adapter as it loads them.
-KEY_MAPPING = {f"^{re.escape(prefix)}": alone for prefix, alone in _PREFIXES.items()}
 _HEAD_PREFIX = "lm_head."
 
 #: transformers' class of text models.
@@ -118,11 +116,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # The ends of text are those of the whole: the text_config of Gemma 3 lacks the end of a turn.
     outer = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
     return {**stated, "architectures": [model.texts[kind]], **outer}
-
-
-def is_within(name: str) -> bool:
-    """Whether a tensor's name says that it's the text model's, within a model of images and text."""
-    return name.startswith(tuple(_PREFIXES))
 
 
 def own_name(name: str) -> str | None:
@@ -334,21 +327,15 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
     """How tensors are named in files like those of `headers`: as here, but for parts of some mixtures."""
     if any(_OF_MIXTRAL.fullmatch(info.stored) for info in headers.values()):
-        return _mixtral_name
-    return _correction_name if any(_CORRECTION.fullmatch(info.stored) for info in headers.values()) else str
+        stored = {layer: short for short, layer in _LAYERS_OF_MIXTRAL.items()}
+        return lambda name: _renamed(name, _OF_MIXTURE, "block_sparse_moe", stored)
+    if any(_CORRECTION.fullmatch(info.stored) for info in headers.values()):
+        return lambda name: _OF_ROUTER.sub(r"\1.\2", name)
+    return str
 
 
 def _own_mixture_name(name: str) -> str:
     return _CORRECTION.sub(r"\1.gate.\2", _renamed(name, _OF_MIXTRAL, "mlp", _LAYERS_OF_MIXTRAL))
-
-
-def _correction_name(name: str) -> str:
-    return _OF_ROUTER.sub(r"\1.\2", name)
-
-
-def _mixtral_name(name: str) -> str:
-    stored = {layer: short for short, layer in _LAYERS_OF_MIXTRAL.items()}
-    return _renamed(name, _OF_MIXTURE, "block_sparse_moe", stored)
 
 
 def _renamed(name: str, pattern: re.Pattern[str], mixture: str, layers: Mapping[str, str]) -> str:
@@ -361,7 +348,7 @@ def _renamed(name: str, pattern: re.Pattern[str], mixture: str, layers: Mapping[
 
 def _text_tensors(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     """The tensors of the text model, by its names."""
-    if not any(map(is_within, stored)):
+    if not any(name.startswith(tuple(_PREFIXES)) for name in stored):
         return stored
     named = ((own_name(name), info) for name, info in stored.items())
     return {name: info for name, info in named if name is not None}

@@ -1,57 +1,16 @@
-"""Architectures and shapes of known models: widths, counts and values of config.json, without large libraries."""
+"""Shapes of known models: widths, counts and values of config.json.
+
+The workflow reads them on every call, so this module imports no large library.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, NamedTuple
-
-# Architectures of known models. The workflow reads them on every call, so this module imports no large library.
-
-
-class Architecture(NamedTuple):
-    """Widths and counts of a model."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int
-    tied_embeddings: bool
-
-
-#: Sizes of Qwen2.5, and 8B with the widths of Qwen3-8B, whose norms of q and k it lacks.
-ARCHITECTURES = {
-    "tiny": Architecture(64, 2, 2, 1, 128, 151936, True),
-    "small": Architecture(512, 4, 4, 2, 1024, 151936, True),
-    "1.5B": Architecture(1536, 28, 12, 2, 8960, 151936, True),
-    "3B": Architecture(2048, 36, 16, 2, 11008, 151936, True),
-    "7B": Architecture(3584, 28, 28, 4, 18944, 152064, False),
-    "8B": Architecture(4096, 36, 32, 8, 12288, 151936, False),
-    "14B": Architecture(5120, 48, 40, 8, 13824, 152064, False),
-    "32B": Architecture(5120, 64, 40, 8, 27648, 152064, False),
-}
-
-#: Projections with the same input, which engines run as one product, in the order of a block.
-FUSED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-
-
-def linear_shapes(size: str) -> dict[str, tuple[int, int]]:
-    """[out, in] of the seven projections of a block, in its order."""
-    return dict(zip(chain.from_iterable(FUSED), shape_of(size).linears, strict=True))
-
+from typing import Any
 
 # Widths and counts of a model, from which its memory and the floor of its steps follow.
-#
-# The workflow reads them on every call, so this module imports no large library.
 
 #: Bytes of an activation, a dense weight or a cached key: bfloat16.
 HALF = 2
@@ -191,11 +150,6 @@ class ModelShape:
         return (*attention, (wide, hidden), (wide, hidden), (hidden, wide)) if wide else attention
 
     @property
-    def net_linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers."""
-        return (*self.packable_of_net, *self._narrow_of_net)
-
-    @property
     def packable_of_net(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of a delta net's layers that are wide enough to be packed."""
         if self.nets is None:
@@ -204,8 +158,9 @@ class ModelShape:
         return (channels, self.hidden), (values, self.hidden), (self.hidden, values)
 
     @property
-    def _narrow_of_net(self) -> tuple[tuple[int, int], ...]:
-        return ((self.nets.value, self.hidden),) * 2 if self.nets else ()
+    def net_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a delta net's layers, of which the last two are narrow."""
+        return (*self.packable_of_net, *((self.nets.value, self.hidden),) * 2) if self.nets else ()
 
     @property
     def attentions(self) -> int:
@@ -222,7 +177,7 @@ class ModelShape:
     @property
     def dense(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the layers of all delta nets that are bfloat16 in each format."""
-        each = self._narrow_of_net if self.nets and self.nets.packed else self.net_linears
+        each = self.net_linears[-2:] if self.nets and self.nets.packed else self.net_linears
         return each * (self.layers - self.attentions)
 
     @property
@@ -283,9 +238,7 @@ def _windowed(config: Mapping[str, Any]) -> int:
     return int((config.get("layer_types") or []).count("sliding_attention"))
 
 
-# Shapes of published models of other families than Qwen2.5, as values of config.json, for benches on random weights.
-#
-# The workflow reads them on every call, so this module imports no large library.
+# Shapes of published models as values of config.json, for benches on random weights.
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA_ROPE = {
@@ -357,6 +310,28 @@ def _hybrid(layers: int, value_heads: int) -> dict[str, Any]:
     }
 
 
+def _qwen(
+    hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int = 151936, tied: bool = True
+) -> dict[str, Any]:
+    """Values of Qwen2.5, with the ids of its tokens."""
+    return _shape(
+        "qwen2", hidden, layers, heads, kv, intermediate, vocabulary, tie_word_embeddings=tied,
+        bos_token_id=151643, eos_token_id=151645, max_position_embeddings=32768,
+        rope_parameters={**_ROPE, "rope_theta": 1000000.0},
+    )  # fmt: skip
+
+
+#: Values of config.json of Qwen2.5 by size. 8B has the widths of Qwen3-8B, whose norms of q and k it lacks.
+QWEN: dict[str, dict[str, Any]] = {
+    "tiny": _qwen(64, 2, 2, 1, 128),
+    "small": _qwen(512, 4, 4, 2, 1024),
+    "1.5B": _qwen(1536, 28, 12, 2, 8960),
+    "3B": _qwen(2048, 36, 16, 2, 11008),
+    "7B": _qwen(3584, 28, 28, 4, 18944, 152064, tied=False),
+    "8B": _qwen(4096, 36, 32, 8, 12288, tied=False),
+    "14B": _qwen(5120, 48, 40, 8, 13824, 152064, tied=False),
+    "32B": _qwen(5120, 64, 40, 8, 27648, 152064, tied=False),
+}
 #: Values of config.json by name. Of models with images they are the text model's.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral-7b": _shape("mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=4096, head_dim=128),
@@ -389,12 +364,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 #: Kinds of models whose published files have packed experts alone, in MXFP4.
 EXPERTS_ALONE = ("gpt_oss",)
 #: The sizes that benches know, Qwen2.5's first.
-SIZES = (*ARCHITECTURES, *PUBLISHED)
+SIZES = (*QWEN, *PUBLISHED)
+
+
+def config_of(size: str) -> dict[str, Any]:
+    """Values of config.json of a size of Qwen2.5 or of a published model."""
+    return PUBLISHED[size] if size in PUBLISHED else QWEN[size]
 
 
 def vocabulary(size: str) -> int:
     """The number of tokens that a size knows."""
-    return ARCHITECTURES[size].vocabulary if size in ARCHITECTURES else int(PUBLISHED[size]["vocab_size"])
+    return int(config_of(size)["vocab_size"])
 
 
 def has_packed_experts_alone(size: str) -> bool:
@@ -411,8 +391,4 @@ def prompt_id_range(tokens: int) -> tuple[int, int]:
 
 def shape_of(size: str) -> ModelShape:
     """The shape of a size of Qwen2.5 or of a published model."""
-    if size in PUBLISHED:
-        return ModelShape.of(PUBLISHED[size])
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = ARCHITECTURES[size]
-    narrow = hidden // heads * kv_heads
-    return ModelShape(hidden, layers, hidden, narrow, heads, intermediate, vocabulary, tied, biased=True)
+    return ModelShape.of(config_of(size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,8 @@ from qerl.models.structure import MISFITS
 # In memory an adapter's tensors have the names of the text model. Stock classes have that within the whole where the
 # base is a model of images and text (`qerl.checkpoints.layouts`).
 
-_PREFIX = "base_model.model."
+#: The prefix of tensors' names in an adapter's file.
+PREFIX = "base_model.model."
 #: The highest rank of an adapter without matrices, and the bound of a scale.
 _MOST_RANK = 2**16
 _MOST_ALPHA = 1e30
@@ -35,6 +36,20 @@ _MOST_ALPHA = 1e30
 
 #: Keys of an adapter's configuration by which PEFT computes more than LoRA, or imports a module that they name.
 _REFUSED = ("arrow_config", "layer_replication", "megatron_config")
+
+
+#: What PEFT's options must be for (alpha / r) B A to be all that an adapter adds.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
+}
 
 
 def adapter_config(folder: Path, names: Iterable[str]) -> LoraConfig:
@@ -75,8 +90,11 @@ def adapter_values(folder: Path) -> dict[str, Any]:
         if type(alpha) not in (int, float) or not abs(alpha) < _MOST_ALPHA:
             raise CheckpointError(f"{path} has lora_alpha={str(alpha)[:40]}, which is no finite number; correct it")
     for key in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters", "layers_pattern"):
-        if not _is_names(values.get(key), one=key not in ("modules_to_save", "target_parameters")):
-            raise CheckpointError(f"{path} has {key}={str(values[key])[:80]!r}, which lists no names; correct it")
+        names = values.get(key)
+        many = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        one = isinstance(names, str) and key not in ("modules_to_save", "target_parameters")
+        if not (names is None or many or one):
+            raise CheckpointError(f"{path} has {key}={str(names)[:80]!r}, which lists no names; correct it")
     return {"r": 8, "lora_alpha": 8, **values}  # PEFT's defaults
 
 
@@ -86,11 +104,6 @@ def misfit(folder: Path, error: Exception) -> CheckpointError:
         f"{folder} holds an adapter that doesn't fit the model ({' '.join(str(error).split())[:300]}); give the model "
         "that it was trained on"
     )
-
-
-def _is_names(value: Any, one: bool) -> bool:
-    many = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return value is None or many or (one and isinstance(value, str))
 
 
 def _check_patterns(path: Path, values: dict[str, Any], names: Iterable[str]) -> None:
@@ -108,17 +121,28 @@ def _check_patterns(path: Path, values: dict[str, Any], names: Iterable[str]) ->
         )
 
 
-def check_taken(model: PeftModel, folder: Path) -> None:
-    """Raise `CheckpointError` if PEFT took another set of matrices into the model than a folder's adapter has."""
-    expected = {_own(name) for name in get_peft_model_state_dict(model, save_embedding_layers=False)}
-    stored = set(map(_own, _shapes(folder)))
-    if missing := sorted(expected - stored):
-        raise CheckpointError(f"{folder / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} calls for; save it again")
-    if extra := sorted(name for name in stored - expected if ".lora_" in name):
+def check_taken(model: PeftModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise `CheckpointError` if PEFT took another set of matrices into the model than a folder's `tensors`.
+
+    Adapters of experts are none of these, whose names are the model's.
+    """
+    taken = get_peft_model_state_dict(model, save_embedding_layers=False)
+    expected = {name for name in taken if ".experts.lora_" not in name and ".experts.base_layer." not in name}
+    if missing := sorted(expected - tensors.keys()):
+        name = missing[0].removeprefix(PREFIX)
+        raise CheckpointError(f"{folder / ADAPTER} lacks {name}, which {ADAPTER_CONFIG} calls for; save it again")
+    if extra := sorted(name for name in tensors.keys() - expected if ".lora_" in name):
         raise CheckpointError(
-            f"{folder / ADAPTER} holds {extra[0]}, which {ADAPTER_CONFIG} doesn't name or the model lacks; give the "
-            "adapter's own model, or save it again"
+            f"{folder / ADAPTER} holds {extra[0].removeprefix(PREFIX)}, which {ADAPTER_CONFIG} doesn't name or the "
+            "model lacks; give the adapter's own model, or save it again"
         )
+
+
+def check_plain(folder: Path, values: Mapping[str, Any], needed: str) -> None:
+    """Raise `CheckpointError` if PEFT adds anything but (alpha / r) B A by the values of an adapter's configuration."""
+    for option, plain in _PLAIN.items():
+        if values.get(option) is not None and values[option] not in plain:
+            raise CheckpointError(f"{folder / ADAPTER_CONFIG} has {option}={values[option]!r}, and {needed}")
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
@@ -128,7 +152,7 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _own(name: str) -> str:
-    name = name.removeprefix(_PREFIX)
+    name = name.removeprefix(PREFIX)
     return own_name(name) or name
 
 
@@ -144,7 +168,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     if model is not None:
         tensors = {model.adapter_name(name): tensor for name, tensor in tensors.items()}
         config = config | ({"exclude_modules": model.excluded} if model.excluded else {})
-    named = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
     write_tensors(named, folder / ADAPTER)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -194,15 +218,12 @@ def write_card(folder: Path, base: Base, weights: str, norms: bool, stock: Stock
     `stock` says how transformers loads the base.
     """
     about = ModelCardData(base_model=base.name, **ABOUT_ADAPTERS)
-    (folder / CARD).write_text(
-        f"---\n{about.to_yaml()}\n---\n{_text(folder.resolve(), base, weights, norms, stock)}", encoding="utf-8"
-    )
-
-
-def _text(folder: Path, base: Base, weights: str, norms: bool, stock: StockLoading) -> str:
     at = f" at {base.revision}" if base.revision else ""
     trained = "and the two norms of each block, in float32" if norms else "in float32"
-    return f"""
+    text = f"""---
+{about.to_yaml()}
+---
+
 # A policy trained by qerl
 
 A LoRA adapter {trained}, trained by reinforcement learning on {code_span(base.name)}{at},
@@ -211,7 +232,7 @@ whose linear weights are {weights}. `adapter_config.json` has rank, alpha and ta
 With transformers and PEFT:
 
 ```python
-{loading_code(str(folder), base, stock)}
+{loading_code(str(folder.resolve()), base, stock)}
 ```
 
 {loading_notes(weights, norms, stock)}
@@ -219,6 +240,7 @@ With transformers and PEFT:
 With qerl, of a run of `qerl train` in the folder RUN: `qerl sample RUN PROMPT`. For vLLM: `qerl export RUN OUT` writes
 a base and an adapter that it loads.
 """
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def plain(text: str) -> str:
@@ -241,37 +263,35 @@ def loading_notes(weights: str, norms: bool, stock: StockLoading) -> str:
 
 
 def loading_code(adapter: str, base: Base, stock: StockLoading) -> str:
-    """Python that loads `adapter`, a folder or a repository, with stock transformers and PEFT."""
+    """Python that loads `adapter`, a folder or a repository, with stock transformers and PEFT.
+
+    Where this package unpacks the base, it first writes the base with unpacked experts, which transformers reads.
+    """
+    revision = f', revision="{base.revision}"' if base.revision else ""
     if stock.unpacked_by == "qerl":
-        return _code_of_experts(adapter, base, stock.loader)
-    classes = [stock.loader, "AutoTokenizer", *filter(None, [stock.unpacked_by])]
-    revision = f', revision="{base.revision}"' if base.revision else ""
-    quantization = f", quantization_config={stock.unpacked_by}(dequantize=True)" if stock.unpacked_by else ""
-    return f"""import torch
-from peft import PeftModel
-from transformers import {", ".join(classes)}
-
-base = {base.name!r}
-tokenizer = AutoTokenizer.from_pretrained(base{revision})
-model = {stock.loader}.from_pretrained(base{revision}, dtype=torch.float32{quantization})
-model = PeftModel.from_pretrained(model{".float()" if stock.unpacked_by else ""}, {adapter!r}).eval()"""
-
-
-def _code_of_experts(adapter: str, base: Base, loader: str) -> str:
-    """Python that first writes the base with unpacked experts, which transformers reads."""
-    revision = f', revision="{base.revision}"' if base.revision else ""
-    return f"""from pathlib import Path
+        head = f"""from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from peft import PeftModel
 from qerl.models.export import write_dense
-from transformers import {loader}, AutoTokenizer
+from transformers import {stock.loader}, AutoTokenizer
 
 base, unpacked = {base.name!r}, Path("unpacked-base")
 if not unpacked.exists():
     packed = base if Path(base).is_dir() else snapshot_download(base{revision})
-    write_dense(Path(packed), unpacked, torch.float32)
-tokenizer = AutoTokenizer.from_pretrained(unpacked)
-model = {loader}.from_pretrained(unpacked, dtype=torch.float32)
-model = PeftModel.from_pretrained(model, {adapter!r}).eval()"""
+    write_dense(Path(packed), unpacked, torch.float32)"""
+        source, options, cast = "unpacked", "", ""
+    else:
+        classes = [stock.loader, "AutoTokenizer", *filter(None, [stock.unpacked_by])]
+        head = f"""import torch
+from peft import PeftModel
+from transformers import {", ".join(classes)}
+
+base = {base.name!r}"""
+        unpacking = f", quantization_config={stock.unpacked_by}(dequantize=True)" if stock.unpacked_by else ""
+        source, options, cast = f"base{revision}", unpacking, ".float()" if stock.unpacked_by else ""
+    return f"""{head}
+tokenizer = AutoTokenizer.from_pretrained({source})
+model = {stock.loader}.from_pretrained({source}, dtype=torch.float32{options})
+model = PeftModel.from_pretrained(model{cast}, {adapter!r}).eval()"""

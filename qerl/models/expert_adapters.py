@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import safe_open
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError
 from qerl.checkpoints.tensors import write_tensors
+from qerl.models.adapter_files import check_plain
 from qerl.models.experts import ExpertLora, Experts, Layer
 from qerl.models.linear import POLICY_ADAPTER, Lora, device_of
 from qerl.models.structure import Structure
@@ -47,8 +48,12 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
         self.projections = tuple(projections)
         self.scale = alpha / rank
         downs, ups = nn.ParameterDict(), nn.ParameterDict()
-        for name in projections:
-            downs[name], ups[name] = _new_factors(base, name, rank)
+        for name in projections:  # A as PEFT draws it for a linear layer, both float32
+            layer: Layer = base[0].get_submodule(name)  # type: ignore[assignment]
+            down = torch.empty(len(base) * rank, layer.in_features, device=device_of(layer))
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+            downs[name] = nn.Parameter(down.view(len(base), rank, -1))
+            ups[name] = nn.Parameter(torch.zeros(len(base), layer.out_features, rank, device=down.device))
         self.lora_A = nn.ModuleDict({POLICY_ADAPTER: downs})
         self.lora_B = nn.ModuleDict({POLICY_ADAPTER: ups})
 
@@ -79,21 +84,24 @@ class AdaptedExperts(nn.Module, BaseTunerLayer):
         return [Lora(self.adapter("A", name), self.adapter("B", name), self.scale) for name in named]
 
 
-def _new_factors(base: Experts, projection: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """A as PEFT draws it for a linear layer, and B = 0, both float32."""
-    layer: Layer = base[0].get_submodule(projection)  # type: ignore[assignment]
-    device, count = device_of(layer), len(base)
-    down = torch.empty(count * rank, layer.in_features, device=device)
-    nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-    up = torch.zeros(count, layer.out_features, rank, device=device)
-    return nn.Parameter(down.view(count, rank, -1)), nn.Parameter(up)
+def adapt_experts(peft: PeftModel, projections: Sequence[str], structure: Structure) -> None:
+    """Give the experts of all blocks an adapter of the policy's rank on `projections`, if there are some.
 
-
-def adapt_experts(model: nn.Module, projections: Sequence[str], rank: int, alpha: float) -> None:
-    """Give the experts of all blocks an adapter."""
-    for name, module in list(model.named_modules()):
+    The targets of its configuration, with which it is stored, get their names.
+    """
+    config = peft.peft_config[POLICY_ADAPTER]
+    assert isinstance(config, LoraConfig)
+    if not projections:
+        return
+    for name, module in list(peft.named_modules()):
         if isinstance(module, Experts):
-            model.set_submodule(name, AdaptedExperts(module, projections, rank, alpha))
+            peft.set_submodule(name, AdaptedExperts(module, projections, config.r, config.lora_alpha))
+    others = () if config.target_modules == DUMMY_TARGET_MODULES else config.target_modules or ()
+    if _in_stacks(structure):
+        config.target_parameters = [f"experts.{name}" for name in projections]
+        config.target_modules = sorted(others)
+    else:
+        config.target_modules = sorted({*others, *projections})
 
 
 def adapted_experts(model: nn.Module) -> dict[str, AdaptedExperts]:
@@ -138,16 +146,6 @@ def projections_of(adapter: AdapterSettings, structure: Structure) -> list[str]:
     return [name for name in layers if name in targets]
 
 
-def name_experts(config: LoraConfig, projections: Sequence[str], structure: Structure) -> None:
-    """Add experts' layers to the targets that an adapter is stored with."""
-    others = () if config.target_modules == DUMMY_TARGET_MODULES else config.target_modules or ()
-    if _in_stacks(structure):
-        config.target_parameters = [f"experts.{name}" for name in projections]
-        config.target_modules = sorted(others)
-    else:
-        config.target_modules = sorted({*others, *projections})
-
-
 def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list[str]:
     """Take the experts' layers out of the targets of a stored adapter, and return them.
 
@@ -169,7 +167,7 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
         )
     adapted = {name.rpartition(".")[2] for name in stacks} if stacks else named & set(layers)
     if adapted:
-        _check_plain(config, folder)
+        check_plain(folder, config.to_dict(), "experts have plain LoRA of one rank here; take such an adapter")
         config.target_parameters = None
         config.target_modules = sorted(named - adapted) or DUMMY_TARGET_MODULES
     else:
@@ -189,16 +187,6 @@ def _take_none(config: LoraConfig, shared: Mapping[str, str], folder: Path) -> l
         )
     config.target_modules = sorted({shared.get(name, name) for name in names})
     return []
-
-
-def _check_plain(config: LoraConfig, folder: Path) -> None:
-    """Raise `CheckpointError` if the adapter adds anything but (alpha / r) B A, with one rank everywhere."""
-    options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern")
-    if others := [option for option in options if getattr(config, option)]:
-        raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG} has {others[0]}={getattr(config, others[0])!r}, and experts have plain LoRA of "
-            "one rank here; take such an adapter"
-        )
 
 
 def _check_taken(keys: Iterable[str], folder: Path) -> None:
@@ -232,21 +220,16 @@ def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -
     others = dict(stored)
     for name, experts in adapted_experts(model).items():
         for key, view in _stored(name, experts):
-            shape = [len(view), view[0].numel()]
-            view.copy_(_matching(key, shape, others.pop(key, None), folder).view(view.shape))
+            shape, matrix = [len(view), view[0].numel()], others.pop(key, None)
+            if matrix is None or list(matrix.shape) != shape:
+                stored_as = "lacks it" if matrix is None else f"has {list(matrix.shape)}"
+                raise CheckpointError(
+                    f"the adapter needs {key} {shape}, and {folder / ADAPTER} {stored_as}; take the adapter of this "
+                    "model, with one for every expert"
+                )
+            view.copy_(matrix.view(view.shape))
     _check_taken(others, folder)
     return others
-
-
-def _matching(key: str, shape: list[int], matrix: Tensor | None, folder: Path) -> Tensor:
-    """The matrix, if it has the shape."""
-    if matrix is None or list(matrix.shape) != shape:
-        stored = "lacks it" if matrix is None else f"has {list(matrix.shape)}"
-        raise CheckpointError(
-            f"the adapter needs {key} {shape}, and {folder / ADAPTER} {stored}; take the adapter of this model, with "
-            "one for every expert"
-        )
-    return matrix
 
 
 def _stored(name: str, experts: AdaptedExperts) -> Iterator[tuple[str, Tensor]]:

@@ -256,14 +256,16 @@ def _biases(experts: Sequence[Sequence[Layer]]) -> Tensor | None:
     """The biases [experts, N]; None without biases."""
     if all(layer.bias is None for layer in chain.from_iterable(experts)):
         return None
-    rows = [[_bias(layer) for layer in layers] for layers in experts]
-    return torch.stack([torch.cat(row) for row in rows])
-
-
-def _bias(layer: Layer) -> Tensor:
-    if layer.bias is None:
-        return torch.zeros(layer.out_features, device=device_of(layer))
-    return layer.bias.detach()
+    rows = [
+        torch.cat(
+            [
+                torch.zeros(layer.out_features, device=device_of(layer)) if layer.bias is None else layer.bias.detach()
+                for layer in layers
+            ]
+        )
+        for layers in experts
+    ]
+    return torch.stack(rows)
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -402,7 +404,12 @@ class Experts(nn.ModuleList):
         On a GPU the experts' weights move into one tensor for each of the two.
         """
         if dtype not in self._products:
-            self._products[dtype] = _products(list(self), dtype)
+            first, experts = self[0], list(self)
+            parts = ("gate_proj", "up_proj") if isinstance(first, GatedMLP) else ("gate_up_proj",)
+            clamped = (first.alpha, first.limit) if isinstance(first, GptOssExpert) else None
+            layers = [[cast(Layer, expert.get_submodule(part)) for part in parts] for expert in experts]
+            down = [[cast(Layer, expert.get_submodule("down_proj"))] for expert in experts]
+            self._products[dtype] = ExpertProducts(grouped(layers, dtype), grouped(down, dtype), clamped)
         return self._products[dtype]
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor, lora: ExpertLora | None = None) -> Tensor:
@@ -440,15 +447,6 @@ class Experts(nn.ModuleList):
             product = self[number](hidden[tokens]) * weights[tokens, places, None]
             out.index_add_(0, tokens, product.to(out.dtype))
         return out
-
-
-def _products(experts: list[nn.Module], dtype: torch.dtype) -> ExpertProducts:
-    first = experts[0]
-    parts = ("gate_proj", "up_proj") if isinstance(first, GatedMLP) else ("gate_up_proj",)
-    clamped = (first.alpha, first.limit) if isinstance(first, GptOssExpert) else None
-    layers = [[cast(Layer, expert.get_submodule(part)) for part in parts] for expert in experts]
-    down = [[cast(Layer, expert.get_submodule("down_proj"))] for expert in experts]
-    return ExpertProducts(grouped(layers, dtype), grouped(down, dtype), clamped)
 
 
 class GptOssExpert(nn.Module):

@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,7 +31,7 @@ from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.tensors import converted, stream, write_tensors
 from qerl.formats.codecs import dequantize
 from qerl.host.provenance import put, writing
-from qerl.models.adapter_files import adapter_values, read_adapter, write_adapter
+from qerl.models.adapter_files import adapter_values, check_plain, read_adapter, write_adapter
 from qerl.models.loading import (
     has_packed_delta_nets,
     load_tokenizer,
@@ -181,57 +180,30 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
             "and adapter apart, without --merged"
         )
     packed = packed_tensors(headers, weights_format)
+    config = adapter_values(trained)
+    check_plain(trained, config, "only plain LoRA is merged here; merge this adapter by PEFT")
+    scale, (norms, lora) = config["lora_alpha"] / config["r"], trained_tensors(trained)
+    changed = {*norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in lora)}
+    check_changes(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, changed)
+
     # The adapter is added to unpacked weights in float32 and rounded once; trained norms are rounded, too, since
     # engines would do so on loading. Each merge states its KL and accuracy against the policy.
-    merged = _Adapter(trained)
-    check_changes(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, merged.changes)
+    def merged(name: str, weight: Tensor) -> Tensor:
+        """A weight of the base as the policy has it."""
+        if name in norms or name not in changed:
+            return norms.get(name, weight)
+        lora_A, lora_B = (lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
+        return weight.float() + scale * (lora_B @ lora_A)
 
     def tensors_of(name: str) -> dict[str, Tensor]:
         layer = name.rpartition(".weight")[0]
         if layer not in packed:
             [(_, weight)] = stream({name: headers[name]})
-            return {name: converted(headers[name], merged.into(name, weight), dtype)}
+            return {name: converted(headers[name], merged(name, weight), dtype)}
         if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
             return {}
         weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)
-        return {f"{layer}.weight": merged.into(f"{layer}.weight", weight).to(dtype)}
+        return {f"{layer}.weight": merged(f"{layer}.weight", weight).to(dtype)}
 
     write_shards(headers, target, tensors_of)
     write_config(checkpoint, target)
-
-
-#: What PEFT's options must be for (alpha / r) B A to be all that an adapter adds.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "alora_invocation_tokens": (None,),
-    "layer_replication": (None,),
-    "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
-}
-
-
-class _Adapter:
-    """The trained tensors of an adapter's folder; `changes` has the names of the weights that they change."""
-
-    def __init__(self, trained: Path) -> None:
-        config = adapter_values(trained)
-        for option, plain in _PLAIN.items():
-            if config.get(option) is not None and config[option] not in plain:
-                raise CheckpointError(
-                    f"{trained / ADAPTER_CONFIG} has {option}={config[option]!r}, and only plain LoRA is merged here; "
-                    "merge this adapter by PEFT"
-                )
-        self._scale = config["lora_alpha"] / config["r"]
-        self._norms, self._lora = trained_tensors(trained)
-        self.changes = {*self._norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in self._lora)}
-
-    def into(self, name: str, weight: Tensor) -> Tensor:
-        """A weight of the base as the policy has it."""
-        if name in self._norms or name not in self.changes:
-            return self._norms.get(name, weight)
-        lora_A, lora_B = (self._lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
-        return weight.float() + self._scale * (lora_B @ lora_A)

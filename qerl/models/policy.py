@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.checkpoints.files import (
-    ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
     CheckpointError,
@@ -29,17 +28,25 @@ from qerl.checkpoints.files import (
     stock_loading,
     weights_format_of,
 )
-from qerl.checkpoints.layouts import KEY_MAPPING, names_in_files
+from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import log
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.provenance import share
-from qerl.models.adapter_files import Base, adapter_config, check_taken, misfit, name_for_stock, write_card
+from qerl.models.adapter_files import (
+    PREFIX,
+    Base,
+    adapter_config,
+    check_taken,
+    misfit,
+    name_for_stock,
+    read_adapter,
+    write_card,
+)
 from qerl.models.blocks import fuse_attentions, make_noisy
 from qerl.models.expert_adapters import (
     adapt_experts,
     fill_experts,
-    name_experts,
     projections_of,
     refused_expert_adapters,
     store_experts,
@@ -71,7 +78,13 @@ class Masters:
             for name, weight in self._weights.items()
         }
         for name, weight in self._weights.items():
-            weight.register_post_accumulate_grad_hook(_adder(self._masters[name]))
+            weight.register_post_accumulate_grad_hook(partial(self._move_gradient, self._masters[name]))
+
+    @staticmethod
+    def _move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        gradient, weight.grad = weight.grad.float(), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def of(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters, with a master in place of each weight that has one."""
@@ -83,17 +96,6 @@ class Masters:
         """Set each weight to its master's value, rounded."""
         for name, weight in self._weights.items():
             weight.copy_(self._masters[name])
-
-
-def _adder(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """A hook that moves a weight's gradient to its master."""
-
-    def add(weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        gradient, weight.grad = weight.grad.float(), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-
-    return add
 
 
 # Sharding of a policy that is trained in full: each process has a part of every weight (torch's FSDP2).
@@ -256,15 +258,12 @@ class Policy:
             trained = dict(self.trainable())
             for name, parameter in self.lm.named_parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else trained.get(name, parameter).data
-            self.lm.save_pretrained(folder, state_dict=self._weights())
+            read = Path(str(self.lm.name_or_path))  # whose files' names the weights get
+            named = names_in_files(read_headers(read)) if (read / CONFIG).is_file() else str
+            weights = {named(name): tensor for name, tensor in self.lm.state_dict().items()}
+            self.lm.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             share(folder)
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """The weights by the names of the files that they were read from."""
-        read = Path(str(self.lm.name_or_path))
-        named = names_in_files(read_headers(read)) if (read / CONFIG).is_file() else str
-        return {named(name): tensor for name, tensor in self.lm.state_dict().items()}
 
     def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
         checkpoint = Path(str(self.lm.name_or_path)).resolve()
@@ -321,28 +320,6 @@ def _base(checkpoint: Path, dtype: str, device: torch.device | None) -> tuple[Pr
     return lm.requires_grad_(False), tokenizer
 
 
-def add_adapter(lm: PreTrainedModel, adapter: AdapterSettings) -> PeftModel:
-    """A fresh adapter on the layers that the settings name, experts' too, in the dtypes that PEFT gives it.
-
-    Raises `ConfigError` as `check_expert_adapters` and `lora_config` do.
-    """
-    structure = structure_of(lm.config)
-    check_expert_adapters(adapter, lm.config.model_type)
-    config = lora_config(adapter, structure)
-    peft: PeftModel = get_peft_model(lm, config)
-    if adapter.of_experts:
-        projections = projections_of(adapter, structure)
-        adapt_experts(peft, projections, config.r, config.lora_alpha)
-        name_experts(config, projections, structure)
-    return peft
-
-
-def check_expert_adapters(adapter: AdapterSettings, kind: str) -> None:
-    """Raise `ConfigError` if the settings name experts of models of this `model_type`, and these have no adapters."""
-    if adapter.of_experts and (refusal := refused_expert_adapters(kind)):
-        raise ConfigError(f"adapter.targets has experts.{adapter.of_experts[0]}, and {refusal}; leave experts out")
-
-
 def refused_train_norms(structure: Structure) -> str | None:
     """A sentence that says why a model has no norms to train, with the remedy; None if it has."""
     if structure.noisy_norms():
@@ -353,11 +330,14 @@ def refused_train_norms(structure: Structure) -> str | None:
     )
 
 
-def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
-    """PEFT's configuration of the adapter, with the norms that feed projections if they are trained.
+def lora_config(adapter: AdapterSettings, structure: Structure) -> tuple[LoraConfig, list[str]]:
+    """PEFT's configuration of the adapter, and the layers of each expert that get one, which PEFT doesn't know.
 
-    Raises `ConfigError` if the model lacks a target or has no norms to train, and for dropout of padded batches.
+    The norms that feed projections are in it if they are trained. Raises `ConfigError` if the model lacks a target or
+    has no norms to train, for experts without adapters, and for dropout of padded batches.
     """
+    if adapter.of_experts and (refusal := refused_expert_adapters(structure.kind)):
+        raise ConfigError(f"adapter.targets has experts.{adapter.of_experts[0]}, and {refusal}; leave experts out")
     if adapter.train_norms and (refusal := refused_train_norms(structure)):
         raise ConfigError(refusal)
     if adapter.dropout and not structure.takes_packed_rows:
@@ -369,14 +349,13 @@ def lora_config(adapter: AdapterSettings, structure: Structure) -> LoraConfig:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=lora_targets(adapter, structure) or DUMMY_TARGET_MODULES,
+        target_modules=_lora_targets(adapter, structure) or DUMMY_TARGET_MODULES,
         modules_to_save=list(structure.norms.values()) if adapter.train_norms else None,
     )
-    register_lora(config)
-    return config
+    return register_lora(config), projections_of(adapter, structure)
 
 
-def lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
+def _lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
     """The linear layers outside of experts that get an adapter, by the ends of their names.
 
     The seven targets of the default together mean all linear layers of the blocks. Others mean the layers whose names
@@ -415,10 +394,16 @@ def _ends(name: str, end: str) -> bool:
 def with_adapter(
     checkpoint: Path, adapter: AdapterSettings, dtype: str, seed: int, device: torch.device | None = None
 ) -> Policy:
-    """A policy with a fresh LoRA adapter (B = 0) on a frozen base; adapter and norms are float32."""
+    """A policy with a fresh LoRA adapter (B = 0) on a frozen base; adapter and norms are float32.
+
+    The layers are those that the settings name, experts' too. Raises `ConfigError` as `lora_config` does.
+    """
     lm, tokenizer = _base(checkpoint, dtype, device)
     torch.manual_seed(seed)
-    peft = add_adapter(lm, adapter)
+    structure = structure_of(lm.config)
+    config, projections = lora_config(adapter, structure)
+    peft: PeftModel = get_peft_model(lm, config)
+    adapt_experts(peft, projections, structure)
     key_dropout(peft, POLICY_ADAPTER)
     for parameter in peft.parameters():
         if parameter.requires_grad:
@@ -461,30 +446,23 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = adapter_config(trained, (name for name, _ in lm.named_modules()))
-    register_lora(config)
+    config = register_lora(adapter_config(trained, (name for name, _ in lm.named_modules())))
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
-    if not projections:
-        try:
-            loaded_peft = PeftModel.from_pretrained(lm, str(trained), config=config, key_mapping=KEY_MAPPING)
-        except MISFITS as error:
-            raise misfit(trained, error) from None
-        check_taken(loaded_peft, trained)
-        return loaded_peft
-    config.inference_mode = True
+    config.inference_mode, config.base_model_name_or_path = True, None
     try:
         peft: PeftModel = get_peft_model(lm, config)
+        adapt_experts(peft, projections, structure)
+        # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
+        stored = {f"{PREFIX}{name}": tensor for name, tensor in read_adapter(trained).items()}
+        others = fill_experts(peft, stored, trained)
+        set_peft_model_state_dict(peft, others)
+    except CheckpointError:
+        raise
     except MISFITS as error:
         raise misfit(trained, error) from None
-    adapt_experts(peft, projections, config.r, config.lora_alpha)
-    # PEFT's own loading would stack the experts' adapters, as transformers stacks experts.
-    others = fill_experts(peft, load_file(trained / ADAPTER), trained)
-    loaded: Any = set_peft_model_state_dict(peft, others)  # whose annotation is no type
-    if missing := [key for key in loaded.missing_keys if ".lora_" in key and ".experts.lora_" not in key]:
-        raise CheckpointError(f"{trained / ADAPTER} lacks {missing[0]}, which {ADAPTER_CONFIG} names; save it again")
-    name_experts(config, projections, structure)
-    return peft.eval().requires_grad_(False)  # as PEFT's own loading does
+    check_taken(peft, others, trained)
+    return peft.eval().requires_grad_(False)
 
 
 def weight_bytes(policy: Policy) -> int:

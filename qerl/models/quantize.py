@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -292,8 +292,6 @@ def _standard_normal(name: str, seed: int, shape: torch.Size) -> Tensor:
 # is divided by a scale for each of them, and the weights that read them are multiplied by it. The model's function
 # doesn't change. The result is a dense checkpoint, which is rounded like any other.
 
-_HOST = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -379,6 +377,8 @@ def _modifier() -> Any:
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
 
+    host = torch.device("cpu")
+
     class Unpinned(IntermediatesCache):
         def pin_memory(self, *_: Any) -> None: ...
 
@@ -388,10 +388,10 @@ def _modifier() -> Any:
         def _setup_activation_cache_hooks(self) -> None:
             super()._setup_activation_cache_hooks()
             for module in self._parent_args_cache:
-                self._parent_args_cache[module] = Unpinned(None, _HOST)
+                self._parent_args_cache[module] = Unpinned(None, host)
 
     modifier = AWQModifier if torch.accelerator.is_available() else CPUModifier
-    return modifier(offload_device=_HOST)
+    return modifier(offload_device=host)
 
 
 # Quantize dense checkpoints: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, as these libraries save them.
@@ -436,7 +436,14 @@ def quantize_checkpoint(
             pass
     if weights_format == "bf16" and error is None:
         return quantization_report(source, source, "bf16")
-    _check_layers(source, layers, headers, error.of if error else weights_format)
+    for layer in layers:
+        if f"{layer}.weight" not in headers:
+            raise CheckpointError(f"{source} lacks {layer}.weight, which its config.json calls for; download it again")
+        try:
+            rows, columns = headers[f"{layer}.weight"].shape
+            tensor_specs(error.of if error else weights_format, (rows, columns))
+        except FormatError as reason:
+            raise FormatError(f"{source}: {layer}: {reason}") from None
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_tensors(source)
@@ -458,18 +465,6 @@ def quantize_checkpoint(
         load_tokenizer(source).save_pretrained(partial)
         put(partial, target)
     return report
-
-
-def _check_layers(source: Path, layers: set[str], headers: dict[str, TensorInfo], weights_format: str) -> None:
-    """Raise an error for a layer that has no weight, or whose weight the format can't have."""
-    for layer in layers:
-        if f"{layer}.weight" not in headers:
-            raise CheckpointError(f"{source} lacks {layer}.weight, which its config.json calls for; download it again")
-        rows, columns = headers[f"{layer}.weight"].shape
-        try:
-            tensor_specs(weights_format, (rows, columns))
-        except FormatError as reason:
-            raise FormatError(f"{source}: {layer}: {reason}") from None
 
 
 def quantization_report(
@@ -510,24 +505,19 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 def _relative_errors(
     dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
 ) -> dict[str, float]:
+    if weights_format == "bf16":
+        stored: Iterable[tuple[str, Tensor]] = ((layer, _weight(layer, headers).float()) for layer in sorted(layers))
+    else:
+        packed = read_packed(headers, weights_format)
+        stored = ((layer, dequantize(weight, torch.float32)) for layer, weight in packed)
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
-    for layer, stored in _stored_weights(headers, weights_format, layers):
+    for layer, rounded in stored:
         kind, weight = layer.rpartition(".")[2], _weight(layer, dense)
-        error[kind] += _squares(stored.sub_(weight))
+        error[kind] += _squares(rounded.sub_(weight))
         norm[kind] += _squares(weight)
     # Weights of zero are packed without an error.
     return {kind: math.sqrt(error[kind] / (norm[kind] or 1.0)) for kind in sorted(error)}
-
-
-def _stored_weights(
-    headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weight of each linear layer of the blocks as float32, unpacked where it is packed."""
-    if weights_format == "bf16":
-        yield from ((layer, _weight(layer, headers).float()) for layer in sorted(layers))
-    for layer, packed in read_packed(headers, weights_format):
-        yield layer, dequantize(packed, torch.float32)
 
 
 def _weight(layer: str, headers: dict[str, TensorInfo]) -> Tensor:

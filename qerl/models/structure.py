@@ -106,8 +106,8 @@ class Dropouts(TorchFunctionMode):
 def check_dropout(lm: nn.Module, kind: str) -> None:
     """Raise `StructureError` for a module of dropout, for one that drops layers, as BioGPT's may, and for jitter.
 
-    Mixtral's jitter multiplies what a mixture reads by random numbers in training. `check_calls_of_dropout` finds
-    dropout by a function.
+    Mixtral's jitter multiplies what a mixture reads by random numbers in training. A forward pass finds dropout
+    by a function.
     """
     for name, module in lm.named_modules():
         probability = module.p if isinstance(module, nn.Dropout) else getattr(module, "layerdrop", 0.0)
@@ -123,17 +123,6 @@ def check_dropout(lm: nn.Module, kind: str) -> None:
             )
 
 
-def check_calls_of_dropout(probabilities: set[float], config: PreTrainedConfig) -> None:
-    """Raise `StructureError` if one of the probabilities that `Dropouts` has noted isn't 0."""
-    values = config.to_dict().items()
-    keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
-    if max(probabilities, default=0) > 0:
-        raise StructureError(
-            f"model_type={config.model_type!r} has dropout of {max(probabilities)} outside of attention, which updates "
-            f"don't support; set {' and '.join(keys)} to 0 in config.json"
-        )
-
-
 def attention_dropout(attention: nn.Module) -> float:
     """The probability that a module of attention passes on. Persimmon has a module of that name, and GLM takes null."""
     dropout = getattr(attention, "attention_dropout", 0.0)
@@ -143,11 +132,6 @@ def attention_dropout(attention: nn.Module) -> float:
 # What a forward pass of a decoder calls, on the meta device, where it has no weights.
 
 _TRACED = "qerl-structure"
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer."""
-    return isinstance(module, nn.Linear)
 
 
 class _Elementwise(TorchDispatchMode):
@@ -257,7 +241,13 @@ def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
             hook.remove()
     # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
     trace.logit_scale, trace.logit_cap = _logits_of(lm, trace, last[0] if last else None, output.logits, elementwise)
-    check_calls_of_dropout(dropouts.probabilities, lm.config)
+    if max(dropouts.probabilities, default=0) > 0:
+        values = lm.config.to_dict().items()
+        keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
+        raise StructureError(
+            f"model_type={lm.config.model_type!r} has dropout of {max(dropouts.probabilities)} outside of attention, "
+            f"which updates don't support; set {' and '.join(keys)} to 0 in config.json"
+        )
     return trace
 
 
@@ -271,7 +261,7 @@ def _logits_of(
     head = lm.get_output_embeddings()
     read, products = trace.inputs.get(head), trace.outputs.get(head)
     # Operations in place would change the version.
-    if read is not None and hidden is not None and is_linear(head) and products is not None and not products._version:
+    if isinstance(head, nn.Linear) and not (read is None or hidden is None or products is None or products._version):
         before, after = elementwise.between(hidden, read), elementwise.between(products, logits)
         if (both := _scale_and_cap(before, after, head.bias is not None)) is not None:
             return both
@@ -330,6 +320,8 @@ _WITH_PARAMETERS = (Float32Router, PackedDeltaNet)
 class Structure:
     """What the blocks of a decoder consist of. Names of their parts are those within a block."""
 
+    kind: str
+    """The model_type of config.json."""
     blocks: str
     """Name of the list of blocks, such as "model.layers"."""
     head: str
@@ -431,12 +423,23 @@ def _find(lm: Any) -> Structure:
         )
     expert_ends = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
     return Structure(
+        kind=kind,
         blocks=blocks,
         head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
         linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in expert_ends),
         experts=tuple(experts),
-        packed=tuple(tuple(_packed(block)) for block in layers),
-        packed_nets=tuple(tuple(_packed_of_net(block)) for block in layers),
+        packed=tuple(
+            tuple(name for name in names if not _is_within(block, name, PackedDeltaNet))
+            for block, names in zip(layers, linears, strict=True)
+        ),
+        packed_nets=tuple(
+            tuple(
+                name
+                for name in names
+                if _is_within(block, name, PackedDeltaNet) and name.rpartition(".")[2] in PACKABLE
+            )
+            for block, names in zip(layers, linears, strict=True)
+        ),
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
@@ -465,7 +468,7 @@ def _has_biased_experts(block: nn.Module) -> bool:
 
 
 def _linears(block: nn.Module) -> Iterator[str]:
-    return (name for name, module in block.named_modules() if is_linear(module))
+    return (name for name, module in block.named_modules() if isinstance(module, nn.Linear))
 
 
 def _is_within(block: nn.Module, name: str, kind: type[nn.Module]) -> bool:
@@ -477,16 +480,6 @@ def _is_within(block: nn.Module, name: str, kind: type[nn.Module]) -> bool:
 def _delta_net(block: nn.Module) -> str | None:
     """Name of the block's delta net."""
     return next((name for name, module in block.named_modules() if isinstance(module, PackedDeltaNet)), None)
-
-
-def _packed(block: nn.Module) -> Iterator[str]:
-    dense = {name for name in _linears(block) if _is_within(block, name, PackedDeltaNet) or _is_gate(block, name)}
-    return (name for name in _linears(block) if name not in dense)
-
-
-def _packed_of_net(block: nn.Module) -> Iterator[str]:
-    net = _delta_net(block)
-    return (name for name in _linears(block) if net is not None and name in {f"{net}.{part}" for part in PACKABLE})
 
 
 def _is_gate(block: nn.Module, name: str) -> bool:
@@ -555,7 +548,7 @@ def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
         raise StructureError(f"model_type={kind!r} isn't supported, because {name} has sinks and a soft cap")
     if any(p is not settings.get("s_aux") for p in sinks):
         raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
-    idle = [path for path, module in block.named_modules() if is_linear(module) and module not in trace.inputs]
+    idle = [path for path in _linears(block) if block.get_submodule(path) not in trace.inputs]
     if idle:
         raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")
     window = settings.get("sliding_window")
@@ -581,7 +574,7 @@ def _norms(block: nn.Module, trace: Trace) -> Iterator[tuple[str, str]]:
     attention = _delta_net(block) or next(n for n, module in block.named_modules() if module in trace.attention)
     known = set()
     for name, norm in block.named_children():
-        if is_linear(norm) or next(norm.children(), None) is not None or not [*norm.parameters()]:
+        if isinstance(norm, nn.Linear) or next(norm.children(), None) is not None or not [*norm.parameters()]:
             continue
         out = trace.outputs.get(norm)
         readers = [path for path in _linears(block) if is_view(trace.inputs[block.get_submodule(path)], out)]

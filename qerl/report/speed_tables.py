@@ -14,7 +14,7 @@ from string import Formatter
 import numpy as np
 import pandas as pd
 
-from qerl.checkpoints.shapes import ARCHITECTURES
+from qerl.checkpoints.shapes import QWEN
 from qerl.jobs import ShapesJob
 from qerl.report import paper
 from qerl.report.figures import bars_beside, decode_speed
@@ -399,7 +399,7 @@ def _of_paper(measured: pd.DataFrame) -> pd.DataFrame:
     if measured.empty:
         return measured
     of_lengths = (measured["prompt"] == printed.PROMPT) & (measured["tokens"] == printed.TOKENS)
-    return measured[of_lengths & measured["size"].isin(ARCHITECTURES)]
+    return measured[of_lengths & measured["size"].isin(QWEN)]
 
 
 def _read_as(measured: pd.DataFrame, sequences: int) -> pd.DataFrame:

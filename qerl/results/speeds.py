@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
-from qerl.checkpoints.shapes import ARCHITECTURES, SIZES
+from qerl.checkpoints.shapes import QWEN, SIZES
 from qerl.results.paths import weights_names
 from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored, without_drafts
 from qerl.results.store import ResultError, read
@@ -422,7 +422,7 @@ def _bench_rows(job: RolloutBenchResult | StepBenchResult) -> Iterator[dict[str,
 
 def _of_paper(size: str, system: str, stamp: dict[str, str]) -> dict[str, str]:
     """The model as configurations name it, and a bench of one system and machine: only its points are compared."""
-    model = f"qwen2.5-{size.lower()}" if size in ARCHITECTURES else size
+    model = f"qwen2.5-{size.lower()}" if size in QWEN else size
     return {"model": model, "bench": f"{system} on {stamp['machine']}"}
 
 

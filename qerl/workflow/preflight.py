@@ -19,9 +19,8 @@ from qerl.data.sources import read_meta
 from qerl.evals.evaluate import open_task
 from qerl.host.console import log
 from qerl.jobs import CheckJob
-from qerl.models.expert_adapters import projections_of
 from qerl.models.loading import check_attention_dropout, checkpoint_structure, config_of, load_tokenizer
-from qerl.models.policy import check_expert_adapters, lora_config
+from qerl.models.policy import lora_config
 from qerl.models.quantize import check_equalised, linear_layers
 from qerl.rl.noise import check_noise
 from qerl.rl.rollouts import Task
@@ -38,9 +37,7 @@ def check_settings(model: Path, settings: RunSettings) -> None:
     structure, config = checkpoint_structure(model), config_of(model)
     check_attention_dropout(model)
     if settings.method == "lora":
-        check_expert_adapters(settings.adapter, config.model_type)
         lora_config(settings.adapter, structure)
-        projections_of(settings.adapter, structure)
     check_noise(settings.noise, {role for _, role in structure.noisy_norms().values()})
     if weights_format_of(model) != settings.weights or settings.base.error:
         config.name_or_path = ""  # of images and text, the base that is written has the text model alone

@@ -6,7 +6,6 @@ import torch
 
 from qerl.kernels.state import PAGE
 from qerl.models.policy import with_adapter
-from qerl.models.random import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.decoder import bucket_of
 from qerl.rollout.engine import EngineSampler
@@ -14,7 +13,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from tests.gpu.backends import HOPPER, kernels_of, poison, with_portable
-from tests.tiny import tiny_llama, tiny_qwen3
+from tests.tiny import random_checkpoint, tiny_llama, tiny_qwen3
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,7 +40,7 @@ def perturbed(checkpoint, dtype="bfloat16"):
 def policy(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "m"
     with kernels_of(request.param) as weights:
-        write_checkpoint(folder, "small", weights, ["1 2 3 apples"] * 50)
+        random_checkpoint(folder, "small", weights)
         yield perturbed(folder)
 
 

@@ -9,7 +9,7 @@ from qerl.kernels.packed_sequences import Packing, attend_packed
 from qerl.models import logprobs as linear_logprobs
 from qerl.models.blocks import attend
 from qerl.models.policy import trained_in_full, with_adapter
-from qerl.models.random import random_policy, write_checkpoint
+from qerl.models.random import random_policy
 from qerl.rl.memory import USABLE, Recomputation, kept_bytes
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rollout.engine import EngineSampler
@@ -17,6 +17,7 @@ from qerl.rollout.sampler import Completion
 from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.gpu.backends import kernels_of, with_portable
+from tests.tiny import random_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -26,7 +27,7 @@ TEMPERATURE = 0.9
 
 @pytest.fixture(params=["bf16", "nvfp4"])
 def checkpoint(request, tmp_path):
-    write_checkpoint(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
+    random_checkpoint(tmp_path / "m", "small", request.param)
     return tmp_path / "m"
 
 
@@ -126,7 +127,7 @@ def test_gradients_of_attention_over_many_blocks_of_keys_repeat_to_the_bit_and_f
 
 def test_full_fine_tuning_in_bfloat16_has_the_gradients_of_float32(tmp_path):
     """Gradients arrive at the float32 masters of all weights; the tolerances are those of the test above."""
-    write_checkpoint(tmp_path / "m", "small", "bf16", ["1 2 3 apples"] * 50)
+    random_checkpoint(tmp_path / "m", "small", "bf16")
     ours, exact = (trained_in_full(tmp_path / "m", dtype, DEVICE) for dtype in ("bfloat16", "float32"))
     drawn = samples()
     weights = [torch.ones(len(s.completion.token_ids), device=DEVICE) for s in drawn]
@@ -231,7 +232,7 @@ def capped():
 
 def test_recomputation_is_chosen_so_that_a_batch_fits(tmp_path, capped):
     """In memory that is nearly full: without it the batch doesn't fit, with it the gradients are the same."""
-    write_checkpoint(tmp_path / "m", "small", "nvfp4", ["1 2 3 apples"] * 50)
+    random_checkpoint(tmp_path / "m", "small", "nvfp4")
     drawn = [Sample(s.prompt, s.completion, 0.0, 1.0) for s in samples()] * 40
     batch = micro_batch(drawn, list(range(len(drawn))), DEVICE)
     tokens, gradients, counts = batch.ids.numel(), [], []

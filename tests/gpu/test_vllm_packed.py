@@ -9,10 +9,10 @@ import torch
 from qerl.checkpoints.files import weights_format_of
 from qerl.models.export import merge
 from qerl.models.policy import load_policy, with_adapter
-from qerl.models.random import write_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.sampler import Completion, SamplingParams
 from qerl.settings.run import AdapterSettings, NoiseSettings, VllmSettings
+from tests.tiny import random_checkpoint
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=24, count=4, seed=4)
 
 @pytest.fixture(params=["bf16", "nvfp4"])
 def policy(request, tmp_path):
-    write_checkpoint(tmp_path / "m", "small", request.param, ["1 2 3 apples"] * 50)
+    random_checkpoint(tmp_path / "m", "small", request.param)
     policy = with_adapter(tmp_path / "m", AdapterSettings(rank=16), "bfloat16", seed=0)
     torch.manual_seed(1)
     for _, parameter in policy.trainable():

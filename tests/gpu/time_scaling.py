@@ -24,7 +24,6 @@ import typer
 from qerl.bench.workloads import lognormal_lengths
 from qerl.data.sources import prepare
 from qerl.host.console import configure_logging
-from qerl.models.random import TEXTS, write_checkpoint
 from qerl.results.paths import POLICY, ROLLOUTS
 from qerl.rl import train
 from qerl.rl.train import Trainer
@@ -32,13 +31,14 @@ from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import DatasetSettings, Generated
 from tests.jobs import train_job
 from tests.scaling import CASES, Case
+from tests.tiny import random_checkpoint
 
 
 def write_inputs(case: Case, scratch: Path) -> None:
     """Write checkpoint and problems of a case, unless `scratch` has them."""
     base, data = _base(case, scratch), scratch / "data"
     if not base.exists():
-        write_checkpoint(base, case.size, case.run().weights, TEXTS)
+        random_checkpoint(base, case.size, case.run().weights)
     if not data.exists():
         prepare(DatasetSettings(format="gsm8k", origin=Generated(train=4000, validation=4, test=4)), data)
 

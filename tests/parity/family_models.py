@@ -1,35 +1,28 @@
 """Small random models of the families of the table, and what tests compute with stock libraries."""
 
+import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qerl.models.export import write_dense
+from qerl.rl.noise import standard_normal
+from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rollout.eager import EagerSampler
+from qerl.rollout.sampler import SamplingParams
 from tests.conftest import in_nightly
+from tests.families import FAMILIES
 
 CPU = torch.device("cpu")
+_LLAMAS = ("input_layernorm", "post_attention_layernorm")
 #: The norms whose outputs q, k, v and gate, up read, by family.
-NORMS = {
-    "qwen2": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3": ("input_layernorm", "post_attention_layernorm"),
-    "llama": ("input_layernorm", "post_attention_layernorm"),
-    "mistral": ("input_layernorm", "post_attention_layernorm"),
-    "mistral-sliding": ("input_layernorm", "post_attention_layernorm"),
-    "ministral3": ("input_layernorm", "post_attention_layernorm"),
-    "phi3": ("input_layernorm", "post_attention_layernorm"),
-    "gemma3": ("input_layernorm", "pre_feedforward_layernorm"),
-    "qwen2_moe": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3_moe": ("input_layernorm", "post_attention_layernorm"),
-    "mixtral": ("input_layernorm", "post_attention_layernorm"),
-    "olmoe": ("input_layernorm", "post_attention_layernorm"),
-    "glm4_moe": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3_5": ("input_layernorm", "post_attention_layernorm"),
-    "qwen3_5_moe": ("input_layernorm", "post_attention_layernorm"),
-    "gpt_oss": ("input_layernorm", "post_attention_layernorm"),
-}
+NORMS = {name: _LLAMAS for name in FAMILIES if name != "qwen3_next"}
+NORMS["gemma3"] = ("input_layernorm", "pre_feedforward_layernorm")
 #: The packed formats of each family in tests: NVFP4, whose layers share scales by name, and one more.
 _IN_NF4 = ("llama", "mistral", "phi3", "qwen2_moe", "olmoe")
 PACKED = {name: ("nvfp4", "nf4" if name in _IN_NF4 else "mxfp4") for name in NORMS if name != "gpt_oss"}
@@ -44,10 +37,11 @@ def some_families(*names):
     return pytest.mark.parametrize("name", [*names, *in_nightly(*(name for name in NORMS if name not in names))])
 
 
-def perturbed(policy):
+def perturbed(policy, scale=0.05):
+    """Change all trained tensors, as a few steps would."""
     generator = torch.Generator().manual_seed(1)
     for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator)
     return policy
 
 
@@ -74,6 +68,43 @@ def forced(model, prompt, tokens, temperature=1.0):
     """Log-probabilities [T] of a completion, from one forward pass over it alone."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def with_peft(base, folder, **settings):
+    """A stock model with the adapter of a folder, by stock PEFT."""
+    with warnings.catch_warnings():  # of experts PEFT says that it found none of the patterns that it made
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        return PeftModel.from_pretrained(stock(base), folder, **settings).eval()
+
+
+def add_noise(model, norms=_LLAMAS, sigma=0.1, seed=3, step=2):
+    """Add the noise of a step to norms of a stock model, or to their trained copies under PEFT."""
+    lm = model.get_base_model() if isinstance(model, PeftModel) else model
+    for layer, block in enumerate(lm.model.layers):
+        for role, name in enumerate(norms):
+            norm = block.get_submodule(name)
+            weight = (norm.modules_to_save["default"] if hasattr(norm, "modules_to_save") else norm).weight
+            weight.data += sigma * standard_normal(seed, step, layer, role, len(weight))
+
+
+@torch.no_grad()
+def assert_drawn_by(model, groups, near=1e-5, prompts=PROMPTS, temperature=1.0):
+    """The log-probabilities of completions are those of a stock model, from one forward pass over each alone."""
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = forced(model, prompt, completion.token_ids, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-7, atol=near)
+
+
+def draw(policy, length=12, sampler=EagerSampler):
+    """Two completions of each prompt as samples of an update."""
+    groups = sampler(policy).generate(PROMPTS, SamplingParams(max_tokens=length, count=2, ignore_eos=True))
+    return [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
+
+
+def updated(policy, samples):
+    """The log-probabilities [samples, tokens] that an update computes."""
+    return logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)[0]
 
 
 #: The resolution of float32, and how many times over the bounds of `exact` allow for it: a float32 pass rounds after

@@ -1,59 +1,66 @@
 """Each family of the table against stock transformers, PEFT and TRL, on a small random model in the hub's layout."""
 
 import json
+import re
+from functools import partial
+from statistics import fmean
 
-import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from qerl.checkpoints.files import CheckpointError, read_headers
 from qerl.checkpoints.tensors import stream
+from qerl.data.sources import local_dataset, prepare, read_split
+from qerl.doctor import candidate, diagnose
+from qerl.evals.evaluate import evaluate
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.export import export, merge, write_dense, write_merged
 from qerl.models.linear import PackedLinear
 from qerl.models.loading import has_packed_delta_nets, load_model, packed_layers
 from qerl.models.policy import load_policy, trained_in_full, with_adapter
-from qerl.models.quantize import Calibration, quantize_checkpoint
-from qerl.rl.noise import Noise, standard_normal
-from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.models.quantize import Calibration, quantize_checkpoint, write_equalised
+from qerl.rl.noise import Noise
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams, refused_by_engine
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings
 from qerl.settings.models import CalibrationSettings
-from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
+from qerl.settings.run import EXPERT_LAYERS, AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
+from qerl.settings.workflow import EvaluationSettings
 from tests.conftest import in_nightly
+from tests.families import FAMILIES, row
 from tests.parity.family_models import (
     CPU,
     NORMS,
     PACKED,
     PROMPTS,
     TOKENS,
+    add_noise,
+    assert_drawn_by,
     dense,
+    draw,
     families,
     forced,
     perturbed,
     some_families,
     stock,
     unpacked,
+    updated,
+    with_peft,
 )
-from tests.tiny import tiny_family
+from tests.tiny import tiny_family, write_template
 
-SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", *MLP}
 NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
 LAYERS = {"phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}}
 #: The layers that get an adapter, where others are packed.
-ADAPTED = LAYERS | {
-    "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "mixtral": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "olmoe": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "glm4_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "gpt_oss": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "qwen3_5": SEVEN | NET,
-    "qwen3_5_moe": SEVEN | NET,
-}
+ADAPTED = LAYERS | dict.fromkeys(("qwen3_5", "qwen3_5_moe"), SEVEN | NET)
+ADAPTED |= {name: SEVEN - MLP for name in ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss")}
 #: Families whose experts transformers stacks as it loads them.
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "qwen3_5_moe")
 #: Each family in one of its formats, and in nightly runs in both.
@@ -79,11 +86,7 @@ def test_the_samplers_logprobs_are_those_of_transformers(bases, name):
         samplers.append(EngineSampler(policy, NativeSettings()))
     params = SamplingParams(max_tokens=20, count=2, ignore_eos=True)
     for sampler in samplers:
-        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, params), strict=True):
-            for completion in group:
-                with torch.no_grad():
-                    expected = forced(model, prompt, completion.token_ids)
-                np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
+        assert_drawn_by(model, sampler.generate(PROMPTS, params), TOLERANCE.get(name, 1e-5))
 
 
 @pytest.mark.parametrize(
@@ -109,18 +112,11 @@ def test_the_engine_draws_as_peft_does_on_the_unpacked_base_with_noise(bases, tm
     """Packed weights, an adapter on all layers, trained norms and noise, together."""
     policy = perturbed(with_adapter(bases / name / weights, AdapterSettings(rank=4), "float32", 0, CPU))
     policy.save(tmp_path / "adapter")
-    peft = PeftModel.from_pretrained(stock(unpacked(bases / name / weights, tmp_path, name)), tmp_path / "adapter")
-    for layer, block in enumerate(peft.base_model.model.model.layers):
-        for role, norm in enumerate(NORMS[name]):
-            trained = block.get_submodule(norm).modules_to_save["default"]
-            trained.weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
+    peft = with_peft(unpacked(bases / name / weights, tmp_path, name), tmp_path / "adapter")
+    add_noise(peft, NORMS[name])
     with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
         groups = EngineSampler(policy, NativeSettings()).generate(PROMPTS, SamplingParams(max_tokens=16, count=2))
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            with torch.no_grad():
-                expected = forced(peft, prompt, completion.token_ids)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE.get(name, 1e-5))
+    assert_drawn_by(peft, groups, TOLERANCE.get(name, 1e-5))
 
 
 @families
@@ -132,12 +128,11 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_unpacked_base(ba
     trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
     assert trained == ADAPTED.get(name, SEVEN)
     policy.save(tmp_path / "adapter")
-    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter", is_trainable=True)
+    peft = with_peft(unpacked(base, tmp_path, name), tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=tolerance)
-    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
-    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    samples = draw(policy)
+    found = updated(policy, samples)
     expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=tolerance)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
@@ -224,18 +219,16 @@ def test_samplers_and_updates_on_packed_delta_nets_are_those_of_peft(packed_nets
     trained = {part.partition(".lora_")[0].rpartition(".")[2] for part, _ in policy.trainable() if ".lora_" in part}
     assert trained == ADAPTED[name]
     policy.save(tmp_path / "adapter")
-    peft = PeftModel.from_pretrained(stock(unpacked(base, tmp_path, name)), tmp_path / "adapter")
-    params = SamplingParams(max_tokens=12, count=2, ignore_eos=True)
+    peft = with_peft(unpacked(base, tmp_path, name), tmp_path / "adapter")
     refused = refused_by_engine(policy.lm.config, weights) is not None  # experts in NF4
-    for sampler in (EagerSampler(policy), *([] if refused else [EngineSampler(policy, NativeSettings())])):
-        drawn = sampler.generate(PROMPTS, params)
-        samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
+    engine = partial(EngineSampler, settings=NativeSettings())
+    for sampler in (EagerSampler, *([] if refused else [engine])):
+        samples = draw(policy, sampler=sampler)
         with torch.no_grad():
             expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
         found = torch.tensor([sample.completion.logprobs for sample in samples])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=TOLERANCE[name])
-    updated, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
-    torch.testing.assert_close(updated, expected, rtol=1e-5, atol=TOLERANCE[name])
+    torch.testing.assert_close(updated(policy, samples), expected, rtol=1e-5, atol=TOLERANCE[name])
 
 
 def test_a_merged_base_with_packed_delta_nets_packs_them_again(packed_nets, tmp_path):
@@ -261,9 +254,7 @@ def test_noise_is_added_to_the_norms_that_feed_the_projections(bases, name):
     """z is an absolute change of a norm's weight, also where the norm is 1 + w."""
     policy, model = load_policy(dense(bases, name), None, "float32", CPU), stock(dense(bases, name))
     Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).set(2, 10)
-    for layer, block in enumerate(model.model.layers):
-        for role, norm in enumerate(NORMS[name]):
-            block.get_submodule(norm).weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
+    add_noise(model, NORMS[name])
     with torch.no_grad():
         found, expected, quiet = (lm(TOKENS).logits for lm in (policy.lm, model, stock(dense(bases, name))))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=TOLERANCE.get(name, 1e-5))
@@ -279,7 +270,7 @@ def test_a_policy_of_mixtral_is_written_by_the_names_of_its_files(bases, tmp_pat
     write_merged(bases / "mixtral/nvfp4", tmp_path / "adapter", tmp_path / "merged", torch.float32)
     trained_in_full(base, "float32", CPU).save(tmp_path / "full")
     with torch.no_grad():
-        found = PeftModel.from_pretrained(stock(tmp_path / "out/base"), tmp_path / "out/adapter")(TOKENS).logits
+        found = with_peft(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
         torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
         packed = load_policy(bases / "mixtral/nvfp4", tmp_path / "adapter", "float32", CPU)
         torch.testing.assert_close(
@@ -302,7 +293,7 @@ def test_experts_of_gpt_oss_are_exported_as_published_and_neither_merged_nor_rea
     policy.save(tmp_path / "adapter")
     export(base, tmp_path / "adapter", tmp_path / "out")
     with torch.no_grad():
-        found = PeftModel.from_pretrained(stock(tmp_path / "out/base"), tmp_path / "out/adapter")(TOKENS).logits
+        found = with_peft(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
         torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match=r"stacks experts in MXFP4.* without --merged"):
         write_merged(base, tmp_path / "adapter", tmp_path / "merged")
@@ -319,3 +310,113 @@ def test_targets_of_a_fused_layer_are_all_of_its_parts(bases):
     assert {part.partition(".lora_")[0].rpartition(".")[2] for part in parts} == {"qkv_proj"}
     with pytest.raises(ConfigError, match="up_proj without gate_proj, and the model has both in gate_up_proj"):
         made("up_proj")
+
+
+GREEDY = parse(
+    EvaluationSettings,
+    {
+        "tasks": [{"dataset": "problems", "harness": "qerl"}],
+        "sampling": {"temperature": 0, "max_tokens": 10},
+        "repeats": 1,
+    },
+    "settings",
+)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("problems")
+    rows = [{"question": f"What is {n} and {7 * n}?", "answer": f"#### {8 * n}"} for n in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = local_dataset(folder / "rows.jsonl", validation_fraction=0, test_fraction=1)
+    prepare(parse(DatasetSettings, {**values, "instruction": ""}, "problems"), folder / "prepared")
+    return folder / "prepared"
+
+
+def odd(text):
+    """Whether a text has an odd number of different characters, which stands for a right answer."""
+    return len(set(text)) % 2 == 1
+
+
+@some_families("qwen2", "qwen3_5", "gpt_oss")
+def test_an_evaluation_scores_the_answers_of_peft_on_the_unpacked_base(bases, problems, tmp_path, monkeypatch, name):
+    """Greedy ones of a packed base with a trained adapter, by all samplers of this machine."""
+    monkeypatch.setattr("qerl.evals.evaluate.verdict", lambda text, *_: "right" if odd(text) else "wrong")
+    base = dense(bases, name) if name == "gpt_oss" else bases / name / "nvfp4"
+    write_template(base)
+    policy = perturbed(with_adapter(base, AdapterSettings(rank=4), "float32", 0, CPU))
+    policy.save(tmp_path / "adapter")
+    peft = with_peft(unpacked(base, tmp_path, name), tmp_path / "adapter")
+    tokenizer, expected = AutoTokenizer.from_pretrained(base), []
+    for problem in read_split(problems, "test"):
+        chat = [{"role": "user", "content": problem.question}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        ids = peft.generate(**asked, max_new_tokens=10, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        expected.append((tokenizer.decode(ids, skip_special_tokens=True), len(ids)))
+    right = [odd(text) for text, _ in expected]
+    assert 0 < sum(right) < len(right)
+    trained = load_policy(base, tmp_path / "adapter", "float32", CPU)
+    samplers = [make_sampler(trained, GREEDY)]
+    if refused_by_engine(trained.lm.config) is None:
+        samplers.append(EngineSampler(trained, NativeSettings()))
+    for sampler in samplers:
+        scores = evaluate(sampler, trained.tokenizer, GREEDY, {"problems": problems}, tmp_path, lambda _: None)
+        rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+        assert [(row["completion"], row["tokens"]) for row in rows] == expected
+        assert scores["problems"].accuracy == fmean(right)
+
+
+def test_a_structure_that_is_not_handled_is_refused_before_a_weight_is_read(tmp_path):
+    """The folder has no weights, which would be the next error."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].config().to_dict()))
+    for refused in (
+        lambda: load_model(tmp_path, torch.float32),
+        lambda: quantize_checkpoint(tmp_path, tmp_path / "out", "nvfp4"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(row(FAMILIES["qwen3_next"]).refusal)) as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+
+
+REFUSED = [(name, part) for name in NORMS for part in row(FAMILIES[name]).refused if (name, part) != ("gpt_oss", "AWQ")]
+#: What the user of a refused part is told to do instead.
+INSTEAD = {
+    "AWQ": "use recipe: rtn",
+    "LoRA on experts": "leave experts out",
+    "engine": "the eager sampler serves it",
+    "vLLM": "use engine=native",
+}
+
+
+@pytest.mark.parametrize(("name", "part"), REFUSED)
+def test_who_asks_for_a_refused_part_of_a_family_gets_the_sentence_of_the_page(bases, tmp_path, name, part):
+    base = dense(bases, name)
+    policy = load_policy(base, None, "float32", CPU)
+    recipe = Calibration(CalibrationSettings(), tmp_path)
+    ways = {
+        "AWQ": lambda: quantize_checkpoint(base, tmp_path / "out", "nvfp4", recipe),
+        "LoRA on experts": lambda: with_adapter(base, AdapterSettings(targets=EXPERT_LAYERS), "float32", 0, CPU),
+        "engine": lambda: EngineSampler(policy, NativeSettings()),
+        "vLLM": lambda: make_sampler(policy, EngineSettings(engine="vllm")),
+    }
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        ways[part]()
+    assert f"{row(FAMILIES[name]).refused[part]}; {INSTEAD[part]}" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@families
+def test_the_doctor_notes_which_samplers_refuse_a_family(bases, name):
+    refused = row(FAMILIES[name]).refused
+    notes = "; ".join(diagnose(candidate(str(dense(bases, name)), None), None).notes)
+    assert ("the native engine supports" in notes) == ("engine" in refused)
+    assert ("sampling by vLLM is tested with" in notes) == ("vLLM" in refused)
+    assert all(refused[sampler] in notes for sampler in refused.keys() & {"engine", "vLLM"})
+
+
+@pytest.mark.parametrize(("name", "reason"), [("phi3", "the model has .*qkv_proj"), ("gemma3", "norms don't multiply")])
+def test_awq_is_refused_where_its_rules_are_not_tested(bases, tmp_path, name, reason):
+    calibration = Calibration(CalibrationSettings(), tmp_path)
+    with pytest.raises(CheckpointError, match=f"{reason}.*; use recipe: rtn"):
+        write_equalised(bases / name / "bf16", tmp_path / "out", "nvfp4", calibration)
+    assert not (tmp_path / "out").exists()

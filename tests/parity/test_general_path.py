@@ -11,14 +11,12 @@ from qerl.models.export import write_dense
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
-from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
-from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
-from tests.parity.family_models import CPU, PROMPTS, TOKENS, exact, forced, perturbed
+from tests.parity.family_models import CPU, PROMPTS, TOKENS, assert_drawn_by, draw, exact, forced, perturbed, updated
 from tests.tiny import edit_config, tiny_decoder, tiny_family
 
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -89,18 +87,14 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **eager).eval()
         return PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
 
-    sampler = EagerSampler(policy)
-    samples = []
-    for length in (20, 1):
-        drawn = sampler.generate(PROMPTS, SamplingParams(max_tokens=length, count=2, ignore_eos=True))
-        samples += [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    updated, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
-    weights = torch.randn(updated.shape, generator=torch.Generator().manual_seed(2))
-    (updated * weights).sum().backward()
+    samples = draw(policy, 20) + draw(policy, 1)
+    logprobs = updated(policy, samples)
+    weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(2))
+    (logprobs * weights).sum().backward()
 
     def compute(model):
         rows = [forced(model, s.prompt, s.completion.token_ids) for s in samples]
-        sum((logprobs * row[: len(logprobs)]).sum() for logprobs, row in zip(rows, weights, strict=True)).backward()
+        sum((one * row[: len(one)]).sum() for one, row in zip(rows, weights, strict=True)).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
         return {"logprobs": torch.cat(rows).detach(), **gradients}
 
@@ -110,7 +104,7 @@ def test_samples_updates_and_gradients_are_those_of_transformers_and_peft(tmp_pa
     found = {name: parameter.grad for name, parameter in trained.items()}
     drawn = torch.cat([torch.tensor(s.completion.logprobs) for s in samples])
     in_update = torch.cat(
-        [row[: len(s.completion.token_ids)].detach() for s, row in zip(samples, updated, strict=True)]
+        [row[: len(s.completion.token_ids)].detach() for s, row in zip(samples, logprobs, strict=True)]
     )
     for name, ours in [("logprobs", drawn), ("logprobs", in_update), *found.items()]:
         assert (ours.double() - expected[name]).abs().max() <= bounds[name], name
@@ -161,11 +155,7 @@ def test_the_engine_draws_where_a_block_has_no_experts(tmp_path):
     engine = EngineSampler(load_policy(base, None, "float32", CPU), NativeSettings())
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     drawn = engine.generate(PROMPTS, SamplingParams(max_tokens=16, count=2))
-    for prompt, group in zip(PROMPTS, drawn, strict=True):
-        for completion in group:
-            with torch.no_grad():
-                expected = forced(stock, prompt, completion.token_ids)
-            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+    assert_drawn_by(stock, drawn)
 
 
 def test_dropout_of_an_adapter_is_refused_where_rows_are_not_packed(tmp_path):
@@ -186,7 +176,7 @@ def test_a_model_without_such_norms_trains_without_them_and_refuses_noise(tmp_pa
     policy = perturbed(with_adapter(tmp_path, AdapterSettings(rank=2, train_norms=False), "float32", 0, CPU))
     with pytest.raises(ConfigError, match=r"set noise\.schedule=off"):
         Noise(policy.lm, NoiseSettings(schedule="constant"), seed=0)
-    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=6, count=2, ignore_eos=True))
-    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
-    torch.testing.assert_close(found, torch.tensor([s.completion.logprobs for s in samples]), rtol=1e-4, atol=1e-5)
+    samples = draw(policy, 6)
+    torch.testing.assert_close(
+        updated(policy, samples), torch.tensor([s.completion.logprobs for s in samples]), rtol=1e-4, atol=1e-5
+    )

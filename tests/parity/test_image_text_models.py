@@ -6,7 +6,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -25,7 +24,6 @@ from qerl.models.linear import PackedLinear
 from qerl.models.loading import load_model
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import Calibration, quantize_checkpoint
-from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rl.value import add_value
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
@@ -36,12 +34,9 @@ from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, PPOSettings
 from tests.conftest import in_nightly
+from tests.parity.family_models import CPU, PROMPTS, TOKENS, assert_drawn_by, draw, forced, perturbed, updated
 from tests.parity.test_published_parity import by_library
 from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
-
-CPU = torch.device("cpu")
-PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
-TOKENS = torch.tensor([list(range(20, 44)), list(range(50, 74))])
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,8 @@ def whole(folder, dtype=torch.float32):
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
 
 
-def adapted(folder):
-    """A policy with an adapter that changes what it computes."""
-    policy, generator = with_adapter(folder, AdapterSettings(rank=4), "float32", 0, CPU), torch.Generator()
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator.manual_seed(1))
-    return policy
+def perturbed_policy(folder):
+    return perturbed(with_adapter(folder, AdapterSettings(rank=4), "float32", 0, CPU))
 
 
 def model_of_the_card(folder):
@@ -89,12 +80,6 @@ def model_of_the_card(folder):
     names = {}
     exec(re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1], names)
     return names["model"]
-
-
-def forced(model, prompt, tokens):
-    """Log-probabilities [T] of a completion, from one forward pass over it alone."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 @cases
@@ -106,21 +91,16 @@ def test_the_samplers_logprobs_are_those_of_the_whole(sources, name):
     assert len(samplers) == (1 if name == "ministral3" else 2)
     for sampler in samplers:
         groups = sampler.generate(PROMPTS, SamplingParams(max_tokens=20, count=2, ignore_eos=True))
-        for prompt, group in zip(PROMPTS, groups, strict=True):
-            for completion in group:
-                with torch.no_grad():
-                    expected = forced(model, prompt, completion.token_ids)
-                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        assert_drawn_by(model, groups, 1e-4)
 
 
 @cases
 def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, tmp_path, name):
     """By each stock class that loads the folder; only the text model gets an adapter there."""
-    policy = adapted(sources[name])
+    policy = perturbed_policy(sources[name])
     policy.save(tmp_path)
-    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
-    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    samples = draw(policy)
+    found = updated(policy, samples)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     (found * weights).sum().backward()
     ours = {part: parameter.grad for part, parameter in policy.trainable()}
@@ -144,23 +124,15 @@ def test_updates_and_the_saved_adapter_are_those_of_peft_on_the_whole(sources, t
 
 @cases
 def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
-    policy = adapted(sources[name])
+    policy = perturbed_policy(sources[name])
     policy.save(tmp_path)
     with torch.no_grad():
         found = model_of_the_card(tmp_path)(TOKENS).logits
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_an_export_keeps_the_modules_that_an_adapter_excludes(sources, tmp_path):
-    adapted(sources["qwen3_5"]).save(tmp_path / "adapter")
-    file = tmp_path / "adapter/adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"exclude_modules": ["o_proj"]}))
-    export(sources["qwen3_5"], tmp_path / "adapter", tmp_path / "out")
-    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["exclude_modules"] == ["o_proj"]
-
-
 def test_the_adapter_of_a_value_function_has_the_names_of_the_whole(sources, tmp_path):
-    policy = adapted(sources["gemma3"])
+    policy = perturbed_policy(sources["gemma3"])
     add_value(policy, PPOSettings())
     policy.save(tmp_path)
     peft = PeftModel.from_pretrained(whole(sources["gemma3"]), tmp_path / "value")
@@ -188,7 +160,7 @@ def test_awq_equalises_the_text_model(tmp_path):
 
 @cases
 def test_a_saved_adapter_loads_again_and_is_exported_and_merged(sources, tmp_path, name):
-    policy = adapted(sources[name])
+    policy = perturbed_policy(sources[name])
     policy.save(tmp_path / "adapter")
     export(sources[name], tmp_path / "adapter", tmp_path / "out")
     write_merged(sources[name], tmp_path / "adapter", tmp_path / "merged", torch.float32)
@@ -256,7 +228,7 @@ def test_a_checkpoint_that_llmcompressor_publishes_of_the_whole_loads(sources, t
     with torch.no_grad():
         assert torch.equal(packed(TOKENS).logits, expected(TOKENS).logits)
     tiny_tokenizer(folder)
-    policy = adapted(folder)
+    policy = perturbed_policy(folder)
     policy.save(tmp_path / "adapter")
     rounded = deepcopy(expected).float()  # as transformers unpacks the weights
     write_dense(folder, tmp_path / "dense", torch.float32)  # which the comparison above has checked in bfloat16

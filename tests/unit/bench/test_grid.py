@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from qerl.checkpoints.shapes import ModelShape
+from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.cli.commands import app
 from qerl.jobs import parse_job
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.models.random import model_config
 from qerl.report.speed_tables import beside_printed
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
@@ -281,7 +280,7 @@ def verdict_of(part):
     lengths = {"group": work.group_size, "prompt_tokens": work.prompt, "max_tokens": work.tokens}
     asked = {**work.model_dump(), **lengths, **part.settings.model_dump()}
     settings = StepSettings(**{field.name: asked[field.name] for field in fields(StepSettings) if field.name in asked})
-    shape = ModelShape.of(model_config(work.size, "bf16"))
+    shape = ModelShape.of(QWEN[work.size])
     return step_memory(shape, settings, part.settings.memory_gb * 1e9 + CONTEXT).verdict
 
 

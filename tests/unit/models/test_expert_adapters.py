@@ -1,14 +1,13 @@
-"""LoRA on the experts of a mixture against stock PEFT, which stacks it as transformers stacks the experts."""
+"""LoRA on the experts of a mixture, and on shared ones, against stock PEFT, which stacks it as transformers does."""
 
 import json
 import re
 import warnings
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,14 +17,24 @@ from qerl.models.export import export, write_dense, write_merged
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rl.noise import Noise, standard_normal
-from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.noise import Noise
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
+from tests.parity.family_models import (
+    PROMPTS,
+    add_noise,
+    assert_drawn_by,
+    draw,
+    forced,
+    perturbed,
+    stock,
+    updated,
+    with_peft,
+)
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -35,7 +44,6 @@ TARGETS = (["q_proj", "o_proj", *EXPERTS], EXPERTS, ["v_proj", "experts.down_pro
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
 #: What stock transformers reads in the place of a base.
 UNPACKED = {"bf16": "bf16", "nvfp4": "dense", "gpt_oss": "gpt_oss"}
-PROMPTS = [[5, 6, 7], list(range(30, 50)), [9], [8, 12]]
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +60,7 @@ def bases(tmp_path_factory):
 def made(base, targets=TARGETS[0], **settings):
     """A policy whose trained tensors all differ from those of a fresh adapter."""
     adapter = AdapterSettings(rank=3, alpha=12, targets=list(targets), **settings)
-    policy = with_adapter(base, adapter, "float32", 0, CPU)
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return policy
-
-
-def stock(base, adapter, trained=False):
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval().float()
-    with warnings.catch_warnings():  # PEFT says that it found none of the patterns that it made
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-        return PeftModel.from_pretrained(model, adapter, is_trainable=trained)
-
-
-def forced(model, prompt, tokens):
-    """Log-probabilities [T] of a completion, from one forward pass over it alone."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return perturbed(with_adapter(base, adapter, "float32", 0, CPU))
 
 
 def of_stacks(gradients, both=("gate_proj", "up_proj")):
@@ -105,12 +96,11 @@ def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, 
     policy = made(bases / base, targets)
     layers = [module for module in policy.lm.modules() if isinstance(module, PackedLinear)]
     policy.save(tmp_path / "adapter")
-    peft = stock(bases / UNPACKED[base], tmp_path / "adapter", trained=True)
+    peft = with_peft(bases / UNPACKED[base], tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
-    drawn = EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=12, count=2, ignore_eos=True))
-    samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, drawn, strict=True) for c in group]
-    found, _ = logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)
+    samples = draw(policy)
+    found = updated(policy, samples)
     expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
@@ -170,16 +160,6 @@ def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_stored_adapter_has_no_dropout_when_it_is_loaded(bases, tmp_path):
-    policy = made(bases / "bf16")
-    policy.save(tmp_path)
-    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
-    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
-    again = load_policy(bases / "bf16", tmp_path, "float32", CPU)
-    with torch.no_grad():
-        assert torch.equal(again.lm(TOKENS).logits, policy.lm(TOKENS).logits)
-
-
 @pytest.mark.parametrize(
     ("weights", "targets"),
     [
@@ -224,23 +204,13 @@ def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tm
         for _, parameter in policy.trainable():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     policy.save(tmp_path / "adapter")
-    peft = stock(bases / UNPACKED[weights], tmp_path / "adapter")
-    assert_drawn_by(peft, [sampler.generate(PROMPTS, params) for sampler in samplers])
-    for layer, block in enumerate(peft.base_model.model.model.layers):
-        for role, norm in enumerate(("input_layernorm", "post_attention_layernorm")):
-            trained = block.get_submodule(norm).modules_to_save["default"]
-            trained.weight.data += 0.1 * standard_normal(3, 2, layer, role, 64)
+    peft = with_peft(bases / UNPACKED[weights], tmp_path / "adapter")
+    for sampler in samplers:
+        assert_drawn_by(peft, sampler.generate(PROMPTS, params))
+    add_noise(peft)
     with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
-        assert_drawn_by(peft, [sampler.generate(PROMPTS, params) for sampler in samplers])
-
-
-def assert_drawn_by(peft, rollouts):
-    for groups in rollouts:
-        for prompt, group in zip(PROMPTS, groups, strict=True):
-            for completion in group:
-                with torch.no_grad():
-                    expected = forced(peft, prompt, completion.token_ids)
-                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        for sampler in samplers:
+            assert_drawn_by(peft, sampler.generate(PROMPTS, params))
 
 
 def test_an_adapter_of_experts_is_exported_and_merged(bases, tmp_path):
@@ -251,7 +221,7 @@ def test_an_adapter_of_experts_is_exported_and_merged(bases, tmp_path):
     write_merged(bases / "nvfp4", tmp_path / "adapter", tmp_path / "merged", torch.float32)
     with torch.no_grad():
         expected = policy.lm(TOKENS).logits
-        exported = stock(tmp_path / "base", tmp_path / "out/adapter")(TOKENS).logits
+        exported = with_peft(tmp_path / "base", tmp_path / "out/adapter")(TOKENS).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(TOKENS).logits
     torch.testing.assert_close(exported, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
@@ -260,7 +230,7 @@ def test_an_adapter_of_experts_is_exported_and_merged(bases, tmp_path):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("mlp.experts.2.up_proj.lora_B", r"experts\.2\.up_proj\.lora_B\.weight \[64, 3\], and .* lacks it; take"),
+        ("mlp.experts.2.up_proj.lora_B", r"^the adapter needs .* \[64, 3\], and .* lacks it; take"),
         ("self_attn.q_proj.lora_A", r"lacks .*q_proj\.lora_A.*; save it again"),
     ],
 )
@@ -289,7 +259,7 @@ def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
     assert set(config["target_modules"]) == {"q_proj", "o_proj"}
     export(bases / "gpt_oss", tmp_path / "adapter", tmp_path / "out")
     with torch.no_grad():
-        found = stock(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
+        found = with_peft(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
         torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
 
 
@@ -323,3 +293,63 @@ def test_what_stock_peft_would_not_load_is_refused(bases, tmp_path):
         AdapterSettings(targets=["experts.up_proj"])
     with pytest.raises(ValueError, match=r"dropout=0\.1 isn't possible with experts"):
         AdapterSettings(targets=EXPERTS, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return tiny_family(tmp_path_factory.mktemp("shared"), "qwen3_5_moe", dtype=torch.bfloat16)
+
+
+def by_peft(hybrid, folder, targets):
+    """An adapter as stock PEFT makes and saves it, on the stock model, with B that isn't 0."""
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=targets, init_lora_weights=False)
+    peft = get_peft_model(stock(hybrid), config)
+    peft.save_pretrained(folder)
+    return peft.eval()
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["gate_proj", "up_proj", "down_proj", "q_proj"], ["shared_expert.up_proj"], ["up_proj", "shared_expert_gate"]],
+)
+def test_an_adapter_of_stock_peft_is_that_of_the_shared_expert(hybrid, tmp_path, targets):
+    peft = by_peft(hybrid, tmp_path, targets)
+    policy = load_policy(hybrid, tmp_path, "float32", CPU)
+    adapted = {name for name, _ in policy.peft.named_parameters() if ".lora_" in name}
+    assert adapted == {name for name, _ in peft.named_parameters() if ".lora_" in name}
+    drawn = EngineSampler(policy, NativeSettings()).generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
+    assert_drawn_by(peft, drawn, near=1e-4)
+    with torch.no_grad():
+        expected, plain = peft(TOKENS).logits, stock(hybrid)(TOKENS).logits
+        torch.testing.assert_close(policy.lm(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - plain).abs().max() > 0.01
+
+
+def test_a_target_is_the_layer_of_the_shared_expert(hybrid, tmp_path):
+    """And stock PEFT loads it under that name."""
+    policy = with_adapter(hybrid, AdapterSettings(rank=3, targets=["up_proj"], train_norms=False), "float32", 0, CPU)
+    for _, parameter in policy.trainable():
+        parameter.data += 0.05
+    policy.save(tmp_path)
+    assert json.loads((tmp_path / ADAPTER_CONFIG).read_text())["target_modules"] == ["shared_expert.up_proj"]
+    assert {name.partition(".mlp.")[2] for name in load_file(tmp_path / ADAPTER)} == {
+        f"shared_expert.up_proj.lora_{side}.weight" for side in "AB"
+    }
+    peft = PeftModel.from_pretrained(stock(hybrid), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_experts_beside_a_shared_one_are_refused(hybrid, tmp_path):
+    asked = AdapterSettings(targets=["q_proj", "experts.down_proj"])
+    with pytest.raises(
+        ConfigError, match=r"experts\.down_proj, and .* of qwen3_moe, gpt_oss, not of 'qwen3_5_moe_text'"
+    ):
+        with_adapter(hybrid, asked, "float32", 0, CPU)
+    by_peft(hybrid, tmp_path, ["q_proj"])
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    for changes in ({"target_parameters": ["experts.down_proj"]}, {"target_modules": r".*\.up_proj"}):
+        (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=f"has {next(iter(changes))}.*, and experts beside a shared one"):
+            load_policy(hybrid, tmp_path, "float32", CPU)

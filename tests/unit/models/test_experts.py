@@ -1,16 +1,18 @@
-"""Experts of a mixture in a policy; `tests.parity.test_families` compares them with other libraries."""
+"""MLPs and experts in a policy; `tests.parity.test_families` compares mixtures with other libraries."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from qerl.checkpoints.files import read_headers
 from qerl.checkpoints.shapes import ModelShape
 from qerl.doctor import candidate, diagnose
 from qerl.memory_model import StepSettings, kept_bytes
-from qerl.models.experts import Experts, Float32Router, split_experts
+from qerl.models.experts import Experts, Float32Router, GatedMLP, clamped_glu, fuse_mlps, split_experts
 from qerl.models.export import write_dense
 from qerl.models.linear import PackedLinear, dense_weights, unpacked_bytes
 from qerl.models.loading import load_model
@@ -21,6 +23,58 @@ from qerl.rl.memory import saved_for_backward
 from qerl.settings.run import AdapterSettings
 from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_gpt_oss
+
+IDS = torch.tensor([[5, 9, 2, 77, 31, 8]])
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def outcome(lm):
+    """The logits, and the gradient of every parameter by name."""
+    logits = lm(IDS).logits
+    logits.square().mean().backward()
+    return logits.detach(), {name: parameter.grad for name, parameter in lm.named_parameters()}
+
+
+def fused(lm):
+    return [module for module in lm.modules() if isinstance(module, GatedMLP)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_outputs_gradients_and_names_stay_the_same(name, tmp_path):
+    folder = tiny_family(tmp_path / "m", name)
+    plain, ours = loaded(folder), loaded(folder)
+    fuse_mlps(ours)
+    assert len(fused(ours)) == 2
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    (a, grads), (b, expected) = outcome(ours), outcome(plain)
+    assert torch.equal(a, b)
+    assert list(grads) == list(expected)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+def test_the_gate_of_gpt_oss_saves_its_input_alone():
+    both = torch.randn(5, 12, dtype=torch.float64, requires_grad=True) * 6
+    assert torch.autograd.gradcheck(lambda x: clamped_glu(x, 1.702, 7.0), both.detach().requires_grad_())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
+        clamped_glu(both, 1.702, 7.0)
+    assert [tensor.shape for tensor in saved] == [both.shape]
+
+
+def test_another_activation_and_another_class_are_left_alone():
+    """A class with SiLU and the three projections may still compute something else."""
+
+    class OtherMLP(Qwen2MLP):
+        pass
+
+    config = FAMILIES["qwen2"].config()
+    block = nn.Sequential(OtherMLP(config), Qwen2MLP(FAMILIES["qwen2"].config(hidden_act="gelu")), Qwen2MLP(config))
+    fuse_mlps(block)
+    assert [type(module) for module in block] == [OtherMLP, Qwen2MLP, GatedMLP]
+
 
 TOKENS = torch.randint(2, 100, (2, 40), generator=torch.Generator().manual_seed(7))
 

@@ -1,6 +1,7 @@
 """load_model on dense checkpoints, and the errors of tensors that can't be loaded."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_heade
 from qerl.formats.codecs import dequantize
 from qerl.models.loading import checkpoint_structure, load_model, read_packed
 from qerl.models.quantize import quantize_checkpoint
-from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.tiny import edit_config, tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2
 
 TOKENS = torch.randint(2, 100, (2, 100), generator=torch.Generator().manual_seed(7))
 
@@ -24,7 +25,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("build", [tiny_qwen2, tiny_qwen3, tiny_llama])
+@pytest.mark.parametrize("build", [tiny_qwen2, tiny_llama])
 def test_logits_equal_those_of_transformers(build, dtype, shard_size, tmp_path):
     folder = build(tmp_path / "dense", dtype=torch.float32, shard_size=shard_size)
     assert len({info.shard for info in read_headers(folder).values()}) == 1 or shard_size == "40KB"
@@ -88,11 +89,6 @@ def test_heads_of_other_names(tmp_path):
         load_model(biogpt, torch.float32)
 
 
-def test_tied_embeddings_are_one_tensor(folder):
-    model = load_model(folder, torch.bfloat16)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 def test_weights_of_the_stored_dtype_are_the_pages_of_the_file(folder):
     """Processes that load the same base share these pages."""
     weights = [w for w in load_model(folder, torch.bfloat16).parameters() if w.ndim > 1]
@@ -103,19 +99,6 @@ def test_weights_of_the_stored_dtype_are_the_pages_of_the_file(folder):
         assert any(start <= weight.data_ptr() and weight.data_ptr() + weight.nbytes <= end for start, end in ranges)
 
 
-def test_a_stored_head_must_equal_the_embedding_it_is_tied_to(folder):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, path)
-    model = load_model(folder, torch.bfloat16)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    tensors["lm_head.weight"][0, 0] += 1
-    save_file(tensors, path)
-    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-        load_model(folder, torch.bfloat16)
-
-
 def rewrite(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -123,43 +106,34 @@ def rewrite(folder, change):
     save_file(tensors, path)
 
 
-def test_missing_tensor(folder):
-    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(folder, torch.bfloat16)
+def test_what_is_computed_or_tied_is_left_out_of_the_file(folder, tmp_path):
+    """A head that is the embedding, and rotary frequencies, which older files hold."""
+    expected = load_model(folder, torch.bfloat16).state_dict()
 
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
-@pytest.mark.parametrize("tensor", [torch.zeros(63), torch.zeros(64, dtype=torch.int32)])
-def test_wrong_shape_or_type(folder, tensor):
-    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight as .*calls for"):
-        load_model(folder, torch.bfloat16)
-
-
-LATE = {
-    "superfluous": (lambda tensors: tensors.update({"extra": torch.zeros(3)}), "holds 1 tensors.*such as extra"),
-    "norm": (lambda tensors: tensors.pop("model.norm.weight"), r"lacks 1 tensors.*model\.norm\.weight"),
-    "shape": (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), r"\[63\], but config.json calls"),
-    "head": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "head that differs"),
-}
-
-
-@pytest.mark.parametrize(("change", "sentence"), LATE.values(), ids=LATE)
-def test_what_could_not_be_loaded_is_not_quantized(folder, tmp_path, change, sentence):
     rewrite(folder, change)
-    with pytest.raises(CheckpointError, match=sentence):
-        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
-    assert not (tmp_path / "out").exists()
-
-
-def test_rotary_frequencies_of_older_files_are_left_as_by_transformers(folder, tmp_path):
-    plain = load_model(folder, torch.bfloat16).state_dict()
-    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
-    dense = load_model(folder, torch.bfloat16).state_dict()
-    assert dense.keys() == plain.keys()
-    assert all(torch.equal(dense[name], plain[name]) for name in plain)
+    model = load_model(folder, torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
     load_model(tmp_path / "out", torch.bfloat16)
+
+
+def last(name, number):
+    """A change of a tensor's last number."""
+    return lambda tensors: tensors[name].flatten()[-1:].fill_(number)
+
+
+def wide(number):
+    def change(tensors):
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].double()
+        tensors["model.embed_tokens.weight"][0, 0] = number
+
+    return change
 
 
 #: One of each kind of a checkpoint's tensors.
@@ -170,27 +144,37 @@ NOT_FINITE = {
     "model.layers.1.self_attn.q_proj.bias": float("nan"),
     "model.layers.1.mlp.up_proj.weight": float("inf"),
 }
+#: What is changed in a dense file, and the sentence that names the tensor.
+DAMAGE = {
+    "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks .*layers\.1\.mlp\.up_proj\.weight"),
+    "superfluous": (lambda t: t.update({"extra": torch.zeros(3)}), "holds 1 tensors.*such as extra"),
+    "shape": (lambda t: t.update({"model.norm.weight": torch.zeros(63)}), r"norm\.weight as .*\[63\], but config"),
+    "head": (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "tie_word_embeddings"),
+    "float64 beyond float32": (wide(1e39), r"NaN or infinity in model\.embed_tokens\.weight as bfloat16; download"),
+    "float32 beyond bfloat16": (wide(3.4e38), r"NaN or infinity in model\.embed_tokens\.weight as bfloat16; download"),
+    **{
+        name: (last(name, number), rf"model\.safetensors holds NaN or infinity in {re.escape(name)}; download")
+        for name, number in NOT_FINITE.items()
+    },
+}
 
 
-@pytest.mark.parametrize(("name", "number"), NOT_FINITE.items())
-def test_nan_and_infinity_are_refused_with_tensor_and_file(folder, tmp_path, name, number):
-    """By quantization to every format, and by whoever loads the checkpoint."""
-    rewrite(folder, lambda tensors: tensors[name].flatten()[-1:].fill_(number))
-    sentence = rf"model\.safetensors holds NaN or infinity in {name}; download"
+@pytest.mark.parametrize(("change", "sentence"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_one_sentence(folder, tmp_path, change, sentence):
+    """By quantization, which then writes nothing, and by whoever loads the checkpoint."""
+    rewrite(folder, change)
     with pytest.raises(CheckpointError, match=sentence):
         load_model(folder, torch.bfloat16)
-    for weights in ("bf16", "nvfp4", "mxfp4", "nf4"):
+    for weights in ("bf16", "nvfp4", "nf4") if "safetensors" in sentence else ("nvfp4",):
         with pytest.raises(CheckpointError, match=sentence):
             quantize_checkpoint(folder, tmp_path / "out", weights)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_packed_checkpoint_with_a_scale_that_is_nan_is_refused(folder, tmp_path):
-    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
-    name = "model.layers.1.mlp.up_proj.weight_scale"
-    rewrite(tmp_path / "out", lambda tensors: tensors[name].view(torch.uint8)[0].fill_(0x7F))
-    with pytest.raises(CheckpointError, match=f"holds NaN or infinity in {name}"):
-        load_model(tmp_path / "out", torch.bfloat16)
+def test_a_norm_of_another_type(folder):
+    rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight as .*calls for"):
+        load_model(folder, torch.bfloat16)
 
 
 _Q = "model.layers.0.self_attn.q_proj."
@@ -205,13 +189,16 @@ def _nf4_offset(tensors, number):
 #: Formats, and what makes a scale multiply by infinity or NaN though the file's own numbers are finite.
 OVERFLOWS = {
     "divided by 0": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(0.0)),
+    "a scale that is NaN": ("nvfp4", lambda t: t[_Q + "weight_scale"].view(torch.uint8)[0].fill_(0x7F)),
     "divided by a subnormal number": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(1e-40)),
     "6 * 448 / 1e-36 is infinite": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(1e-36)),
     "divided by a negative number": ("nvfp4", lambda t: t[_Q + "weight_global_scale"].fill_(-1.0)),
     "no number in OCP's specification": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(255)),
-    "6 * 2^127 is infinite": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(254)),
     "4 * 2^126 is infinite": ("mxfp4", lambda t: t[_Q + "weight_scale"].view(-1)[-1:].fill_(253)),
-    "absmax * absmax": ("nf4", lambda t: t[_Q + "weight.nested_absmax"].fill_(3e38).add_(_nested(t, 1e10))),
+    "absmax * absmax": (
+        "nf4",
+        lambda t: (t[_Q + "weight.nested_absmax"].fill_(3e38), t[_Q + "weight.nested_quant_map"].mul_(1e10)),
+    ),
     "an offset that is no number": ("nf4", lambda t: _nf4_offset(t, float("nan"))),
     "an offset beyond float32": ("nf4", lambda t: _nf4_offset(t, 10**400)),
     "an offset that is added to 3e38": (
@@ -221,18 +208,13 @@ OVERFLOWS = {
 }
 
 
-def _nested(tensors, factor):
-    tensors[_Q + "weight.nested_quant_map"].mul_(factor)
-    return 0.0
-
-
 @pytest.mark.parametrize(("weights", "change"), OVERFLOWS.values(), ids=OVERFLOWS)
 def test_scales_that_multiply_by_infinity_or_nan_are_refused(folder, tmp_path, weights, change):
     """By whoever loads the checkpoint, and by whoever unpacks it."""
     quantize_checkpoint(folder, tmp_path / "out", weights)
     rewrite(tmp_path / "out", change)
     for read in (lambda: load_model(tmp_path / "out", torch.float32), lambda: unpacked(tmp_path / "out", weights)):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: .*(infinite or NaN|no finite number)"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors.*(infinite or NaN|no finite|NaN or inf)"):
             read()
 
 
@@ -248,29 +230,11 @@ def test_scales_at_the_ends_of_what_is_finite_load(folder, tmp_path, exponent):
     assert all(weight.isfinite().all() for weight in unpacked(tmp_path / "out", "mxfp4").values())
 
 
-@pytest.mark.parametrize("scale", [253, 254, 255])
-def test_scales_of_stacked_experts_are_checked(tmp_path, scale):
+def test_scales_of_stacked_experts_are_checked(tmp_path):
     folder = tiny_gpt_oss(tmp_path / "oss")
-    rewrite(folder, lambda t: next(t[n] for n in sorted(t) if n.endswith("down_proj_scales"))[-1, -1, -1:].fill_(scale))
+    rewrite(folder, lambda t: next(t[n] for n in sorted(t) if n.endswith("down_proj_scales"))[-1, -1, -1:].fill_(253))
     with pytest.raises(CheckpointError, match=r"experts\.\d+\.down_proj: weight_scale makes weights infinite or NaN"):
         load_model(folder, torch.bfloat16)
-
-
-def test_numbers_beyond_the_dtype_that_computes_are_refused(folder, tmp_path):
-    """float64 numbers beyond float32, and float32 numbers that bfloat16 rounds to infinity."""
-    name = "model.embed_tokens.weight"
-    for number, dtypes in ((1e39, (torch.float32, torch.bfloat16)), (3.4e38, (torch.bfloat16,))):
-
-        def change(tensors, number=number):
-            tensors[name] = tensors[name].double()
-            tensors[name][0, 0] = number
-
-        rewrite(folder, change)
-        for dtype in dtypes:
-            with pytest.raises(CheckpointError, match=f"NaN or infinity in {name} as {str(dtype)[6:]}; download"):
-                load_model(folder, dtype)
-    with pytest.raises(CheckpointError, match=f"NaN or infinity in {name} as bfloat16; download"):
-        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
 
 
 @pytest.mark.parametrize(

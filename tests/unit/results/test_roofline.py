@@ -6,11 +6,10 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from qerl.checkpoints.shapes import ARCHITECTURES, PUBLISHED, ModelShape
+from qerl.checkpoints.shapes import PUBLISHED, QWEN, ModelShape
 from qerl.formats.codecs import quantize, stored_bytes
 from qerl.kernels.state import DeltaHeads, state_bytes
 from qerl.models.policy import lora_config
-from qerl.models.random import model_config
 from qerl.models.structure import structure_of
 from qerl.results.floor import byte_parts, step_bytes, step_flops
 from qerl.settings.models import Base
@@ -22,7 +21,7 @@ RANK, SEQUENCES, CONTEXT = 4, 3, 40
 
 
 def model_of(size: str, device: str = "meta"):
-    config = AutoConfig.for_model(**model_config(size, "bf16"), attn_implementation="eager")
+    config = AutoConfig.for_model(**QWEN[size], attn_implementation="eager")
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
@@ -34,7 +33,7 @@ def nbytes(parameters) -> int:
 @pytest.mark.parametrize("size", ["tiny", "1.5B", "7B"])
 def test_bytes_of_bf16_weights_are_those_of_the_model(size):
     model = model_of(size)
-    embedding = 0 if ARCHITECTURES[size][-1] else model.get_input_embeddings().weight.nbytes
+    embedding = 0 if QWEN[size]["tie_word_embeddings"] else model.get_input_embeddings().weight.nbytes
     parts = byte_parts(Base(size, "bf16"), 0, SEQUENCES, CONTEXT)
     held = parts["linear"] + parts["head"] + parts["norms and biases"]
     assert held == nbytes(model.parameters()) - embedding
@@ -63,7 +62,7 @@ def test_flops_are_those_that_pytorch_counts(rank):
     model = model_of("tiny", "cpu")
     if rank:
         adapter = AdapterSettings(rank=rank, alpha=rank, train_norms=False)
-        get_peft_model(model, lora_config(adapter, structure_of(model.config)))
+        get_peft_model(model, lora_config(adapter, structure_of(model.config))[0])
     _, counted = run_step(model, SEQUENCES, CONTEXT)
     rotary = 2 * 16  # the new position times the 16 frequencies of a head is a product of matrices there
     assert counted - rotary == step_flops("tiny", rank, SEQUENCES, CONTEXT + 1)  # the new token attends to itself too
@@ -116,7 +115,7 @@ def test_bytes_of_another_family_are_those_of_its_model(family):
 
 def test_bytes_of_another_familys_adapter_are_those_of_peft(family):
     adapter = AdapterSettings(rank=RANK, alpha=RANK, train_norms=False)
-    peft = get_peft_model(random_model(family), lora_config(adapter, structure_of(family)))
+    peft = get_peft_model(random_model(family), lora_config(adapter, structure_of(family))[0])
     count = sum(parameter.numel() for parameter in peft.parameters() if parameter.requires_grad)
     counted = byte_parts(Base("published", "nvfp4"), RANK, 1, 0)["adapter"] / 2
     # Phi-3 has fewer adapters, since its q, k and v, and its gate and up, are a layer each.

@@ -9,13 +9,12 @@ import torch
 from qerl.host.gpus import allocatable_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import with_adapter
-from qerl.models.random import write_checkpoint
 from qerl.rl import memory
 from qerl.rl.memory import Recomputation, blocks, kept_bytes, recomputed_blocks, saved_for_backward
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout.sampler import Completion
 from qerl.settings.run import AdapterSettings
-from tests.tiny import tiny_qwen2
+from tests.tiny import random_checkpoint, tiny_qwen2
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -108,7 +107,7 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
 
 
 def test_logits_and_then_weights_are_kept_where_they_fit_beside_all_activations(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path / "m", "tiny", "nvfp4", ["1 2 3 apples"] * 50)
+    random_checkpoint(tmp_path / "m", "tiny", "nvfp4")
     policy = with_adapter(tmp_path / "m", AdapterSettings(rank=4), "bfloat16", 0, CPU)
     policy.lm.train()
     recomputation, tokens = Recomputation(policy), 100

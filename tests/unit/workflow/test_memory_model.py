@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl.checkpoints.shapes import ModelShape, shape_of
+from qerl.checkpoints.shapes import QWEN, ModelShape, shape_of
 from qerl.memory_model import CONTEXT, StepSettings, step_memory, that_fit, weight_bytes
-from qerl.models.random import model_config
 from qerl.results.schema import OK
 from qerl.results.speeds import GrpoStepResult
 from qerl.results.store import read
@@ -113,7 +112,7 @@ def test_a_step_that_ran_out_of_memory_does_not_fit_or_is_tight(name):
 
 
 ASKED = StepSettings("nvfp4", 16, 16, 8, 128, 1024, "auto")
-SEVEN = ModelShape.of(model_config("7B", "bf16"))
+SEVEN = ModelShape.of(QWEN["7B"])
 
 
 def test_auto_recomputes_more_blocks_on_smaller_gpus():
@@ -154,8 +153,8 @@ def test_slower_settings_are_found_that_fit():
 
 
 def test_tied_embeddings_exist_once_and_heads_may_be_wider_than_the_model():
-    tied = {**model_config("7B", "bf16"), "tie_word_embeddings": True}
+    tied = {**QWEN["7B"], "tie_word_embeddings": True}
     assert weight_bytes(SEVEN, "bf16") - weight_bytes(ModelShape.of(tied), "bf16") == 152064 * 3584 * 2
-    wide = ModelShape.of({**model_config("7B", "bf16"), "head_dim": 256, "model_type": "qwen3"})
+    wide = ModelShape.of({**QWEN["7B"], "head_dim": 256, "model_type": "qwen3"})
     assert wide.linears[:2] == ((28 * 256, 3584), (4 * 256, 3584))
     assert not wide.biased

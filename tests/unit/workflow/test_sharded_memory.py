@@ -2,9 +2,8 @@
 
 import pytest
 
-from qerl.checkpoints.shapes import ModelShape
+from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.memory_model import CONTEXT, least_gpus, shape_of, sharded_memory, weight_numbers
-from qerl.models.random import model_config
 from qerl.settings.base import parse
 from qerl.settings.models import HubModel
 from qerl.settings.run import RunSettings
@@ -27,7 +26,7 @@ def run(**changes) -> RunSettings:
 
 
 def shape(size: str) -> ModelShape:
-    return ModelShape.of(model_config(size, "bf16"))
+    return ModelShape.of(QWEN[size])
 
 
 @pytest.mark.parametrize(("size", "billions"), [("7B", 7.616), ("14B", 14.770), ("32B", 32.764)])

@@ -5,16 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
@@ -22,18 +13,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotar
 from qerl.kernels.packed_sequences import Packing, all_keys
 from qerl.models import blocks
 from qerl.models.blocks import PackedAttention, attend, fuse_attentions, token_hidden
+from qerl.models.experts import GatedMLP
 from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.settings.run import AdapterSettings
-from tests.families import SHAPE
+from tests.families import FAMILIES
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
-MODELS = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 20}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-}
+MODELS = ("qwen2", "qwen3", "llama", "mistral")
 IDS = torch.tensor([[5, 9, 2, 77, 31, 8, 60, 4, 13]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 3, 4, 5, 0, 1]])
 PACKING = Packing.of([3, 1, 3, 2], [None, 0, 0, None], CPU)
@@ -41,9 +28,8 @@ PACKING = Packing.of([3, 1, 3, 2], [None, 0, 0, None], CPU)
 
 def made(name, **overrides):
     """transformers' model with random norms and biases, and a copy with the project's attention."""
-    model, config, settings = MODELS[name]
     torch.manual_seed(0)
-    plain = model(config(**SHAPE, **settings | overrides))
+    plain = AutoModelForCausalLM.from_config(FAMILIES[name].config(**overrides))
     for parameter in plain.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1, 0.2)
@@ -105,8 +91,7 @@ def test_the_projects_attention_equals_transformers(name, checkpointing, own_way
     if checkpointing:
         ours.train().gradient_checkpointing_enable({"use_reentrant": False})
     (a, grads), (b, expected) = outcome(ours, together), outcome(plain, together)
-    width = MODELS[name][2].get("head_dim", 16)
-    assert own_way == [((9, 4, width), (9, 2, width), (9, width), (9, width))] * (4 if checkpointing else 2)
+    assert own_way == [((9, 4, 16), (9, 2, 16), (9, 16), (9, 16))] * (4 if checkpointing else 2)
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert list(grads) == list(expected)
     for key, gradient in expected.items():
@@ -149,7 +134,7 @@ def test_a_class_that_is_not_known_is_left_alone():
     class OtherAttention(Qwen2Attention):
         pass
 
-    block = nn.Sequential(OtherAttention(Qwen2Config(**SHAPE), 0))
+    block = nn.Sequential(OtherAttention(FAMILIES["qwen2"].config(), 0))
     fuse_attentions(block)
     assert type(block[0]) is OtherAttention
 
@@ -161,10 +146,11 @@ def test_every_policy_has_them_and_adapters_find_their_layers(tmp_path, own_way)
         load_policy(folder, None, "float32", CPU),
         with_adapter(folder, AdapterSettings(rank=2), "float32", 0, CPU),
     ]
-    assert [len(fused(policy.lm)) for policy in policies] == [2, 2, 2]
+    for kind in (PackedAttention, GatedMLP):
+        assert [sum(isinstance(one, kind) for one in policy.lm.modules()) for policy in policies] == [2, 2, 2]
     adapted = policies[-1]
-    names = [name for name, _ in adapted.trainable() if ".self_attn." in name]
-    assert len(names) == 2 * 4 * 2  # Blocks, projections, A and B.
+    names = [name for name, _ in adapted.trainable() if ".lora_" in name]
+    assert len(names) == 2 * 7 * 2  # Blocks, projections, A and B.
     together(adapted.lm).square().mean().backward()
     assert all(p.grad is not None for name, p in adapted.trainable() if name in names)
     assert len(own_way) == 2
@@ -189,7 +175,7 @@ def test_heads_that_share_keys_are_not_copied_and_give_the_same_bits(monkeypatch
     copy_heads = sdpa_attention.repeat_kv
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *args: copied.append(1) or copy_heads(*args))
     attention = made("qwen2")[1].model.layers[0].self_attn
-    groups, heads, dim = attention.num_key_value_groups, SHAPE["num_attention_heads"], attention.head_dim
+    groups, heads, dim = attention.num_key_value_groups, 4, attention.head_dim
     assert groups > 1
     torch.manual_seed(0)
     query = torch.randn(9, queries, heads, dim, dtype=dtype).transpose(1, 2)

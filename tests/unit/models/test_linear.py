@@ -1,5 +1,7 @@
-"""Layers computed as one product against the same layers one by one."""
+"""Packed layers against dense ones with the unpacked weight, and products of layers with one input."""
 
+import copy
+import io
 from types import SimpleNamespace
 from typing import get_args
 
@@ -9,12 +11,116 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.activations import ACT2FN
 
-from qerl.formats.codecs import PACKED_FORMATS, quantize, split_rows
+from qerl.formats.codecs import PACKED_FORMATS, dequantize, quantize, split_rows
 from qerl.kernels.state import Activation
 from qerl.models import linear
-from qerl.models.linear import PackedLinear, W4Linear, fuse, product_class
+from qerl.models.linear import PackedLinear, W4Linear, dense_weights, fuse, product_class
 from qerl.models.lora import register_lora
 from qerl.settings.base import ConfigError
+
+ROWS, COLUMNS = 96, 128
+formats = pytest.mark.parametrize("weights_format", PACKED_FORMATS)
+
+
+def seeded(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_pair(weights_format, dtype, bias=True):
+    """A packed layer, and a dense one with the very weights it stands for."""
+    packed = quantize(seeded(ROWS, COLUMNS), weights_format)
+    offset = seeded(ROWS, seed=1, dtype=dtype) if bias else None
+    dense = nn.Linear(COLUMNS, ROWS, bias=bias, dtype=dtype)
+    dense.weight = nn.Parameter(dequantize(packed, dtype))
+    if bias:
+        dense.bias = nn.Parameter(offset.clone())
+    return PackedLinear.from_packed(packed, offset), dense
+
+
+@formats
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_forward_and_gradients_equal_the_dense_layer(weights_format, dtype, bias):
+    layer, dense = layer_pair(weights_format, dtype, bias)
+    x = seeded(2, 5, COLUMNS, seed=2, dtype=dtype).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    cotangent = seeded(2, 5, ROWS, seed=3, dtype=dtype)
+    out, expected = layer(x), dense(y)
+    out.backward(cotangent)
+    expected.backward(cotangent)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(x.grad, y.grad)
+    if bias:
+        torch.testing.assert_close(layer.bias.grad, dense.bias.grad)
+
+
+@formats
+def test_nothing_dense_is_saved_for_backward(weights_format):
+    layer, dense = layer_pair(weights_format, torch.float32)
+    saved = []
+
+    def count(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    x = seeded(3, COLUMNS).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        out = layer(x)
+    assert sum(saved) == 0
+    assert layer._dense is None
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        dense(x)
+    assert ROWS * COLUMNS in saved, "the hook sees what a dense layer saves"
+    out.sum().backward()
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kept_dense_weights_give_the_same_values_and_are_dropped(weights_format, dtype):
+    model = nn.Sequential(layer_pair(weights_format, dtype, bias=False)[0], nn.Tanh(), nn.Linear(ROWS, 4, dtype=dtype))
+    layer = model[0]
+    x = seeded(7, COLUMNS, seed=5, dtype=dtype).requires_grad_()
+    expected = model(x)
+    expected.sum().backward()
+    gradient, x.grad = x.grad, None
+    with dense_weights(model, dtype):
+        assert layer.dense_weight(dtype) is layer.dense_weight(dtype)
+        kept = model(x)
+        kept.sum().backward()
+        # Another dtype than the kept one is unpacked on the fly.
+        assert layer(x.detach().double()).dtype == torch.float64
+        with dense_weights(model, dtype):
+            pass
+        assert layer._dense is not None
+    assert torch.equal(kept, expected)
+    assert torch.equal(x.grad, gradient)
+    assert layer._dense is None
+    with pytest.raises(KeyError), dense_weights(model, dtype):
+        raise KeyError
+    assert layer._dense is None
+
+
+@formats
+def test_state_survives_casts_copies_and_serialisation(weights_format):
+    layer, _ = layer_pair(weights_format, torch.float32)
+    reference = {name: tensor.clone() for name, tensor in layer.packed.tensors.items()}
+    layer.to(torch.bfloat16).float().half().double()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = [layer, copy.deepcopy(layer), torch.load(file, weights_only=False)]
+    fresh = PackedLinear(COLUMNS, ROWS, weights_format, bias=True)
+    fresh.load_state_dict(layer.state_dict())
+    for each in [*copies, fresh]:
+        for name, tensor in reference.items():
+            found = each.packed.tensors[name]
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    assert layer.bias.dtype == torch.float64
+    meta = layer.to("meta")
+    assert all(tensor.is_meta for tensor in meta.packed.tensors.values())
+
 
 WIDTHS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 
@@ -24,13 +130,14 @@ class Projections(nn.Module):
         super().__init__()
         for name, width in WIDTHS.items():
             layer = nn.Linear(128, width, bias=bias)
-            if weights != "dense":
-                layer = PackedLinear.from_packed(quantize(layer.weight.data, weights), layer.bias)
+            kind = ("nvfp4" if name == "k_proj" else "dense") if weights == "in part" else weights
+            if kind != "dense":
+                layer = PackedLinear.from_packed(quantize(layer.weight.data, kind), layer.bias)
             setattr(self, name, layer)
         self.norm = nn.LayerNorm(128)  # PEFT takes the device from the first parameter
 
 
-@pytest.fixture(params=["dense", *PACKED_FORMATS])
+@pytest.fixture(params=["dense", "in part", *PACKED_FORMATS])
 def weights(request):
     return request.param
 
