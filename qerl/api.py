@@ -33,7 +33,16 @@ from qerl.checkpoints.files import (
     weight_files,
 )
 from qerl.data.hub import hub_unreachable
-from qerl.data.sources import GIVEN, GivenData, given, local_dataset, prepare, prepare_data, read_meta, read_split
+from qerl.data.sources import (
+    RECORDS,
+    RecordObjects,
+    as_files,
+    local_dataset,
+    prepare,
+    prepare_data,
+    read_meta,
+    read_split,
+)
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
@@ -182,7 +191,7 @@ def train(
 
 # Samples and evaluations by hand.
 
-Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
+Problems = PathLike | Mapping[str, Any] | DatasetSettings | RecordObjects
 
 
 def sample(
@@ -398,7 +407,7 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
+    left = {DATA, RECORDS, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
     others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
     data = folder / DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / DATASET).is_file()):
@@ -435,7 +444,7 @@ def _evaluation_settings(
 
 def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> Path:
     """A folder of prepared problems: the given folder, or one that is made in `out`."""
-    records = given(problems, out)
+    records = as_files(problems, out)
     records.write()
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)

@@ -60,7 +60,7 @@ def copy(tmp_path):
 
 
 def prepared(values, target, locked=None):
-    prepare(parse(DatasetSettings, values, "datasets"), target, locked)
+    prepare(parse(DatasetSettings, values, "datasets"), target, locked and LockedRepo(**locked))
     return target
 
 
