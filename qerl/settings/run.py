@@ -68,13 +68,6 @@ class VllmSettings(Settings):
     tensor_parallel: PositiveInt = 1
     """GPUs of this machine that share each layer of the engine. The trainer's policy stays whole on the first."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_server(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and (removed := sorted({"url", "adapters"} & values.keys())):
-            raise ValueError(f"the key {removed[0]} was removed with engine=vllm-server; delete it and use engine=vllm")
-        return values
-
 
 Kernels = Literal["auto", "portable"]
 KvCacheDtype = Literal["auto", "fp8"]
@@ -118,13 +111,6 @@ class EngineSettings(Settings):
         """Number of GPUs that sampling needs."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _is_no_server(cls, value: Any) -> Any:
-        if value == "vllm-server":
-            raise ValueError("engine=vllm-server was removed; use engine=vllm, which is vLLM within this process")
-        return value
-
 
 class RolloutSettings(EngineSettings):
     """The rollout of each step: `prompts` problems with `group_size` completions each (G of Eq. 3)."""
@@ -161,8 +147,6 @@ UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep"}}
 # Settings of verifiable rewards, and the presets of the released scripts.
 
 RewardPreset = Literal["upstream-gsm8k", "upstream-gsm8k-hashes", "upstream-bigmath", "upstream-dapomath"]
-
-
 #: The released scripts' values: GSM8K since 27 Nov 2025 and before; BigMath; DAPO-Math and MiroMind.
 REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
     "upstream-gsm8k": {"correct": 2.0, "format": 0.2},
@@ -444,7 +428,7 @@ CHECKED: Any = {
         "engine": True,
         "max_prompt_tokens": True,
         "sampling": {"max_tokens"},
-        "vllm": {"max_model_len", "url", "adapters"},
+        "vllm": {"max_model_len"},
     },
 }
 

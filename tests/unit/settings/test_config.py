@@ -85,8 +85,6 @@ SHARDED = {"processes": 2, "method": "full", "weights": "bf16"}
         ({"rollout": {"group_size": 1}}, "use at least 2, or loss.name=ppo"),
         ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
         ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
-        ({"rollout": {"engine": "vllm-server"}}, "`rollout.engine`: engine=vllm-server was removed; use engine=vllm"),
-        ({"rollout": {"vllm": {"url": "http://host:8000"}}}, "`rollout.vllm`: the key url was removed"),
         ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
         ({**SHARDED, "gradient_checkpointing": "auto"}, "use true or false"),
         ({"rollout": {"sampling": {"temperature": 0}}}, "is greedy: .*; use a temperature above 0"),
