@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qerl.data.hub import read_lock
@@ -81,6 +81,7 @@ def test_any_mapping_is_settings_or_one_sentence(settings, values):
 @example(("lock",), "x" * 300)
 @example(("model",), "\0")
 @example(("problems",), "x" * 5000)
+@example(("problems",), "no/such/file.jsonl")
 @example(("evaluation", "tasks", 0, "name"), "two\nlines")
 def test_one_wrong_value_of_a_configuration_is_planned_or_one_sentence(place, value):
     with refused_in_one_sentence():
@@ -88,19 +89,6 @@ def test_one_wrong_value_of_a_configuration_is_planned_or_one_sentence(place, va
         for name in (*made.runs, *made.timed, *made.checkpoints, *made.evaluations):
             assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*", name)
             assert len(name) <= 250
-
-
-@given(st.dictionaries(st.sampled_from([*Config.model_fields, "nmae", ""]), values, max_size=2))
-@example({"model": "\0"})
-@example({"model": "x" * 300})
-@example({"problems": "no/such/file.jsonl"})
-@example({"protocol": "upstream-scripts"})
-def test_keys_of_the_command_line_are_planned_or_one_sentence(given_keys):
-    assume("name" not in given_keys)
-    with refused_in_one_sentence(one_of=map(str, given_keys)):
-        made = plan_from(given_keys, MINI)
-        assert set(given_keys) <= set(Config.model_fields)
-        assert_same_when_read_again(made.config)
 
 
 def means(value, taken):

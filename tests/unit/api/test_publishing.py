@@ -337,29 +337,20 @@ def facts(base, **settings):
     return RunFacts(result, base, data, StockLoading(unpacked_by="CompressedTensorsConfig"))
 
 
-@pytest.mark.parametrize(
-    ("origin", "name"),
-    [
-        (ORIGIN, "openai/gsm8k"),
-        ({"source": "local", "path": "/home/me/mine.jsonl"}, "mine.jsonl"),
-        ({"source": "python", "function": "mine:sums"}, "mine:sums"),
-        ({"source": "generated"}, "arithmetic (made by qerl)"),
-        ({"source": "countdown"}, "countdown (made by qerl)"),
-    ],
-)
-def test_data_is_named_as_others_can_know_it(origin, name):
-    about = facts(BaseModel("org/base", True, None, True)).data
-    assert data_name(about.model_copy(update={"origin": origin})) == name
-
-
 def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
-    shown = card(run_card(facts(BaseModel("org/base", True, "v1", True, LICENSE)), "me/mine"), tmp_path)
+    about = facts(BaseModel("org/base", True, "v1", True, LICENSE))
+    shown = card(run_card(about, "me/mine"), tmp_path)
     assert (shown.data.base_model, shown.data.datasets) == ("org/base", ["openai/gsm8k"])
     assert (shown.data.license, shown.data.license_name) == ("other", "qwen-research")
     assert "[org/base](https://huggingface.co/org/base) at revision `v1`" in shown.text
     assert "qerl quantize" not in shown.text
     assert 'from_pretrained(base, revision="v1")' in shown.text
     assert "The policy wasn't evaluated" in shown.text
+    for name, origin in (
+        ("mine:sums", {"source": "python", "function": "mine:sums"}),
+        ("arithmetic (made by qerl)", {"source": "generated"}),
+    ):
+        assert data_name(about.data.model_copy(update={"origin": origin})) == name
     check_private({"README.md": (tmp_path / "card.md").read_text()})
 
 

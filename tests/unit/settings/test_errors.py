@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.settings.base import ConfigError, UserError, check_kind, parse, parse_yaml
+from qerl.settings.base import ConfigError, UserError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.errors import _keys
 from qerl.settings.models import LockedRepo
@@ -236,16 +236,6 @@ def test_every_name_of_another_library_means_a_key():
 def test_an_invisible_character_of_a_key_is_shown(invisible):
     said = sentence_of(lambda: parse(RunSettings, {"model": "m", "dataset": "d", f"steps{invisible}": 3}, ""))
     assert f"unknown key `steps{ascii(invisible)[1:-1]}`; did you mean `steps`?" in said
-
-
-def test_a_run_and_a_configuration_are_told_apart():
-    run, grid = {"model": "m", "dataset": "d", "out": "o"}, {"name": "n", "experiments": {}, "models": {}}
-    check_kind(run, "my.yaml", of_run=True)
-    check_kind(grid, "my.yaml", of_run=False)
-    assert "my.yaml is the file of one run, which `qerl train` takes" in sentence_of(
-        lambda: check_kind(run, "my.yaml", of_run=False)
-    )
-    assert "my.yaml is a configuration of the workflow" in sentence_of(lambda: check_kind(grid, "my.yaml", of_run=True))
 
 
 @pytest.mark.parametrize(
