@@ -400,8 +400,8 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    left = {DATA, RECORDS, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
-    others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
+    leftovers = {DATA, RECORDS, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
+    others = {file.name for file in folder.iterdir()} - leftovers if folder.is_dir() else set()
     data = folder / DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / DATASET).is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")

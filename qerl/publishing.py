@@ -146,7 +146,9 @@ def run_card(facts: RunFacts, repo: str) -> str:
     settings, title = facts.run.settings, repo.rpartition("/")[2]
     if settings.method == "full":
         about = _metadata(facts, title, base_model_relation="finetune", **_ABOUT_MODELS)
-        return _card(facts, about, title=title, what="All weights of a model", first="", code=_whole(repo), notes="")
+        return _card(
+            facts, about, title=title, what="All weights of a model", first="", code=_stock_code(repo), notes=""
+        )
     norms, base = settings.adapter.train_norms, facts.base
     loaded = Base(base.name, base.revision) if base.as_it_is else Base("base")
     served = "For vLLM, `qerl export` writes a base that has the trained norms." if norms else ""
@@ -175,7 +177,7 @@ def merged_card(facts: RunFacts, merged: MergedExport, title: str) -> str:
         what="A policy in one checkpoint",
         rounded=rounded,
         first="",
-        code=_whole(title),
+        code=_stock_code(title),
         notes="Exploration noise is not in it.",
         loss=merged.loss,
         same=f"{100 * merged.loss.same_token:.2f}",
@@ -278,7 +280,7 @@ def _base_first(facts: RunFacts) -> str:
     return f"The adapter belongs to the quantized base. Make it first:\n\n```sh\n{command}\n```"
 
 
-def _whole(name: str) -> str:
+def _stock_code(name: str) -> str:
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({name!r})
@@ -442,8 +444,8 @@ def upload(
         there = hub.repo_exists(repo)
         is_private = bool(hub.model_info(repo).private) if there else private is not False
         if private not in (None, is_private):
-            now, asked = ("private", "public") if is_private else ("public", "private")
-            raise ConfigError(f"{repo} is {now} already; leave out --{asked}, or change it on its page of settings")
+            now, option = ("private", "public") if is_private else ("public", "private")
+            raise ConfigError(f"{repo} is {now} already; leave out --{option}, or change it on its page of settings")
         if not there:
             hub.create_repo(repo, private=is_private)
         hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a policy trained by qerl")

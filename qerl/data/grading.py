@@ -232,9 +232,9 @@ def tells_more(answer: str, expected: str, units: Collection[str] = ()) -> bool:
 
 def is_prose(answer: str, units: Collection[str] = ()) -> bool:
     """Whether `answer` is words rather than an expression: more than one word, or a word that isn't a unit."""
-    said = " ".join(_TEXT.sub(r"\1", answer).split())
+    plain = " ".join(_TEXT.sub(r"\1", answer).split())
     words = [word for word in _words(answer, units) if len(word) > 1]  # single letters may be variables
-    return bool(words) and not _SINGLE.fullmatch(said) and said.strip(". ").lower() not in _PHRASES
+    return bool(words) and not _SINGLE.fullmatch(plain) and plain.strip(". ").lower() not in _PHRASES
 
 
 def _words(answer: str, units: Collection[str]) -> set[str]:
@@ -507,7 +507,7 @@ def boxed(text: str) -> str | None:
     return box[0] if box else "" if _BOXED in spoken else None
 
 
-def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
+def statement(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
     """Return the text in which a completion is expected to state `answer`, as `extract` reads it."""
     if form == "tags":
         return f"<think>...</think><answer>{answer}</answer>"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, get_args
 
-from qerl.data.grading import Goal, gold, is_correct, is_text, stated
+from qerl.data.grading import Goal, gold, is_correct, is_text, statement
 from qerl.host.console import log
 from qerl.settings.base import UserError
 from qerl.settings.data import AnswerForm, CountdownUse, RecordFormat, Split
@@ -118,7 +118,7 @@ def parse_record(
         question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
     elif record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
-        answer = _stated(solution, record_format, _HASHES_RULE, where, units)
+        answer = _solution_answer(solution, record_format, _HASHES_RULE, where, units)
     elif record_format == "math":
         question, answer = _text(record, "problem", where), (_optional(record, "answer", where) or "").strip()
         solution = _optional(record, "solution", where)
@@ -130,7 +130,7 @@ def parse_record(
                 f"{where} has neither `answer` nor `solution`; fill one, or name its column in `columns`: {names}"
             )
         rule = "`solution` must hold the answer in \\boxed{}"
-        answer = answer or _stated(str(solution), record_format, rule, where)
+        answer = answer or _solution_answer(str(solution), record_format, rule, where)
     else:
         question, solution = _text(record, "problem", where), _optional(record, "solution", where)
         text = _text(record, "answer", where)
@@ -172,7 +172,9 @@ def _optional(record: Mapping[str, Any], key: str, where: str) -> str | None:
     return None if value is None or not str(value).strip() else _text(record, key, where)
 
 
-def _stated(solution: str, record_format: RecordFormat, rule: str, where: str, units: Collection[str] = ()) -> str:
+def _solution_answer(
+    solution: str, record_format: RecordFormat, rule: str, where: str, units: Collection[str] = ()
+) -> str:
     answer = gold(solution, record_format, units)
     if answer is None:
         raise DataError(f"{where} states no answer: {rule}; it ends in {solution.strip()[-_QUOTED:]!r}")
@@ -307,7 +309,7 @@ def warn_of_notation(
             wrong = (
                 writing
                 for writing in writings
-                if not is_correct(stated(writing, record_format, form), answer, record_format, form, units)
+                if not is_correct(statement(writing, record_format, form), answer, record_format, form, units)
             )
             refused[answer] = next(wrong, "")
         count += bool(refused[answer])

@@ -371,7 +371,7 @@ def _hidden(text: str | bytes, error: yaml.MarkedYAMLError) -> str:
     marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
     if not marks:
         return ""
-    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
-    wrong = "".join(whole.split("\n")[min(marks) : max(marks) + 1])
+    readable = text.decode(errors="replace") if isinstance(text, bytes) else text
+    wrong = "".join(readable.split("\n")[min(marks) : max(marks) + 1])
     escapes = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
     return f"; there are invisible characters here: {' '.join(escapes)}" if escapes else ""
