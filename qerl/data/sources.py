@@ -299,7 +299,7 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
     if hub is not None:
         records = of_files(hub.splits)
     elif isinstance(origin, FunctionData):
-        records = _call(origin)
+        records = _locate(call(origin.function, key="origin.function"), origin.function)
     else:
         assert isinstance(origin, LocalData)
         records = of_files(split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
@@ -336,34 +336,28 @@ def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[
         yield where, {**rest, **{name: record[column] for name, column in columns.items()}}
 
 
-def _call(origin: FunctionData) -> _Splits | list[Located]:
-    """The return value of the user's function: records, or splits of records, each with its place as text."""
-    returned = call(origin.function, key="origin.function")
-    if not isinstance(returned, Mapping):
-        return _numbered(returned, origin.function)
-    if unknown := [name for name in returned if name not in SPLITS]:
-        raise DataError(f"{origin.function} returned a split {unknown[0]!r}; the splits are {', '.join(SPLITS)}")
-    return {split: _numbered(records, f"{origin.function}, split {split}") for split, records in returned.items()}
+def _locate(data: Any, source: str) -> _Splits | list[Located]:
+    """Records that Python code gives, or splits of records, each with its place as text."""
+    if not isinstance(data, Mapping):
+        return _locate_all(data, source)
+    if unknown := [name for name in data if name not in SPLITS]:
+        raise DataError(f"{source} has a split {unknown[0]!r}; the splits are {', '.join(SPLITS)}")
+    return {split: _locate_all(records, f"{source}, split {split}") for split, records in data.items()}
 
 
-def _numbered(records: Any, source: str) -> list[Located]:
-    numbered = enumerate(check_records(records, f"{source} must return"), start=1)
-    located = [(where, as_record(r, where)) for where, r in ((f"{source}, record {n}", r) for n, r in numbered)]
-    if not located:
-        raise DataError(f"{source} returned no record; it must return at least one")
-    return located
-
-
-def check_records(records: Any, rule: str) -> Iterable[Any]:
-    """The records as they are. Raises `DataError`, which starts with `rule`, unless they are something like a list."""
+def _locate_all(records: Any, source: str) -> list[Located]:
     if hasattr(records, "iterrows"):  # a DataFrame, which iterates over the names of its columns
-        raise DataError(f'{rule} records, not a {type(records).__name__}; give its `.to_dict("records")`')
+        raise DataError(f'{source} must be records, not a {type(records).__name__}; give its `.to_dict("records")`')
     if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
         raise DataError(
-            f"{rule} records, such as a list of them (or a mapping of split names to such), not "
+            f"{source} must be records, such as a list of them (or a mapping of split names to such), not "
             f"{type(records).__name__}"
         )
-    return records
+    places = ((f"{source}, record {number}", record) for number, record in enumerate(records, start=1))
+    located = [(where, as_record(record, where)) for where, record in places]
+    if not located:
+        raise DataError(f"{source} holds no records; a generator can be read once only")
+    return located
 
 
 def _filter(splits: _Splits, settings: DatasetSettings) -> _Splits:
@@ -471,23 +465,15 @@ def as_files(dataset: Any, folder: Path) -> RecordFiles:
         settings, objects = dict(dataset), dataset["origin"]
     else:
         return RecordFiles(dataset, {})
-    data = objects() if callable(objects) else objects
-    by_split = isinstance(data, Mapping)
-    files: dict[Path, str] = {}
+    located = _locate(objects() if callable(objects) else objects, "dataset")
+    splits = located if isinstance(located, dict) else {"records": located}
     record_format: RecordFormat | None = settings.get("format")
-    for name, records in data.items() if by_split else [("records", data)]:
-        if by_split and name not in SPLITS:
-            raise DataError(f"dataset has a split {name!r}; the splits are {', '.join(SPLITS)}")
-        where = f"dataset, split {name}" if by_split else "dataset"
-        numbered = enumerate(check_records(records, f"{where} must be"), start=1)
-        located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in numbered]
-        if not located:
-            raise DataError(f"{where} holds no records; a generator can be read once only")
-        for place, record in renamed(located, settings.get("columns") or {}):
-            record_format = record_format or detect_format(record, place)
-            parse_record(record, record_format, place, settings.get("units") or ())
-        files[folder / RECORDS / f"{name}.jsonl"] = lines_of(record for _, record in located)
-    path = folder / RECORDS if by_split else folder / RECORDS / "records.jsonl"
+    for where, record in renamed(chain(*splits.values()), settings.get("columns") or {}):
+        record_format = record_format or detect_format(record, where)
+        parse_record(record, record_format, where, settings.get("units") or ())
+    target = folder / RECORDS
+    files = {target / f"{name}.jsonl": lines_of(record for _, record in rows) for name, rows in splits.items()}
+    path = target if isinstance(located, dict) else target / "records.jsonl"
     return RecordFiles({**settings, "format": record_format, "origin": {"source": "local", "path": path}}, files)
 
 

@@ -299,9 +299,9 @@ def test_returned_records_are_split_like_those_of_a_file_and_returned_splits_sta
     [
         ("bad", r":bad, record 3 states no answer: `answer` must end in `#### n`"),
         ("bad_split", r":bad_split, split train, record 3 has no `answer`"),
-        ("unknown", "returned a split 'training'; the splits are train, validation, test"),
-        ("number", ":number must return records.* not int"),
-        ("empty", ":empty returned no record"),
+        ("unknown", "has a split 'training'; the splits are train, validation, test"),
+        ("number", ":number must be records.* not int"),
+        ("empty", ":empty holds no records"),
         ("rows", ":rows, record 1 is not a record"),
     ],
 )
