@@ -276,7 +276,7 @@ def test_well_formed(texts, record_format, form, formed):
 def test_extract_returns_the_answer_as_written():
     assert extract("#### 1,800.50 and more", "gsm8k") == "1,800.50"
     assert extract("\\boxed{a\\}b{c}}", "math") == "a\\}b{c}"
-    assert extract("nothing", "math") is None
+    assert extract("nothing", "math") is extract("$\\boxed 2$", "math") is None
     assert extract("<think>\\boxed{1}? No.</think>\\boxed{2}", "math") == "2"
 
 
@@ -320,32 +320,21 @@ def test_the_answer_of_a_record_is_the_number_after_the_hashes_and_never_a_part_
 
 
 @pytest.mark.parametrize(
-    ("solution", "answer"),
+    ("solution", "record_format", "units", "answer"),
     [
-        *(("####18", "18"), ("####\n18", "18"), ("#### Halve it\n36/2\n#### 18", "18")),
-        *(("#### 1. Halve it\n36/2\n#### 18", None), ("#### 17\n#### 18", None), ("#### 18\n#### It is even", None)),
-        ("<think>#### 17</think>\n#### 18", "18"),
+        # lm-eval compares with the answer after the last hashes, and a completion's first number after hashes counts:
+        # two numbers contradict each other.
+        *(("####18", "gsm8k", (), "18"), ("####\n18", "gsm8k", (), "18")),
+        ("#### Halve it\n36/2\n#### 18", "gsm8k", (), "18"),
+        ("#### 1. Halve it\n36/2\n#### 18", "gsm8k", (), None),
+        *(("#### 17\n#### 18", "gsm8k", (), None), ("#### 18\n#### It is even", "gsm8k", (), None)),
+        ("<think>#### 17</think>\n#### 18", "gsm8k", (), "18"),
+        *(("#### 5 widgets", "gsm8k", ("widgets",), "5"), ("#### 5 widgets", "gsm8k", ("gadgets",), None)),
+        # Two solutions of MATH's training problems have a box without braces; a completion's box needs them.
+        ("our answer is $\\boxed 2$.", "math", (), "2"),
+        ("not \\boxed{3}, but $x = \\boxed 12$", "math", (), "12"),
+        ("\\boxed{3}, and $\\boxed x + 1$", "math", (), "3"),
     ],
 )
-def test_the_answer_of_a_record_stands_after_the_last_hashes(solution, answer):
-    """lm-eval compares with it, and a completion's first number after hashes counts: two numbers contradict."""
-    assert gold(solution, "gsm8k") == answer
-
-
-def test_the_answer_of_a_record_has_the_units_of_its_data_set():
-    assert gold("#### 5 widgets", "gsm8k", ("widgets",)) == "5"
-    assert gold("#### 5 widgets", "gsm8k", ("gadgets",)) is None
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("our answer is $\\boxed 2$.", "2"),
-        ("not \\boxed{3}, but $x = \\boxed 12$", "12"),
-        ("\\boxed{3}, and $\\boxed x + 1$", "3"),
-    ],
-)
-def test_the_answer_of_a_record_in_a_box_without_braces(solution, answer):
-    """Two solutions of MATH's training problems have one; a completion's box needs its braces."""
-    assert gold(solution, "math") == answer
-    assert extract("$\\boxed 2$", "math") is None
+def test_where_a_record_states_its_answer(solution, record_format, units, answer):
+    assert gold(solution, record_format, units) == answer
