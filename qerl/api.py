@@ -33,7 +33,16 @@ from qerl.checkpoints.files import (
     weight_files,
 )
 from qerl.data.hub import hub_unreachable
-from qerl.data.sources import GIVEN, GivenData, given, local_dataset, prepare, prepare_data, read_meta, read_split
+from qerl.data.sources import (
+    RECORDS,
+    RecordObjects,
+    as_files,
+    local_dataset,
+    prepare,
+    prepare_data,
+    read_meta,
+    read_split,
+)
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
@@ -102,7 +111,7 @@ if TYPE_CHECKING:
 
     from qerl.evals.policy import Drawn
     from qerl.models.policy import Policy
-    from qerl.publishing import BaseModel, Published, RunFacts, RunScore
+    from qerl.publishing import Published, RunFacts, RunScore
     from qerl.results.statistics import Interval
 
 
@@ -115,15 +124,15 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
     `pack_delta_nets` packs the delta nets of a hybrid too, which otherwise stay bfloat16.
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
-    target, given_model = path_argument(out, "out"), path_argument(model, "model")
+    target, name = path_argument(out, "out"), str(path_argument(model, "model"))
     if not isinstance(weights, str) or weights not in GROUP_SIZE:
         raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
     check_installed("train")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
-    source = base_folder(str(given_model))
-    base = Base(str(given_model), weights, packed_nets=pack_delta_nets)
+    source = base_folder(name)
+    base = Base(name, weights, packed_nets=pack_delta_nets)
 
     def fill(folder: Path) -> None:
         make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / REPORT, out=folder))
@@ -182,7 +191,7 @@ def train(
 
 # Samples and evaluations by hand.
 
-Problems = PathLike | Mapping[str, Any] | DatasetSettings | GivenData
+Problems = PathLike | Mapping[str, Any] | DatasetSettings | RecordObjects
 
 
 def sample(
@@ -318,14 +327,9 @@ def evaluate(
     check_unicode(instruction or "", "instruction")
     if isinstance(units, str) or not (units is None or isinstance(units, Iterable)):
         raise ConfigError(f"units must be a list of words and signs, not {units!r}")
-    of_call = {
-        "instruction": instruction,
-        "answer": answer,
-        "units": None if units is None else [*units],
-        "thinking": thinking,
-        "date": date,
-    }
-    form = {key: value for key, value in of_call.items() if value is not None}
+    form: dict[str, Any] = {"instruction": instruction, "answer": answer, "thinking": thinking, "date": date}
+    form["units"] = None if units is None else [*units]
+    form = {key: value for key, value in form.items() if value is not None}
     if isinstance(task, str):
         task = stock_task(task)
     if task and task.task and (instruction or units or answer not in (None, "native")):
@@ -341,8 +345,8 @@ def evaluate(
     dtype = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
     settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
-    about = {"model": policy.tokenizer.name_or_path, "adapter": policy.peft is not None}
-    row = {"eval": folder.name, **about, "settings": settings.model_dump(mode="json")}
+    row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
+    row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
     with writing(folder):
         score_policy(policy, settings, row, {_TASK: data}, folder)
     return Evaluation(folder)
@@ -378,12 +382,10 @@ def measure_dose(
         packed = quantize(model, folder / "packed", weights)
         exact, rounded = load(model, dtype), load(packed, dtype)
         task = {"dataset": _TASK, "harness": "qerl"}
-        settings = _evaluation_settings(task, completions, seed, dtype, {"max_tokens": max_tokens})
-        # The engine's cache is freed before the models are compared.
-        native = settings.native.model_copy(update={"sleep": True})
+        settings = _evaluation_settings(task, completions, seed, dtype, {"max_tokens": max_tokens}, sleep=True)
         from qerl.evals.divergence import Assay
 
-        assay = Assay(exact, data, settings.model_copy(update={"native": native}), count)
+        assay = Assay(exact, data, settings, count)
         return {sigma: assay.dose(rounded, sigma) for sigma in (0.0, *sigmas)}
 
 
@@ -398,8 +400,8 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if (folder / RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    left = {DATA, GIVEN, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
-    others = {file.name for file in folder.iterdir()} - left if folder.is_dir() else set()
+    leftovers = {DATA, RECORDS, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
+    others = {file.name for file in folder.iterdir()} - leftovers if folder.is_dir() else set()
     data = folder / DATA
     if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / DATASET).is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
@@ -421,21 +423,28 @@ def stock_task(name: str, **settings: Any) -> TaskSettings:
 
 
 def _evaluation_settings(
-    task: Mapping[str, Any], repeats: int | None, seed: int, dtype: str, sampling: Mapping[str, float]
+    task: Mapping[str, Any],
+    repeats: int | None,
+    seed: int,
+    dtype: str,
+    sampling: Mapping[str, float],
+    sleep: bool = False,
 ) -> EvaluationSettings:
+    """The default evaluation with one task; with `sleep` the memory of a sampler's cache is free for other models."""
     default: SamplingSettings = EvaluationSettings.model_fields["sampling"].default
     values: dict[str, Any] = {
         "tasks": [task],
         "sampling": {**default.model_dump(), **sampling},
         "dtype": dtype,
         "seed": seed,
+        "native": {"sleep": sleep},
     }
     return parse(EvaluationSettings, values if repeats is None else {**values, "repeats": repeats}, "evaluation")
 
 
 def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> Path:
     """A folder of prepared problems: the given folder, or one that is made in `out`."""
-    records = given(problems, out)
+    records = as_files(problems, out)
     records.write()
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
@@ -497,7 +506,11 @@ def export_merged(
         raise CheckpointError(f"{target} exists already; remove it or give another folder")
     check_writable(target)
     check_checkpoint(trained.checkpoint)
-    _check_split(trained, split, problems)
+    check_count(problems, "problems")
+    rows = read_meta(trained.data).rows
+    if not rows[split]:
+        others = ", ".join(name for name in ("validation", "test") if rows[name])  # type: ignore[index]
+        raise ConfigError(f"{trained.data} has no {split} problems to measure on; give another split ({others})")
     make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
     return read(MergedExport, target / MERGED)
 
@@ -511,14 +524,6 @@ def _with_adapter(run: PathLike) -> Run:
     return trained
 
 
-def _check_split(run: Run, split: Split, problems: int) -> None:
-    check_count(problems, "problems")
-    rows = read_meta(run.data).rows
-    if not rows[split]:
-        others = ", ".join(name for name in ("validation", "test") if rows[name])  # type: ignore[index]
-        raise ConfigError(f"{run.data} has no {split} problems to measure on; give another split ({others})")
-
-
 def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, problems: int) -> None:
     from qerl.evals.divergence import merge_loss
     from qerl.models.adapter_files import CARD
@@ -527,26 +532,20 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
 
     merge(run.checkpoint, run.adapter, folder, weights)
     policies = load(run.folder), load(folder, run.settings.dtype)
-    settings = run.settings
-    loss = merge_loss(*policies, run.data, _loss_settings(run, split), problems)
+    # The default evaluation by the grader of training, with the run's length of completions and dtype.
+    task = {"dataset": _TASK, "harness": "qerl", "split": split}
+    sampling = {"max_tokens": run.settings.rollout.sampling.max_tokens}
+    settings = _evaluation_settings(task, None, 0, run.settings.dtype, sampling, sleep=True)
     result = MergedExport(
         run=run.folder.resolve().name,
-        base_weights=settings.weights,
+        base_weights=run.settings.weights,
         weights=weights,
         size_bytes=sum(path.stat().st_size for path in weight_files(folder)),
-        loss=loss,
+        loss=merge_loss(*policies, run.data, settings, problems),
         provenance=Provenance.of_now(),
     )
     write(folder / MERGED, result)
     write_text(folder / CARD, merged_card(facts_of(run), result, folder.name))
-
-
-def _loss_settings(run: Run, split: Split) -> EvaluationSettings:
-    """The default evaluation, with the run's length of completions and dtype, by the grader of training."""
-    default: EvaluationSettings = EvaluationSettings(tasks=[TaskSettings(dataset=_TASK, harness="qerl", split=split)])
-    sampling = default.sampling.model_copy(update={"max_tokens": run.settings.rollout.sampling.max_tokens})
-    native = default.native.model_copy(update={"sleep": True})  # the other model needs the memory of a sampler's cache
-    return default.model_copy(update={"sampling": sampling, "native": native, "dtype": run.settings.dtype})
 
 
 # Publishing of a finished run on the hub: its adapter with a card, scores and metrics.
@@ -588,66 +587,51 @@ def publish(
 
 
 def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = None) -> RunFacts:
-    """What a card tells of a run, with its evaluations: those in the folders given, or all in the run's folder.
+    """What a card tells of a run, with its evaluations: those in these folders, or all in the run's folder.
 
     The licence of a base that is a folder is looked up there, that of a repository on `hub`.
     """
-    from qerl.publishing import RunFacts
+    from qerl.publishing import BaseModel, RunFacts, license_of
 
+    as_it_is = not (run.checkpoint / REPORT).exists()
+    if named := HUB_MODEL.fullmatch(run.settings.model):
+        base = BaseModel(named["repo"], True, named["revision"], as_it_is, license_of(named["repo"], hub))
+    else:  # run.yaml has the absolute path of a folder
+        folder = Path(run.settings.model)
+        base = BaseModel(folder.name, False, None, as_it_is, license_of(folder, hub))
     return RunFacts(
         run=read(RunResult, run.folder / RUN),
-        base=_base(run, hub),
+        base=base,
         data=read(PreparedDataset, run.data / DATASET),
         stock=stock_loading(run.checkpoint),
         scores=[*_scores(run, evaluations)],
     )
 
 
-def _base(run: Run, hub: HfApi | None) -> BaseModel:
-    from qerl.publishing import BaseModel, license_of
-
-    as_it_is = not (run.checkpoint / REPORT).exists()
-    named = HUB_MODEL.fullmatch(run.settings.model)
-    if named is None:  # run.yaml has the absolute path of a folder
-        folder = Path(run.settings.model)
-        return BaseModel(folder.name, False, None, as_it_is, license_of(folder, hub))
-    return BaseModel(named["repo"], True, named["revision"], as_it_is, license_of(named["repo"], hub))
-
-
 def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
-    for folder in evaluations or sorted(file.parent for file in run.folder.glob(f"*/{RESULT}")):
-        result = read(OwnEvaluationResult, folder / RESULT)
-        trained = _is_trained(run, result)
-        if trained is not None:
-            yield from _scores_of(run, folder, result, trained)
-        elif evaluations:
-            raise ConfigError(f"{folder} evaluates {result.model}, which is not {run.folder}; give its own evaluations")
-
-
-def _is_trained(run: Run, result: OwnEvaluationResult) -> bool | None:
-    """Whether an evaluation is of the run's policy (True) or of its base (False); None if it is of neither."""
-    place = Path(result.model).parts[-2:]
-    if place == (run.folder.resolve().name, CHECKPOINT):
-        return result.adapter
-    return True if place == (run.folder.resolve().name, POLICY) else None
-
-
-def _scores_of(run: Run, folder: Path, result: OwnEvaluationResult, trained: bool) -> Iterator[RunScore]:
+    """The scores of the run's policy and of its base in folders of evaluations."""
     from qerl.publishing import RunScore, data_name
 
-    evaluation = Evaluation(folder)
-    data = _data_of(run, folder, set(evaluation.samples["problem"]))
-    for score in result.tasks.values():
+    for folder in evaluations or sorted(file.parent for file in run.folder.glob(f"*/{RESULT}")):
+        result = read(OwnEvaluationResult, folder / RESULT)
+        name, part = run.folder.resolve().name, Path(result.model).name
+        if Path(result.model).parts[-2:] not in ((name, CHECKPOINT), (name, POLICY)):
+            if evaluations:
+                raise ConfigError(
+                    f"{folder} evaluates {result.model}, which is not {run.folder}; give its own evaluations"
+                )
+            continue
+        is_trained = result.adapter or part == POLICY
+        evaluation = Evaluation(folder)
+        # Its data set is its own, or the run's if just the test problems of that have answers.
+        data = None
+        if (folder / DATA / DATASET).is_file():
+            data = read(PreparedDataset, folder / DATA / DATASET)
+        elif set(evaluation.samples["problem"]) == {problem.id for problem in read_split(run.data, "test")}:
+            data = read(PreparedDataset, run.data / DATASET)
         label = data_name(data) if data else result.eval
-        yield RunScore(label, trained, score, evaluation.accuracy, data, result.provenance)
-
-
-def _data_of(run: Run, folder: Path, problems: set[str]) -> PreparedDataset | None:
-    """The data set of an evaluation: its own, or the run's if just the test problems of that were asked."""
-    if (folder / DATA / DATASET).is_file():
-        return read(PreparedDataset, folder / DATA / DATASET)
-    held_out = {problem.id for problem in read_split(run.data, "test")}
-    return read(PreparedDataset, run.data / DATASET) if problems == held_out else None
+        for score in result.tasks.values():
+            yield RunScore(label, is_trained, score, evaluation.accuracy, data, result.provenance)
 
 
 def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
@@ -661,34 +645,28 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
             os.symlink(file, folder / file.name)
     else:
         os.symlink(own_file(run.folder, run.adapter / ADAPTER), folder / ADAPTER)
-        texts[ADAPTER_CONFIG] = _config(run, facts.base)
+        # PEFT's configuration, in which the base has its public name.
+        config = json.loads(own_file(run.folder, run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config |= {"base_model_name_or_path": facts.base.name, "revision": facts.base.revision}
+        texts[ADAPTER_CONFIG] = json.dumps(config, indent=2) + "\n"
     shutil.copyfile(own_file(run.folder, run.folder / METRICS), folder / METRICS)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def _config(run: Run, base: BaseModel) -> str:
-    """PEFT's adapter_config.json, in which the base has its public name."""
-    from qerl.publishing import own_file
-
-    config = json.loads(own_file(run.folder, run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return json.dumps({**config, "base_model_name_or_path": base.name, "revision": base.revision}, indent=2) + "\n"
 
 
 def _notes(facts: RunFacts) -> list[str]:
     """What a person should know of before others read it."""
     from qerl.publishing import data_name
 
-    notes = []
-    if not facts.base.on_hub:
-        notes.append(f"the base is told by the name of its folder, {facts.base.name}, without its path")
-    if facts.data.origin["source"] in ("local", "python"):
-        notes.append(f"the data set is told by its name, {data_name(facts.data)}; its problems are not published")
-    if not facts.base.license:
-        notes.append(f"the licence of {facts.base.name} isn't known here, so the card states none")
-    if not facts.scores:
-        notes.append("no evaluation of this run was found, so the card has no scores; name one with --evaluation")
-    return notes
+    base, data = facts.base, facts.data
+    notes = {
+        f"the base is told by the name of its folder, {base.name}, without its path": not base.on_hub,
+        f"the data set is told by its name, {data_name(data)}; its problems are not published": data.origin["source"]
+        in ("local", "python"),
+        f"the licence of {base.name} isn't known here, so the card states none": not base.license,
+        "no evaluation of this run was found, so the card has no scores; name one with --evaluation": not facts.scores,
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 __all__ = [

@@ -146,7 +146,9 @@ def run_card(facts: RunFacts, repo: str) -> str:
     settings, title = facts.run.settings, repo.rpartition("/")[2]
     if settings.method == "full":
         about = _metadata(facts, title, base_model_relation="finetune", **_ABOUT_MODELS)
-        return _card(facts, about, title=title, what="All weights of a model", first="", code=_whole(repo), notes="")
+        return _card(
+            facts, about, title=title, what="All weights of a model", first="", code=_stock_code(repo), notes=""
+        )
     norms, base = settings.adapter.train_norms, facts.base
     loaded = Base(base.name, base.revision) if base.as_it_is else Base("base")
     served = "For vLLM, `qerl export` writes a base that has the trained norms." if norms else ""
@@ -175,7 +177,7 @@ def merged_card(facts: RunFacts, merged: MergedExport, title: str) -> str:
         what="A policy in one checkpoint",
         rounded=rounded,
         first="",
-        code=_whole(title),
+        code=_stock_code(title),
         notes="Exploration noise is not in it.",
         loss=merged.loss,
         same=f"{100 * merged.loss.same_token:.2f}",
@@ -197,19 +199,27 @@ def data_name(data: PreparedDataset) -> str:
 
 
 def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
-    run, base, settings = facts.run, facts.base, facts.run.settings
+    run, base, data, settings = facts.run, facts.base, facts.data, facts.run.settings
     decisive: dict[str, Any] = settings.model_dump(mode="json", exclude=UNDECIDING | _STATED)
     stated = yaml.safe_dump(decisive, sort_keys=False).strip()
     at = f" at revision `{base.revision}`" if base.revision else ""
+    data_at = f" at revision `{data.origin['revision']}`" if data.origin.get("revision") else ""
     link = f"[{base.name}](https://huggingface.co/{base.name}){at}"
+    rows = ", ".join(f"{count} {split}" for split, count in data.rows.items())
+    instruction = f" Each question is followed by: {code_span(data.instruction)}" if data.instruction else ""
+    scores = (
+        f"| {plain(each.label)} | {'trained' if each.trained else 'untrained base'} | {each.by} "
+        f"| {each.score.problems} × {each.score.repeats} | {_percent(each.accuracy)} |"
+        for each in facts.scores
+    )
     unlicensed = f"\nThe licence of {plain(base.name)} isn't stated here; look it up before you use this."
     common: dict[str, Any] = {
         "settings": settings,
         "base": link if base.on_hub else f"{code_span(base.name)} (a folder of the author's)",
-        "scores": "\n".join(_score(each) for each in facts.scores),
+        "scores": "\n".join(scores),
         "method": METHOD[0].upper() + METHOD[1:],
         "percent": _percent,
-        "data": _data(facts.data),
+        "data": f"Data: {code_span(data_name(data))}{data_at}, records of format {data.format} ({rows}).{instruction}",
         "stated": stated,
         "fence": "`" * max(3, 1 + max(map(len, re.findall("`+", stated)), default=0)),
         "stamp": run.provenance,
@@ -221,8 +231,27 @@ def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
 
 
 def _metadata(facts: RunFacts, title: str, scores: Sequence[RunScore] | None = None, **about: Any) -> ModelCardData:
-    """The front matter. A base or data set that isn't of the hub is left out, as the hub links what it names."""
-    index = model_index(facts.scores if scores is None else scores)
+    """The front matter, with the policy's own scores as a model index; accuracy is a share there.
+
+    A base or data set that isn't of the hub is left out, as the hub links what it names.
+    """
+    index = []
+    for score in facts.scores if scores is None else scores:
+        if not score.trained:
+            continue
+        origin = score.data.origin if score.data and score.data.origin["source"] == "hub" else {}
+        entry = EvalResult(
+            task_type="text-generation",
+            dataset_type=origin.get("repo", score.label),
+            dataset_name=data_name(score.data) if score.data else score.label,
+            dataset_config=origin.get("subset"),
+            dataset_split=origin.get("splits", {}).get("test", "test"),
+            dataset_revision=origin.get("revision"),
+            metric_type="accuracy",
+            metric_name=f"accuracy ({score.by})",
+            metric_value=round(score.accuracy.mean, 4),
+        )
+        index.append(entry)
     return ModelCardData(
         base_model=facts.base.name if facts.base.on_hub else None,
         datasets=[data_name(facts.data)] if facts.data.origin["source"] == "hub" else None,
@@ -233,41 +262,8 @@ def _metadata(facts: RunFacts, title: str, scores: Sequence[RunScore] | None = N
     )
 
 
-def model_index(scores: Sequence[RunScore]) -> list[EvalResult]:
-    """The policy's own scores as entries of a card's model index; accuracy is a share."""
-    return [_indexed(score) for score in scores if score.trained]
-
-
-def _indexed(score: RunScore) -> EvalResult:
-    origin = score.data.origin if score.data and score.data.origin["source"] == "hub" else {}
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=origin.get("repo", score.label),
-        dataset_name=data_name(score.data) if score.data else score.label,
-        dataset_config=origin.get("subset"),
-        dataset_split=origin.get("splits", {}).get("test", "test"),
-        dataset_revision=origin.get("revision"),
-        metric_type="accuracy",
-        metric_name=f"accuracy ({score.by})",
-        metric_value=round(score.accuracy.mean, 4),
-    )
-
-
-def _score(each: RunScore) -> str:
-    policy = "trained" if each.trained else "untrained base"
-    count = f"{each.score.problems} × {each.score.repeats}"
-    return f"| {plain(each.label)} | {policy} | {each.by} | {count} | {_percent(each.accuracy)} |"
-
-
 def _percent(interval: Interval) -> str:
     return f"{100 * interval.mean:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-
-
-def _data(data: PreparedDataset) -> str:
-    at = f" at revision `{data.origin['revision']}`" if data.origin.get("revision") else ""
-    rows = ", ".join(f"{count} {split}" for split, count in data.rows.items())
-    asked = f" Each question is followed by: {code_span(data.instruction)}" if data.instruction else ""
-    return f"Data: {code_span(data_name(data))}{at}, records of format {data.format} ({rows}).{asked}"
 
 
 def _base_first(facts: RunFacts) -> str:
@@ -284,7 +280,7 @@ def _base_first(facts: RunFacts) -> str:
     return f"The adapter belongs to the quantized base. Make it first:\n\n```sh\n{command}\n```"
 
 
-def _whole(name: str) -> str:
+def _stock_code(name: str) -> str:
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({name!r})
@@ -448,8 +444,8 @@ def upload(
         there = hub.repo_exists(repo)
         is_private = bool(hub.model_info(repo).private) if there else private is not False
         if private not in (None, is_private):
-            now, asked = ("private", "public") if is_private else ("public", "private")
-            raise ConfigError(f"{repo} is {now} already; leave out --{asked}, or change it on its page of settings")
+            now, option = ("private", "public") if is_private else ("public", "private")
+            raise ConfigError(f"{repo} is {now} already; leave out --{option}, or change it on its page of settings")
         if not there:
             hub.create_repo(repo, private=is_private)
         hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a policy trained by qerl")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol, TypeVar
 
 from qerl.data.grading import Goal
 from qerl.data.records import DataError, Record
@@ -18,27 +17,20 @@ from qerl.settings.data import ComparisonData, CountdownData, Generated, Generat
 _PATIENCE = 1000
 
 
-class GeneratedProblem(Protocol):
-    """A problem that a generator draws."""
+@dataclass(frozen=True)
+class Draw:
+    """A problem that a generator has drawn."""
 
-    @property
-    def question(self) -> str:
-        """The question; no two problems have the same."""
-        ...
-
-    @property
-    def core(self) -> object:
-        """What the problem is apart from the order of its numbers, its names or its nouns; no two splits share one."""
-        ...
+    question: str
+    """No two problems have the same."""
+    core: object
+    """What the problem is apart from the order of its numbers, its names or its nouns; no two splits share one."""
+    record: Callable[[Split], Record]
+    """Makes its record, once it is known to be new."""
 
 
-D = TypeVar("D", bound=GeneratedProblem)
-
-
-def make_splits(
-    settings: GeneratedSplits, draw: Callable[[], D], record: Callable[[D, Split], Record]
-) -> dict[Split, list[Record]]:
-    """The splits' records. `draw` makes a problem, `record` its record once it is known to be new.
+def make_splits(settings: GeneratedSplits, draw: Callable[[], Draw]) -> dict[Split, list[Record]]:
+    """The splits' records.
 
     No two records share a question. No record of one split has the core of a record of another split, and no two
     records for testing or validation have one core. Training may have a core again, as it may in real data.
@@ -46,24 +38,25 @@ def make_splits(
     seen: set[object] = set()
     held_out: set[object] = set()
     sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
-    splits: dict[Split, list[Record]] = {}
+    splits: dict[Split, list[Record]] = {split: [] for split in sizes}
     for split, size in sizes.items():
-        splits[split] = []
         for _ in range(size):
-            problem = _unseen(draw, seen, held_out)
+            draws = (draw() for _ in range(_PATIENCE))
+            problem = next((one for one in draws if one.question not in seen and one.core not in held_out), None)
+            if problem is None:
+                raise DataError("there are no more problems to generate; ask for fewer (train, validation, test)")
             seen.add(problem.question)
             if split != "train":
                 held_out.add(problem.core)
-            splits[split].append(record(problem, split))
+            splits[split].append(problem.record(split))
     return splits
 
 
-def _unseen(draw: Callable[[], D], seen: set[object], held_out: set[object]) -> D:
-    for _ in range(_PATIENCE):
-        problem = draw()
-        if problem.question not in seen and problem.core not in held_out:
-            return problem
-    raise DataError("there are no more problems to generate; ask for fewer (train, validation, test)")
+def _apply(left: int, sign: str, right: int) -> int | None:
+    """The result of an operation; None for a division with a remainder."""
+    if sign == "/":
+        return left // right if left % right == 0 else None
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 # Seeded arithmetic problems with worked solutions, in the three record formats.
@@ -79,20 +72,8 @@ LEVELS: dict[RecordFormat, tuple[int, ...]] = {"gsm8k": (2, 3, 4), "math": (1, 2
 LARGEST_VALUE = 50
 
 _NAMES = ["Mia", "Tom", "Ann", "Leo", "Eva", "Max", "Zoe", "Sam", "Ivy", "Ben", "Lea", "Dan"]
-_OBJECTS = [
-    "apples",
-    "books",
-    "coins",
-    "cards",
-    "shells",
-    "pens",
-    "marbles",
-    "stamps",
-    "eggs",
-    "plums",
-    "stones",
-    "beads",
-]
+_OBJECTS = ["apples", "books", "coins", "cards", "shells", "pens", "marbles", "stamps", "eggs", "plums"]
+_OBJECTS += ["stones", "beads"]
 _GAIN = ["buys", "finds", "gets", "wins", "collects", "picks"]
 _LOSS = ["loses", "sells", "gives", "uses", "drops", "breaks"]
 _TIMES = {2: "doubles", 3: "triples"}
@@ -117,56 +98,36 @@ class Step:
         return f"{self.left}{self.sign}{self.right}={self.result}"
 
 
-@dataclass(frozen=True)
-class WorkedChain:
-    """A chain of operations with the question that asks for its result."""
-
-    question: str
-    steps: list[Step]
-
-    @property
-    def core(self) -> object:
-        """The question: chains are few, so that splits share some in other words."""
-        return self.question
-
-
 # A merely under-trained policy of a million parameters gains little in twenty RL steps. So solutions have two correct
 # styles, of which the policy imitates both: nearly always right step by step, mostly wrong with the answer at once.
 # GRPO finds the former. It imitates what RL does to a real model and is no evidence about real models.
 def generate_arithmetic(record_format: RecordFormat, settings: Generated) -> dict[Split, list[Record]]:
-    """Make the splits' records; no two records, of one split or of two, share a question."""
+    """Make the splits' records (`make_splits`)."""
     rng = random.Random(f"{settings.seed} {record_format}")
 
-    def draw() -> WorkedChain:
-        steps = _chain(rng.choice(LEVELS[record_format]), rng)
-        return WorkedChain(_QUESTIONS[record_format](steps, rng), steps)
+    def draw() -> Draw:
+        length, steps = rng.choice(LEVELS[record_format]), list[Step]()
+        value = rng.randint(2, 12)
+        for _ in range(length):
+            steps.append(_step(value, rng))
+            value = steps[-1].result
+        question = _QUESTIONS[record_format](steps, rng)
 
-    def record(problem: WorkedChain, split: Split) -> Record:
-        terse = settings.terse if split == "train" else 0.0
-        return _record(record_format, problem.question, problem.steps, is_terse=rng.random() < terse)
+        def record(split: Split) -> Record:
+            is_terse = rng.random() < (settings.terse if split == "train" else 0.0)
+            final = f"#### {value}" if record_format == "gsm8k" else f"\\boxed{{{value}}}"
+            lines = [f"{label}{step}" for label, step in zip(_LABELS[record_format], steps, strict=False)]
+            solution = final if is_terse else "\n".join([*lines, final])
+            if record_format == "gsm8k":
+                return {"question": question, "answer": solution}
+            if record_format == "math":
+                return {"problem": question, "solution": solution, "level": f"Level {len(steps)}"}
+            return {"problem": question, "solution": solution, "answer": str(value)}
 
-    return make_splits(settings, draw, record)
+        # Its core is the question: chains are few, so that splits share some in other words.
+        return Draw(question, question, record)
 
-
-def _record(record_format: RecordFormat, question: str, steps: list[Step], is_terse: bool) -> Record:
-    answer = steps[-1].result
-    final = f"#### {answer}" if record_format == "gsm8k" else f"\\boxed{{{answer}}}"
-    lines = [f"{label}{step}" for label, step in zip(_LABELS[record_format], steps, strict=False)]
-    solution = final if is_terse else "\n".join([*lines, final])
-    if record_format == "gsm8k":
-        return {"question": question, "answer": solution}
-    if record_format == "math":
-        return {"problem": question, "solution": solution, "level": f"Level {len(steps)}"}
-    return {"problem": question, "solution": solution, "answer": str(answer)}
-
-
-def _chain(length: int, rng: random.Random) -> list[Step]:
-    steps: list[Step] = []
-    value = rng.randint(2, 12)
-    for _ in range(length):
-        steps.append(_step(value, rng))
-        value = steps[-1].result
-    return steps
+    return make_splits(settings, draw)
 
 
 def _step(value: int, rng: random.Random) -> Step:
@@ -232,10 +193,6 @@ _SIGNS = {"more": "+", "fewer": "-", "twice": "*", "half": "/"}
 _UNDONE = {"+": "-", "-": "+", "*": "/", "/": "*"}
 
 
-class _OutOfRangeError(ArithmeticError):
-    """A result that no problem may have."""
-
-
 @dataclass(frozen=True)
 class Clause:
     """A comparison of a person with the previous one, by `word` and `amount`; if `turned`, the previous is named
@@ -273,72 +230,59 @@ class ComparisonProblem:
         """The problem in words."""
         pairs = zip(self.names, self.names[1:], self.clauses, strict=False)
         sentences = [clause.text(before, after) for before, after, clause in pairs]
-        asked = f"How many {self.noun} has {self.names[-1]}?"
-        return " ".join([f"{self.names[0]} has {self.start} {self.noun}.", *sentences, asked])
+        last = f"How many {self.noun} has {self.names[-1]}?"
+        return " ".join([f"{self.names[0]} has {self.start} {self.noun}.", *sentences, last])
 
-    @property
-    def core(self) -> object:
-        """Its numbers and comparisons, without names and nouns."""
-        return self.start, tuple(self.clauses)
-
-    def way(self, hasty: Sequence[bool]) -> list[tuple[str, int]]:
-        """Each step with its result. Raises `_OutOfRangeError` unless all are whole numbers from 1 to
-        `LARGEST_COUNT`.
-        """
-        steps, value = [], self.start
+    def solve(self, hasty: Sequence[bool]) -> tuple[list[str], int] | None:
+        """The steps and their result; None unless all results are whole numbers from 1 to `LARGEST_COUNT`."""
+        steps, value = list[str](), self.start
         for name, clause, is_hasty in zip(self.names[1:], self.clauses, hasty, strict=True):
             sign = clause.sign(is_hasty)
-            result = _result(value, sign, clause.amount)
+            result = _apply(value, sign, clause.amount)
             if result is None or not 0 < result <= LARGEST_COUNT:
-                raise _OutOfRangeError
-            steps.append((f"{name} {value}{sign}{clause.amount}={result}", result))
+                return None
+            steps.append(f"{name} {value}{sign}{clause.amount}={result}")
             value = result
-        return steps
+        return steps, value
 
     @property
     def misleads(self) -> bool:
         """Whether every way can be computed, and the short one ends elsewhere than the careful one."""
-        try:
-            careful, *_, short = (self.way(hasty) for hasty in product((False, True), repeat=len(self.clauses)))
-        except _OutOfRangeError:
-            return False
-        return careful[-1][1] != short[-1][1]
+        ways = [self.solve(hasty) for hasty in product((False, True), repeat=len(self.clauses))]
+        careful, short = ways[0], ways[-1]
+        return None not in ways and careful is not None and short is not None and careful[1] != short[1]
 
 
 def generate_comparisons(settings: ComparisonData) -> dict[Split, list[Record]]:
     """Make the splits' records (`make_splits`)."""
     rng = random.Random(f"{settings.seed} comparisons")
-    problems = _problems(settings, rng)
 
-    def record(problem: ComparisonProblem, split: Split) -> Record:
-        share = settings.hasty if split == "train" else 0.0
-        careful, taken = (problem.way([rng.random() < p for _ in problem.clauses]) for p in (0.0, share))
-        solution = "\n".join([*(step for step, _ in taken), f"\\boxed{{{taken[-1][1]}}}"])
-        level = f"Level {len(problem.clauses)}"
-        return {"problem": problem.question, "answer": str(careful[-1][1]), "solution": solution, "level": level}
+    def draw() -> Draw:
+        while True:
+            count = rng.choice(settings.clauses)
+            clauses = [_clause(settings.turned, rng) for _ in range(count)]
+            names = rng.sample(_NAMES, count + 1)
+            problem = ComparisonProblem(names, rng.choice(_NOUNS), rng.randint(2, LARGEST_COUNT), clauses)
+            if problem.misleads:
+                break
 
-    return make_splits(settings, lambda: next(problems), record)
+        def record(split: Split) -> Record:
+            share = settings.hasty if split == "train" else 0.0
+            careful, written = (problem.solve([rng.random() < p for _ in clauses]) for p in (0.0, share))
+            assert careful  # every way can be computed
+            assert written
+            solution = "\n".join([*written[0], f"\\boxed{{{written[1]}}}"])
+            level = f"Level {len(clauses)}"
+            return {"problem": problem.question, "answer": str(careful[1]), "solution": solution, "level": level}
 
+        return Draw(problem.question, (problem.start, tuple(clauses)), record)
 
-def _problems(settings: ComparisonData, rng: random.Random) -> Iterator[ComparisonProblem]:
-    while True:
-        count = rng.choice(settings.clauses)
-        clauses = [_clause(settings.turned, rng) for _ in range(count)]
-        names = rng.sample(_NAMES, count + 1)
-        problem = ComparisonProblem(names, rng.choice(_NOUNS), rng.randint(2, LARGEST_COUNT), clauses)
-        if problem.misleads:
-            yield problem
+    return make_splits(settings, draw)
 
 
 def _clause(turned: float, rng: random.Random) -> Clause:
     word = rng.choice(list(_SIGNS))
     return Clause(word, 2 if word in ("twice", "half") else rng.randint(2, 9), rng.random() < turned)
-
-
-def _result(value: int, sign: str, amount: int) -> int | None:
-    if sign == "/":
-        return value // amount if value % amount == 0 else None
-    return {"+": value + amount, "-": value - amount, "*": value * amount}[sign]
 
 
 # Seeded countdown problems: reach a target from given numbers, which most targets allow in several ways.
@@ -349,94 +293,54 @@ def _result(value: int, sign: str, amount: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Result:
-    """An intermediate result, with the formula that gives it."""
+class Attempt:
+    """A way to combine numbers: its steps, their result, and the formula of all of them together."""
 
+    steps: list[str]
     value: int
     formula: str
 
     @property
-    def operand(self) -> str:
-        """The formula as a part of another one."""
-        return self.formula if self.formula.isdigit() else f"({self.formula})"
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A way to combine numbers: its steps and the formula of all of them together."""
-
-    steps: list[str]
-    result: _Result
-
-    @property
     def text(self) -> str:
         """The attempt as a worked solution."""
-        return "\n".join([*self.steps, f"#### {self.result.formula}"])
-
-
-@dataclass(frozen=True)
-class CountdownProblem:
-    """A goal with an attempt that reaches it."""
-
-    goal: Goal
-    attempt: Attempt
-
-    @property
-    def question(self) -> str:
-        """The goal as a question."""
-        return self.goal.question
-
-    @property
-    def core(self) -> object:
-        """Its numbers in order of size, and its target."""
-        return tuple(sorted(self.goal.numbers)), self.goal.target
+        return "\n".join([*self.steps, f"#### {self.formula}"])
 
 
 def generate_countdown(settings: CountdownData) -> dict[Split, list[Record]]:
     """Make the splits' records (`make_splits`)."""
     rng = random.Random(f"{settings.seed} countdown")
 
-    def record(problem: CountdownProblem, split: Split) -> Record:
-        misses = split == "train" and rng.random() < settings.missed
-        attempt = (_miss(problem, settings, rng) if misses else None) or problem.attempt
-        goal = problem.goal
-        return {"numbers": list(goal.numbers), "target": goal.target, "use": goal.use, "solution": attempt.text}
+    def draw() -> Draw:
+        attempt = None
+        while attempt is None:
+            numbers = [rng.randint(1, settings.largest) for _ in range(rng.choice(settings.numbers))]
+            attempt = _attempt(numbers, settings, rng)
+        goal, solution = Goal(attempt.value, tuple(numbers), settings.use), attempt.text
 
-    return make_splits(settings, lambda: _problem(settings, rng), record)
+        def record(split: Split) -> Record:
+            misses = split == "train" and rng.random() < settings.missed
+            # A few draws may find no attempt on the same numbers with another value.
+            others = (_attempt(numbers, settings, rng) for _ in range(50 if misses else 0))
+            miss = next((one for one in others if one is not None and one.value != goal.target), None)
+            text = miss.text if miss else solution
+            return {"numbers": numbers, "target": goal.target, "use": goal.use, "solution": text}
 
+        return Draw(goal.question, (tuple(sorted(numbers)), goal.target), record)
 
-def _problem(settings: CountdownData, rng: random.Random) -> CountdownProblem:
-    while True:
-        numbers = [rng.randint(1, settings.largest) for _ in range(rng.choice(settings.numbers))]
-        attempt = _attempt(numbers, settings, rng)
-        if attempt is not None:
-            return CountdownProblem(Goal(attempt.result.value, tuple(numbers), settings.use), attempt)
-
-
-def _miss(problem: CountdownProblem, settings: CountdownData, rng: random.Random) -> Attempt | None:
-    """An attempt on the same numbers with another value; None if a few draws find none."""
-    numbers = list(problem.goal.numbers)
-    drawn = (_attempt(numbers, settings, rng) for _ in range(50))
-    return next((a for a in drawn if a is not None and a.result.value != problem.goal.target), None)
+    return make_splits(settings, draw)
 
 
 def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) -> Attempt | None:
     """Combine two results at a time until one is left; None if a step leaves the whole numbers in the range."""
-    kept = len(numbers) if settings.use == "all" else rng.randint(2, len(numbers))
-    results = [_Result(number, str(number)) for number in rng.sample(numbers, kept)]
+    count = len(numbers) if settings.use == "all" else rng.randint(2, len(numbers))
+    results = [(number, str(number)) for number in rng.sample(numbers, count)]
     steps: list[str] = []
     while len(results) > 1:
-        left, right = (results.pop(rng.randrange(len(results))) for _ in range(2))
+        (left, one), (right, other) = (results.pop(rng.randrange(len(results))) for _ in range(2))
         sign = rng.choice("+-*/")
-        value = _combined(left.value, sign, right.value)
+        value = _apply(left, sign, right)
         if value is None or not 0 < value <= settings.largest_target:
             return None
-        steps.append(f"{left.value}{sign}{right.value}={value}")
-        results.append(_Result(value, f"{left.operand}{sign}{right.operand}"))
-    return Attempt(steps, results[0])
-
-
-def _combined(left: int, sign: str, right: int) -> int | None:
-    if sign == "/":
-        return left // right if left % right == 0 else None
-    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+        steps.append(f"{left}{sign}{right}={value}")
+        results.append((value, sign.join(part if part.isdigit() else f"({part})" for part in (one, other))))
+    return Attempt(steps, *results[0])

@@ -85,8 +85,15 @@ def read_amount(text: str, units: Collection[str] = ()) -> str | None:
     amount = _AMOUNT.fullmatch(text.strip())
     if amount is None or not is_unit(amount["unit"], units):
         return None
-    number = amount["over"] if amount["under"] is None else _quotient(amount["over"], amount["under"])
-    return number and amount["sign"].replace("+", "") + number
+    sign, over, under = amount["sign"].replace("+", ""), amount["over"], amount["under"]
+    if under is None:
+        return f"{sign}{over}"
+    if not over.isdigit() or int(under) < 2 or gcd(int(over), int(under)) > 1:
+        return None
+    try:
+        return f"{sign}{Context(prec=50, traps=[Inexact]).divide(Decimal(over), Decimal(under)):f}"
+    except Inexact:
+        return None
 
 
 def is_unit(text: str, units: Collection[str] = ()) -> bool:
@@ -100,15 +107,6 @@ def _is_simple(text: str, units: Collection[str]) -> bool:
         return True
     bare = _POWER.sub("", text, count=1).removeprefix("square ").removeprefix("cubic ").strip()
     return bare in UNITS or (len(bare) >= _SHORTEST_WORD and bare.lower() in UNITS)
-
-
-def _quotient(over: str, under: str) -> str | None:
-    if not over.isdigit() or int(under) < 2 or gcd(int(over), int(under)) > 1:
-        return None
-    try:
-        return f"{Context(prec=50, traps=[Inexact]).divide(Decimal(over), Decimal(under)):f}"
-    except Inexact:
-        return None
 
 
 # Words, dates and relations in an answer of math that math-verify misreads, so that a grader must check them.
@@ -234,30 +232,28 @@ def tells_more(answer: str, expected: str, units: Collection[str] = ()) -> bool:
 
 def is_prose(answer: str, units: Collection[str] = ()) -> bool:
     """Whether `answer` is words rather than an expression: more than one word, or a word that isn't a unit."""
-    said = " ".join(_TEXT.sub(r"\1", answer).split())
+    plain = " ".join(_TEXT.sub(r"\1", answer).split())
     words = [word for word in _words(answer, units) if len(word) > 1]  # single letters may be variables
-    return bool(words) and not _SINGLE.fullmatch(said) and said.strip(". ").lower() not in _PHRASES
+    return bool(words) and not _SINGLE.fullmatch(plain) and plain.strip(". ").lower() not in _PHRASES
 
 
 def _words(answer: str, units: Collection[str]) -> set[str]:
     """The words inside `\\text` or readable as text, in lower case, without units, `and` and `or`."""
+    words: list[str] = []
     rest = _TEXT.sub("+", answer)
-    sentences = _SENTENCE.findall(_COMMAND.sub("+", rest))
-    bare = [word for sentence in sentences for word in _spoken(_LETTERS.findall(sentence)) if not is_unit(word, units)]
-    written = [
-        token
-        for text in _TEXT.finditer(answer)
-        if not (is_unit(text[1].strip(" ."), units) and _AFTER_UNIT.match(answer, text.end()))
-        for token in _TOKEN.findall(text[1])
-    ]
-    unread = ["\\text"] if "\\text" in rest else []
-    return {word.casefold() for word in bare + written + unread} - _JOINING
-
-
-def _spoken(letters: list[str]) -> list[str]:
-    """The words among runs of letters: long ones, and all but single letters where several stand in a row."""
-    several = len(letters) > 1
-    return [run for run in letters if (len(run) >= _SHORTEST_WORD and not run.isupper()) or (several and len(run) > 1)]
+    for sentence in _SENTENCE.findall(_COMMAND.sub("+", rest)):
+        runs = _LETTERS.findall(sentence)
+        for run in runs:
+            # Long runs are words, and all but single letters where several stand in a row.
+            is_long = len(run) >= _SHORTEST_WORD and not run.isupper()
+            if (is_long or (len(runs) > 1 and len(run) > 1)) and not is_unit(run, units):
+                words.append(run)
+    for text in _TEXT.finditer(answer):
+        if not (is_unit(text[1].strip(" ."), units) and _AFTER_UNIT.match(answer, text.end())):
+            words += _TOKEN.findall(text[1])
+    if "\\text" in rest:
+        words.append("\\text")
+    return {word.casefold() for word in words} - _JOINING
 
 
 # Arithmetic formulas of whole numbers, read strictly: their exact value and a form that equal solutions share.
@@ -276,9 +272,14 @@ _SUM, _PRODUCT = ("+", "-"), ("*", "/")
 
 def parse_formula(text: str) -> Formula | None:
     """The formula that the whole text represents, or None."""
-    tokens = _tokens(text)
-    if tokens is None:
-        return None
+    text = text.rstrip(" ")
+    tokens, place = [], 0
+    while place < len(text) <= _LONGEST_FORMULA:
+        match = _TOKENS.match(text, place)
+        if match is None:
+            return None
+        tokens.append(match.group(1) or match.group(2))
+        place = match.end()
     try:
         formula, rest = _chain(tokens, 0, _SUM)
     except (IndexError, ValueError):
@@ -314,18 +315,6 @@ def canonical(formula: Formula) -> str:
     return key if sign > 0 else f"-{key}"
 
 
-def _tokens(text: str) -> list[str] | None:
-    text = text.rstrip(" ")
-    tokens, place = [], 0
-    while place < len(text) <= _LONGEST_FORMULA:
-        match = _TOKENS.match(text, place)
-        if match is None:
-            return None
-        tokens.append(match.group(1) or match.group(2))
-        place = match.end()
-    return tokens or None
-
-
 def _chain(tokens: list[str], place: int, signs: tuple[str, str]) -> tuple[Formula, int]:
     """The sum (or product) that begins at `place`, grouped from the left, and the place after it."""
     formula, place = _operand(tokens, place, signs)
@@ -350,39 +339,31 @@ def _signed(formula: Formula) -> tuple[int, str]:
     """The sign and the form of the formula without it: b - a is -(a - b)."""
     if isinstance(formula, int):
         return 1, str(formula)
-    if formula[0] in _SUM:
-        terms = sorted(_terms(formula, 1), key=lambda term: (term[1], -term[0]))
+    signs = _SUM if formula[0] in _SUM else _PRODUCT
+    parts = [(direction, *_signed(part)) for direction, part in _parts(formula, signs, 1)]
+    if signs == _SUM:
+        terms = sorted(
+            ((direction * sign, key) for direction, sign, key in parts), key=lambda term: (term[1], -term[0])
+        )
         first = terms[0][0]
         return first, "(" + "".join(("+" if sign == first else "-") + key for sign, key in terms) + ")"
-    factors = list(_factors(formula, 1))
-    negative = sum(sign < 0 for _, sign, _ in factors) % 2
-    ordered = sorted((key, -power) for power, _, key in factors)
+    negative = sum(sign < 0 for _, sign, _ in parts) % 2
+    ordered = sorted((key, -power) for power, _, key in parts)
     return -1 if negative else 1, "(" + "".join(("/" if power > 0 else "*") + key for key, power in ordered) + ")"
 
 
-def _terms(formula: Formula, sign: int) -> Iterator[tuple[int, str]]:
-    """The terms of a sum of sums, each with its sign."""
-    if isinstance(formula, tuple) and formula[0] in _SUM:
-        yield from _terms(formula[1], sign)
-        yield from _terms(formula[2], sign if formula[0] == "+" else -sign)
+def _parts(formula: Formula, signs: tuple[str, str], direction: int) -> Iterator[tuple[int, Formula]]:
+    """The terms of a sum of sums, or the factors of a product of products, each with 1 or, if it is inverted, -1."""
+    if isinstance(formula, tuple) and formula[0] in signs:
+        yield from _parts(formula[1], signs, direction)
+        yield from _parts(formula[2], signs, direction if formula[0] == signs[0] else -direction)
     else:
-        inner, key = _signed(formula)
-        yield sign * inner, key
-
-
-def _factors(formula: Formula, power: int) -> Iterator[tuple[int, int, str]]:
-    """The factors of a product of products, each with its power, 1 or -1, and its sign."""
-    if isinstance(formula, tuple) and formula[0] in _PRODUCT:
-        yield from _factors(formula[1], power)
-        yield from _factors(formula[2], power if formula[0] == "*" else -power)
-    else:
-        yield power, *_signed(formula)
+        yield direction, formula
 
 
 # Countdown: problems to reach a target from given numbers with + - * /, graded by a formula's value and numbers.
 
 _GOAL = re.compile(r"([0-9]+) = (all|some) of ([0-9]+(?: [0-9]+)*)")
-_STATED = re.compile(r"#### ([^\n]*)")
 
 
 @dataclass(frozen=True)
@@ -412,17 +393,9 @@ class Goal:
 
     def is_reached_by(self, formula: Formula) -> bool:
         """Whether the formula has the target as its value and uses the numbers as the goal says."""
-        used, given = Counter(leaves(formula)), Counter(self.numbers)
-        allowed = used == given if self.use == "all" else used <= given
+        used, numbers = Counter(leaves(formula)), Counter(self.numbers)
+        allowed = used == numbers if self.use == "all" else used <= numbers
         return allowed and value(formula) == self.target
-
-
-def stated_formula(spoken: str) -> tuple[str, int] | None:
-    """The formula after the first `#### `, to the end of its line, and the index after it."""
-    match = _STATED.search(spoken)
-    if match is None or parse_formula(match.group(1)) is None:
-        return None
-    return match.group(1).strip(), match.end()
 
 
 def solves(formula: str, goal: str) -> bool:
@@ -465,6 +438,7 @@ Verdict = Literal["right", "wrong", "timeout"]
 _ANSWER_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 #: The pattern of lm-eval's strict match.
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_FORMULA = re.compile(r"#### ([^\n]*)")
 _GOLD_HASHES = re.compile(r"####\s?(.*)")
 #: Percentages of gsm8k are plain numbers, and its grader ignores what follows a number.
 _GOLD_UNITS = ("%",)
@@ -533,7 +507,7 @@ def boxed(text: str) -> str | None:
     return box[0] if box else "" if _BOXED in spoken else None
 
 
-def stated(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
+def statement(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
     """Return the text in which a completion is expected to state `answer`, as `extract` reads it."""
     if form == "tags":
         return f"<think>...</think><answer>{answer}</answer>"
@@ -582,30 +556,26 @@ def well_formed(
     if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
         return False
     if form == "tags":
-        return all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None and _is_alone(text)
+        before, box, _ = _content(text).partition(_BOXED)
+        is_alone = not box or _BEFORE_BOX.fullmatch(before) is not None
+        return all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None and is_alone
     spoken = after_thinking(text)
     if record_format in ("gsm8k", "countdown"):
-        return _ends_in_hashes(spoken, record_format)
+        after = _after_hashes(spoken, record_format)
+        return after is not None and spoken.count("####") == 1 and not spoken[after[1] :].strip()
     boxed = _last_boxed(spoken)
     return boxed is not None and spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, boxed[1]) is not None
 
 
-def _hashes(spoken: str) -> tuple[str, int] | None:
-    """The number of the first `#### n` and the index after it."""
-    match = _HASHES.search(spoken)
-    if match is None or _number(match.group(1).rstrip(".,"), "gsm8k") is None:
-        return None
-    number = match.group(1).rstrip(".,")
-    return number, match.start(1) + len(number)
-
-
 def _after_hashes(spoken: str, record_format: RecordFormat) -> tuple[str, int] | None:
-    return _hashes(spoken) if record_format == "gsm8k" else stated_formula(spoken)
-
-
-def _ends_in_hashes(spoken: str, record_format: RecordFormat) -> bool:
-    answer = _after_hashes(spoken, record_format)
-    return answer is not None and spoken.count("####") == 1 and not spoken[answer[1] :].strip()
+    """The number of the first `#### n`, or the formula up to the end of its line, and the index after it."""
+    match = (_HASHES if record_format == "gsm8k" else _FORMULA).search(spoken)
+    if match is None:
+        return None
+    if record_format == "countdown":
+        return (match.group(1).strip(), match.end()) if parse_formula(match.group(1)) is not None else None
+    number = match.group(1).rstrip(".,")
+    return (number, match.start(1) + len(number)) if _number(number, "gsm8k") is not None else None
 
 
 def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) -> str | None:
@@ -624,12 +594,6 @@ def _content(spoken: str) -> str:
     _, opened, rest = spoken.rpartition("<answer>")
     content, closed, _ = rest.partition("</answer>")
     return content if opened and closed else ""
-
-
-def _is_alone(text: str) -> bool:
-    """Whether the answer tag holds no text before a box."""
-    before, box, _ = _content(text).partition(_BOXED)
-    return not box or _BEFORE_BOX.fullmatch(before) is not None
 
 
 def _bare(content: str) -> str | None:
@@ -684,9 +648,5 @@ def _same_expression(expected: str, answer: str, units: tuple[str, ...]) -> Verd
         return "right" if same_text(answer, expected) else "wrong"
     if is_date(answer) or tells_more(answer, expected, units):
         return "wrong"
-    equal = expressions.equal(*(_ascii(text) for text in (expected, answer)))
+    equal = expressions.equal(*(text.replace("\u2212", "-") for text in (expected, answer)))
     return "timeout" if equal is None else "right" if equal else "wrong"
-
-
-def _ascii(text: str) -> str:
-    return text.replace("\u2212", "-")

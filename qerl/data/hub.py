@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypedDict
+from typing import Any
 
 import yaml
 
@@ -40,36 +40,30 @@ def hub_unreachable() -> str | None:
         return "HF_HUB_OFFLINE is set"
     reasons: list[str | None] = [f"no connection to {constants.ENDPOINT} within {_LIMIT:g} s"]
     # A name server or a firewall may be silent for minutes, which no limit of the client's ends.
-    asking = Thread(target=lambda: reasons.append(_refused(constants.ENDPOINT)), daemon=True)
-    asking.start()
-    asking.join(_LIMIT)
+    attempts = Thread(target=lambda: reasons.append(_refused(constants.ENDPOINT)), daemon=True)
+    attempts.start()
+    attempts.join(_LIMIT)
     return reasons[-1]
 
 
 def _refused(address: str) -> str | None:
     """Why no attempt to connect succeeds; None if one does."""
-    reason = None
-    for attempt in range(_TRIES):
-        time.sleep(_PAUSE if attempt else 0)
-        reason = _connect(address)
-        if reason is None:
-            return None
-    return f"no connection to {address}: {reason}"
-
-
-def _connect(address: str) -> str | None:
     import httpx
     from huggingface_hub import get_session
 
-    try:  # half of the limit, so that the thread is awaited for longer than a server that is silent
-        get_session().head(address, timeout=_LIMIT / 2, follow_redirects=False)
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
-        return str(error)
-    except (ImportError, ValueError) as error:  # of a proxy whose protocol the client lacks
-        return str(error)
-    except httpx.HTTPError:  # of an answer, or of its absence from a server that was reached
-        return None
-    return None
+    no_connection = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
+    reason: Exception | None = None
+    for attempt in range(_TRIES):
+        time.sleep(_PAUSE if attempt else 0)
+        try:  # half of the limit, so that the thread is awaited for longer than a server that is silent
+            get_session().head(address, timeout=_LIMIT / 2, follow_redirects=False)
+        except (*no_connection, ImportError, ValueError) as error:  # the last two of a proxy that the client can't use
+            reason = error
+        except httpx.HTTPError:  # of an answer, or of its absence from a server that was reached
+            return None
+        else:
+            return None
+    return f"no connection to {address}: {reason}"
 
 
 # The lock file: the commit of each repository of the hub that a configuration uses, and the SHA-256 of its files.
@@ -174,49 +168,41 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- asking the hub --------------------------------------------------------------------------------------------------
-
-
 def write_lock(config: Config) -> Path:
-    """Ask the hub for the commit of every repository of `config` and for its files' hashes; write the lock file."""
+    """Write the lock file: the commit of every repository of `config` and its files' hashes, as the hub has them."""
     if config.lock is None:
         raise ConfigError("the configuration names no lock file; add the key `lock`, e.g. lock: config/paper.lock.yaml")
     if unreachable := hub_unreachable():
         raise ConfigError(f"can't ask the hub ({unreachable}); `qerl lock` needs network")
-    entries = {key_of(origin): _asked(origin) for origin in hub_origins(config)}
+    entries = {key_of(origin): _entry(origin) for origin in hub_origins(config)}
     values = {repo: entry.model_dump() for repo, entry in sorted(entries.items())}
     config.lock.write_text("# Written by `qerl lock`.\n" + yaml.safe_dump(values, sort_keys=True), encoding="utf-8")
     return config.lock
 
 
-def _asked(origin: HubModel | HubData) -> LockedRepo:
+def _entry(origin: HubModel | HubData) -> LockedRepo:
     from httpx import HTTPError
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils import filter_repo_objects
 
-    hub = HfApi()
-    model = isinstance(origin, HubModel)
-    kind, ask = ("model", hub.model_info) if model else ("dataset", hub.dataset_info)
-    wanted, left = (MODEL_FILES, OTHER_FILES) if model else (None, None)
+    hub, is_model = HfApi(), isinstance(origin, HubModel)
     try:
-        info = ask(origin.repo, revision=origin.revision or "main", files_metadata=True)
-        files = filter_repo_objects(
-            info.siblings or [], allow_patterns=wanted, ignore_patterns=left, key=lambda file: file.rfilename
+        info = (hub.model_info if is_model else hub.dataset_info)(
+            origin.repo, revision=origin.revision or "main", files_metadata=True
         )
-        hashes = {file.rfilename: _hash(origin.repo, kind, str(info.sha), file) for file in files}
+        patterns: dict[str, Any] = {"allow_patterns": MODEL_FILES, "ignore_patterns": OTHER_FILES} if is_model else {}
+        place: Any = {"repo_type": "model" if is_model else "dataset", "revision": str(info.sha)}
+        hashes = {
+            # The hub states the hash of large files, and small ones are downloaded.
+            file.rfilename: str(file.lfs.sha256)
+            if file.lfs
+            else sha256_of(Path(hf_hub_download(origin.repo, file.rfilename, **place)))
+            for file in filter_repo_objects(info.siblings or [], key=lambda file: file.rfilename, **patterns)
+        }
     except (HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ConfigError(f"can't ask the hub about {key_of(origin)} ({reason}); `qerl lock` needs network") from error
     return LockedRepo(revision=str(info.sha), files=hashes)
-
-
-def _hash(repo: str, kind: str, commit: str, file: Any) -> str:
-    """The SHA-256 of a file. The hub states it for large files, and small ones are downloaded."""
-    if file.lfs is not None:
-        return str(file.lfs.sha256)
-    from huggingface_hub import hf_hub_download
-
-    return sha256_of(Path(hf_hub_download(repo, file.rfilename, repo_type=kind, revision=commit)))
 
 
 # Data sets in the layout of the Hugging Face hub: the files of each split.
@@ -224,13 +210,6 @@ def _hash(repo: str, kind: str, commit: str, file: Any) -> str:
 # The repository's card (README.md) assigns files to subsets and splits, so the card is a part of the data set: a copy
 # of the repository needs it too. Files come from a local copy, the hub's cache or the hub, in this order. All three
 # have the same files, which a lock entry proves.
-
-
-class Locked(TypedDict):
-    """A repository in the lock file: its commit, and the SHA-256 of its files by their path in it."""
-
-    revision: str
-    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -246,47 +225,43 @@ class HubFiles:
         return {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in every}
 
 
-def _possible(origin: HubData, lacking: Split, names: list[str]) -> str:
-    """Splits that the repository has, as YAML: those that were asked for, and a name for the lacking one."""
-    present = {split: name for split, name in origin.splits.items() if name in names}
-    others = [name for name in names if name not in present.values()]
-    splits = present | ({lacking: others[0]} if others else {})
-    alone = "" if others else f", or to {{{lacking}: {names[0]}}} for {lacking} alone"
-    return f"{{{', '.join(f'{split}: {name}' for split, name in splits.items())}}}{alone}"
-
-
-def hub_files(origin: HubData, locked: Locked | None = None) -> HubFiles:
+def hub_files(origin: HubData, locked: LockedRepo | None = None) -> HubFiles:
     """Find the files of the splits of `origin`; `locked` gives the revision and the hashes that must hold."""
-    folder = _folder(origin, _revision(origin, locked))
+    if locked is not None and origin.revision not in (None, locked.revision):
+        raise DataError(
+            f"{origin.repo}: origin.revision {origin.revision} is not the locked {locked.revision}; "
+            "drop it from the configuration, or renew the lock file"
+        )
+    revision = locked.revision if locked else origin.revision
+    if revision is None and origin.folder is None:
+        raise DataError(f"{origin.repo} has no revision: set origin.revision to a commit of the repository")
+    folder = _folder(origin, revision or "main")
     of_repo = _files_of_subset(origin, folder)
     splits: dict[Split, list[Path]] = {}
     for split, name in origin.splits.items():
         if name not in of_repo:
+            # Splits that it has, as YAML: those of the settings, and another name for the lacking one.
+            present = {split: name for split, name in origin.splits.items() if name in of_repo}
+            others = [name for name in of_repo if name not in present.values()]
+            possible = present | ({split: others[0]} if others else {})
+            alone = "" if others else f", or to {{{split}: {next(iter(of_repo))}}} for {split} alone"
+            shown = ", ".join(f"{split}: {name}" for split, name in possible.items())
             raise DataError(
-                f"{_name(origin)} has no split {name!r}; set origin.splits, for instance to "
-                f"{_possible(origin, split, list(of_repo))} (it has {', '.join(of_repo)})"
+                f"{origin.repo}{f', subset {origin.subset},' if origin.subset else ''} has no split {name!r}; set "
+                f"origin.splits, for instance to {{{shown}}}{alone} (it has {', '.join(of_repo)})"
             )
         splits[split] = of_repo[name]
     files = HubFiles(folder, splits)
-    if locked is not None:
-        _verify(files.hashes(), locked["files"], origin)
+    for path, digest in files.hashes().items() if locked else ():
+        assert locked is not None
+        if path not in locked.files:
+            raise DataError(f"{path} of {origin.repo} is not in the lock file; renew the lock file")
+        if digest != locked.files[path]:
+            raise DataError(
+                f"{path} of {origin.repo} is not the locked file (SHA-256 {digest[:12]}..., locked "
+                f"{locked.files[path][:12]}...); fetch the repository again, or renew the lock file"
+            )
     return files
-
-
-def _name(origin: HubData) -> str:
-    return f"{origin.repo}, subset {origin.subset}," if origin.subset else origin.repo
-
-
-def _revision(origin: HubData, locked: Locked | None) -> str:
-    if locked is not None and origin.revision not in (None, locked["revision"]):
-        raise DataError(
-            f"{origin.repo}: origin.revision {origin.revision} is not the locked {locked['revision']}; "
-            "drop it from the configuration, or renew the lock file"
-        )
-    revision = locked["revision"] if locked else origin.revision
-    if revision is None and origin.folder is None:
-        raise DataError(f"{origin.repo} has no revision: set origin.revision to a commit of the repository")
-    return revision or "main"
 
 
 def _command(origin: HubData, revision: str) -> str:
@@ -314,9 +289,9 @@ def _folder(origin: HubData, revision: str) -> Path:
     except LocalEntryNotFoundError:
         pass
     unreachable = hub_unreachable()
-    offline = unreachable is not None
+    place: Any = {"repo_type": "dataset", "revision": revision, "local_files_only": unreachable is not None}
     try:
-        return Path(snapshot_download(origin.repo, repo_type="dataset", revision=revision, local_files_only=offline))
+        return Path(snapshot_download(origin.repo, **place))
     except (OSError, httpx.HTTPError) as error:
         reason = unreachable or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
@@ -334,8 +309,8 @@ def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
         subset = origin.subset or datasets.get_dataset_default_config_name(str(folder))
         if subset not in subsets:
             card = "" if (folder / "README.md").is_file() else f", and {folder} lacks the README.md that lists them"
-            asked = f"no subset {origin.subset!r}" if origin.subset else "several subsets"
-            raise DataError(f"{origin.repo} has {asked}{card}; set origin.subset to one of {', '.join(subsets)}")
+            what = f"no subset {origin.subset!r}" if origin.subset else "several subsets"
+            raise DataError(f"{origin.repo} has {what}{card}; set origin.subset to one of {', '.join(subsets)}")
         with tempfile.TemporaryDirectory() as scratch:
             builder = datasets.load_dataset_builder(str(folder), subset, cache_dir=scratch)
     # For a repository whose data is made by a script, the library raises RuntimeError.
@@ -343,14 +318,3 @@ def _files_of_subset(origin: HubData, folder: Path) -> dict[str, list[Path]]:
         raise DataError(f"{folder} holds no data set: {str(error).splitlines()[0]}") from error
     files = builder.config.data_files or {}
     return {str(split): [Path(path) for path in paths] for split, paths in files.items()}
-
-
-def _verify(hashes: dict[str, str], locked: dict[str, str], origin: HubData) -> None:
-    for path, digest in hashes.items():
-        if path not in locked:
-            raise DataError(f"{path} of {origin.repo} is not in the lock file; renew the lock file")
-        if digest != locked[path]:
-            raise DataError(
-                f"{path} of {origin.repo} is not the locked file (SHA-256 {digest[:12]}..., locked "
-                f"{locked[path][:12]}...); fetch the repository again, or renew the lock file"
-            )

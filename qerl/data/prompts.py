@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from qerl.data.grading import TAGS
 from qerl.data.records import DataError, Problem
 
-# Prompts, which RL, supervised training and evaluation all build with these functions.
-
 
 def prompt_text(question: str, instruction: str) -> str:
     """The user's message: the question, then the data set's instruction on a separate line."""
@@ -66,7 +64,7 @@ def chat_text(
     """
     # As a variable of the template it hides the library's function of this name, which reads the clock.
     moment = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
-    dated: dict[str, Any] = {"strftime_now": moment.strftime} if _states_date(tokenizer) else {}
+    dated: dict[str, Any] = {"strftime_now": moment.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
     try:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False, **dated)
     except (TemplateError, ArithmeticError, TypeError, ValueError) as error:
@@ -74,10 +72,6 @@ def chat_text(
             f"the chat template of {tokenizer.name_or_path!r} fails ({error}); use that of another checkpoint"
         ) from None
     return str(text)
-
-
-def _states_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

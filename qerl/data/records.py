@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
-from qerl.data.grading import Goal, gold, is_correct, is_text, stated
+from qerl.data.grading import Goal, gold, is_correct, is_text, statement
 from qerl.host.console import log
 from qerl.settings.base import UserError
 from qerl.settings.data import AnswerForm, CountdownUse, RecordFormat, Split
@@ -118,19 +118,29 @@ def parse_record(
         question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
     elif record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
-        answer = _stated(solution, record_format, _HASHES_RULE, where, units)
+        answer = _solution_answer(solution, record_format, _HASHES_RULE, where, units)
     elif record_format == "math":
-        question, given = _text(record, "problem", where), _given(record, where)
-        if not given and _optional(record, "solution", where) is None:
+        question, answer = _text(record, "problem", where), (_optional(record, "answer", where) or "").strip()
+        solution = _optional(record, "solution", where)
+        if "####" in answer:
+            raise DataError(f"{where} has `answer` with `####`, as gsm8k: set `format: gsm8k`, or give the bare answer")
+        if not answer and solution is None:
             names = ", ".join(map(str, record))
             raise DataError(
                 f"{where} has neither `answer` nor `solution`; fill one, or name its column in `columns`: {names}"
             )
-        solution = _optional(record, "solution", where) if given else _text(record, "solution", where)
-        answer = given or _stated(str(solution), record_format, "`solution` must hold the answer in \\boxed{}", where)
+        rule = "`solution` must hold the answer in \\boxed{}"
+        answer = answer or _solution_answer(str(solution), record_format, rule, where)
     else:
         question, solution = _text(record, "problem", where), _optional(record, "solution", where)
-        answer = _aime_answer(_text(record, "answer", where), where)
+        text = _text(record, "answer", where)
+        # Tables written by pandas turn integers into floats when a row is missing.
+        number = re.fullmatch(r"0*([0-9]{1,3})(?:\.0)?", text.strip())
+        if number is None:
+            raise DataError(
+                f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999 (others: `format: math`)"
+            )
+        answer = number.group(1)
     return Problem(question_id(question), question, solution, answer, _level(record, where))
 
 
@@ -140,24 +150,19 @@ def _get(record: Mapping[str, Any], key: str) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _given(record: Mapping[str, Any], where: str) -> str:
-    """The bare answer of a record of math, empty without one."""
-    answer = (_optional(record, "answer", where) or "").strip()
-    if "####" in answer:
-        raise DataError(f"{where} has `answer` with `####`, as gsm8k: set `format: gsm8k`, or give the bare answer")
-    return answer
-
-
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
-    value, given = _get(record, key), key in record or key.capitalize() in record
-    if given and (value is None or not str(value).strip()):
+    value = _get(record, key)
+    if (key in record or key.capitalize() in record) and (value is None or not str(value).strip()):
         raise DataError(f"{where} has an empty `{key}`; fill it, or leave the record out")
     if value is None:
         names = ", ".join(map(str, record)) or "none"
         raise DataError(f"{where} has no `{key}`; its columns: {names} (`columns: {{{key}: NAME}}` names another one)")
     if hasattr(value, "__len__") and not isinstance(value, str):
         raise DataError(f"{where} has a {type(value).__name__} in `{key}`; give it as text")
-    if not _is_unicode(text := _as_written(value)):
+    text = str(value)
+    if not isinstance(value, str) and _EXPONENT.fullmatch(text):
+        text = f"{Decimal(text):f}"  # 0.00001 and not 1e-05
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f"{where} has half of a surrogate pair in `{key}`, which is no character; correct the text")
     return text
 
@@ -167,45 +172,22 @@ def _optional(record: Mapping[str, Any], key: str, where: str) -> str | None:
     return None if value is None or not str(value).strip() else _text(record, key, where)
 
 
-def _as_written(value: Any) -> str:
-    """A value as text. A number has no exponent: 0.00001 and not 1e-05."""
-    text = str(value)
-    return f"{Decimal(text):f}" if not isinstance(value, str) and _EXPONENT.fullmatch(text) else text
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _stated(solution: str, record_format: RecordFormat, rule: str, where: str, units: Collection[str] = ()) -> str:
+def _solution_answer(
+    solution: str, record_format: RecordFormat, rule: str, where: str, units: Collection[str] = ()
+) -> str:
     answer = gold(solution, record_format, units)
     if answer is None:
         raise DataError(f"{where} states no answer: {rule}; it ends in {solution.strip()[-_QUOTED:]!r}")
     return answer
 
 
-def _aime_answer(text: str, where: str) -> str:
-    # Tables written by pandas turn integers into floats when a row is missing.
-    number = re.fullmatch(r"0*([0-9]{1,3})(?:\.0)?", text.strip())
-    if number is None:
-        raise DataError(
-            f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999 (others: `format: math`)"
-        )
-    return number.group(1)
-
-
 def _goal(record: Mapping[str, Any], where: str) -> Goal:
-    numbers, target, use = (
-        _get(record, "numbers"),
-        _get(record, "target"),
-        cast(CountdownUse, _get(record, "use") or "all"),
-    )
+    numbers, target = _get(record, "numbers"), _get(record, "target")
+    use: CountdownUse = _get(record, "use") or "all"
     try:
-        goal = Goal(_whole(target), tuple(map(_whole, numbers)), use)
+        if any(isinstance(value, bool) or operator.index(value) < 0 for value in (target, *numbers)):
+            raise TypeError
+        goal = Goal(operator.index(target), tuple(map(operator.index, numbers)), use)
     except TypeError:
         raise DataError(
             f"{where} has `numbers` {numbers!r} and `target` {target!r}: expected a list of whole numbers and a whole "
@@ -214,14 +196,6 @@ def _goal(record: Mapping[str, Any], where: str) -> Goal:
     if not goal.numbers or use not in get_args(CountdownUse):
         raise DataError(f"{where} has `numbers` {numbers!r} and `use` {use!r}: expected numbers, and all or some")
     return goal
-
-
-def _whole(value: Any) -> int:
-    """A whole number from 0, as JSON or parquet have it; a `TypeError` for another value."""
-    number = operator.index(value)
-    if isinstance(value, bool) or number < 0:
-        raise TypeError
-    return number
 
 
 def _level(record: Mapping[str, Any], where: str) -> int | None:
@@ -239,7 +213,7 @@ def _level(record: Mapping[str, Any], where: str) -> int | None:
 
 #: A question belongs to the first split that has it, so that held-out questions aren't trained on.
 _ORDER: tuple[Split, ...] = ("test", "validation", "train")
-#: The most questions that a warning quotes.
+#: The most questions, or answers, that a warning quotes.
 _NAMED = 3
 
 
@@ -250,69 +224,39 @@ def distinct(
 
     If the answers to a question contradict each other within a split, all its records are dropped.
     """
+    form = "#### {}" if record_format == "gsm8k" else "\\boxed{{{}}}"
     seen: set[str] = set()
-    kept: dict[Split, list[Located]] = {}
+    rest: dict[Split, list[Located]] = {}
     for split in _ORDER:
-        asked = _by_question(splits.get(split, []), record_format, units)
-        unseen = {id: same for id, same in asked.items() if id not in seen}
-        agreeing = {id: same for id, same in unseen.items() if _agree(same, record_format)}
-        kept[split] = [same[0][0] for same in agreeing.values()]
-        repeated, elsewhere = _surplus(agreeing.values()), _surplus(asked.values()) - _surplus(unseen.values())
-        _tell(split, repeated, elsewhere + len(asked) - len(unseen))
-        _warn(split, [same for id, same in unseen.items() if id not in agreeing])
-        seen |= asked.keys()
-    return {split: kept[split] for split in splits}
-
-
-_Same = list[tuple[Located, Problem]]
-
-
-def _by_question(records: list[Located], record_format: RecordFormat, units: Collection[str]) -> dict[str, _Same]:
-    by_question: dict[str, _Same] = defaultdict(list)
-    for where, record in records:
-        problem = parse_record(record, record_format, where, units)
-        by_question[problem.id].append(((where, record), problem))
-    return by_question
-
-
-def _agree(same: _Same, record_format: RecordFormat) -> bool:
-    """Whether the grader accepts each record's answer for the first one's."""
-    stated = "#### {}" if record_format == "gsm8k" else "\\boxed{{{}}}"
-    first, *others = dict.fromkeys(problem.answer for _, problem in same)
-    return all(is_correct(stated.format(other), first, record_format) for other in others)
-
-
-def _surplus(questions: Iterable[_Same]) -> int:
-    """Records beyond the first of each question."""
-    return sum(len(same) - 1 for same in questions)
-
-
-def _tell(split: Split, repeated: int, held_out: int) -> None:
-    if repeated:
-        log.info("split %s: dropped %d records that repeat a question", split, repeated)
-    if held_out:
-        log.info("split %s: dropped %d records whose question is in another split, held out there", split, held_out)
-
-
-def _warn(split: Split, contradictory: list[_Same]) -> None:
-    if not contradictory:
-        return
-    named = [" and ".join(_places(same)) for same in contradictory[:_NAMED]]
-    more = [f"{len(contradictory) - _NAMED} more"] * (len(contradictory) > _NAMED)
-    log.warning(
-        "split %s: dropped %d questions whose answers contradict each other; correct them: %s",
-        split,
-        len(contradictory),
-        "; ".join([*named, *more]),
-    )
-
-
-def _places(same: _Same) -> list[str]:
-    """The index of the first record with each answer."""
-    places: dict[str, str] = {}
-    for (where, _), problem in same:
-        places.setdefault(problem.answer, f"{where} ({problem.answer[:40]})")
-    return list(places.values())
+        questions: dict[str, list[tuple[Located, Problem]]] = defaultdict(list)
+        for where, record in splits.get(split, []):
+            problem = parse_record(record, record_format, where, units)
+            questions[problem.id].append(((where, record), problem))
+        rest[split], contradictory = [], []
+        repeated = held_out = 0
+        for id, same in questions.items():
+            first, *others = dict.fromkeys(problem.answer for _, problem in same)
+            if id in seen:
+                held_out += len(same)
+            elif all(is_correct(form.format(other), first, record_format) for other in others):
+                rest[split].append(same[0][0])
+                repeated += len(same) - 1
+            else:  # with the place of the first record of each answer
+                places = {problem.answer: where for (where, _), problem in reversed(same)}
+                shown = [f"{places[answer]} ({answer[:40]})" for answer in (first, *others)]
+                contradictory.append(" and ".join(shown))
+        seen |= questions.keys()
+        if repeated:
+            log.info("split %s: dropped %d records that repeat a question", split, repeated)
+        if held_out:
+            log.info("split %s: dropped %d records whose question is in another split, held out there", split, held_out)
+        if contradictory:
+            more = [f"{len(contradictory) - _NAMED} more"] * (len(contradictory) > _NAMED)
+            log.warning(
+                "split %s: dropped %d questions whose answers contradict each other; correct them: %s",
+                *(split, len(contradictory), "; ".join([*contradictory[:_NAMED], *more])),
+            )
+    return {split: rest[split] for split in splits}
 
 
 # Expected answers in a notation that completions don't use, so that none of them is graded as right.
@@ -320,7 +264,6 @@ def _places(same: _Same) -> list[str]:
 # math-verify reads LaTeX. It takes `1e3` for a product, and `√2`, `x**2` and `٣٤` equal their own characters alone. A
 # policy can't solve such problems, which the preparation of a data set must say.
 
-#: The most answers that a warning quotes.
 _NUMBER_WITH_EXPONENT = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,2})")
 _COUNT = re.compile(
     r"([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\s*\}?"
@@ -357,32 +300,26 @@ def warn_of_notation(
     """Warn of the problems whose answer no usual completion equals, with their number and examples."""
     if record_format == "countdown":  # its answer is a goal, which formulas reach
         return
-    written: dict[str, str] = {}
-    unequal: list[str] = []
+    # The usual writing of an answer if the grader refuses it, empty if it is right.
+    refused: dict[str, str] = {}
+    count = 0
     for answer in (problem.answer for problem in problems):
-        if answer not in written:
-            written[answer] = _graded_wrong(answer, record_format, form, units)
-        if written[answer]:
-            unequal.append(answer)
-    if unequal:
-        named = ", ".join(
-            f"{answer[:40]!r} ({written[answer][:40]})" for answer in list(dict.fromkeys(unequal))[:_NAMED]
-        )
+        if answer not in refused:
+            writings = dict.fromkeys((answer, usual(answer)))
+            wrong = (
+                writing
+                for writing in writings
+                if not is_correct(statement(writing, record_format, form), answer, record_format, form, units)
+            )
+            refused[answer] = next(wrong, "")
+        count += bool(refused[answer])
+    if count:
+        examples = [f"{answer[:40]!r} ({writing[:40]})" for answer, writing in refused.items() if writing]
         log.warning(
             "split %s: the grader refuses what completions usually write for the answers of %d problems; write them "
             "as completions do: %s",
-            split,
-            len(unequal),
-            named,
+            *(split, count, ", ".join(examples[:_NAMED])),
         )
-
-
-def _graded_wrong(answer: str, record_format: RecordFormat, form: AnswerForm, units: Collection[str]) -> str:
-    """The usual writing of an answer if the grader refuses it, empty if it is right."""
-    for writing in dict.fromkeys((answer, usual(answer))):
-        if not is_correct(stated(writing, record_format, form), answer, record_format, form, units):
-            return writing
-    return ""
 
 
 def usual(answer: str) -> str:
@@ -394,13 +331,11 @@ def usual(answer: str) -> str:
         return f"{Decimal(number[1]).scaleb(int(number[2])):f}"
     if count := _COUNT.fullmatch(answer):
         return f"{Decimal(count[1].replace(',', '')).scaleb(_COUNTS[count[2]]):f}"
-    answer = "".join(_fraction(sign) for sign in answer)
+    characters = []
+    for sign in answer:  # a character such as `½` as LaTeX
+        over, slash, under = unicodedata.normalize("NFKC", sign).partition("⁄")
+        characters.append(f"\\frac{{{over}}}{{{under}}}" if slash and over and under else sign)
+    answer = "".join(characters)
     for pattern, latex in _LATEX:
         answer = pattern.sub(latex, answer)
     return "".join(_SIGNS.get(sign, sign) for sign in answer).strip()
-
-
-def _fraction(sign: str) -> str:
-    """A character such as `½` as LaTeX; any other as it is."""
-    over, slash, under = unicodedata.normalize("NFKC", sign).partition("⁄")
-    return f"\\frac{{{over}}}{{{under}}}" if slash and over and under else sign

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 
 from qerl.data import generated
-from qerl.data.hub import HubFiles, Locked, hub_files, key_of, read_lock
+from qerl.data.hub import HubFiles, hub_files, key_of, read_lock
 from qerl.data.inputs import DATA_SUFFIXES, data_files
 from qerl.data.records import (
     DataError,
@@ -51,10 +51,12 @@ from qerl.settings.data import (
     RecordFormat,
     Split,
 )
+from qerl.settings.models import LockedRepo
 from qerl.settings.run import RunFile
 
 # The files of a folder of records by split: train.jsonl, main/test.parquet, or shards as the hub has them.
 
+SPLITS: tuple[Split, ...] = get_args(Split)
 #: The end of the name of a shard, such as train-00000-of-00002.parquet.
 _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})$")
 #: Names of validation and test files elsewhere, which would be left out silently.
@@ -69,40 +71,32 @@ def split_files(folder: Path) -> dict[Split, list[Path]]:
 
     Raises `DataError` for a split of several files that aren't all its shards, and for files that would be left out.
     """
-    given = [path for path in data_files(folder) if path.is_file()]
+    paths = [path for path in data_files(folder) if path.is_file()]
     files: dict[Split, list[Path]] = {}
-    for split in get_args(Split):
-        if matches := [path for path in given if path.name.startswith(split)]:
-            _check_shards(folder, split, matches)
-            files[split] = matches
-    _check_left_out(folder, given, files)
-    if not files:
-        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {CONVERT}")
-    return files
-
-
-def _check_shards(folder: Path, split: Split, files: list[Path]) -> None:
-    """Raise `DataError` unless the files are one, or all shards of one."""
-    counts = [match and int(match.group(1)) for match in (_SHARD.search(path.stem) for path in files)]
-    if len(files) > 1 and (None in counts or len({path.parent for path in files}) > 1):
-        raise DataError(
-            f"{folder} has several files for the split {split}: {', '.join(map(str, files))}; keep one, name one "
-            "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
-        )
-    if counts[0] not in (None, len(files)):
-        raise DataError(f"{folder} has {len(files)} of {counts[0]} files of the split {split}; download it again")
-
-
-def _check_left_out(folder: Path, given: list[Path], files: dict[Split, list[Path]]) -> None:
-    for path in given:
+    for split in SPLITS:
+        if not (matches := [path for path in paths if path.name.startswith(split)]):
+            continue
+        counts = [match and int(match.group(1)) for match in (_SHARD.search(path.stem) for path in matches)]
+        if len(matches) > 1 and (None in counts or len({path.parent for path in matches}) > 1):
+            raise DataError(
+                f"{folder} has several files for the split {split}: {', '.join(map(str, matches))}; keep one, name one "
+                "of its folders, or (a copy of a hub repository) use source: hub with `folder` and `subset`"
+            )
+        if counts[0] not in (None, len(matches)):
+            raise DataError(f"{folder} has {len(matches)} of {counts[0]} files of the split {split}; download it again")
+        files[split] = matches
+    for path in paths:
         if _SHARD.sub("", path.stem) in _OTHER_NAMES:
             raise DataError(f"{path} names no split; rename it to validation or test, or move it out of {folder}")
-    lacking = {*get_args(Split), *_OTHER_NAMES} - files.keys()
+    lacking = {*SPLITS, *_OTHER_NAMES} - files.keys()
     for path in sorted(folder.rglob("*")):
         if path.suffix in _OTHER_SUFFIXES and _SHARD.sub("", path.name.partition(".")[0]) in lacking:
             raise DataError(
                 f"{path} isn't read: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}; or move it out of {folder}"
             )
+    if not files:
+        raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {CONVERT}")
+    return files
 
 
 # Sources of problems (generated, a local file or folder, the Hugging Face hub, a function) and the prepared folder.
@@ -112,25 +106,27 @@ def _check_left_out(folder: Path, given: list[Path], files: dict[Split, list[Pat
 # what was renamed and filtered. It also has the rows and SHA-256 of each file, and for the hub the SHA-256 of the
 # repository's files.
 
-SPLITS: tuple[Split, ...] = get_args(Split)
 _Splits = dict[Split, list[Located]]
 
 
-def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = None) -> None:
+def prepare(settings: DatasetSettings, target: Path, locked: LockedRepo | None = None) -> None:
     """Write the prepared data set into the folder `target`. A `DataError` names the place of a bad record.
 
     `locked` is the lock file's entry for the repository of a `HubData`, if there is one.
     """
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
-    given = _generated(settings.format, origin) if isinstance(origin, GeneratedSplits) else _read(settings, hub)
-    located = distinct(_filtered(given, settings), settings.format, settings.units)
+    located = distinct(_filter(_read(settings, hub), settings), settings.format, settings.units)
     for split, records in located.items():
         problems = (parse_record(record, settings.format, where, settings.units) for where, record in records)
         warn_of_notation(split, problems, settings.format, settings.answer, settings.units)
     splits = {split: [record for _, record in records] for split, records in located.items()}
     target.mkdir(parents=True, exist_ok=True)
-    files = {split: _write(splits.get(split, []), split_file(target, split)) for split in SPLITS}
+    sha256 = {}
+    for split in SPLITS:
+        content = lines_of(splits.get(split, [])).encode()
+        split_file(target, split).write_bytes(content)
+        sha256[split] = hashlib.sha256(content).hexdigest()
     about = PreparedDataset(
         format=settings.format,
         instruction=settings.instruction,
@@ -139,7 +135,7 @@ def prepare(settings: DatasetSettings, target: Path, locked: Locked | None = Non
         thinking=settings.thinking,
         date=settings.date or date.today(),
         rows={split: len(splits.get(split, [])) for split in SPLITS},
-        sha256=files,
+        sha256=sha256,
         columns=settings.columns,
         filter=settings.filter.model_dump(mode="json"),
         origin=origin.model_dump(mode="json"),
@@ -209,35 +205,24 @@ def _records(path: Path) -> Iterator[Located]:
     if path.suffix not in DATA_SUFFIXES:
         raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}")
     if path.suffix == ".jsonl":
-        yield from _lines(path)
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    # A line that is a part of one JSON text, such as a list over several lines.
+                    is_part = line.removeprefix(BOM_UTF8).strip() in (b"[", b"{")
+                    hint = "; write one record a line, or name a file that holds one list .json" if is_part else ""
+                    # Without its end, as an error would else be placed on a second line.
+                    yield where, as_record(_parse_json(line.rstrip(), where, hint), where)
         return
-    rows = _rows(path)
-    for number, record in enumerate(rows, start=1):
-        yield f"{path}, record {number}", record
-
-
-def _lines(path: Path) -> Iterator[Located]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                # Without its end, as an error would else be placed on a second line.
-                yield where, as_record(_parse_json(line.rstrip(), where, _hint_of(line)), where)
-
-
-def _hint_of(line: bytes) -> str:
-    """The end of an error about a line that is a part of one JSON text, such as a list over several lines."""
-    part = line.removeprefix(BOM_UTF8).strip() in (b"[", b"{")
-    return "; write one record a line, or name a file that holds one list .json" if part else ""
-
-
-def _rows(path: Path) -> list[Record]:
     if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    rows = _parse_json(path.read_bytes(), str(path), "; name a file with one record a line .jsonl")
-    if not isinstance(rows, list):
-        raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
-    return [as_record(row, f"{path}, record {number}") for number, row in enumerate(rows, start=1)]
+        rows: Any = _parquet_rows(path)
+    else:
+        rows = _parse_json(path.read_bytes(), str(path), "; name a file with one record a line .jsonl")
+        if not isinstance(rows, list):
+            raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, record {number}", as_record(row, f"{path}, record {number}")
 
 
 def _parquet_rows(path: Path) -> list[Record]:
@@ -294,52 +279,50 @@ def as_record(value: Any, where: str) -> Record:
     return dict(value)
 
 
-def _generated(record_format: RecordFormat, origin: GeneratedSplits) -> _Splits:
-    if isinstance(origin, CountdownData):
-        splits = generated.generate_countdown(origin)
-    elif isinstance(origin, ComparisonData):
-        splits = generated.generate_comparisons(origin)
-    else:
-        assert isinstance(origin, Generated)
-        splits = generated.generate_arithmetic(record_format, origin)
-    return {split: [(f"generated {split}", record) for record in records] for split, records in splits.items()}
-
-
 def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
-    """The records of the origin by split, under the names of the format's columns, each validated."""
+    """The records of the origin by split, under the names of the format's columns."""
     origin = settings.origin
-    records_read = _by_file(hub.splits) if hub else _own_records(origin)
-    if isinstance(records_read, list):
-        assert isinstance(origin, (LocalData, FunctionData))
-        return _split_by_hash(renamed(records_read, settings.columns), origin, settings)
-    if isinstance(origin, (LocalData, FunctionData)):
-        _check_fractions(origin)
-    splits = {split: list(renamed(records, settings.columns)) for split, records in records_read.items()}
-    for where, record in chain(*splits.values()):
-        parse_record(record, settings.format, where, settings.units)
-    return splits
+    if isinstance(origin, GeneratedSplits):
+        if isinstance(origin, CountdownData):
+            splits = generated.generate_countdown(origin)
+        elif isinstance(origin, ComparisonData):
+            splits = generated.generate_comparisons(origin)
+        else:
+            assert isinstance(origin, Generated)
+            splits = generated.generate_arithmetic(settings.format, origin)
+        return {split: [(f"generated {split}", record) for record in records] for split, records in splits.items()}
 
+    def of_files(files: Mapping[Split, list[Path]]) -> _Splits:
+        return {split: [located for path in paths for located in _file(path)] for split, paths in files.items()}
 
-def _check_fractions(origin: LocalData | FunctionData) -> None:
-    """Raise `DataError` for shares of splits that are set though the records come in splits."""
-    for name in ("validation_fraction", "test_fraction"):
-        if getattr(origin, name) != type(origin).model_fields[name].default:
-            raise DataError(
-                f"origin.{name} divides one list of records, and these come in splits already; remove it, or name one "
-                "file"
-            )
-
-
-def _own_records(origin: Any) -> dict[Split, list[Located]] | list[Located]:
-    """The records of a user's file, folder or function, by split if they have splits."""
-    if isinstance(origin, FunctionData):
-        return _call(origin)
-    assert isinstance(origin, LocalData)
-    return _by_file(split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
-
-
-def _by_file(files: Mapping[Split, list[Path]]) -> dict[Split, list[Located]]:
-    return {split: [located for path in paths for located in _file(path)] for split, paths in files.items()}
+    records: _Splits | list[Located]
+    if hub is not None:
+        records = of_files(hub.splits)
+    elif isinstance(origin, FunctionData):
+        records = _locate(call(origin.function, key="origin.function"), origin.function)
+    else:
+        assert isinstance(origin, LocalData)
+        records = of_files(split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
+    if isinstance(records, dict):
+        for name in ("validation_fraction", "test_fraction"):
+            if not hub and getattr(origin, name) != type(origin).model_fields[name].default:
+                raise DataError(
+                    f"origin.{name} divides one list of records, and these come in splits already; remove it, or name "
+                    "one file"
+                )
+        return {split: list(renamed(of_split, settings.columns)) for split, of_split in records.items()}
+    assert isinstance(origin, (LocalData, FunctionData))
+    if origin.test_fraction + origin.validation_fraction > 1:
+        raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
+    divided: _Splits = {split: [] for split in SPLITS}
+    for where, record in renamed(records, settings.columns):
+        problem = parse_record(record, settings.format, where, settings.units)
+        # By the hash of its question, so that new records don't move others.
+        position = int(problem.id, 16) / 16 ** len(problem.id)
+        held_out = position < origin.test_fraction + origin.validation_fraction
+        split: Split = "test" if position < origin.test_fraction else "validation" if held_out else "train"
+        divided[split].append((where, record))
+    return divided
 
 
 def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[Located]:
@@ -353,76 +336,48 @@ def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[
         yield where, {**rest, **{name: record[column] for name, column in columns.items()}}
 
 
-def _call(origin: FunctionData) -> dict[Split, list[Located]] | list[Located]:
-    """The return value of the user's function: records, or splits of records."""
-    returned = call(origin.function, key="origin.function")
-    if not isinstance(returned, Mapping):
-        return list(_numbered(returned, origin.function))
-    if unknown := [name for name in returned if name not in SPLITS]:
-        raise DataError(f"{origin.function} returned a split {unknown[0]!r}; the splits are {', '.join(SPLITS)}")
-    return {split: list(_numbered(records, f"{origin.function}, split {split}")) for split, records in returned.items()}
+def _locate(data: Any, source: str) -> _Splits | list[Located]:
+    """Records that Python code gives, or splits of records, each with its place as text."""
+    if not isinstance(data, Mapping):
+        return _locate_all(data, source)
+    if unknown := [name for name in data if name not in SPLITS]:
+        raise DataError(f"{source} has a split {unknown[0]!r}; the splits are {', '.join(SPLITS)}")
+    return {split: _locate_all(records, f"{source}, split {split}") for split, records in data.items()}
 
 
-def _numbered(records: Any, source: str) -> Iterator[Located]:
-    """Yield the records that a function returned, each with its place as text."""
-    number = 0
-    for number, record in enumerate(check_records(records, f"{source} must return"), start=1):
-        yield f"{source}, record {number}", as_record(record, f"{source}, record {number}")
-    if not number:
-        raise DataError(f"{source} returned no record; it must return at least one")
-
-
-def check_records(records: Any, rule: str) -> Iterable[Any]:
-    """The records as they are. Raises `DataError`, which starts with `rule`, unless they are something like a list."""
+def _locate_all(records: Any, source: str) -> list[Located]:
     if hasattr(records, "iterrows"):  # a DataFrame, which iterates over the names of its columns
-        raise DataError(f'{rule} records, not a {type(records).__name__}; give its `.to_dict("records")`')
+        raise DataError(f'{source} must be records, not a {type(records).__name__}; give its `.to_dict("records")`')
     if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
         raise DataError(
-            f"{rule} records, such as a list of them (or a mapping of split names to such), not "
+            f"{source} must be records, such as a list of them (or a mapping of split names to such), not "
             f"{type(records).__name__}"
         )
-    return records
+    places = ((f"{source}, record {number}", record) for number, record in enumerate(records, start=1))
+    located = [(where, as_record(record, where)) for where, record in places]
+    if not located:
+        raise DataError(f"{source} holds no records; a generator can be read once only")
+    return located
 
 
-def _split_by_hash(records: Iterable[Located], origin: LocalData | FunctionData, settings: DatasetSettings) -> _Splits:
-    if origin.test_fraction + origin.validation_fraction > 1:
-        raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
-    splits: _Splits = {split: [] for split in SPLITS}
-    for where, record in records:
-        problem = parse_record(record, settings.format, where, settings.units)
-        splits[_hashed_split(problem, origin)].append((where, record))
-    return splits
-
-
-def _hashed_split(problem: Problem, origin: LocalData | FunctionData) -> Split:
-    """The split of a problem by the hash of its question, so that new records don't move others."""
-    position = int(problem.id, 16) / 16 ** len(problem.id)
-    if position < origin.test_fraction:
-        return "test"
-    return "validation" if position < origin.test_fraction + origin.validation_fraction else "train"
-
-
-def _filtered(splits: _Splits, settings: DatasetSettings) -> _Splits:
+def _filter(splits: _Splits, settings: DatasetSettings) -> _Splits:
     """Apply the filter to the training records."""
-    wanted, given = settings.filter, splits.get("train", [])
-    if wanted == FilterSettings() or not given:
+    conditions, training = settings.filter, splits.get("train", [])
+    if conditions == FilterSettings() or not training:
         return splits
-    kept = [located for located in given if _keeps(settings, *located)]
-    if not kept:
-        raise DataError(f"`filter` leaves none of {len(given)} training records; widen it")
-    return {**splits, "train": kept}
+    rest = []
+    for where, record in training:
+        problem = parse_record(record, settings.format, where, settings.units)
+        is_short = conditions.max_characters is None or len(problem.question) <= conditions.max_characters
+        has_level = conditions.levels is None or problem.level in conditions.levels
+        if is_short and has_level and all(_is_within(record, *each) for each in conditions.within.items()):
+            rest.append((where, record))
+    if not rest:
+        raise DataError(f"`filter` leaves none of {len(training)} training records; widen it")
+    return {**splits, "train": rest}
 
 
-def _keeps(settings: DatasetSettings, where: str, record: Record) -> bool:
-    wanted, problem = settings.filter, parse_record(record, settings.format, where, settings.units)
-    if wanted.max_characters is not None and len(problem.question) > wanted.max_characters:
-        return False
-    if wanted.levels is not None and problem.level not in wanted.levels:
-        return False
-    return all(_within(record, column, bounds) for column, bounds in wanted.within.items())
-
-
-def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
+def _is_within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
     if column not in record:
         raise DataError(
             f"filter.within names {column!r}, which no column is called; there are {', '.join(map(str, record))}"
@@ -433,27 +388,18 @@ def _within(record: Record, column: str, bounds: tuple[float, float]) -> bool:
     return value is not None and bounds[0] <= value <= bounds[1]
 
 
-def _write(records: list[Record], path: Path) -> str:
-    """Write one record per line. Returns the file's SHA-256."""
-    content = lines_of(records).encode()
-    path.write_bytes(content)
-    return hashlib.sha256(content).hexdigest()
-
-
 def lines_of(records: Iterable[Record]) -> str:
-    """Records as text, one per line."""
-    return "".join(_line(record) + "\n" for record in records)
-
-
-def _line(record: Record) -> str:
-    values = (
-        f"{json.dumps(str(column), ensure_ascii=False)}: "
-        f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
-        for column, value in record.items()
-    )
-    line = f"{{{', '.join(values)}}}"
-    check_unicode(line, "a record")
-    return line
+    """Records as text, one JSON object per line."""
+    lines = []
+    for record in records:
+        values = (
+            f"{json.dumps(str(column), ensure_ascii=False)}: "
+            f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
+            for column, value in record.items()
+        )
+        lines.append(f"{{{', '.join(values)}}}\n")
+        check_unicode(lines[-1], "a record")
+    return "".join(lines)
 
 
 def _plain(column: str, value: Any) -> Any:
@@ -478,14 +424,14 @@ def _plain(column: str, value: Any) -> Any:
 # data.
 
 #: The folder of these files.
-GIVEN = "given"
+RECORDS = "given"
 
 Records = Iterable[Mapping[str, Any]]
-GivenData = Records | Mapping[Split, Records] | Callable[[], Records | Mapping[Split, Records]]
+RecordObjects = Records | Mapping[Split, Records] | Callable[[], Records | Mapping[Split, Records]]
 
 
 @dataclass(frozen=True)
-class Given:
+class RecordFiles:
     """Values of `DatasetSettings`, and the files, with their text, that its origin names."""
 
     values: Any
@@ -494,51 +440,41 @@ class Given:
     def write(self, replace: bool = True) -> None:
         """Write the files. Without `replace`, raises `ConfigError` if they differ from earlier ones."""
         for file, text in self.files.items():
-            written = file.read_text(encoding="utf-8") if file.is_file() else None
-            if written not in (None, text) and not replace:
+            earlier = file.read_text(encoding="utf-8") if file.is_file() else None
+            if earlier not in (None, text) and not replace:
                 raise ConfigError(
                     f"{file} holds other records than `dataset` gives now; give another folder as `out`, or delete "
                     f"{file.parents[1]}"
                 )
-            if written != text:
+            if earlier != text:
                 write_text(file, text)
 
 
-def given(dataset: Any, folder: Path) -> Given:
-    """A data set whose Python objects have become files in `folder`. A data set without objects is unchanged."""
-    if is_given(dataset):
-        return _as_files({}, dataset, folder / GIVEN)
-    if isinstance(dataset, Mapping) and is_given(dataset.get("origin")):
-        return _as_files(dataset, dataset["origin"], folder / GIVEN)
-    return Given(dataset, {})
-
-
-def is_given(value: Any) -> bool:
+def is_objects(value: Any) -> bool:
     """Whether a data set, or its origin, is Python objects and no path or settings."""
     if isinstance(value, Mapping):
-        return any(is_given(value.get(split)) for split in SPLITS)
+        return any(is_objects(value.get(split)) for split in SPLITS)
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Path, Settings)))
 
 
-def _as_files(settings: Mapping[str, Any], objects: Any, folder: Path) -> Given:
-    data = objects() if callable(objects) else objects
-    by_split = isinstance(data, Mapping)
-    files: dict[Path, str] = {}
+def as_files(dataset: Any, folder: Path) -> RecordFiles:
+    """A data set whose Python objects have become files in `folder`. A data set without objects is unchanged."""
+    if is_objects(dataset):
+        settings, objects = dict[str, Any](), dataset
+    elif isinstance(dataset, Mapping) and is_objects(dataset.get("origin")):
+        settings, objects = dict(dataset), dataset["origin"]
+    else:
+        return RecordFiles(dataset, {})
+    located = _locate(objects() if callable(objects) else objects, "dataset")
+    splits = located if isinstance(located, dict) else {"records": located}
     record_format: RecordFormat | None = settings.get("format")
-    for name, records in data.items() if by_split else [("", data)]:
-        if by_split and name not in SPLITS:
-            raise DataError(f"dataset has a split {name!r}; the splits are {', '.join(SPLITS)}")
-        where = f"dataset, split {name}" if by_split else "dataset"
-        numbered = enumerate(check_records(records, f"{where} must be"), start=1)
-        located = [(f"{where}, record {n}", as_record(r, f"{where}, record {n}")) for n, r in numbered]
-        if not located:
-            raise DataError(f"{where} holds no records; a generator can be read once only")
-        for place, record in renamed(located, settings.get("columns") or {}):
-            record_format = record_format or detect_format(record, place)
-            parse_record(record, record_format, place, settings.get("units") or ())
-        files[folder / f"{name or 'records'}.jsonl"] = lines_of(record for _, record in located)
-    origin = {"source": "local", "path": folder if by_split else folder / "records.jsonl"}
-    return Given({**settings, "format": record_format, "origin": origin}, files)
+    for where, record in renamed(chain(*splits.values()), settings.get("columns") or {}):
+        record_format = record_format or detect_format(record, where)
+        parse_record(record, record_format, where, settings.get("units") or ())
+    target = folder / RECORDS
+    files = {target / f"{name}.jsonl": lines_of(record for _, record in rows) for name, rows in splits.items()}
+    path = target if isinstance(located, dict) else target / "records.jsonl"
+    return RecordFiles({**settings, "format": record_format, "origin": {"source": "local", "path": path}}, files)
 
 
 # Settings of runs and data sets by hand, in which a path of records may replace a data set's settings.
@@ -563,5 +499,5 @@ def parse_run(values: Mapping[str, Any], where: str) -> RunFile:
 def prepare_data(job: DataJob) -> None:
     """Prepare a data set: generated, from a local file or from the hub."""
     origin = job.settings.origin
-    entry = read_lock(job.lock_file).get(key_of(origin)) if isinstance(origin, HubData) else None
-    prepare(job.settings, job.out, {"revision": entry.revision, "files": entry.files} if entry else None)
+    locked = read_lock(job.lock_file).get(key_of(origin)) if isinstance(origin, HubData) else None
+    prepare(job.settings, job.out, locked)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from qerl.checkpoints.files import usable_length
 from qerl.data.grading import is_correct
-from qerl.data.prompts import Thinking, prompt_ids
+from qerl.data.prompts import Thinking, prompts_ids
 from qerl.evals.evaluate import open_task
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
 from qerl.jobs import DosedArm, DoseJob
@@ -33,15 +32,15 @@ NOISE_DRAWS = 2
 _POSITIONS = 64
 
 
-def _asked(
+def _first_problems(
     policy: Policy, data: Path, settings: EvaluationSettings, most: int | None
 ) -> tuple[EvaluationSet, list[list[int]]]:
     """The first `most` problems of the one task of `settings`, and their prompts as in training."""
     [task] = settings.tasks
-    asked = open_task(task, {task.dataset: data})
-    asked = replace(asked, problems=asked.problems[:most])
-    ask = partial(prompt_ids, policy.tokenizer, instruction=asked.instruction, date=asked.date)
-    return asked, [ask(problem.question) for problem in asked.problems]
+    dataset = open_task(task, {task.dataset: data})
+    dataset = replace(dataset, problems=dataset.problems[:most])
+    questions = [problem.question for problem in dataset.problems]
+    return dataset, prompts_ids(policy.tokenizer, questions, dataset.instruction, dataset.date)
 
 
 def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
@@ -64,24 +63,21 @@ class _Tokens:
 
 
 @torch.no_grad()
-def _of_tokens(policy: Policy, other: Policy, prompt: list[int], tokens: list[int]) -> _Tokens:
-    parts = zip(*(_logits(model, prompt, tokens).split(_POSITIONS) for model in (policy, other)), strict=True)
-    return _Tokens(*(torch.cat(values).cpu() for values in zip(*(_compared(*pair) for pair in parts), strict=True)))
+def _compare(policy: Policy, other: Policy, prompt: list[int], tokens: list[int]) -> _Tokens:
+    """Compare the distributions at temperature 1 from which each of the completion's tokens is drawn."""
 
+    def logits(model: Policy) -> Tensor:  # [T, vocabulary]
+        ids = torch.tensor([prompt + tokens], device=model.device)
+        with model.autocast():
+            return model.lm(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
 
-def _logits(policy: Policy, prompt: list[int], tokens: list[int]) -> Tensor:
-    """The logits [T, vocabulary] from which each of the completion's tokens is drawn."""
-    ids = torch.tensor([prompt + tokens], device=policy.device)
-    with policy.autocast():
-        return policy.lm(input_ids=ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
-
-
-def _compared(logits: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """KL, both entropies and agreement [T] of the distributions at temperature 1 of logits [T, vocabulary]."""
-    ours, theirs = (torch.log_softmax(part.double(), -1) for part in (logits, others))
-    kl = (ours.exp() * (ours - theirs)).sum(-1)
-    entropy, other = (-(each.exp() * each).sum(-1) for each in (ours, theirs))
-    return kl, entropy, other, logits.argmax(-1) == others.argmax(-1)
+    parts = []
+    for ours, theirs in zip(*(logits(model).split(_POSITIONS) for model in (policy, other)), strict=True):
+        one, two = (torch.log_softmax(part.double(), -1) for part in (ours, theirs))
+        kl = (one.exp() * (one - two)).sum(-1)
+        entropies = [-(each.exp() * each).sum(-1) for each in (one, two)]
+        parts.append((kl, *entropies, ours.argmax(-1) == theirs.argmax(-1)))
+    return _Tokens(*(torch.cat(values).cpu() for values in zip(*parts, strict=True)))
 
 
 # The loss of a merge: a policy against the one checkpoint that it was merged into, on the same problems.
@@ -92,15 +88,15 @@ def merge_loss(
 ) -> MergeLoss:
     """Measure KL, agreement and accuracy of `merged` against `policy` (see `MergeLoss`).
 
-    The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems are asked,
-    by the prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
+    The one task of `settings` names the split of the prepared problems in `data`. Its first `most` problems have the
+    prompt and the grader of training. Both models draw by the same random numbers. On a GPU set `native.sleep`,
     so that the cache of one sampler is released before the other draws.
     """
-    asked, prompts = _asked(policy, data, settings, most)
+    dataset, prompts = _first_problems(policy, data, settings, most)
     drawn, others = _draw(policy, prompts, settings), _draw(merged, prompts, settings)
-    shares, merged_shares = (_right(policy, asked, prompts, each) for each in (drawn, others))
+    shares, merged_shares = (_right(policy, dataset, prompts, each) for each in (drawn, others))
     tokens = [
-        [_of_tokens(policy, merged, prompt, completion.token_ids) for completion in completions]
+        [_compare(policy, merged, prompt, completion.token_ids) for completion in completions]
         for prompt, completions in zip(prompts, drawn, strict=True)
     ]
     same = torch.cat([each.same for group in tokens for each in group])
@@ -120,13 +116,13 @@ def merge_loss(
 
 
 def _right(
-    policy: Policy, asked: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
+    policy: Policy, dataset: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
 ) -> Scores:
     """The share of right completions of each problem, [problems]."""
-    form = (asked.format, asked.answer, asked.units)
-    thinking = Thinking(policy.tokenizer, asked.thinking)
+    form = (dataset.format, dataset.answer, dataset.units)
+    thinking = Thinking(policy.tokenizer, dataset.thinking)
     shares = []
-    for problem, prompt, completions in zip(asked.problems, prompts, drawn, strict=True):
+    for problem, prompt, completions in zip(dataset.problems, prompts, drawn, strict=True):
         begun = str(policy.tokenizer.decode(prompt))
         texts = [thinking.text(completion.token_ids, begun) for completion in completions]
         shares.append(np.mean([is_correct(text, problem.answer, *form) for text in texts]))
@@ -155,7 +151,7 @@ class Assay:
 
     def __init__(self, policy: Policy, data: Path, settings: EvaluationSettings, most: int | None = None) -> None:
         self.policy = policy
-        _, self.prompts = _asked(policy, data, settings, most)
+        _, self.prompts = _first_problems(policy, data, settings, most)
         plain = settings.sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
         self.drawn = _draw(policy, self.prompts, settings.model_copy(update={"sampling": plain}))
 
@@ -167,9 +163,7 @@ class Assay:
         measured = []
         for draw in range(1, draws + 1):
             with noise.at(draw, draws):
-                measured.append(
-                    [self._group(perturbed, *asked) for asked in zip(self.prompts, self.drawn, strict=True)]
-                )
+                measured.append([self._group(perturbed, *of) for of in zip(self.prompts, self.drawn, strict=True)])
         kl, entropy, change = np.mean(measured, axis=0).T
         return Dose(
             problems=len(self.prompts),
@@ -182,7 +176,7 @@ class Assay:
 
     def _group(self, perturbed: Policy, prompt: list[int], drawn: Sequence[Completion]) -> tuple[float, float, float]:
         """KL of a completion, entropy of a token and its change, as means over a problem's completions."""
-        group = [_of_tokens(self.policy, perturbed, prompt, completion.token_ids) for completion in drawn]
+        group = [_compare(self.policy, perturbed, prompt, completion.token_ids) for completion in drawn]
         entropy = torch.cat([each.entropy for each in group])
         change = torch.cat([each.other_entropy for each in group]) - entropy
         kl = torch.stack([each.kl.sum() for each in group])

@@ -138,6 +138,7 @@ def _score(
     repeats = sorted({row.repeat for row in rows})
     flexible = [row.flexible for row in rows if row.flexible is not None]
     distinct = [outcome.distinct for outcome in outcomes if outcome.distinct is not None]
+    right = [outcome.right for outcome in outcomes]
     return TaskScore(
         harness=task.harness,
         harness_version=VERSION if task.harness == "qerl" else version(task.harness),
@@ -150,19 +151,13 @@ def _score(
         agreement=fmean(row.agrees for row in rows),
         completion_tokens=fmean(row.tokens for row in rows),
         truncated=fmean(not row.finished for row in rows),
-        pass_at=_pass_at(outcomes, len(repeats)),
+        pass_at={k: float(pass_at_k(right, len(repeats), k).mean()) for k in KS if k <= len(repeats)},
         distinct_solutions=fmean(distinct) if distinct else None,
         task=task.task,
         sampling=sampling,
         timeouts=sum(row.timeout for row in rows),
         date=dataset.date,
     )
-
-
-def _pass_at(outcomes: Sequence[OutcomeRow], repeats: int) -> dict[int, float]:
-    """The mean pass@k over problems, for each k up to the number of completions."""
-    right = [outcome.right for outcome in outcomes]
-    return {k: float(pass_at_k(right, repeats, k).mean()) for k in KS if k <= repeats}
 
 
 def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:

@@ -4,8 +4,8 @@
 records: the same prompt and metric, a gold answer that may be any number.
 
 lighteval's Pipeline isn't used, because its registry imports every task module, one of which downloads at import. The
-task, its documents and its metric are lighteval's own objects, combined as in the Pipeline. If completions state their
-answer in tags, the metric gets that answer in a box.
+task, its documents and its metric are lighteval's own objects, combined as in the Pipeline. The metric needs no model
+of lighteval's. If completions state their answer in tags, the metric gets that answer in a box.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from typing import Any, NoReturn
 from datasets import Dataset, DatasetDict
 from lighteval.metrics import apply_metric
 from lighteval.metrics.metrics import Metrics
-from lighteval.models.abstract_model import LightevalModel
 from lighteval.models.model_output import ModelResponse
 from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
 from lighteval.tasks.requests import Doc
-from transformers import PreTrainedTokenizerBase
 
 from qerl.data.grading import after_thinking, boxed, extract
-from qerl.data.prompts import plain_ids, prompt_ids, prompt_text
+from qerl.data.prompts import plain_ids, prompt_text, prompts_ids
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 from qerl.settings.workflow import StockTask
 
@@ -68,67 +66,13 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     return of_tags if dataset.answer == "tags" else of_box
 
 
-class SamplerModel(LightevalModel):
-    """lighteval's model interface for a policy, which only generates, without a cache.
-
-    `read` makes the metric's input from a completion.
-    """
-
-    def __init__(
-        self, policy: EvaluatedPolicy, read: Callable[[str], str] = after_thinking, *, chat: bool = True
-    ) -> None:
-        self.policy = policy
-        self.read = read
-        self.chat = chat
-        self.drawn: list[list[Drawn]] = []
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's tokenizer."""
-        return self.policy.tokenizer
-
-    @property
-    def add_special_tokens(self) -> bool:
-        """Whether to add special tokens, which the chat template already contains."""
-        return not self.chat
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a completion."""
-        return self.policy.params.max_tokens
-
-    def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Draw every repeat of every document in one call of the sampler; `drawn` keeps the completions."""
-        stop = docs[0].stop_sequences or ()
-        self.drawn = self.policy.draw([self._ids(doc.query) for doc in docs], stop)
-        return [
-            ModelResponse(
-                text=[drawn.text for drawn in repeats],
-                text_post_processed=[self.read(drawn.text) for drawn in repeats],
-            )
-            for repeats in self.drawn
-        ]
-
-    def _ids(self, query: str) -> list[int]:
-        if self.chat:
-            return prompt_ids(self.tokenizer, query, "", self.policy.date)
-        return plain_ids(self.tokenizer, query)
-
-    def loglikelihood(self, docs: list[Doc]) -> NoReturn:
-        """Refuse: no task of the project scores given text."""
-        raise NotImplementedError("a Sampler draws completions only; use a lighteval task with generative metrics")
-
-    def loglikelihood_rolling(self, docs: list[Doc]) -> NoReturn:
-        """Refuse: no task of the project scores given text."""
-        self.loglikelihood(docs)
-
-
 def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:
     """The lighteval task of a math- or aime-format data set, whose records have the fields of `Problem`."""
 
     def to_doc(record: dict[str, Any], task_name: str) -> Doc:
-        query = prompt_text(record["question"], dataset.instruction)
-        return Doc(task_name=task_name, query=query, choices=[_gold(record, dataset)], gold_index=0)
+        query, answer = prompt_text(record["question"], dataset.instruction), record["answer"]
+        gold = answer if dataset.format == "aime" else f"ANSWER: {record['solution'] or _boxed(answer)}"
+        return Doc(task_name=task_name, query=query, choices=[gold], gold_index=0)
 
     return LightevalTaskConfig(
         name=dataset.name,
@@ -139,12 +83,6 @@ def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:
         evaluation_splits=[_SPLIT],
         metrics=[Metrics.pass_at_k_math(sample_params={"k": 1, "n": 1})],
     )
-
-
-def _gold(record: dict[str, Any], dataset: EvaluationSet) -> str:
-    if dataset.format == "aime":
-        return str(record["answer"])
-    return f"ANSWER: {record['solution'] or _boxed(record['answer'])}"
 
 
 def stock_config(task: StockTask) -> LightevalTaskConfig:
@@ -219,20 +157,23 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     """Draw and score the test split; verdicts by problem, then by repeat."""
     # It would log a warning for each completion without an answer, which the samples file already shows.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
-    recorded: list[tuple[str | None, bool]] = []
     docs, stock_metric = documents(dataset)
-    metric = _recording(stock_metric, recorded)
-    chat = dataset.stock is None or dataset.stock.chat
-    model = SamplerModel(policy, _reader(dataset), chat=chat)
-    responses = model.greedy_until(docs)
+    if dataset.stock is None or dataset.stock.chat:
+        prompts = prompts_ids(policy.tokenizer, (doc.query for doc in docs), "", policy.date)
+    else:
+        prompts = [plain_ids(policy.tokenizer, doc.query) for doc in docs]
+    drawn = policy.draw(prompts, docs[0].stop_sequences or ())
+    recorded: list[tuple[str | None, bool]] = []
+    metric, read = _recording(stock_metric, recorded), _reader(dataset)
     # lighteval's metric would average the repeats, so each repeat is scored as a separate response.
-    pairs = [(doc, ModelResponse(text=[text])) for doc, r in zip(docs, responses, strict=True) for text in r.final_text]
+    pairs = [
+        (doc, ModelResponse(text=[read(one.text)])) for doc, repeats in zip(docs, drawn, strict=True) for one in repeats
+    ]
     outputs = apply_metric(docs=[doc for doc, _ in pairs], responses=[r for _, r in pairs], metrics=[metric])
-    correct = [bool(output[metric.metric_name] == 1.0) for output in outputs]
-    verdicts = zip(recorded, correct, strict=True)
+    verdicts = zip(recorded, (bool(output[metric.metric_name] == 1.0) for output in outputs), strict=True)
 
-    def graded(drawn: Drawn) -> GradedCompletion:
+    def graded(one: Drawn) -> GradedCompletion:
         (extracted, timeout), right = next(verdicts)
-        return GradedCompletion(drawn, extracted, right, timeout=timeout)
+        return GradedCompletion(one, extracted, right, timeout=timeout)
 
-    return [[graded(drawn) for drawn in repeats] for repeats in model.drawn]
+    return [[graded(one) for one in repeats] for repeats in drawn]

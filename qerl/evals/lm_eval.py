@@ -26,8 +26,8 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from qerl.data.grading import after_thinking, extract
-from qerl.data.prompts import chat_text, plain_ids, prompt_text
-from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
+from qerl.data.prompts import chat_text, plain_ids, prompt_text, texts_ids
+from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 
 _SPLIT = "test"
 _STRICT = "strict-match"
@@ -56,13 +56,11 @@ class SamplerLM(LM):
         `until` applies: temperature, top-p and length are the policy's.
         """
         unique = [request for _, same in groupby(requests, key=id) for request in [next(same)]]
-        stop = unique[0].args[1]["until"]
-        self.drawn = self.policy.draw([self._ids(request.args[0]) for request in unique], stop)
-        return [self.read(drawn.text) for repeats in self.drawn for drawn in repeats]
-
-    def _ids(self, prompt: str) -> list[int]:
+        texts = [request.args[0] for request in unique]
         tokenizer = self.policy.tokenizer
-        return tokenizer.encode(prompt, add_special_tokens=False) if self.chat else plain_ids(tokenizer, prompt)
+        prompts = texts_ids(tokenizer, texts) if self.chat else [plain_ids(tokenizer, text) for text in texts]
+        self.drawn = self.policy.draw(prompts, stop=unique[0].args[1]["until"])
+        return [self.read(drawn.text) for repeats in self.drawn for drawn in repeats]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the chat as text; its encoding is `qerl.data.prompts.prompt_ids`."""
@@ -77,9 +75,7 @@ class SamplerLM(LM):
         """Refuse: no task of the project scores given text."""
         raise NotImplementedError("a Sampler draws completions only; use an lm-eval task of type generate_until")
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> NoReturn:
-        """Refuse: no task of the project scores given text."""
-        self.loglikelihood(requests)
+    loglikelihood_rolling = loglikelihood
 
 
 class _QuietTask(ConfigurableTask):  # type: ignore[misc]
@@ -99,13 +95,27 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     file = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text(encoding="utf-8"))
     filters = {entry["name"]: entry["filter"] for entry in file["filter_list"]}
     if dataset.stock:
-        prompts = _stock_prompts(file, dataset.stock)
+        fewshot = file["num_fewshot"] if dataset.stock.fewshot is None else dataset.stock.fewshot
+        unused = {"tag", "dataset_path", "dataset_name"} | (set() if fewshot else {"training_split", "fewshot_split"})
+        config = {key: value for key, value in file.items() if key not in unused} | {"num_fewshot": fewshot}
+        splits: dict[str, list[dict[str, Any]]] = {file["test_split"]: [*dataset.stock.records]}
+        splits |= {file["fewshot_split"]: [*dataset.stock.examples]} if fewshot else {}
     else:
-        prompts = _own_prompts(file, dataset)
-        strict = filters[_STRICT]
-        filters = {_STRICT: strict}
+        filters = {_STRICT: filters[_STRICT]}
+        config = {
+            **{key: file[key] for key in ("output_type", "doc_to_target", "metric_list", "metadata")},
+            # The file's stop strings end the questions of few-shot prompts, and may occur within an answer here.
+            "generation_kwargs": {**file["generation_kwargs"], "until": []},
+            "test_split": _SPLIT,
+            "doc_to_text": lambda record: prompt_text(record["question"], dataset.instruction),
+            "num_fewshot": 0,
+        }
+        rows = [{"question": each.question, "answer": each.solution} for each in dataset.problems]
+        splits = {_SPLIT: rows}
     return {
-        **prompts,
+        **config,
+        # A function that gives lm-eval the records, without the hub and without a cache on disk.
+        "custom_dataset": lambda **_: DatasetDict({split: Dataset.from_list(each) for split, each in splits.items()}),
         "task": dataset.name,
         "repeats": repeats,
         "filter_list": [
@@ -116,46 +126,13 @@ def task_config(dataset: EvaluationSet, repeats: int) -> dict[str, Any]:
     }
 
 
-def _own_prompts(file: dict[str, Any], dataset: EvaluationSet) -> dict[str, Any]:
-    records = [{"question": problem.question, "answer": problem.solution} for problem in dataset.problems]
-    return {
-        **{key: file[key] for key in ("output_type", "doc_to_target", "metric_list", "metadata")},
-        # The file's stop strings end the questions of few-shot prompts, and may occur within an answer here.
-        "generation_kwargs": {**file["generation_kwargs"], "until": []},
-        "custom_dataset": _in_memory({_SPLIT: records}),
-        "test_split": _SPLIT,
-        "doc_to_text": lambda record: prompt_text(record["question"], dataset.instruction),
-        "num_fewshot": 0,
-    }
-
-
-def _stock_prompts(file: dict[str, Any], stock: Stock) -> dict[str, Any]:
-    fewshot = file["num_fewshot"] if stock.fewshot is None else stock.fewshot
-    kept = {key: value for key, value in file.items() if key not in ("tag", "dataset_path", "dataset_name")}
-    splits = {file["test_split"]: stock.records}
-    if fewshot:
-        splits[file["fewshot_split"]] = list(stock.examples)
-    else:
-        kept = {key: value for key, value in kept.items() if key not in ("training_split", "fewshot_split")}
-    return {**kept, "custom_dataset": _in_memory(splits), "num_fewshot": fewshot}
-
-
-def _in_memory(splits: dict[str, list[dict[str, Any]]]) -> Callable[..., DatasetDict]:
-    """A function that gives lm-eval the records, without the hub and without a cache on disk."""
-    return lambda **_: DatasetDict({split: Dataset.from_list(records) for split, records in splits.items()})
-
-
-def _custom(change: Callable[[list[str]], list[str]]) -> dict[str, Any]:
-    """The filter step that changes the list of a problem's responses."""
+def _only(repeat: int) -> dict[str, Any]:
+    """The filter step that leaves one of a problem's responses."""
 
     def apply(responses: Iterable[list[str]], records: Any) -> list[list[str]]:
-        return [change(texts) for texts in responses]
+        return [[texts[repeat]] for texts in responses]
 
     return {"function": "custom", "filter_fn": apply}
-
-
-def _only(repeat: int) -> dict[str, Any]:
-    return _custom(lambda texts: [texts[repeat]])
 
 
 def _reader(dataset: EvaluationSet) -> Callable[[str], str]:

@@ -109,30 +109,23 @@ class EvaluatedPolicy:
         drawn = []
         for prompt, completions in zip(prompts, self.complete(prompts), strict=True):
             text = cast(str, self.tokenizer.decode(prompt))
-            texts: dict[tuple[int, ...], str] = {}
+            texts: dict[tuple[int, ...], str] = {}  # many completions of a prompt are the same
             drawn.append([self._drawn(text, completion, stop, texts) for completion in completions])
         return drawn
 
     def complete(self, prompts: Sequence[list[int]]) -> list[list[Completion]]:
         """Return the completions of each prompt (token ids) as the sampler draws them."""
-        self._check_room(prompts)
-        return self.sampler.generate(prompts, self.params)
-
-    def _check_room(self, prompts: Sequence[list[int]]) -> None:
         if self.context is not None:
             limit = self.params.max_tokens
             check_room(self.context, limit, "max_tokens")
             longer = (len(prompt) for prompt in prompts if len(prompt) > self.context - limit)
             check_lengths(longer, len(prompts), self.context, limit, "or leave these prompts out")
+        return self.sampler.generate(prompts, self.params)
 
     def _drawn(
         self, prompt: str, completion: Completion, stop: Sequence[str], texts: dict[tuple[int, ...], str]
     ) -> Drawn:
-        """One completion; `texts` has those of the prompt's that are decoded already, which many repeat."""
         ids = tuple(completion.token_ids)
-        if ids not in texts:
-            texts[ids] = self.thinking.text(ids, prompt)
-        text = texts[ids]
+        text = texts[ids] if ids in texts else texts.setdefault(ids, self.thinking.text(ids, prompt))
         end = min((text.index(string) for string in stop if string in text), default=None)
-        finished = completion.finished or end is not None
-        return Drawn(prompt, text[:end], len(completion.token_ids), finished)
+        return Drawn(prompt, text[:end], len(ids), completion.finished or end is not None)

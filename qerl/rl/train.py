@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.checkpoints.files import check_checkpoint, usable_length
-from qerl.data.grading import extract, stated
+from qerl.data.grading import extract, statement
 from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.console import log, showing
@@ -100,7 +100,7 @@ class Watch:
         group = rollout.groups[0]
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
-        wanted = stated(group.problem.answer, self.task.format, self.task.answer)
+        wanted = statement(group.problem.answer, self.task.format, self.task.answer)
         message = f"{what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
         if self.settings.on_no_signal == "stop":
             raise NoSignalError(message)

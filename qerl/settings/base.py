@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -20,8 +20,6 @@ from qerl.settings.errors import choices, options, sentence
 
 #: The words that mean "off"; YAML itself reads off, no and false as false.
 OFF = ("off", "none", "false")
-
-
 #: A whole number of YAML 1.1 that starts with 0 and is octal.
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 #: Digits with underscores that don't divide thousands, as in a date or a version.
@@ -82,12 +80,12 @@ def _check_spellings(node: yaml.MappingNode) -> None:
     pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
     if not any("." in key.value for key, _ in pairs):
         return
-    given: dict[tuple[str, ...], tuple[bool, int]] = {}
+    earlier: dict[tuple[str, ...], tuple[bool, int]] = {}
     for key, value in pairs:
         line = key.start_mark.line + 1
         leaves = {(*key.value.split("."), *inner): off for inner, off in _leaves(value).items()}
         for path, off in leaves.items():
-            for other, (other_off, other_line) in given.items():
+            for other, (other_off, other_line) in earlier.items():
                 shared = min(len(path), len(other))
                 # A part that is off has no settings. Other words may be names that begin alike: qwen2 and qwen2.5.
                 ends_in_off = (off and len(path) == shared) or (other_off and len(other) == shared)
@@ -96,7 +94,7 @@ def _check_spellings(node: yaml.MappingNode) -> None:
                         f"the key `{'.'.join(path[:shared])}` is given with dots and nested, in lines {other_line} and "
                         f"{line}; keep one"
                     )
-        given.update({path: (off, line) for path, off in leaves.items()})
+        earlier.update({path: (off, line) for path, off in leaves.items()})
 
 
 def _leaves(node: yaml.Node) -> dict[tuple[str, ...], bool]:
@@ -107,17 +105,6 @@ def _leaves(node: yaml.Node) -> dict[tuple[str, ...], bool]:
     return {(*key.value.split("."), *inner): off for key, value in pairs for inner, off in _leaves(value).items()}
 
 
-def as_meant(settings: type[BaseModel], values: Any) -> Any:
-    """The values for the fields of `settings`, with every word for "off" replaced by the field's value for it.
-
-    Where a number is expected, true and false become values that aren't numbers: pydantic would take them for 1 and 0.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    known = settings.model_fields
-    return {key: _read(value, *_reading(settings, key)) if key in known else value for key, value in values.items()}
-
-
 class _Truth:
     """True or false where a number is expected."""
 
@@ -126,15 +113,6 @@ class _Truth:
 
     def __repr__(self) -> str:
         return str(self._value).lower()
-
-
-def _read(value: Any, off: str, is_number: bool) -> Any:
-    is_off = value is False or (isinstance(value, str) and value.lower() in OFF)
-    if off == "empty":
-        return [] if is_off else value
-    if off and (is_off or value is None):
-        return "off" if off == "off" else None
-    return _without_truth(value) if is_number else value
 
 
 @functools.cache
@@ -170,27 +148,15 @@ def _without_truth(value: Any) -> Any:
 
 # The base class of all settings, errors of one sentence, and types of values.
 
-PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
-
-
-#: The number of allowed seeds: a step's 64-bit seed has the run's seed in its upper half.
-SEEDS = 2**32
-
-
-Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
-
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
 S = TypeVar("S", bound="Settings")
-
-
 T = TypeVar("T")
 
-
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 NonEmpty = Annotated[list[T], Field(min_length=1)]
-
+#: The number of allowed seeds: a step's 64-bit seed has the run's seed in its upper half.
+SEEDS = 2**32
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 
 #: Characters that Unicode counts as printable and that show nothing: fillers, joiners and variation selectors.
 _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
@@ -224,15 +190,24 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    #: Keys of earlier versions, each with the end of the sentence that refuses it.
-    removed_keys: ClassVar[Mapping[str, str]] = {}
-
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and (removed := sorted(cls.removed_keys.keys() & values.keys())):
-            raise ValueError(f"the key {removed[0]} was removed {cls.removed_keys[removed[0]]}")
-        return as_meant(cls, values)
+        if not isinstance(values, Mapping):
+            return values
+        meant = dict(values)
+        for key, value in values.items():
+            if key not in cls.model_fields:
+                continue
+            off, is_number = _reading(cls, key)
+            is_off = value is False or (isinstance(value, str) and value.lower() in OFF)
+            if off == "empty":
+                meant[key] = [] if is_off else value
+            elif off and (is_off or value is None):
+                meant[key] = "off" if off == "off" else None
+            elif is_number:  # pydantic would take true and false for 1 and 0
+                meant[key] = _without_truth(value)
+        return meant
 
 
 def _names_a_function(path: str) -> str:
@@ -396,7 +371,7 @@ def _hidden(text: str | bytes, error: yaml.MarkedYAMLError) -> str:
     marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
     if not marks:
         return ""
-    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
-    wrong = "".join(whole.split("\n")[min(marks) : max(marks) + 1])
+    readable = text.decode(errors="replace") if isinstance(text, bytes) else text
+    wrong = "".join(readable.split("\n")[min(marks) : max(marks) + 1])
     escapes = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
     return f"; there are invisible characters here: {' '.join(escapes)}" if escapes else ""

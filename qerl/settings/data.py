@@ -11,14 +11,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from qerl.settings.base import FilePath, Fraction, FunctionPath, NonEmpty, PositiveInt, Seed, Settings
 
 RecordFormat = Literal["gsm8k", "math", "aime", "countdown"]
-
-
 Split = Literal["train", "validation", "test"]
-
-
 AnswerForm = Literal["native", "tags"]
-
-
 CountdownUse = Literal["all", "some"]
 
 

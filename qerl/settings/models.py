@@ -14,8 +14,6 @@ WeightFormat = Literal["bf16", PackedFormat]
 
 #: The formats of a policy that is merged into one checkpoint.
 MergedFormat = Literal["bf16", "nvfp4"]
-
-
 Recipe = Literal["rtn", "awq", "random"]
 
 
@@ -129,8 +127,8 @@ class Base:
     @property
     def name(self) -> str:
         """The name of its folder, which no other base of a configuration has."""
-        made, error = self.calibration, self.error
-        awq = f"-awq-{made.dataset}-{made.samples}x{made.length}-seed{made.seed}" if made else ""
+        texts, error = self.calibration, self.error
+        awq = f"-awq-{texts.dataset}-{texts.samples}x{texts.length}-seed{texts.seed}" if texts else ""
         times = f"-x{error.variance:g}" if error and error.variance != 1 else ""
         random = f"-random-{error.of}{times}-seed{error.seed}" if error else ""
         return f"{self.model}-{self._packed}{awq}{random}"

@@ -53,8 +53,6 @@ class SamplingSettings(Settings):
 class VllmSettings(Settings):
     """vLLM as the sampler."""
 
-    removed_keys = dict.fromkeys(("url", "adapters"), "with engine=vllm-server; delete it and use engine=vllm")
-
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the GPU's memory, or of the job's part of it, for the engine (weights, cache, CUDA graphs)."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
@@ -77,8 +75,6 @@ KvCacheDtype = Literal["auto", "fp8"]
 
 class NativeSettings(Settings):
     """The native engine, which samples from the trainer's own weights on a GPU."""
-
-    removed_keys = {"drafts": "with speculative decoding, which gained nothing from 16 sequences on; delete it"}
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Size of the KV cache in GiB. None takes what the rollout can use, at most 60 % of the memory that is free before
@@ -110,13 +106,6 @@ class EngineSettings(Settings):
     def engine_gpus(self) -> int:
         """Number of GPUs that sampling needs."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _is_no_server(cls, value: Any) -> Any:
-        if value == "vllm-server":
-            raise ValueError("engine=vllm-server was removed; use engine=vllm, which is vLLM within this process")
-        return value
 
 
 class RolloutSettings(EngineSettings):
@@ -154,8 +143,6 @@ UNDECIDING_OF_ENGINE: Any = {"native": {"sleep"}, "vllm": {"sleep"}}
 # Settings of verifiable rewards, and the presets of the released scripts.
 
 RewardPreset = Literal["upstream-gsm8k", "upstream-gsm8k-hashes", "upstream-bigmath", "upstream-dapomath"]
-
-
 #: The released scripts' values: GSM8K since 27 Nov 2025 and before; BigMath; DAPO-Math and MiroMind.
 REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
     "upstream-gsm8k": {"correct": 2.0, "format": 0.2},

@@ -19,11 +19,7 @@ from qerl.settings.workloads import ShapesSettings
 
 #: The harnesses; `qerl` is the grader of training.
 Harness = Literal["lm-eval", "lighteval", "qerl"]
-
-
 StockTask = Literal["gsm8k", "math_500", "aime24", "aime25", "amc23"]
-
-
 #: The record formats that each harness can score.
 SCORED: dict[Harness, tuple[RecordFormat, ...]] = {
     "lm-eval": ("gsm8k",),
@@ -395,10 +391,10 @@ class Config(Settings):
         for number, task in enumerate(self.evaluation.tasks):
             require(task.dataset, self.datasets, f"evaluation.tasks[{number}].dataset", "datasets")
             check_scored(task, self.datasets[task.dataset].format, f"evaluation.tasks[{number}]")
-        asked = {task.dataset: None for task in self.evaluation.tasks}
+        evaluated = {task.dataset: None for task in self.evaluation.tasks}
         for name, experiment in self.experiments.items():
             for dataset in experiment.tasks or ():
-                require(dataset, asked, f"experiments.{name}.tasks", "evaluation.tasks")
+                require(dataset, evaluated, f"experiments.{name}.tasks", "evaluation.tasks")
         for name, model in self.models.items():
             if isinstance(model, PretrainSettings):
                 for dataset in model.datasets:
@@ -460,18 +456,18 @@ def _with_nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     experiments = values.get("experiments")
     if not isinstance(experiments, Mapping):
         return dict(values)
-    return {**values, "experiments": {name: _of_runs(experiment) for name, experiment in experiments.items()}}
-
-
-def _of_runs(experiment: Any) -> Any:
-    if not isinstance(experiment, Mapping):
-        return experiment
-    result = dict(experiment)
-    if isinstance(base := result.get("base"), Mapping):
-        result["base"] = nested(base)
-    if isinstance(arms := result.get("arms"), Mapping):
-        result["arms"] = {arm: nested(keys) if isinstance(keys, Mapping) else keys for arm, keys in arms.items()}
-    return result
+    result: dict[str, Any] = {}
+    for name, experiment in experiments.items():
+        if isinstance(experiment, Mapping):
+            experiment = dict(experiment)
+            if isinstance(base := experiment.get("base"), Mapping):
+                experiment["base"] = nested(base)
+            if isinstance(arms := experiment.get("arms"), Mapping):
+                experiment["arms"] = {
+                    a: nested(keys) if isinstance(keys, Mapping) else keys for a, keys in arms.items()
+                }
+        result[name] = experiment
+    return {**values, "experiments": result}
 
 
 def require(name: str, known: Mapping[str, Any], key: str, section: str) -> None:

@@ -77,8 +77,6 @@ class Prompting(Workload):
 class MixedLengths(Settings):
     """Prompts and completions of a rollout. Lengths of completions are lognormal, lengths of prompts uniform."""
 
-    removed_keys = {"drafts": "with speculative decoding, which gained nothing from 16 sequences on; delete it"}
-
     prompts: PositiveInt = 64
     group_size: PositiveInt = 8
     """Completions per prompt."""

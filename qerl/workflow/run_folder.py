@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from qerl.checkpoints.files import RUN_FILE, check_checkpoint, check_tokenizer, weights_format_of
 from qerl.data.inputs import contents_of
-from qerl.data.sources import GIVEN, Given, given, is_given, parse_run
+from qerl.data.sources import RECORDS, RecordFiles, as_files, is_objects, parse_run
 from qerl.host.console import log
 from qerl.host.imports import check as check_function
 from qerl.host.imports import check_engine, check_installed, check_trackers, check_unchanged, path_of, source_version
@@ -43,18 +43,18 @@ Dtype = Literal["float32", "bfloat16"]
 
 def without_objects(
     run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None
-) -> tuple[RunFile | Mapping[str, Any] | PathLike, Given]:
+) -> tuple[RunFile | Mapping[str, Any] | PathLike, RecordFiles]:
     """The settings with Python objects in them replaced: records by files that are still to be written."""
     if not isinstance(run, Mapping):
-        return run, Given(None, {})
+        return run, RecordFiles(None, {})
     values, folder = dict(run), run.get("out") if out is None else out
     if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
         values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
-    if is_given(values.get("dataset")) and not isinstance(folder, (str, Path)):
+    if is_objects(values.get("dataset")) and not isinstance(folder, (str, Path)):
         raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
     if "dataset" not in values or not isinstance(folder, (str, Path)):
-        return values, Given(None, {})  # which is no run, as its fields will say
-    records = given(values["dataset"], Path(folder).resolve())
+        return values, RecordFiles(None, {})  # which is no run, as its fields will say
+    records = as_files(values["dataset"], Path(folder).resolve())
     return {**values, "dataset": records.values}, records
 
 
@@ -84,7 +84,7 @@ def _is_stored(file: Path, values: Mapping[str, Any]) -> bool:
 def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
     """The stored settings of a run in its present folder, with records of Python there, as a folder may be moved."""
     dataset, origin = stored.dataset, stored.dataset.origin
-    if isinstance(origin, LocalData) and origin.path.is_relative_to(stored.out / GIVEN):
+    if isinstance(origin, LocalData) and origin.path.is_relative_to(stored.out / RECORDS):
         path = folder / origin.path.relative_to(stored.out)
         dataset = dataset.model_copy(update={"origin": origin.model_copy(update={"path": path})})
     return stored.model_copy(update={"out": folder, "dataset": dataset})
@@ -100,7 +100,7 @@ def check_same(settings: RunFile) -> None:
     folder = settings.out
     if not (folder / RUN_FILE).is_file():
         # Killed while it was written, run.yaml is there under a name of its own.
-        begun = {WORK, GIVEN, LOG, f"{RUN_FILE}.partial"}
+        begun = {WORK, RECORDS, LOG, f"{RUN_FILE}.partial"}
         if folder.exists() and (not folder.is_dir() or {f.name for f in folder.iterdir()} - begun):
             raise ConfigError(f"{folder} exists and is not the folder of a run; give a new folder as `out`")
         return

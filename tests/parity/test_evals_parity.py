@@ -1,12 +1,14 @@
 """The project's harness tasks against the harnesses' stock tasks."""
 
 import json
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
 
 import lm_eval.tasks
 import pytest
 import yaml
+from lighteval.metrics import apply_metric
+from lighteval.models.model_output import ModelResponse
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
@@ -15,9 +17,10 @@ from qerl.data.records import Problem
 from qerl.evals.evaluate import scorer
 from qerl.evals.lm_eval import task_config
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
-from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.sampler import SamplingParams
 from qerl.settings.workflow import harness_of
-from tests.unit.data.test_graders import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
+from tests.unit.data.test_grading import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGED, tags
+from tests.unit.evals.scripted import Scripted, make_tokenizer
 
 GSM8K_GOLD = "She sold 1000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
 #: A completion, and whether strict match counts it, by hand from the stock regex and ignore rules.
@@ -115,72 +118,18 @@ AIME = [
     ],
 )
 def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_format, record, cases):
-    from importlib import import_module
-
-    from lighteval.metrics import apply_metric
-    from lighteval.models.model_output import ModelResponse
-
-    from qerl.evals.lighteval import score
-    from qerl.evals.policy import EvaluatedPolicy
-    from qerl.rollout.sampler import Completion, SamplingParams
-
-    class Script:
-        """Repeat r is case r; its only token is r + 1."""
-
-        chat_template = "on"
-        name_or_path = "script"
-        added_tokens_decoder: ClassVar[dict] = {}
-
-        def generate(self, prompts, params):
-            return [[Completion([r + 1], [0.0], True) for r in range(params.count)] for _ in prompts]
-
-        def decode(self, ids, skip_special_tokens=False):
-            return cases[ids[0] - 1][0] if ids[0] else ""
-
-        def apply_chat_template(self, chat, **_):
-            return ""
-
-        def __call__(self, texts, **_):
-            return {"input_ids": [[0]] * len(texts)}
-
     stock = getattr(import_module(f"lighteval.tasks.tasks.{module}"), task)
     metric = stock.metrics[0]
-    doc = stock.prompt_function(record, task)
-    docs = [doc] * len(cases)
+    docs = [stock.prompt_function(record, task)] * len(cases)
     outputs = apply_metric(docs=docs, responses=[ModelResponse(text=[t]) for t, _ in cases], metrics=[metric])
     expected = [output[metric.metric_name] == 1.0 for output in outputs]
     assert expected == [right for _, right in cases]
     problem = Problem("0", record["problem"], record.get("solution"), record["answer"])
-    policy = EvaluatedPolicy(Script(), Script(), SamplingParams(max_tokens=9, count=len(cases)))
-    [ours] = score(policy, EvaluationSet("puzzles", record_format, "", [problem]))
+    tokenizer = make_tokenizer()
+    sampler = Scripted(tokenizer, lambda _, repeat: cases[repeat][0])
+    policy = EvaluatedPolicy(sampler, tokenizer, SamplingParams(max_tokens=9, count=len(cases)))
+    [ours] = scorer("lighteval")(policy, EvaluationSet("puzzles", record_format, "", [problem]))
     assert [verdict.correct for verdict in ours] == expected
-
-
-class OneEach:
-    """A sampler and its tokenizer: prompt k gets completion k."""
-
-    chat_template = "on"
-    name_or_path = "one each"
-    added_tokens_decoder: ClassVar[dict] = {}
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def generate(self, prompts, params):
-        assert len(prompts) == len(self.texts)
-        return [[Completion([number + 1], [0.0], True)] for number in range(len(prompts))]
-
-    def decode(self, ids, skip_special_tokens=False):
-        return self.texts[ids[0] - 1] if ids[0] else ""
-
-    def apply_chat_template(self, chat, **_):
-        return ""
-
-    def __call__(self, texts, **_):
-        return {"input_ids": [self.encode(text) for text in texts]}
-
-    def encode(self, text, **_):
-        return [0]
 
 
 def graded_texts(record_format, form):
@@ -215,18 +164,23 @@ REWARDED_ONLY = {
 @pytest.mark.parametrize("form", ["native", "tags"])
 @pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
 def test_what_training_rewards_is_right_for_the_harness(record_format, form):
-    """Evaluation counts every answer that training rewards, except numbers spelled unlike the record's."""
+    """Evaluation counts every answer that training rewards, except numbers spelled unlike the record's.
+
+    Of numbers in tags it counts no other answer either.
+    """
     cases = graded_texts(record_format, form)
     problems = [
         Problem(str(number), f"question {number}", f"#### {expected}" if record_format == "gsm8k" else None, expected)
         for number, (expected, _) in enumerate(cases)
     ]
-    player = OneEach([text for _, text in cases])
-    policy = EvaluatedPolicy(player, player, SamplingParams(max_tokens=9, count=1))
+    tokenizer = make_tokenizer()
+    sampler = Scripted(tokenizer, lambda number, _: cases[number][1])
+    policy = EvaluatedPolicy(sampler, tokenizer, SamplingParams(max_tokens=9, count=1))
     verdicts = scorer(harness_of(record_format))(policy, EvaluationSet("puzzles", record_format, "", problems, form))
-    rewarded_only = [
-        text
-        for (expected, text), [verdict] in zip(cases, verdicts, strict=True)
-        if is_correct(text, expected, record_format, form) and not verdict.correct
-    ]
+    rewarded_only, counted_only = [], []
+    for (expected, text), [verdict] in zip(cases, verdicts, strict=True):
+        rewarded = is_correct(text, expected, record_format, form)
+        rewarded_only += [text] * (rewarded and not verdict.correct)
+        counted_only += [text] * (verdict.correct and not rewarded and form == "tags" and record_format != "math")
     assert sorted(rewarded_only) == sorted(REWARDED_ONLY.get((record_format, form), []))
+    assert counted_only == []

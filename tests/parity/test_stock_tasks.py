@@ -2,18 +2,29 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from pathlib import Path
 
+import lm_eval
+import lm_eval.tasks
 import pytest
+import yaml
+from datasets import load_dataset
+from lighteval.metrics import apply_metric
+from lighteval.models.model_output import ModelResponse
+from lighteval.tasks.prompt_manager import PromptManager
+from lighteval.tasks.tasks import aime, math_500
+from lighteval.utils.utils import remove_reasoning_tags
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 
 from qerl.data.sources import prepare
 from qerl.evals.evaluate import EvaluationError, evaluate
-from qerl.rollout.sampler import Completion
+from qerl.evals.lighteval import stock_config
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings
 from tests.hub_layouts import REPOSITORIES, settings
-from tests.unit.evals.test_evaluate import make_tokenizer
+from tests.unit.evals.scripted import Scripted, make_tokenizer
 
 REPOSITORY = {
     "gsm8k": "openai/gsm8k",
@@ -39,24 +50,9 @@ COMPLETIONS = [
 ]
 
 
-@dataclass
-class Script:
-    """A sampler that gives every problem the COMPLETIONS, as many as it is asked for; it keeps the prompts."""
-
-    tokenizer: object
-    answers: list[str]
-    prompts: list[str] = field(default_factory=list)
-    calls: list = field(default_factory=list)
-
-    def generate(self, prompts, params):
-        self.prompts += [self.tokenizer.decode(prompt) for prompt in prompts]
-        self.calls.append(params)
-        return [[self._completion(answer, r) for r in range(params.count)] for answer in self.answers]
-
-    def _completion(self, answer, repeat):
-        text = COMPLETIONS[repeat].format(n=answer)
-        tokens = self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-        return Completion(tokens, [0.0] * len(tokens), finished=True)
+def script(tokenizer, answers):
+    """A sampler that gives every problem the COMPLETIONS, as many as it is asked for."""
+    return Scripted(tokenizer, lambda number, repeat: COMPLETIONS[repeat].format(n=answers[number]))
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +73,6 @@ def source(tmp_path):
 
 def hub_rows(folder, task, split=None):
     """The repository's rows, read by the `datasets` library itself."""
-    from datasets import load_dataset
-
     subset = "main" if task == "gsm8k" else None
     rows = load_dataset(str(folder), subset, split=split or SPLIT[task], cache_dir=str(folder.parent / "cache"))
     return [dict(row) for row in rows]
@@ -100,7 +94,7 @@ def run(tokenizer, source, tmp_path):
         changes = {"origin": origin} if origin else {}
         values = settings(REPOSITORY[of], source(of), **changes)
         prepare(parse(DatasetSettings, values, "datasets"), tmp_path / "data")
-        sampler = Script(tokenizer, [answer_of(row) for row in hub_rows(source(of), of)])
+        sampler = script(tokenizer, [answer_of(row) for row in hub_rows(source(of), of)])
         entry = {"dataset": "data", "harness": STOCK_TASKS[task][0], "task": task, "name": task, **options}
         values = {"tasks": [entry], "repeats": repeats or len(COMPLETIONS)}
         evaluation = parse(EvaluationSettings, values, "evaluation")
@@ -117,9 +111,6 @@ def run(tokenizer, source, tmp_path):
 
 def stock_documents(task, rows, chat, tokenizer):
     """Documents and prompts of lighteval's own objects; of amc23, of aime24's on the rows under its names."""
-    from lighteval.tasks.prompt_manager import PromptManager
-    from lighteval.tasks.tasks import aime, math_500
-
     config = {"math_500": math_500.math_500, "aime24": aime.aime24, "aime25": aime.aime25, "amc23": aime.aime24}[task]
     if task == "amc23":
         rows = [{"problem": row["question"], "answer": row["answer"]} for row in rows]
@@ -131,10 +122,6 @@ def stock_documents(task, rows, chat, tokenizer):
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("task", ["math_500", "aime24", "aime25", "amc23"])
 def test_lighteval_prompts_and_verdicts_are_the_stock_ones(run, source, tokenizer, task, chat):
-    from lighteval.metrics import apply_metric
-    from lighteval.models.model_output import ModelResponse
-    from lighteval.utils.utils import remove_reasoning_tags
-
     metrics, samples, sampler = run(task, chat=chat)
     rows = hub_rows(source(task), task)
     docs, prompts, metric = stock_documents(task, rows, chat, tokenizer)
@@ -162,28 +149,20 @@ def test_amc23_takes_integers_for_its_floats(tokenizer, source, tmp_path, task):
     prepare(parse(DatasetSettings, values, "datasets"), tmp_path / "data")
     tasks = {"tasks": [{"dataset": "data", "harness": "lighteval", "task": task}], "repeats": 1}
     for answers, right in ((["27", "3159", "-1", "0"], 1.0), (["2", "315", "1", "-27"], 0.0)):
-        sampler = Script(tokenizer, answers)
+        sampler = script(tokenizer, answers)
         evaluation = parse(EvaluationSettings, tasks, "evaluation")
         metrics = evaluate(sampler, tokenizer, evaluation, {"data": tmp_path / "data"}, tmp_path / "out", print)
         assert metrics["data"].accuracy == right
         assert all(("Box the answer." in prompt) == (task is None) for prompt in sampler.prompts)
 
 
-def test_the_shipped_tasks_stay_as_they_are(run):
-    from lighteval.tasks.tasks import aime
-
-    before = aime.aime24.metrics[0].sample_level_fn.compute_score
-    run("aime24")
-    assert aime.aime24.metrics[0].sample_level_fn.compute_score is before
-    assert (aime.aime24.name, aime.aime24.hf_repo) == ("aime24", "HuggingFaceH4/aime_2024")
-
-
 @pytest.mark.parametrize("task", ["math_500", "aime24", "aime25"])
-def test_the_repositories_are_those_of_the_stock_tasks(task):
-    from qerl.evals.lighteval import stock_config
-
+def test_the_repositories_are_those_of_the_shipped_tasks_which_stay_as_they_are(run, task):
     config = stock_config(task)
+    before = config.metrics[0].sample_level_fn.compute_score
     assert (config.name, config.hf_repo, list(config.evaluation_splits)) == (task, REPOSITORY[task], [SPLIT[task]])
+    run(task, repeats=1)
+    assert stock_config(task).metrics[0].sample_level_fn.compute_score is before
 
 
 # --- lm-eval ---------------------------------------------------------------------------------------------------------
@@ -192,14 +171,6 @@ def test_the_repositories_are_those_of_the_stock_tasks(task):
 @pytest.fixture
 def stock_gsm8k(source, tmp_path, tokenizer, monkeypatch):
     """lm-eval's own entry point on its own task file, whose data set alone is replaced, by the repository's files."""
-    from pathlib import Path
-
-    import lm_eval
-    import lm_eval.tasks
-    import yaml
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-
     # It describes the machine by a dozen processes.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
 
@@ -269,15 +240,11 @@ def test_gsm8k_verdicts_are_those_of_lm_evals_entry_point(run, source, stock_gsm
 
 def test_the_examples_come_from_training_problems(run, source):
     _, _, sampler = run("gsm8k", repeats=1)
-    trained = [row["question"] for row in hub_rows(source("gsm8k"), "gsm8k", "train")]
-    asked = [row["question"] for row in hub_rows(source("gsm8k"), "gsm8k")]
-    for prompt, question in zip(sampler.prompts, asked, strict=True):
-        shown = re.findall("Question: (.*)\n", prompt)
-        assert shown[-1] == question
-        assert set(shown[:-1]) <= set(trained)
-
-
-def test_without_training_problems_there_are_no_examples(run):
+    train, test = ({row["question"] for row in hub_rows(source("gsm8k"), "gsm8k", name)} for name in ("train", "test"))
+    for prompt in sampler.prompts:
+        *examples, question = re.findall("Question: (.*)\n", prompt)
+        assert question in test
+        assert set(examples) <= train
     only_test = {"subset": "main", "splits": {"test": "test"}}
     with pytest.raises(EvaluationError, match=r"takes its examples from the training split.*set fewshot: 0"):
         run("gsm8k", origin=only_test)
@@ -312,20 +279,17 @@ def test_a_task_that_does_not_fit_its_data_is_an_error(run, task, data, message)
     ],
 )
 def test_impossible_tasks_are_errors(task, message):
+    entry = {"dataset": "data", **task}
     with pytest.raises(ConfigError, match=message):
-        parse(EvaluationSettings, {"tasks": [{"dataset": "data", **task}]}, "evaluation")
-
-
-def test_two_tasks_of_one_name_are_an_error():
-    tasks = [{"dataset": "data", "harness": "lm-eval"}, {"dataset": "data", "harness": "lm-eval", "task": "gsm8k"}]
+        parse(EvaluationSettings, {"tasks": [entry]}, "evaluation")
     with pytest.raises(ConfigError, match="two tasks are called 'data' in results; give one of them a `name`"):
-        parse(EvaluationSettings, {"tasks": tasks}, "evaluation")
+        parse(EvaluationSettings, {"tasks": [{"dataset": "data", "harness": "qerl"}] * 2}, "evaluation")
 
 
 def test_each_task_may_sample_otherwise(tokenizer, source, tmp_path):
     """The paper's protocol with a greedy arm: two tasks on one data set, each at its own settings."""
     prepare(parse(DatasetSettings, settings(REPOSITORY["aime25"], source("aime25")), "datasets"), tmp_path / "data")
-    sampler = Script(tokenizer, [answer_of(row) for row in hub_rows(source("aime25"), "aime25")])
+    sampler = script(tokenizer, [answer_of(row) for row in hub_rows(source("aime25"), "aime25")])
     both = {"dataset": "data", "harness": "lighteval", "task": "aime25"}
     greedy = {"name": "aime25-greedy", "repeats": 1, "sampling": {"temperature": 0, "max_tokens": 9}}
     values = {"tasks": [{**both, "name": "aime25", "repeats": 6}, {**both, **greedy}], "repeats": 2}

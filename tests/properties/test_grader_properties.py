@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qerl.data import expressions
 from qerl.data.grading import extract, is_correct, well_formed
 from qerl.data.records import Problem
-from qerl.rl.rewards import Answer, overlong_penalty, reward_parts, total
+from qerl.rl.rewards import Answer, reward_parts, total
 from qerl.settings.run import RewardSettings
 
 FORMATS = ["gsm8k", "math", "aime"]
@@ -80,18 +80,6 @@ def test_a_number_is_right_however_it_is_written(form, number, as_written):
         assert not is_correct(shown, str(-number or 1), record_format, form)
 
 
-@given(
-    number=whole,
-    around=st.sampled_from(
-        ["{}", " {} ", "${}$", "\\({}\\)", "\\boxed{{{}}}", "x = {}", "**{}**", "{} apples", "{} km/h."]
-    ),
-)
-def test_a_number_in_tags_is_right_with_permitted_text_around_it(number, around):
-    text = f"<answer>{around.format(number)}</answer>"
-    assert is_correct(text, str(number), "gsm8k", "tags")
-    assert not is_correct(text, str(number + 10), "gsm8k", "tags")
-
-
 digits = st.text("0123456789", min_size=1, max_size=12)
 
 
@@ -145,25 +133,19 @@ def spellings(value: Fraction, factor: int):
         f"{top}/{bottom}",
         f"\\frac{{{top * factor}}}{{{bottom * factor}}}",
         f"\\dfrac{{{top}}}{{{bottom}}}",
+        f"{Decimal(top) / Decimal(bottom):f}" if 10**6 % bottom == 0 else f"\\tfrac{{{top}}}{{{bottom}}}",
     ]
 
 
-@given(value=fractions, other=fractions, factor=st.integers(2, 9), which=st.integers(0, 4))
+@given(value=fractions, other=fractions, factor=st.integers(2, 9), which=st.integers(0, 5))
 @example(value=Fraction(1, 2), other=Fraction(1, 3), factor=2, which=0)
 @example(value=Fraction(-7, 3), other=Fraction(7, 3), factor=2, which=1)
+@example(value=Fraction(3, 8), other=Fraction(376, 1000), factor=2, which=5)
 @settings(max_examples=30)
 def test_fractions_are_equal_as_in_exact_arithmetic(value, other, factor, which):
     expected = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     assert is_correct(f"\\boxed{{{spellings(value, factor)[which]}}}", expected, "math")
     assert is_correct(f"\\boxed{{{spellings(other, factor)[which]}}}", expected, "math") is (value == other)
-
-
-@given(value=fractions.filter(lambda value: 10**6 % value.denominator == 0), off=st.integers(-3, 3))
-@settings(max_examples=20)
-def test_a_decimal_equals_the_fraction_that_it_is(value, off):
-    stated = Decimal((value + Fraction(off, 1000)).numerator) / Decimal((value + Fraction(off, 1000)).denominator)
-    answer = f"\\boxed{{{stated:f}}}"
-    assert is_correct(answer, f"\\frac{{{value.numerator}}}{{{value.denominator}}}", "math") is (off == 0)
 
 
 @given(
@@ -182,10 +164,3 @@ def test_the_reward_is_the_weighted_sum_of_parts_within_their_bounds(text, token
     assert -1 <= parts["overlong"] <= 0
     expected = weights[0] * parts["correct"] + weights[1] * parts["format"] + abs(weights[2]) * parts["overlong"]
     assert total(parts, chosen) == pytest.approx(expected, abs=1e-9)
-
-
-@given(limit=st.integers(1, 4096), buffer=st.integers(0, 4096), fewer=st.integers(0, 4096), more=st.integers(0, 4096))
-def test_a_longer_completion_is_never_penalised_less(limit, buffer, fewer, more):
-    fewer, more = sorted((min(fewer, limit), min(more, limit)))
-    assert overlong_penalty(more, limit, buffer) <= overlong_penalty(fewer, limit, buffer) <= 0
-    assert overlong_penalty(limit, limit, buffer) == (-1 if buffer else 0)

@@ -53,17 +53,8 @@ def run(tmp_path_factory):
     write_template(tiny_qwen2(folder / "tiny-model"))
     (folder / "tiny-model/README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    values = {
-        "model": str(folder / "tiny-model"),
-        "dataset": str(folder / "sums.jsonl"),
-        "weights": "nvfp4",
-        "dtype": "float32",
-        "steps": 3,
-        "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 6}},
-        "adapter": {"rank": 4},
-        "optimizer": {"learning_rate": 1e-2},
-        "noise": {"schedule": "constant"},
-    }
+    inputs = {"model": str(folder / "tiny-model"), "dataset": str(folder / "sums.jsonl")}
+    values = {**SETTINGS, **inputs, "weights": "nvfp4", "steps": 3, "reward": {}, "noise": {"schedule": "constant"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
         run = qerl.train(values, folder / "run")

@@ -21,26 +21,16 @@ def test_samples_follow_the_seed_and_the_instruction(model):
     assert first != qerl.sample(policy, ["a", "b"], count=3, seed=2, max_tokens=5)
     [[drawn]] = qerl.sample(policy, ["a"], instruction="Be brief.", max_tokens=5)
     assert "".join(drawn.prompt.split()) == "aBebrief.:"
-    with pytest.raises(ConfigError, match="unknown key `max_token`"):
-        qerl.sample(policy, ["a"], max_token=5)
-    with pytest.raises(ConfigError, match="`seed` must be a whole number from 0 to 4294967295, not -1"):
-        qerl.sample(policy, ["a"], seed=-1)
-    for use in (lambda: qerl.sample(5, ["Two?"]), lambda: qerl.evaluate(5, [], "out")):
-        with pytest.raises(ValueError, match=r"a policy is a folder of .*, what qerl.load returns.*, not 5"):
-            use()
-    with pytest.raises(ValueError, match="list of strings"):
-        qerl.sample(policy, "a")
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_model_is_sampled_and_scored_by_its_folder(model, problems, tmp_path, kind):
     path, loaded = kind(model), qerl.load(model)
     assert qerl.sample(path, ["a"], seed=1, max_tokens=5) == qerl.sample(loaded, ["a"], seed=1, max_tokens=5)
-    scored = [
-        qerl.evaluate(of, kind(problems), kind(tmp_path / name), repeats=1, max_tokens=4)
-        for name, of in {"path": path, "loaded": loaded}.items()
-    ]
-    assert scored[0].samples["completion"].tolist() == scored[1].samples["completion"].tolist()
+    one = qerl.evaluate(path, kind(problems), kind(tmp_path / "path"), repeats=1, max_tokens=4).samples
+    other = qerl.evaluate(loaded, problems, tmp_path / "loaded", repeats=1, max_tokens=4).samples
+    assert one["completion"].tolist() == other["completion"].tolist()
+    assert all("####" in prompt for prompt in one["prompt"])  # the default instruction
 
 
 def test_a_run_is_asked_as_it_was_trained(values, problems, tmp_path):
@@ -65,14 +55,6 @@ def test_every_problem_of_a_file_is_evaluated(model, problems, tmp_path):
         qerl.evaluate(policy, problems, tmp_path / "e")
     given = qerl.evaluate(policy, ROWS, tmp_path / "given", repeats=2, max_tokens=4)
     assert given.samples["completion"].tolist() == outcome.samples["completion"].tolist()
-
-
-def test_math_records_go_to_lighteval(model, tmp_path):
-    origin = {"source": "generated", "train": 4, "validation": 2, "test": 3}
-    outcome = qerl.evaluate(
-        qerl.load(model, dtype="float32"), {"format": "math", "origin": origin}, tmp_path / "e", repeats=1, max_tokens=4
-    )
-    assert (outcome.metrics["harness"], outcome.metrics["problems"]) == ("lighteval", 3)
 
 
 def test_a_stock_task_has_its_own_prompt_and_examples(model, problems, tmp_path):
@@ -104,37 +86,29 @@ def test_prepared_data_is_evaluated_on_its_test_split(model, problems, tmp_path)
     assert set(outcome.samples["gold"]) == {row["answer"].removeprefix("#### ") for row in rows}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "count", "error", "sentence"),
-    [
-        ([[{"role": "user", "content": "Two?"}]], 1, ConfigError, "text of one user's message, not .*'role': 'user'"),
-        (["Two?", None], 1, ConfigError, "must be a string.* not None"),
-        (["Two?"], 0, ConfigError, "`count` must be a whole number above 0, not 0"),
-        (["Two?"], "4", ConfigError, "`count` must be a whole number above 0, not '4'"),
-        (["Two?"], 2.5, ConfigError, "`count` must be a whole number above 0, not 2.5"),
-        (["Two?"], True, ConfigError, "`count` must be a whole number above 0, not True"),
-        (["Tw\ud800?"], 1, ConfigError, "a prompt has half of a surrogate pair at character 2, which is no character"),
-        (None, 1, ConfigError, "prompts must be a list of strings, not None"),
-    ],
-)
-def test_what_is_no_prompt_is_not_sampled_from(prompts, count, error, sentence):
-    with pytest.raises(error, match=sentence):
-        qerl.sample(None, prompts, count=count)
+def sample(prompts, count=1, **options):
+    return lambda policy, out: qerl.sample(policy, prompts, count=count, **options)
 
 
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
+        (sample([[{"role": "user", "content": "Two?"}]]), "text of one user's message, not .*'role': 'user'"),
+        (sample(["Two?", None]), "must be a string.* not None"),
+        *((sample(["Two?"], n), f"`count` must be a whole number above 0, not {n!r}") for n in (0, "4", 2.5, True)),
+        (sample(["Tw\ud800?"]), "a prompt has half of a surrogate pair at character 2, which is no character"),
+        *((sample(prompts), "prompts must be a list of strings") for prompts in (None, "a")),
+        (sample(["a"], max_token=5), "unknown key `max_token`"),
+        (sample(["a"], seed=-1), "`seed` must be a whole number from 0 to 4294967295, not -1"),
+        (lambda policy, out: qerl.sample(5, ["Two?"]), "a policy is a folder of .*, what qerl.load returns.*, not 5"),
+        (lambda policy, out: qerl.evaluate(5, [], out), "a policy is a folder of .*, what qerl.load returns.*, not 5"),
         (lambda policy, out: qerl.load(None), "a model or a run must be a path, not None"),
         (lambda policy, out: qerl.load(""), "a model or a run: this is empty"),
         (lambda policy, out: qerl.load("x\ud800"), "a model or a run: this can't be a file's name"),
         (lambda policy, out: qerl.quantize("m", out, ["nvfp4"]), r"weights=\['nvfp4'\] is no 4-bit format"),
         (lambda policy, out: qerl.evaluate(policy, ROWS, None), "out must be a path, not None"),
         (lambda policy, out: qerl.evaluate(policy, None, out), "`problems` must be records, or a file or folder of"),
-        (
-            lambda policy, out: qerl.evaluate(policy, [{**ROWS[0], "more": "\ud800"}], out),
-            "a record has half of a surrogate pair",
-        ),
+        (lambda policy, out: qerl.evaluate(policy, [{"more": "\ud800", **ROWS[0]}], out), "half of a surrogate pair"),
     ],
 )
 def test_a_wrong_argument_is_a_sentence(model, tmp_path, use, sentence):

@@ -15,23 +15,6 @@ from qerl.settings.base import ConfigError
 from tests.families import FAMILIES
 from tests.hub_layouts import into_cache
 
-
-def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
-    asked = []
-    monkeypatch.setattr("qerl.workflow.bases.hub_unreachable", lambda: None)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append((repo, how)) or model)
-    policy = qerl.load("org/name@abc", dtype="float32")
-    assert policy.lm.config.hidden_size == 64
-    places = [(repo, how.pop("revision"), how.pop("local_dir")) for repo, how in asked]
-    assert places == [("org/name", "abc", None)] * 2
-    assert [how.pop("local_files_only") for _, how in asked] == [False, False]
-    published = ["model.safetensors", "original/model.safetensors", "metal/model.bin", "original/config.json"]
-    published.append("consolidated.safetensors")  # as Mistral has it for other software
-    published.append("config.json")
-    downloaded = [list(filter_repo_objects(published, **how)) for _, how in asked]
-    assert downloaded == [["config.json"], ["model.safetensors", "config.json"]]
-
-
 #: As transformers states weights in NF4.
 NF4 = {
     "quant_method": "bitsandbytes",
@@ -42,13 +25,22 @@ NF4 = {
 
 
 def hub_of(folder, monkeypatch):
-    """A hub whose only model is in a folder; returns the patterns of each download."""
-    asked = []
+    """A hub whose only model is in a folder; returns the arguments of each download."""
+    downloads = []
     monkeypatch.setattr("qerl.workflow.bases.hub_unreachable", lambda: None)
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda repo, **how: asked.append(how["allow_patterns"]) or folder
-    )
-    return asked
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: downloads.append(how) or folder)
+    return downloads
+
+
+def test_a_model_of_the_hub_is_fetched_at_its_revision(monkeypatch, model):
+    downloads = hub_of(model, monkeypatch)
+    assert qerl.load("org/name@abc", dtype="float32").lm.config.hidden_size == 64
+    places = [(how.pop("revision"), how.pop("local_dir"), how.pop("local_files_only")) for how in downloads]
+    assert places == [("abc", None, False)] * 2
+    published = ["model.safetensors", "original/model.safetensors", "metal/model.bin", "original/config.json"]
+    published += ["consolidated.safetensors", "config.json"]  # the former as Mistral has it for other software
+    downloaded = [list(filter_repo_objects(published, **how)) for how in downloads]
+    assert downloaded == [["config.json"], ["model.safetensors", "config.json"]]
 
 
 def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_its_weights_are_downloaded(
@@ -56,7 +48,7 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_its_weights_are_
 ):
     folder = tmp_path / "model"
     folder.mkdir()
-    asked = hub_of(folder, monkeypatch)
+    downloads = hub_of(folder, monkeypatch)
     for change, other, said in (
         ({"model_type": "gpt2"}, {}, "model_type='gpt2'"),
         ({"attention_dropout": 0.5}, {}, "dropout of 0.5 in attention"),
@@ -68,21 +60,21 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_its_weights_are_
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=said):
             qerl.train({**values, "model": "org/name", **other})
-        assert asked == [CONFIG_FILES]
-        asked.clear()
+        assert [how["allow_patterns"] for how in downloads] == [CONFIG_FILES]
+        downloads.clear()
     assert not Path(values["out"]).exists()
 
 
 def test_a_repository_without_a_model_is_a_sentence(tmp_path, monkeypatch):
     folder = tmp_path / "snapshot"
-    asked = hub_of(folder, monkeypatch)
+    downloads = hub_of(folder, monkeypatch)
     with pytest.raises(ConfigError, match=r"org/name has no config\.json at revision v1; name a model"):
         qerl.load("org/name@v1")
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="holds an adapter, which is no checkpoint"):
         qerl.load("org/name")
-    assert asked == [CONFIG_FILES, CONFIG_FILES]
+    assert [how["allow_patterns"] for how in downloads] == [CONFIG_FILES, CONFIG_FILES]
 
 
 def test_a_model_in_the_hubs_cache_is_taken_without_a_network(model, tmp_path, monkeypatch):

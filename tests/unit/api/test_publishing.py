@@ -2,8 +2,10 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +14,17 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
 import qerl
 from qerl import __main__
-from qerl.settings.base import ConfigError
+from qerl.checkpoints.files import StockLoading
+from qerl.models.adapter_files import code_span, plain
+from qerl.publishing import BaseModel, RunFacts, check_folder, check_private, data_name, run_card
+from qerl.results.schema import Machine, PreparedDataset, Provenance, Quartiles, RunResult, RunSummary
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.run import RunSettings
 
 REPO = "someone/tiny-policy"
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl"}
@@ -50,6 +58,11 @@ class Hub(HfApi):
     def upload_folder(self, *, repo_id, folder_path, **_):
         files = (file for file in Path(folder_path).rglob("*") if file.is_file())
         self.files[repo_id] = {file.relative_to(folder_path).as_posix(): file.read_bytes() for file in files}
+
+
+def card(text, folder):
+    (folder / "card.md").write_text(text)
+    return ModelCard.load(folder / "card.md")
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +141,12 @@ def test_the_code_of_the_card_loads_the_policy(run, folder, tmp_path, monkeypatc
     torch.testing.assert_close(names["model"](input_ids=ids).logits, ours, atol=3e-3, rtol=0)
 
 
-def test_a_dry_run_uploads_nothing_and_needs_neither_login_nor_network(run, monkeypatch):
+def test_without_a_network_a_run_is_shown_and_not_uploaded(run, monkeypatch):
     monkeypatch.setattr("qerl.api.hub_unreachable", lambda: "no connection to X")
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda *_: pytest.fail("the client was asked"))
     said = qerl.publish(run.folder, REPO, dry_run=True)
     assert (said.url, said.private, set(said.files)) == (None, None, FILES)
     assert any("tiny-model, without its path" in note for note in said.notes)
-
-
-def test_without_a_network_nothing_is_staged_and_the_client_not_asked(run, monkeypatch):
-    monkeypatch.setattr("qerl.api.hub_unreachable", lambda: "no connection to X")
-    monkeypatch.setattr("qerl.publishing.upload", lambda *_: pytest.fail("the client was asked"))
     with pytest.raises(ConfigError, match="someone/tiny-policy wasn't uploaded: no connection to X; start again when"):
         qerl.publish(run.folder, REPO)
 
@@ -184,16 +193,6 @@ def copy(run, tmp_path):
     return shutil.copytree(run.folder, tmp_path / "run", symlinks=True)
 
 
-@pytest.mark.parametrize("before", ["", "file://", "notes:"])
-def test_a_private_path_in_the_settings_is_refused(copy, before):
-    file = copy / "data/dataset.json"
-    file.write_text(file.read_text().replace("Let's think", f"See {before}/home/someone/notes.txt, then think"))
-    hub = Hub()
-    with pytest.raises(ConfigError, match=r"README.md would tell (file://)?/home/someone/notes.txt, a path of this"):
-        qerl.publish(copy, REPO, hub=hub)
-    assert hub.files == {}
-
-
 @pytest.mark.parametrize("name", ["policy/adapter_model.safetensors", "policy/adapter_config.json", "metrics.jsonl"])
 def test_a_link_in_a_run_is_not_followed(copy, tmp_path, name):
     """Also where the file behind it is of the right kind, and where a folder is the link."""
@@ -212,9 +211,14 @@ def test_a_link_in_a_run_is_not_followed(copy, tmp_path, name):
     assert hub.files == {}
 
 
-def test_what_is_no_file_of_tensors_is_not_published_as_one(copy):
+def test_files_with_private_content_are_not_published(copy):
     """A hard link to another file can't be told from a file, but its content can."""
     hub = Hub()
+    about = (copy / "data/dataset.json").read_text()
+    (copy / "data/dataset.json").write_text(about.replace("Let's think", "See /home/someone/notes.txt, then think"))
+    with pytest.raises(ConfigError, match=r"README.md would tell /home/someone/notes.txt, a path of this"):
+        qerl.publish(copy, REPO, hub=hub)
+    (copy / "data/dataset.json").write_text(about)
     weights = copy / "policy/adapter_model.safetensors"
     weights.unlink()
     weights.write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
@@ -241,16 +245,14 @@ def test_scores_on_other_problems_than_the_test_split_name_no_data_set(copy):
     file.write_text(json.dumps({**json.loads(file.read_text()), "origin": origin}))
     hub = Hub()
     qerl.publish(copy, REPO, hub=hub)
-    (copy / "card.md").write_bytes(hub.files[REPO]["README.md"])
-    card = ModelCard.load(copy / "card.md").data
-    assert (card.datasets, card.eval_results[0].dataset_type) == (["openai/gsm8k"], "openai/gsm8k")
+    data = card(hub.files[REPO]["README.md"].decode(), copy).data
+    assert (data.datasets, data.eval_results[0].dataset_type) == (["openai/gsm8k"], "openai/gsm8k")
     # Of other problems than the data set's test split, the card can't say whose they are.
     rows = (copy / "trained/samples.jsonl").read_text().splitlines(keepends=True)
-    kept = [row for row in rows if json.loads(row)["problem"] != json.loads(rows[0])["problem"]]
-    (copy / "trained/samples.jsonl").write_text("".join(kept))
-    qerl.publish(copy, "someone/other", hub=hub)
-    (copy / "card.md").write_bytes(hub.files["someone/other"]["README.md"])
-    assert ModelCard.load(copy / "card.md").data.eval_results[0].dataset_type != "openai/gsm8k"
+    others = [row for row in rows if json.loads(row)["problem"] != json.loads(rows[0])["problem"]]
+    (copy / "trained/samples.jsonl").write_text("".join(others))
+    qerl.publish(copy, REPO, hub=hub)
+    assert card(hub.files[REPO]["README.md"].decode(), copy).data.eval_results[0].dataset_type != "openai/gsm8k"
 
 
 def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
@@ -269,20 +271,20 @@ def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
     assert "All weights of a model, trained by reinforcement learning" in text
     assert "on `tiny-model` (a folder" in text
     assert f"from_pretrained('{REPO}', dtype=\"auto\")" in text
-    for name in ("id_rsa", "notes.txt", "train.py"):
-        (whole.adapter / name).write_text("mine")
-        with pytest.raises(ConfigError, match=f"{name} is no file of a model trained in full; move it out"):
+    config = (whole.adapter / "config.json").read_text()
+    (tmp_path / "secret").write_text("{}")
+    for name, text, sentence in (
+        ("id_rsa", "mine", "id_rsa is no file of a model trained in full; move it out"),
+        ("vocab.json", None, r"vocab\.json is a link or no regular file"),
+        ("config.json", config.replace("{", '{"_name_or_path": "/home/me/model",', 1), "would tell /home/me/model"),
+    ):
+        if text is None:
+            (whole.adapter / name).symlink_to(tmp_path / "secret")
+        else:
+            (whole.adapter / name).write_text(text)
+        with pytest.raises(ConfigError, match=sentence):
             qerl.publish(whole.folder, "someone/other", hub=hub)
         (whole.adapter / name).unlink()
-    (tmp_path / "secret").write_text("{}")
-    (whole.adapter / "vocab.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(ConfigError, match=r"vocab\.json is a link or no regular file"):
-        qerl.publish(whole.folder, "someone/other", hub=hub)
-    (whole.adapter / "vocab.json").unlink()
-    config = whole.adapter / "config.json"
-    config.write_text(config.read_text().replace("{", '{"_name_or_path": "/home/someone/model",', 1))
-    with pytest.raises(ConfigError, match=r"config\.json would tell /home/someone/model"):
-        qerl.publish(whole.folder, "someone/other", hub=hub)
 
 
 def test_the_evaluation_of_another_policy_is_refused(copy, tmp_path):
@@ -299,12 +301,133 @@ def test_a_base_of_the_hub_is_named_with_its_licence(copy):
     hub = Hub()
     hub.licenses["org/base"] = "mit"
     qerl.publish(copy, REPO, hub=hub)
-    (copy / "card.md").write_bytes(hub.files[REPO]["README.md"])
-    card = ModelCard.load(copy / "card.md")
-    assert (card.data.base_model, card.data.license) == ("org/base", "mit")
-    assert f"qerl quantize org/base@{'0' * 40} --weights nvfp4 --out base" in card.text
+    shown = card(hub.files[REPO]["README.md"].decode(), copy)
+    assert (shown.data.base_model, shown.data.license) == ("org/base", "mit")
+    assert f"qerl quantize org/base@{'0' * 40} --weights nvfp4 --out base" in shown.text
     del hub.licenses["org/base"]  # the hub can't be asked
     qerl.publish(copy, REPO, hub=hub)
     text = hub.files[REPO]["README.md"].decode()
     assert "license:" not in text
     assert "The licence of org/base isn't stated here" in text
+
+
+# --- cards that no run of the tests' size has, and what is private
+
+ORIGIN = {"source": "hub", "repo": "openai/gsm8k", "subset": "main", "revision": None}
+LICENSE = {
+    "license": "other",
+    "license_name": "qwen-research",
+    "license_link": "https://huggingface.co/org/base/blob/main/LICENSE",
+}
+
+
+def facts(base, **settings):
+    parsed = parse(RunSettings, {"model": "m", "dataset": "d", "weights": "nvfp4", **settings}, "settings")
+    seconds = Quartiles(p25=1, median=1, p75=1)
+    summary = RunSummary(
+        steps=1, seconds=1, peak_memory_bytes=None, trainable_parameters=1, weight_bytes=1,
+        rollout_tokens_per_second=1, update_tokens_per_second=1, step_seconds=seconds,
+    )  # fmt: skip
+    stamp = Provenance(commit="c" * 40, dirty=False, machine=Machine(label="1x H100"), time="2026-11-23")
+    result = RunResult(run="r", experiment="e", arm="a", varied={}, settings=parsed, summary=summary, provenance=stamp)
+    data = PreparedDataset(
+        format="gsm8k", instruction="Think.", answer="native", rows={"train": 7}, sha256={}, columns={}, filter={},
+        origin=ORIGIN, repository_files={},
+    )  # fmt: skip
+    return RunFacts(result, base, data, StockLoading(unpacked_by="CompressedTensorsConfig"))
+
+
+def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
+    about = facts(BaseModel("org/base", True, "v1", True, LICENSE))
+    shown = card(run_card(about, "me/mine"), tmp_path)
+    assert (shown.data.base_model, shown.data.datasets) == ("org/base", ["openai/gsm8k"])
+    assert (shown.data.license, shown.data.license_name) == ("other", "qwen-research")
+    assert "[org/base](https://huggingface.co/org/base) at revision `v1`" in shown.text
+    assert "qerl quantize" not in shown.text
+    assert 'from_pretrained(base, revision="v1")' in shown.text
+    assert "The policy wasn't evaluated" in shown.text
+    for name, origin in (
+        ("mine:sums", {"source": "python", "function": "mine:sums"}),
+        ("arithmetic (made by qerl)", {"source": "generated"}),
+    ):
+        assert data_name(about.data.model_copy(update={"origin": origin})) == name
+    check_private({"README.md": (tmp_path / "card.md").read_text()})
+
+
+def test_names_of_folders_are_no_markup_and_no_commands(tmp_path):
+    name = "a`b`|c <img src=x>*d*; rm -rf x\n# Title"
+    shown = card(run_card(facts(BaseModel(name, False, None, False)), "me/mine"), tmp_path)
+    html = MarkdownIt("gfm-like", {"linkify": False}).render(shown.text)
+    assert "<img" not in html
+    assert "<h1>Title" not in html
+    assert "<em>" not in html
+    [command] = re.findall(r"```sh\n(qerl quantize .*?)\n```", shown.text, re.DOTALL)
+    assert shlex.split(command)[2] == name
+    for written in (plain(name), code_span(name)):
+        inline = MarkdownIt("gfm-like", {"linkify": False}).renderInline(written)
+        assert unescape(re.sub("</?code>", "", inline)) == name.replace("\n", " ")
+
+
+#: Texts with a path of a machine, which the error names.
+PATHS = {
+    **{"see /home/me/x": "/home/me/x", "path: /srv/a.b/c-d": "/srv/a.b/c-d", "(/mnt/data/set)": "/mnt/data/set"},
+    **{"key in /secrets": "/secrets", "'/.netrc'": "/.netrc", "see ~/notes.txt": "~/notes.txt"},
+    **{
+        "~alice/notes": "~alice/notes",
+        "$HOME/keys": "$HOME/keys",
+        r"C:\Users\me": r"C:\Users",
+        "D:/models": "D:/models",
+    },
+    **{r'"C:\\Users\\me"': r"C:\\Users", r"on \\server\share": r"\\server\share", r"%USER%\keys": r"%USER%\keys"},
+    **{"file:///home/me/x": "file:///home/me/x", "notes:/home/me/x": "/home/me/x"},
+}
+SECRETS = [
+    *("hf_" + "a" * 30, "hf_oauth_eyJhbGciOiJFZERTQSJ9.a-b_c", "sk-proj-" + "Ab1_" * 8, "sk-ant-" + "a1" * 20),
+    *("github_pat_" + "a1" * 20, "AKIA" + "ABCDEFGH" * 2, "wandb_v1_" + "a1" * 20, "WANDB_API_KEY=" + "0123456789" * 4),
+    *('"api_key": "' + "0123456789" * 3 + '"', "https://me:pass@host.org/x", "postgresql://me:pass@host/db"),
+    *("https://0123abcd@host.org", "https://host.org/x?access_token=0123456789", "-----BEGIN OPENSSH PRIVATE KEY-----"),
+]
+HARMLESS = [
+    *(
+        "https://huggingface.co/org/base/blob/main/LICENSE",
+        "<think>a</think>",
+        "8-3 / 4",
+        "and/or/both",
+        "/x",
+        "A: / B",
+    ),
+    *("/no_think", "~5/3", "me@host.org", "https://host.org/@me", "task-specific-settings-of-it", "mailto:me@host"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        *((text, re.escape(path)) for text, path in PATHS.items()),
+        *((f"with {secret} in it", "a token, a key or a password") for secret in SECRETS),
+        *((text, None) for text in HARMLESS),
+    ],
+)
+def test_paths_are_found_and_named_and_secrets_are_found_and_not_repeated(text, what):
+    if what is None:
+        check_private({"README.md": text})
+        return
+    with pytest.raises(ConfigError, match=f"README.md would tell {what}.*nothing was uploaded") as error:
+        check_private({"README.md": text})
+    assert not any(secret in str(error.value) for secret in SECRETS)
+
+
+def test_the_value_of_a_secret_variable_is_found_whatever_its_form(monkeypatch):
+    text = {"README.md": f"commit {'c0ffee' * 6}"}
+    check_private(text)
+    monkeypatch.setenv("SOME_TRACKER_KEY", "c0ffee" * 6)
+    with pytest.raises(ConfigError, match="would tell a token, a key"):
+        check_private(text)
+
+
+def test_strings_of_json_are_read_as_they_are_and_not_as_they_are_escaped(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"template": "A:\nB:\tC", "eos_token": "<|endoftext|>"}))
+    check_folder(tmp_path)
+    (tmp_path / "a.json").write_text(r'{"deep": [{"x": "\u002fhome\/me"}]}')
+    with pytest.raises(ConfigError, match=r"a\.json would tell /home/me"):
+        check_folder(tmp_path)

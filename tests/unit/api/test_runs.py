@@ -3,7 +3,6 @@
 import datetime
 import functools
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +25,7 @@ from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunFile
-from tests.tiny import TEMPLATE, edit_config, tiny_family, tiny_qwen2, write_template
+from tests.tiny import TEMPLATE, tiny_family, tiny_qwen2, write_template
 from tests.unit.api.conftest import ROWS
 
 
@@ -85,8 +84,8 @@ def test_only_an_unchanged_base_of_the_hub_is_named_by_its_repository(values, mo
         ("nvfp4", f"@{commit}", [str(tmp_path / f"nvfp4@{commit}/checkpoint"), None]),
     ):
         out = tmp_path / (weights + revision)
-        given = {**values, "model": f"org/name{revision}", "weights": weights, "steps": 1, "out": out}
-        config = json.loads((qerl.train(given).adapter / "adapter_config.json").read_text())
+        run = {**values, "model": f"org/name{revision}", "weights": weights, "steps": 1, "out": out}
+        config = json.loads((qerl.train(run).adapter / "adapter_config.json").read_text())
         assert [config["base_model_name_or_path"], config["revision"]] == base
 
 
@@ -301,7 +300,7 @@ def prompts(run):
     return [row.prompt for file in files for row in read_rows(RolloutRow, file)]
 
 
-def test_a_run_that_continues_the_next_day_states_the_date_of_its_start(values, tmp_path, monkeypatch):
+def test_a_run_states_the_date_of_its_settings_or_of_its_start(values, problems, tmp_path, monkeypatch):
     values |= dated(tmp_path / "dated")
     on(monkeypatch, 1)
     train_until("qerl.rl.train.Trainer._write", values)
@@ -309,30 +308,23 @@ def test_a_run_that_continues_the_next_day_states_the_date_of_its_start(values, 
     run = qerl.train(values)
     assert {prompt[:10] for prompt in prompts(run)} == {"2026-01-01"}
     evaluated = qerl.evaluate(run.policy, run.data, tmp_path / "evaluated", repeats=1, max_tokens=2)
-    assert {prompt[:10] for prompt in evaluated.samples["prompt"]} == {"2026-01-01"}
-    assert evaluated.metrics["date"] == "2026-01-01"
-
-
-def test_the_date_of_the_settings_is_stated(values, problems, tmp_path):
-    values |= dated(tmp_path / "dated")
+    assert {prompt[:10] for prompt in evaluated.samples["prompt"]} == {evaluated.metrics["date"]} == {"2026-01-01"}
     dataset = {"format": "gsm8k", "origin": {"source": "local", "path": str(problems)}, "date": "2024-07-26"}
-    run = qerl.train({**values, "dataset": dataset})
-    assert {prompt[:10] for prompt in prompts(run)} == {"2024-07-26"}
+    other = qerl.train({**values, "dataset": dataset, "out": tmp_path / "other"})
+    assert {prompt[:10] for prompt in prompts(other)} == {"2024-07-26"}
     with pytest.raises(ConfigError, match="date is written as 2026-01-31, not 20240726"):
-        qerl.train({**values, "dataset": {**dataset, "date": 20240726}, "out": tmp_path / "other"})
+        qerl.train({**values, "dataset": {**dataset, "date": 20240726}, "out": tmp_path / "third"})
+
+
+def starts_in_thinking(answer, problem):
+    return answer.text.startswith("<think>")
 
 
 def test_thinking_that_the_template_begins_earns_nothing_until_it_ends(values, tmp_path, caplog):
     model = tiny_qwen2(tmp_path / "thinks")
     write_template(model, TEMPLATE + "<think>")
-    (tmp_path / "seen.py").write_text("def seen(answer, problem):\n    return answer.text.startswith('<think>')\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        with caplog.at_level("INFO"):
-            reward = {"function": "seen:seen", "custom": 1.0}
-            run = qerl.train({**values, "model": str(model), "reward": reward})
-    finally:
-        sys.path.remove(str(tmp_path))
+    with caplog.at_level("INFO"):
+        run = qerl.train({**values, "model": str(model), "reward": {"function": starts_in_thinking}})
     assert list(run.metrics["reward/custom"]) == [1.0, 1.0]
     assert "thinking ends at </think> (the chat template begins it in the prompt)" in caplog.text
 
@@ -363,27 +355,6 @@ def test_a_mistake_is_a_sentence_and_leaves_no_folder(values, tmp_path, change, 
         qerl.train({**values, **change})
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_without_tokenizer_or_of_another_kind_is_refused(values, tmp_path):
-    folder = tiny_qwen2(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="no chat template"):
-        qerl.train({**values, "model": str(folder)})
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="no tokenizer"):
-        qerl.load(folder)
-    other = tiny_qwen2(tmp_path / "other")
-    (other / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    edit_config(other, model_type="gpt2")
-    with pytest.raises(CheckpointError, match="model_type='gpt2'"):
-        qerl.quantize(other, tmp_path / "out")
-
-
-def test_a_template_that_drops_the_question_is_not_sampled_from(tmp_path):
-    folder = tiny_qwen2(tmp_path / "model")
-    (folder / "chat_template.jinja").write_text("assistant:")
-    with pytest.raises(DataError, match="drops the question of a user's message"):
-        qerl.load(folder)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -5,11 +5,11 @@ import json
 import os
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 import qerl
-from qerl.data import inputs
 from qerl.data.hub import sha256_of
 from qerl.data.inputs import content_of, data_files, hash_of, model_files
 from qerl.settings.base import ConfigError
@@ -28,16 +28,29 @@ def records():
 """
 
 
-class Given:
+class Inputs:
     """The files in a user's working directory, and the training that reads them."""
 
     def __init__(self, folder) -> None:
         self.folder = folder
         self.values = {**SETTINGS, "model": "model", "dataset": "sums.jsonl", "out": "run"}
+        self.reset()
+
+    def reset(self) -> None:
+        self.functions(FUNCTIONS)
+        self.problems(first=0)
+        self.template(TEMPLATE)
 
     def train(self, **changes) -> qerl.Run:
         sys.modules.pop("own_functions", None)
         return qerl.train({**self.values, **changes})
+
+    def kill(self, function: str) -> None:
+        """Train until `function` is called."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(function, Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                self.train()
 
     def functions(self, text: str) -> None:
         (self.folder / "own_functions.py").write_text(text)
@@ -56,64 +69,58 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture
-def given(base, tmp_path, monkeypatch) -> Given:
+def inputs(base, tmp_path, monkeypatch) -> Inputs:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.syspath_prepend(str(tmp_path))
     shutil.copytree(base, tmp_path / "model")
-    made = Given(tmp_path)
-    made.functions(FUNCTIONS)
-    made.problems(first=0)
-    made.template(TEMPLATE)
-    return made
+    return Inputs(tmp_path)
 
 
 @pytest.fixture
-def killed(given, monkeypatch) -> Given:
+def killed(inputs) -> Inputs:
     """A run killed in its first step, after data and checkpoint were made."""
-
-    def kill(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("qerl.rl.train.Trainer.step", kill)
-        with pytest.raises(KeyboardInterrupt):
-            given.train()
-    return given
+    inputs.kill("qerl.rl.train.Trainer.step")
+    return inputs
 
 
-CHANGES = {
-    "dataset": (lambda given: given.problems(first=100), "sums.jsonl"),
-    "model": (lambda given: given.template("Q: " + TEMPLATE), "chat_template.jinja"),
-    "reward": (lambda given: given.functions(FUNCTIONS.replace("float(", "-float(")), "own_functions:reward"),
-}
+def more(inputs):
+    inputs.functions(FUNCTIONS.replace("range(30)", "range(100, 130)"))
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_changed_inputs_are_used_before_the_run_is_finished_and_refused_afterwards(killed, key):
-    change, name = CHANGES[key]
-    change(killed)
-    run = killed.train()
-    fresh = killed.train(out="fresh")
+OF_FUNCTION = {"format": "gsm8k", "origin": {"source": "python", "function": "own_functions:records"}}
+#: A key of the run and its input, and what changes that.
+CHANGES = [
+    ("dataset", "sums.jsonl", {}, lambda inputs: inputs.problems(first=100)),
+    ("dataset", "own_functions:records", {"dataset": OF_FUNCTION}, more),
+    ("model", "chat_template.jinja", {}, lambda inputs: inputs.template("Q: " + TEMPLATE)),
+    ("reward", "own_functions:reward", {}, lambda inputs: inputs.functions(FUNCTIONS.replace("float(", "-float("))),
+]
+
+
+@pytest.mark.parametrize(("key", "name", "values", "change"), CHANGES)
+def test_changed_inputs_are_used_before_the_run_is_finished_and_refused_afterwards(inputs, key, name, values, change):
+    inputs.values |= values
+    inputs.kill("qerl.rl.train.Trainer.step")
+    change(inputs)
+    run, fresh = inputs.train(), inputs.train(out="fresh")
     assert untimed(run.metrics.to_dict("records")) == untimed(fresh.metrics.to_dict("records"))
     assert (run.data / "train.jsonl").read_text() == (fresh.data / "train.jsonl").read_text()
-    killed.problems(first=0)
-    killed.template(TEMPLATE)
-    killed.functions(FUNCTIONS)
+    inputs.reset()
     with pytest.raises(ConfigError, match=rf"is finished, and its {key} has changed since \({name}\); give another"):
-        killed.train()
+        inputs.train()
 
 
-def test_a_template_mended_in_the_models_folder_is_read_again(given):
+def test_a_template_mended_in_the_models_folder_is_read_again(inputs):
     """The checkpoint in the run's folder was linked, or quantized, before."""
-    (given.folder / "model/tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ wrong"}))
-    (given.folder / "model/chat_template.jinja").unlink()
+    (inputs.folder / "model/tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ wrong"}))
+    (inputs.folder / "model/chat_template.jinja").unlink()
     for weights in ("nvfp4", "bf16"):
         with pytest.raises(Exception, match=r"template|unexpected|expected"):
-            given.train(weights=weights, out=weights)
-    given.template(TEMPLATE)
+            inputs.train(weights=weights, out=weights)
+    inputs.template(TEMPLATE)
     for weights in ("nvfp4", "bf16"):
-        assert given.train(weights=weights, out=weights).finished
+        assert inputs.train(weights=weights, out=weights).finished
 
 
 def test_the_same_content_with_a_new_time_is_the_same(killed):
@@ -130,39 +137,21 @@ def test_the_same_content_with_a_new_time_is_the_same(killed):
     assert killed.train().finished
 
 
-def test_a_changed_data_function_is_called_again(given):
-    own = {"dataset": {"format": "gsm8k", "origin": {"source": "python", "function": "own_functions:records"}}}
-    run = given.train(**own)
-    assert "and 0?" in (run.data / "train.jsonl").read_text()
-    given.functions(FUNCTIONS.replace("range(30)", "range(100, 130)"))
-    with pytest.raises(ConfigError, match=r"its dataset has changed since \(own_functions:records\)"):
-        given.train(**own)
-    (run.folder / "run.json").unlink()
-    assert "and 0?" not in (given.train(**own).data / "train.jsonl").read_text()
-
-
-def test_a_function_that_python_would_not_import_again_is_refused(given):
-    given.functions("def reward(answer, problem):\n    raise KeyError\n")
+def test_a_function_that_python_would_not_import_again_is_refused(inputs):
+    inputs.functions("def reward(answer, problem):\n    raise KeyError\n")
     with pytest.raises(KeyError):
-        given.train()
-    given.functions(FUNCTIONS)
+        inputs.train()
+    inputs.functions(FUNCTIONS)
     with pytest.raises(ConfigError, match=r"own_functions:reward has changed since this process imported it"):
-        qerl.train(given.values)
+        qerl.train(inputs.values)
     importlib.reload(sys.modules["own_functions"])
-    assert qerl.train(given.values).finished
+    assert qerl.train(inputs.values).finished
 
 
-def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed, monkeypatch):
+def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed):
     """Data made anew of other problems, killed before that is recorded; then the first problems are back."""
-
-    def kill(*_):
-        raise KeyboardInterrupt
-
     killed.problems(first=100)
-    with monkeypatch.context() as patch:
-        patch.setattr("qerl.workflow.run_folder.flush", kill)
-        with pytest.raises(KeyboardInterrupt):
-            killed.train()
+    killed.kill("qerl.workflow.run_folder.flush")
     killed.problems(first=0)
     assert "What are 100" not in (killed.train().data / "train.jsonl").read_text()
 
@@ -202,9 +191,9 @@ def test_files_that_are_not_read_are_no_part_of_the_content(tmp_path):
 
 def test_a_large_file_is_read_once_and_again_when_it_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(inputs, "_LARGE", 4)
+    monkeypatch.setattr("qerl.data.inputs._LARGE", 4)
     read = []
-    monkeypatch.setattr(inputs, "sha256_of", lambda file: read.append(file) or sha256_of(file))
+    monkeypatch.setattr("qerl.data.inputs.sha256_of", lambda file: read.append(file) or sha256_of(file))
     file = tmp_path / "weights"
     file.write_text("first")
     times = file.stat().st_mtime_ns

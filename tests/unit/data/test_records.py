@@ -1,16 +1,23 @@
+"""The problems that records state, mistakes in records, and answers in a notation that no completion uses."""
+
+import json
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import yaml
 
-from qerl.data.grading import is_correct
-from qerl.data.records import DataError, detect_format, parse_record
+from qerl.data.grading import Goal, is_correct
+from qerl.data.records import DataError, detect_format, parse_record, usual
+from qerl.data.sources import prepare
+from qerl.settings.data import DatasetSettings, LocalData
 
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
 MATH = {"problem": "Half of one?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 3"}
 MATH500 = {**MATH, "answer": "\\frac{1}{2}", "subject": "Algebra", "unique_id": "x", "level": 2}
 AIME = {"id": 60, "problem": "Count them.", "solution": "So \\boxed{033}.", "answer": "033", "year": "2024"}
+COUNTDOWN = {"numbers": np.array([3, 4, 8]), "target": np.int64(20)}
+CHAT = [{"role": "user", "content": "Two?"}]
 
 
 @pytest.mark.parametrize(
@@ -19,7 +26,6 @@ AIME = {"id": 60, "problem": "Count them.", "solution": "So \\boxed{033}.", "ans
         (GSM8K, "gsm8k", "4", None),
         ({**GSM8K, "answer": "#### 1,200"}, "gsm8k", "1,200", None),
         ({**GSM8K, "answer": "#### -12.50 dollars.\n2 lines"}, "gsm8k", "-12.50", None),
-        ({**GSM8K, "answer": "#### 11."}, "gsm8k", "11", None),
         (MATH, "math", "\\frac{1}{2}", 3),
         (MATH500, "math", "\\frac{1}{2}", 2),
         ({**MATH, "level": "Level ?"}, "math", "\\frac{1}{2}", None),
@@ -27,48 +33,38 @@ AIME = {"id": 60, "problem": "Count them.", "solution": "So \\boxed{033}.", "ans
         (AIME, "aime", "33", None),
         ({"Problem": "Count.", "Answer": 204}, "aime", "204", None),
         ({"problem": "Count.", "answer": 0}, "aime", "0", None),
+        (COUNTDOWN, "countdown", "20 = all of 3 4 8", None),
     ],
 )
 def test_each_format_is_detected_and_parsed(record, record_format, answer, level):
     assert detect_format(record) == record_format
     problem = parse_record(record, record_format, "here")
     assert (problem.answer, problem.level) == (answer, level)
-    assert problem.question == (record.get("question") or record.get("problem") or record.get("Problem"))
+    questions = (record.get(name) for name in ("question", "problem", "Problem"))
+    assert problem.question == next(filter(None, questions), "Use all of 3, 4, 8 to make 20.")
+    if record_format == "countdown":
+        assert Goal.read(problem.answer) == Goal(20, (3, 4, 8))
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [("\\frac{1}{2}", "\\frac{1}{2}"), (0.0, "0.0"), (" -1 ", "-1"), ("1e5", "1e5")]
-)
-def test_a_math_problem_may_have_an_answer_alone(answer, text):
-    problem = parse_record({"problem": "Which?", "answer": answer}, "math", "here")
-    assert (problem.answer, problem.solution) == (text, None)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
+    ("answer", "text"),
     [
-        (1e-05, "0.00001"),
-        (-1.5e-07, "-0.00000015"),
-        (1e16, "10000000000000000"),
-        (np.float32(1e-05), "0.00001"),
-        (Decimal("1E+2"), "100"),
+        *(("\\frac{1}{2}", "\\frac{1}{2}"), (0.0, "0.0"), (" -1 ", "-1"), (1e-05, "0.00001"), (1e16, f"1{'0' * 16}")),
+        *((-1.5e-07, "-0.00000015"), (np.float32(1e-05), "0.00001"), (Decimal("1E+2"), "100")),
     ],
 )
-def test_a_number_has_no_exponent_and_is_found_right(number, text):
-    problem = parse_record({"problem": "Which?", "answer": number}, "math", "here")
-    assert problem.answer == text
+def test_a_math_problem_may_have_an_answer_alone_and_a_number_has_no_exponent(answer, text):
+    problem = parse_record({"problem": "Which?", "answer": answer}, "math", "here")
+    assert (problem.answer, problem.solution) == (text, None)
     assert is_correct(f"\\boxed{{{text}}}", problem.answer, "math")
 
 
-def test_the_error_for_an_answer_that_is_no_number_quotes_it():
-    record = {"question": "How many?", "answer": "2 + 3 = 5, so\n#### 5 million"}
-    with pytest.raises(DataError, match=r"^a.jsonl, line 3 states no answer: .*`units` .* ends in '.*#### 5 million'$"):
-        parse_record(record, "gsm8k", "a.jsonl, line 3")
-    assert parse_record(record, "gsm8k", "a.jsonl, line 3", ["million"]).answer == "5"
-
-
-def test_an_aime_problem_may_lack_a_solution():
-    assert parse_record({"problem": "Count.", "answer": 7}, "aime", "here").solution is None
+#: Answers of gsm8k that aren't one number.
+NO_NUMBERS = ("11/2", "1,000/3", "12:30", "2e10", "10 000", "3 1/2", "3.5.2", "1.000,5", "10-12", "2 x 3")
+NOT_WHOLE = [
+    *({"numbers": "3 4 8"}, {"numbers": []}, {"numbers": None}, {"numbers": [3, -4]}, {"numbers": [3, 4.5]}),
+    *({"numbers": [3, True]}, {"target": "20"}, {"target": -20}, {"target": None}, {"use": "most"}),
+]
 
 
 @pytest.mark.parametrize(
@@ -76,45 +72,27 @@ def test_an_aime_problem_may_lack_a_solution():
     [
         ({"question": "Two?"}, "gsm8k", "no `answer`"),
         ({"question": "Two?", "answer": None}, "gsm8k", "an empty `answer`"),
-        ({"question": "Two?", "answer": "It is 2."}, "gsm8k", "#### n"),
+        ({"question": "2?", "answer": "So\n#### 5 million"}, "gsm8k", "no answer: .*`units` .* in '.*#### 5 million'"),
         *(
             ({"question": "Two?", "answer": f"So #### {answer}"}, "gsm8k", "states no answer.*one number.*format: math")
-            for answer in (
-                "11/2",
-                "1,000/3",
-                "-12/5",
-                "12:30",
-                "2e10",
-                "10 000",
-                "3 1/2",
-                "3.5.2",
-                "1.000,5",
-                "10-12",
-                "2 x 3",
-            )
+            for answer in NO_NUMBERS
         ),
         ({"answer": "#### 2"}, "gsm8k", "no `question`"),
+        ({**GSM8K, "question": CHAT}, "gsm8k", "a list in `question`; give it as text"),
         ({"problem": "Two?", "solution": "It is 2."}, "math", "boxed"),
         ({"problem": "Two?", "answer": None}, "math", "neither `answer` nor `solution`; .*: problem, answer"),
         ({"problem": "Two?", "answer": ["2", "3"]}, "math", "list in `answer`"),
         ({"problem": "Two?", "answer": {"value": "2"}}, "math", "dict in `answer`"),
         ({"problem": "Two?", "answer": "One and one.\n#### 2"}, "math", "set `format: gsm8k`"),
-        ({"problem": "Two?", "answer": "1000"}, "aime", "0 to 999"),
-        ({"problem": "Two?", "answer": "-1"}, "aime", "0 to 999"),
-        ({"problem": "Two?", "answer": "two"}, "aime", "0 to 999"),
-        ({"problem": "Two?"}, "aime", "no `answer`"),
+        *(({"problem": "Two?", "answer": answer}, "aime", "0 to 999") for answer in ("1000", "-1", "two")),
         (["Two?"], "gsm8k", "not a record"),
         ({**MATH, "level": "hard"}, "math", "level"),
+        *(({"numbers": [3, 4, 8], "target": 20, **changes}, "countdown", "has `numbers`") for changes in NOT_WHOLE),
     ],
 )
 def test_a_bad_record_is_an_error_that_names_its_place_and_key(record, record_format, message):
     with pytest.raises(DataError, match=f"^a.jsonl, line 3 .*{message}"):
         parse_record(record, record_format, "a.jsonl, line 3")
-
-
-def test_an_unknown_record_has_no_format():
-    with pytest.raises(DataError, match="line 3 has no key `question`"):
-        detect_format({"prompt": "Two?"}, "line 3")
 
 
 @pytest.mark.parametrize(
@@ -124,32 +102,70 @@ def test_an_unknown_record_has_no_format():
         ({"prompt": "Two?", "completion": "#### 2"}, "format: gsm8k, columns: {question: prompt, answer: completion}"),
         ({"prompt": "Two?", "answer": "\\frac{4}{2}"}, "format: math, columns: {problem: prompt}"),
         ({"prompt": "Two?", "ground_truth": 2}, "format: math, columns: {problem: prompt, answer: ground_truth}"),
+        ({"query": "Two?", "response": "So \\boxed{2}"}, "format: math, columns: {problem: query, solution: response}"),
         (
             {"instruction": "Two?", "input": "", "output": "#### 2"},
             "format: gsm8k, columns: {question: instruction, answer: output}",
         ),
-        ({"query": "Two?", "response": "So \\boxed{2}"}, "format: math, columns: {problem: query, solution: response}"),
     ],
 )
 def test_the_error_for_other_column_names_suggests_a_mapping(record, mapping):
     with pytest.raises(DataError, match="line 3 has no key `question`") as error:
         detect_format(record, "line 3")
     assert f"write its own names as `dataset: {{{mapping}, origin: ...}}`" in str(error.value)
-    told = yaml.safe_load(mapping.replace(", columns", "\ncolumns"))
-    renamed = {name: record[own] for name, own in told["columns"].items()}
-    assert parse_record({**record, **renamed}, told["format"], "here").answer in ("2", "\\frac{4}{2}")
+    hint = yaml.safe_load(mapping.replace(", columns", "\ncolumns"))
+    renamed = {name: record[own] for name, own in hint["columns"].items()}
+    assert parse_record({**record, **renamed}, hint["format"], "here").answer in ("2", "\\frac{4}{2}")
 
 
-def test_a_chat_is_no_question():
-    with pytest.raises(DataError, match=r"its `prompt` is a list, such as a chat: give the question as text"):
-        detect_format({"prompt": [{"role": "user", "content": "Two?"}], "answer": 2})
-    with pytest.raises(DataError, match=r"its `messages` is a list, such as a chat: .* in a column of its own"):
-        detect_format({"id": 1, "messages": [{"role": "user", "content": "Two?"}]})
-    with pytest.raises(DataError, match="line 3 has a list in `question`; give it as text"):
-        parse_record({**GSM8K, "question": [{"role": "user", "content": "Two?"}]}, "gsm8k", "line 3")
+@pytest.mark.parametrize("record", [{"prompt": CHAT, "answer": 2}, {"id": 1, "messages": CHAT}])
+def test_a_chat_is_no_question(record):
+    with pytest.raises(DataError, match=r"its `\w+` is a list, such as a chat: give the question as text, in a column"):
+        detect_format(record)
 
 
 def test_the_id_depends_on_the_question_alone():
     one, same, other = ({**GSM8K, "question": q} for q in ("Two and two?", " Two  and two?\n", "Two and three?"))
     ids = [parse_record(record, "gsm8k", "here").id for record in (one, {**same, "answer": "#### 5"}, other)]
     assert ids[0] == ids[1] != ids[2]
+
+
+# --- notation
+
+#: Answers as records have them, and what a reader writes for them in a box.
+UNUSUAL = {
+    **{"1e3": "1000", "1.5e-3": "0.0015", "√2": "\\sqrt{2}", "3√(x+1)": "3\\sqrt{x+1}", "x**2": "x^{2}"},
+    **{"x**10+1": "x^{10}+1", "٣٤": "34", "３４": "34", "½": "\\frac{1}{2}", "7½": "7\\frac{1}{2}", "x²": "x^{2}"},
+    **{"∞": "\\infty", "pi": "\\pi", "1 000": "1000", "5 million": "5000000", "5 \\text{ million}": "5000000"},
+}
+USUAL = [
+    *("1000", "\\frac{1}{2}", "1/2", "\\sqrt{2}", "x^2+2x+1", "2\\pi", "(1, 2]", "\\text{no}", "cat", "2025-01-05"),
+    *("-0.5", "50\\%", "1,000", "x = 5", "\\{1,2\\}", "5\\text{ cm}", "ab", "3 \\times 4"),
+    "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
+]
+
+
+@pytest.mark.parametrize(
+    ("answers", "form", "count", "quotes"),
+    [
+        *(([*USUAL, answer], "native", 1, f"{answer!r} ({writing})") for answer, writing in UNUSUAL.items()),
+        # Wrong in its own box.
+        *((["2", answer], "native", 1, repr(answer[:40])) for answer in ("x^{2", "\\frac{1}{2", "9" * 300 + "{")),
+        (["1e3", "2", "1e3", "√2", "x**2", "٣٤"], "native", 5, "'1e3' (1000), '√2' (\\sqrt{2}), 'x**2' (x^{2})"),
+        *((USUAL, form, 0, "") for form in ("native", "tags")),
+    ],
+)
+def test_answers_that_no_usual_completion_equals_are_a_warning(tmp_path, caplog, answers, form, count, quotes):
+    rows = [{"problem": f"Problem {n}?", "answer": answer} for n, answer in enumerate(answers)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    origin = LocalData(source="local", path=path, test_fraction=0, validation_fraction=0)
+    prepare(DatasetSettings(format="math", origin=origin, answer=form), tmp_path / "out")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(count)
+    for message in warnings:
+        assert message.startswith("split train: ")
+        assert f"answers of {count} problems" in message
+        assert f": {quotes}" in message
+    if quotes.endswith(")") and count == 1:
+        assert usual(answers[-1]) == UNUSUAL[answers[-1]]

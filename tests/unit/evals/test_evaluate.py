@@ -5,13 +5,10 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.sources import prepare, read_meta, read_split
@@ -22,63 +19,27 @@ from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, TaskSettings
 from tests.conftest import nightly
+from tests.unit.evals.scripted import Scripted, make_tokenizer
 
 PROBLEMS = 8
 HARNESS = {"gsm8k": "lm-eval", "math": "lighteval", "aime": "lighteval"}
+#: Texts that a harness could take for its own templates, and a token of the chat template.
 INSTRUCTION = {
-    "gsm8k": "State the answer as #### n.",
+    "gsm8k": " State  it as {{question}} \\boxed{n} {% raw %} <|im_end|> é #### n",
     "math": "State the answer in \\boxed{} {{question}}.",
     "aime": "",
 }
 TAGS = " Think in <think></think>, answer in <answer></answer>."
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
-def make_tokenizer():
-    """One token a byte, the two special tokens of the chat template, and a start token that no chat may hold twice."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
-    fast.chat_template = TEMPLATE
-    start = fast.bos_token
-    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A", special_tokens=[(start, fast.bos_token_id)]
-    )
-    assert fast.encode("a")[0] == fast.bos_token_id
-    return fast
-
-
-@dataclass
-class Scripted:
-    """A sampler that answers by a script: `answer(question number, repeat)` is the text of a completion."""
-
-    tokenizer: object
-    numbers: dict[tuple[int, ...], tuple[str, int]]
-    answer: object
-    calls: list = field(default_factory=list)
-
-    def generate(self, prompts, params):
-        self.calls.append(params)
-        return [[self._complete(prompt, repeat) for repeat in range(params.count)] for prompt in prompts]
-
-    def _complete(self, prompt, repeat):
-        text = self.answer(*self.numbers[tuple(prompt)], repeat)
-        tokens = self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-        return Completion(tokens, [0.0] * len(tokens), finished=True)
-
-
-def number_prompts(tokenizer, datasets):
-    """The data set and problem number of each prompt."""
-    return {
+def places(tokenizer, datasets, split="test"):
+    """The place of a prompt of training: data set and number of its problem. Another prompt has none."""
+    known = {
         tuple(prompt_ids(tokenizer, problem.question, read_meta(folder).instruction)): (name, number)
         for name, folder in datasets.items()
-        for number, problem in enumerate(read_split(folder, "test"))
+        for number, problem in enumerate(read_split(folder, split))
     }
+    return lambda _, prompt: known[tuple(prompt)]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +74,7 @@ def run(tokenizer, datasets, tmp_path):
     """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
 
     def run(script, repeats=2, names=tuple(HARNESS), temperature=0.6, datasets=datasets):
-        sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), script)
+        sampler = Scripted(tokenizer, script, places(tokenizer, datasets))
         settings = EvaluationSettings(
             tasks=[TaskSettings(dataset=name, harness=HARNESS[name]) for name in names],
             sampling=SamplingSettings(temperature=temperature, top_p=0.9, max_tokens=77),
@@ -159,41 +120,30 @@ def countdown(tmp_path_factory):
     return folder
 
 
-def graded(tokenizer, folder, out, answers, split="test"):
-    """The score of 64 completions of each problem; `answers(problem, repeat)` is the text."""
-    asked = read_split(folder, split)
-    numbers = {
-        tuple(prompt_ids(tokenizer, p.question, read_meta(folder).instruction)): (p, i) for i, p in enumerate(asked)
-    }
-    sampler = Scripted(tokenizer, numbers, lambda problem, _, repeat: answers(problem, repeat))
-    settings = EvaluationSettings(
-        tasks=[TaskSettings(dataset="countdown", harness="qerl", split=split)], repeats=64, sampling=SamplingSettings()
-    )
-    return evaluate(sampler, tokenizer, settings, {"countdown": folder}, out, lambda message: None)["countdown"]
-
-
 def test_countdown_is_scored_with_pass_at_k_and_distinct_solutions(tokenizer, countdown, tmp_path):
     """Nine of 64 completions are right: one formula with and without parentheses, which is one solution."""
-    right = 9
+    right, problems = 9, {split: read_split(countdown, split) for split in ("test", "validation")}
 
-    def answers(problem, repeat):
-        formula = problem.solution.rpartition("#### ")[2]
+    def score(split, answer):
+        sampler = Scripted(tokenizer, answer, places(tokenizer, {"countdown": countdown}, split))
+        tasks = [TaskSettings(dataset="countdown", harness="qerl", split=split)]
+        settings = EvaluationSettings(tasks=tasks, repeats=64, sampling=SamplingSettings())
+        return evaluate(sampler, tokenizer, settings, {"countdown": countdown}, tmp_path, print)["countdown"]
+
+    def answer(_, number, repeat):
+        formula = problems["test"][number].solution.rpartition("#### ")[2]
         return f"#### {formula if repeat % 2 else f'({formula})'}" if repeat < right else "#### 0"
 
-    score = graded(tokenizer, countdown, tmp_path, answers)
-    assert score.accuracy == score.pass_at[1] == right / 64
-    assert score.pass_at[64] == 1
-    assert score.pass_at[8] == pytest.approx(1 - comb(64 - right, 8) / comb(64, 8))
-    assert (score.problems, score.agreement, score.distinct_solutions) == (PROBLEMS, 1, 1)
-    asked = [problem.id for problem in read_split(countdown, "test")]
+    of_test = score("test", answer)
+    assert of_test.accuracy == of_test.pass_at[1] == right / 64
+    assert of_test.pass_at[64] == 1
+    assert of_test.pass_at[8] == pytest.approx(1 - comb(64 - right, 8) / comb(64, 8))
+    assert (of_test.problems, of_test.agreement, of_test.distinct_solutions) == (PROBLEMS, 1, 1)
     counted = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
-    assert [row.pop("problem") for row in counted] == asked
+    assert [row.pop("problem") for row in counted] == [problem.id for problem in problems["test"]]
     assert counted == [{"dataset": "countdown", "right": right, "drawn": 64, "distinct": 1}] * PROBLEMS
-
-
-def test_the_validation_split_can_be_asked(tokenizer, countdown, tmp_path):
-    score = graded(tokenizer, countdown, tmp_path, lambda problem, repeat: problem.solution, "validation")
-    assert (score.problems, score.accuracy) == (3, 1)
+    of_validation = score("validation", lambda _, number, repeat: problems["validation"][number].solution)
+    assert (of_validation.problems, of_validation.accuracy) == (3, 1)
 
 
 def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
@@ -251,38 +201,41 @@ def test_samples_hold_every_completion(run, problems, tokenizer):
         assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 0)
 
 
-def test_completions_without_an_answer_are_counted(run):
-    metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"))
-    assert [task.extracted for task in metrics.values()] == [0.5, 0.5, 0.5]
+def test_completions_without_an_answer_or_an_end_are_counted(monkeypatch, run):
+    complete = Scripted._complete
+
+    def truncated(self, text, repeat):
+        return (
+            complete(self, text, repeat)
+            if repeat == 0
+            else Completion(complete(self, text, repeat).token_ids, [], False)
+        )
+
+    monkeypatch.setattr(Scripted, "_complete", truncated)
+    metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"), repeats=4)
+    assert [(task.extracted, task.truncated) for task in metrics.values()] == [(0.25, 0.75)] * 3
     assert all(sample["extracted"] is None and sample["correct"] == 0 for sample in samples if sample["repeat"])
 
 
-def test_truncated_share(monkeypatch, run):
-    complete = Scripted._complete
-    monkeypatch.setattr(
-        Scripted, "_complete", lambda self, p, r: Completion(complete(self, p, r).token_ids[:-1], [], finished=r == 0)
-    )
-    metrics, _, _ = run(lambda name, number, repeat: "#### 5", names=("gsm8k",), repeats=4)
-    assert metrics["gsm8k"].truncated == 0.75
-
-
-def test_stop_strings_of_few_shot_prompts_end_no_completion_of_our_own_prompts(run, problems):
+@pytest.mark.parametrize(
+    ("text", "accuracy"),
+    [
+        ("I think\nQuestion: what now?\n{right}", 1.0),  # a stop string of few-shot prompts
+        ("<think>{wrong}</think>{right}", 1.0),
+        # lighteval would read what stands before the box.
+        ("The final answer is $m+n$, with $m=7$: {right}", 1.0),
+        ("<think>{right}</think>Done.", 0.0),
+        ("<think>{right}</think>{wrong}", 0.0),
+    ],
+)
+def test_harnesses_read_the_answer_after_the_thinking(run, problems, text, accuracy):
     def script(name, number, repeat):
-        answer = problems[name][number].answer
-        return f"I think\nQuestion: what now?\n{stated(name, answer)}"
+        right, wrong = (stated(name, answer) for answer in (problems[name][number].answer, "98765"))
+        return text.format(right=right, wrong=wrong)
 
     metrics, samples, _ = run(script)
-    assert {task.accuracy for task in metrics.values()} == {1.0}
-    assert all("what now?" in sample["completion"] and sample["agrees"] for sample in samples)
-
-
-def test_a_number_in_the_thinking_is_no_answer_of_any_harness(run, problems):
-    def script(name, number, repeat):
-        return f"<think>{stated(name, '98765')}</think>{stated(name, problems[name][number].answer)}"
-
-    metrics, samples, _ = run(script)
-    assert {task.accuracy for task in metrics.values()} == {1.0}
-    assert all(sample["agrees"] for sample in samples)
+    assert {(task.accuracy, task.agreement) for task in metrics.values()} == {(accuracy, 1.0)}
+    assert all(sample["extracted"] == sample["gold"] for sample in samples if accuracy)
 
 
 def test_a_busy_machine_grades_as_an_idle_one(run, problems, monkeypatch):
@@ -317,26 +270,6 @@ def test_comparisons_over_their_limit_are_counted(run, problems, monkeypatch):
     assert {sample["problem"] for sample in over} <= {problems["math"][0].id}
     assert metrics["math"].timeouts == len(over) > 0
     assert not any(sample["correct"] for sample in over)
-
-
-def test_lighteval_reads_the_box_and_not_what_stands_before_it(run, problems):
-    def script(name, number, repeat):
-        return f"The final answer is $m+n$, with $m=7$: {stated(name, problems[name][number].answer)}"
-
-    metrics, samples, _ = run(script, names=("math", "aime"))
-    assert {task.accuracy for task in metrics.values()} == {1.0}
-    assert all(sample["extracted"] == sample["gold"] for sample in samples)
-
-
-def test_lighteval_does_not_score_the_thinking(run, problems):
-    def script(name, number, repeat):
-        return f"<think>{stated(name, problems[name][number].answer)}</think>" + (
-            "Done." if repeat else "\\boxed{99999}"
-        )
-
-    metrics, samples, _ = run(script, names=("math", "aime"))
-    assert [task.accuracy for task in metrics.values()] == [0.0, 0.0]
-    assert all("<think>" in sample["completion"] for sample in samples)
 
 
 def test_agreement_shows_where_the_project_grades_differently(run, problems):
@@ -387,28 +320,6 @@ def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, 
             assert sample["extracted"] == (extracted and extracted.format(n=sample["gold"]))
 
 
-def test_tagged_amounts_are_read_alike(run, problems, tagged):
-    forms = [
-        "{n} apples",
-        "${n}.",
-        "{n} km/h",
-        "x = {n}",
-        "+{n}",
-        "{n} or 98765",
-        "-{n}",
-        "{n}7",
-        "{n}%",
-        "{n} thousand",
-    ]
-
-    def script(name, number, repeat):
-        return f"<think></think><answer>{forms[repeat].format(n=problems[name][number].answer)}</answer>"
-
-    metrics, _, _ = run(script, repeats=len(forms), names=("gsm8k",), datasets=tagged)
-    assert metrics["gsm8k"].accuracies == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
-    assert metrics["gsm8k"].agreement == 1.0
-
-
 def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path):
     def script(name, number, repeat):
         return f"<think></think><answer>{problems[name][number].answer}%</answer>"
@@ -416,43 +327,6 @@ def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path)
     folders = prepared_in(tmp_path, answer="tags", units=["%"])
     metrics, _, _ = run(script, repeats=1, names=("gsm8k",), datasets=folders)
     assert (metrics["gsm8k"].accuracy, metrics["gsm8k"].agreement) == (1.0, 1.0)
-
-
-def test_a_folder_prepared_before_there_were_units_has_none(datasets, tmp_path):
-    about = json.loads((datasets["gsm8k"] / "dataset.json").read_text())
-    del about["units"]
-    (tmp_path / "dataset.json").write_text(json.dumps(about))
-    assert read_meta(tmp_path).units == []
-
-
-def test_greedy_with_one_repeat(run, problems):
-    metrics, _, sampler = run(lambda name, n, repeat: problems[name][n].solution, repeats=1, temperature=0.0)
-    assert all(task.accuracies == [1.0] for task in metrics.values())
-    assert all((params.temperature, params.count) == (0.0, 1) for params in sampler.calls)
-
-
-def test_lm_eval_prompts_are_those_of_training(tokenizer, datasets):
-    from lm_eval.evaluator import evaluate as harness_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from qerl.evals.lm_eval import SamplerLM, task_config
-    from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
-    from qerl.rollout.sampler import SamplingParams
-
-    instruction = " State  it as {{question}} \\boxed{n} {% raw %} <|im_end|> é "
-    test_problems = read_split(datasets["gsm8k"], "test")
-    seen = []
-
-    class Recorder:
-        def generate(self, prompts, params):
-            seen.extend(prompts)
-            return [[Completion([1], [0.0], True)] * params.count for _ in prompts]
-
-    dataset = EvaluationSet("words", "gsm8k", instruction, test_problems)
-    policy = EvaluatedPolicy(Recorder(), tokenizer, SamplingParams(max_tokens=5, count=2))
-    tasks = TaskManager(include_defaults=False).load([task_config(dataset, 2)])
-    harness_evaluate(SamplerLM(policy), tasks, bootstrap_iters=0, apply_chat_template=True)
-    assert seen == [prompt_ids(tokenizer, problem.question, instruction) for problem in test_problems]
 
 
 def test_harness_must_fit_the_format(tokenizer, datasets, tmp_path):
@@ -473,18 +347,6 @@ def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path
         evaluate(None, tokenizer, settings, {"other": tmp_path}, tmp_path, print)
 
 
-def test_harnesses_refuse_likelihoods(tokenizer):
-    from qerl.evals.lighteval import SamplerModel
-    from qerl.evals.lm_eval import SamplerLM
-    from qerl.evals.policy import EvaluatedPolicy
-
-    policy = EvaluatedPolicy(None, tokenizer, None)
-    for model in (SamplerLM(policy), SamplerModel(policy)):
-        for method in (model.loglikelihood, model.loglikelihood_rolling):
-            with pytest.raises(NotImplementedError, match="draws completions only"):
-                method([])
-
-
 OFFLINE = """
 import socket
 from pathlib import Path
@@ -499,7 +361,7 @@ with imports():
 
 tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
 solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}
-sampler = Scripted(tokenizer, number_prompts(tokenizer, datasets), lambda name, number, repeat: solutions[name][number])
+sampler = Scripted(tokenizer, lambda name, number, _: solutions[name][number], places(tokenizer, datasets))
 tasks = [TaskSettings(dataset=name, harness=harness) for name, harness in HARNESS.items()]
 metrics = evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), datasets, Path("offline"), lambda _: None)
 print(*(task.accuracy for task in metrics.values()))

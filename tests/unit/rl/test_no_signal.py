@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from qerl.data.grading import extract, stated
+from qerl.data.grading import extract, statement
 from qerl.data.records import Problem
 from qerl.rl.rollouts import Group, Rollout, Task
 from qerl.rl.train import PATIENCE, NoSignalError, Watch, report
@@ -43,7 +43,7 @@ def said(caplog, rollouts, **changes) -> list[str]:
 @pytest.mark.parametrize("form", get_args(AnswerForm))
 @pytest.mark.parametrize("record_format", get_args(RecordFormat))
 def test_what_a_grader_wants_is_what_it_reads(record_format, form):
-    assert extract(stated("18", record_format, form), record_format, form) == "18"
+    assert extract(statement("18", record_format, form), record_format, form) == "18"
 
 
 def test_a_first_step_without_a_readable_answer_causes_one_warning(caplog):

@@ -3,6 +3,7 @@
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import get_args
 
 import pytest
 import yaml
@@ -10,10 +11,12 @@ from jsonschema import Draft202012Validator
 
 from qerl import settings
 from qerl.cli import workflow
+from qerl.data.grading import well_formed
 from qerl.host import imports
-from qerl.settings.base import ConfigError, Settings, parse
+from qerl.settings.base import ConfigError, Settings, parse, parse_yaml
+from qerl.settings.data import DatasetSettings, RecordFormat
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, EvaluationSettings
+from qerl.settings.workflow import Config
 from qerl.settings.workloads import Measured
 from qerl.workflow.plan import plan
 from qerl.workflow.stages import Jobs
@@ -29,7 +32,10 @@ def test_every_configuration_of_the_repository_is_valid(file):
     values = yaml.safe_load(file.read_text())
     if values.get("fit_to_model"):
         pytest.skip("it needs a model: test_own.py")
-    planned = plan(parse(Config, values, file.name))
+    config = parse(Config, values, file.name)
+    again = yaml.safe_dump(config.model_dump(mode="json"))
+    assert parse(Config, parse_yaml(again, "again"), "again") == config
+    planned = plan(config)
     assert planned.runs or Jobs(planned).points
     for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
         assert not function.startswith("tests"), "a configuration must run without the tests"
@@ -79,63 +85,54 @@ SHARDED = {"processes": 2, "method": "full", "weights": "bf16"}
         ({"rollout": {"group_size": 1}}, "use at least 2, or loss.name=ppo"),
         ({"rollout": {"group_size": 1, "resample": 1}, "loss": {"name": "ppo"}}, "use rollout.group_size >= 2"),
         ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
-        ({"rollout": {"native": {"drafts": False}}}, "`rollout.native`: the key drafts was removed with"),
-        ({"rollout": {"engine": "vllm-server"}}, "`rollout.engine`: engine=vllm-server was removed; use engine=vllm"),
-        ({"rollout": {"vllm": {"url": "http://host:8000"}}}, "`rollout.vllm`: the key url was removed"),
         ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
         ({**SHARDED, "gradient_checkpointing": "auto"}, "use true or false"),
+        ({"rollout": {"sampling": {"temperature": 0}}}, "is greedy: .*; use a temperature above 0"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_key(values, sentence):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^arm x: .*{sentence}") as error:
         parse(RunSettings, {**RUN, **values}, "arm x")
-    assert sentence in str(error.value)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith("arm x: ")
-
-
-def mini(**changes) -> Config:
-    values = yaml.safe_load((ROOT / "config/mini.yaml").read_text())
-    return parse(Config, {**values, **changes}, "mini")
-
-
-def test_arms_override_the_base_and_the_grid_both():
-    base = {"model": "miniature", "dataset": "arithmetic", "adapter": {"rank": 4, "alpha": 8}}
-    arms = {"a": {"adapter.rank": 8}, "b": {"weights": "nf4"}}
-    runs = plan(mini(experiments={"e": {"base": base, "arms": arms, "grid": {"seed": [0, 1]}}}, benches={})).runs
-    assert list(runs) == ["e-a-seed0", "e-a-seed1", "e-b-seed0", "e-b-seed1"]
-    assert (runs["e-a-seed0"].settings.adapter.rank, runs["e-a-seed0"].settings.adapter.alpha) == (8, 8)
-    assert (runs["e-b-seed1"].settings.adapter.rank, runs["e-b-seed1"].settings.seed) == (4, 1)
-    assert runs["e-b-seed1"].settings.weights == "nf4"
 
 
 def test_every_run_and_every_base_is_evaluated():
-    made = plan(mini())
-    assert len(made.runs) == 18
-    assert set(made.evaluations) == {*made.runs, *(f"base-{name}" for name in made.checkpoints)}
-    assert set(made.checkpoints) == {f"miniature-{w}" for w in ("bf16", "nf4", "mxfp4", "nvfp4")}
-
-
-def test_greedy_completions_are_refused_for_training_and_not_for_an_evaluation():
-    run = {"model": "m", "dataset": "d", "rollout": {"sampling": {"temperature": 0}}}
-    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature=0 is greedy.*use a temperature above 0"):
-        parse(RunSettings, run, "run.yaml")
-    assert parse(EvaluationSettings, {"tasks": [], "repeats": 1, "sampling": {"temperature": 0}}, "e").repeats == 1
+    mini = plan(parse(Config, yaml.safe_load((ROOT / "config/mini.yaml").read_text()), "mini"))
+    assert len(mini.runs) == 18
+    assert set(mini.evaluations) == {*mini.runs, *(f"base-{name}" for name in mini.checkpoints)}
+    assert set(mini.checkpoints) == {f"miniature-{w}" for w in ("bf16", "nf4", "mxfp4", "nvfp4")}
 
 
 @pytest.mark.parametrize(
     ("loss", "scaled"),
     [
-        ({}, True),
-        ({"name": "dr_grpo"}, False),
-        ({"name": "dr_grpo", "scale_advantages": True}, True),
-        ({"name": "dapo"}, True),
-        ({"name": "grpo", "scale_advantages": False}, False),
+        *(({}, True), ({"name": "dapo"}, True), ({"name": "grpo", "scale_advantages": False}, False)),
+        *(({"name": "dr_grpo"}, False), ({"name": "dr_grpo", "scale_advantages": True}, True)),
     ],
 )
 def test_dr_grpo_divides_by_the_standard_deviation_only_on_request(loss, scaled):
-    settings = parse(RunSettings, {"model": "m", "dataset": "d", "loss": loss}, "run.yaml")
+    settings = parse(RunSettings, {**RUN, "loss": loss}, "run.yaml")
     assert settings.loss.scale_advantages is scaled
     stored = settings.model_dump(mode="json")  # as run.yaml and the rows of runs have it
     assert stored["loss"]["scale_advantages"] is scaled
     assert parse(RunSettings, stored, "row") == settings
+
+
+#: How a policy that does as it is told states 18, and what the instruction must name for that.
+STATED = {
+    ("native", "gsm8k"): ("9 + 9 = 18\n#### 18", "####"),
+    ("native", "math"): ("So it is \\boxed{18}.", "\\boxed{}"),
+    ("native", "aime"): ("So it is \\boxed{18}.", "\\boxed{}"),
+    ("native", "countdown"): ("9 + 9 = 18\n#### 9+9", "####"),
+    **{("tags", name): ("<think>9 + 9</think><answer>18</answer>", "<answer>") for name in get_args(RecordFormat)},
+}
+
+
+@pytest.mark.parametrize(("form", "record_format"), STATED)
+def test_by_default_a_data_set_asks_for_what_its_grader_reads(record_format, form):
+    values = {"format": record_format, "answer": form, "origin": {"source": "local", "path": "records.jsonl"}}
+    text, marker = STATED[form, record_format]
+    assert well_formed(text, record_format, form)
+    assert marker in parse(DatasetSettings, values, "").instruction
+    if form == "native":
+        assert parse(DatasetSettings, {**values, "instruction": ""}, "").instruction == ""

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.settings.base import ConfigError, UserError, check_kind, parse, parse_yaml
+from qerl.settings.base import ConfigError, UserError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
+from qerl.settings.errors import _keys
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import RunFile, RunSettings
 from qerl.settings.workflow import EvaluationSettings, Experiment
@@ -149,63 +150,49 @@ def test_a_configuration_file_needs_a_name_and_the_command_line_none(tmp_path, m
     assert plan_from({"protocol": "paper"}, MINI).config.name == "mini"
 
 
+READ = "YAML reads `{}` as {}, which is {}; write the number in decimal digits"
+BOTH = "the key `{}` is given with dots and nested, in lines 1 and 1"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: 1\nb: 2\na: 3\n", "the key `a` is given twice, in lines 1 and 3"),
-        ("x: {a: 1, a: 1}\n", "the key `a` is given twice, in lines 1 and 1"),
-        ("x:\n- {off: 1,\n  off: 2}\n", "the key `off` is given twice, in lines 2 and 3"),
+        ("a: 1\nb: 2\na: 3\n", ": the key `a` is given twice, in lines 1 and 3; keep one"),
+        ("x: {a: 1, a: 1}\n", ": the key `a` is given twice, in lines 1 and 1; keep one"),
+        ("x:\n- {off: 1,\n  off: 2}\n", ": the key `off` is given twice, in lines 2 and 3; keep one"),
+        *((text, ", line 2: this is not valid YAML: ") for text in ("a: 1\nb: [", "a: 1\nb: c: d", "a: 1\n\tb: 2")),
+        ("steps: 0123", READ.format("0123", "an octal number", 83)),
+        ("steps: -010", READ.format("-010", "an octal number", -8)),
+        ("levels: [1, 00]", READ.format("00", "an octal number", 0)),
+        ("017: x", READ.format("017", "an octal number", 15)),
+        ("timeout: 1:30", READ.format("1:30", "minutes and seconds", 90)),
+        ("timeout: 1:30.5", READ.format("1:30.5", "minutes and seconds", 90.5)),
+        ("a: {b: [2:00:00]}", READ.format("2:00:00", "minutes and seconds", 7200)),
+        ("name: 2024_01", READ.format("2024_01", "a number with underscores", 202401)),
+        ("base: {rollout: {prompts: 2}, rollout.prompts: 3}", BOTH.format("rollout.prompts")),
+        ("base: {rollout.prompts: 3, rollout: {prompts: 3}}", BOTH.format("rollout.prompts")),
+        ("base: {rollout: {sampling.top_p: 1.0, sampling: {top_p: 0.9}}}", BOTH.format("sampling.top_p")),
+        ("{rollout.sampling: {top_p: 1.0}, rollout: {sampling: {top_p: 0.9}}}", BOTH.format("rollout.sampling.top_p")),
+        ("base: {track: off, track.name: other}", BOTH.format("track")),
     ],
 )
-def test_a_key_given_twice_is_named_with_its_lines(text, sentence):
-    assert sentence_of(lambda: parse_yaml(text, "my.yaml")) == f"my.yaml: {sentence}; keep one"
-
-
-@pytest.mark.parametrize("text", ["a: 1\nb: [", "a: 1\nb: c: d", "a: 1\n\tb: 2"])
-def test_invalid_yaml_is_named_with_its_line(text):
+def test_yaml_that_is_invalid_or_ambiguous_is_named_with_its_line(text, sentence):
     said = sentence_of(lambda: parse_yaml(text, "my.yaml"))
-    assert said.startswith("my.yaml, line 2: this is not valid YAML: ")
-
-
-def test_a_key_may_stand_over_that_of_a_merged_mapping():
-    text = "base: &base {a: 1, b: 1}\nover: {<<: *base, a: 2}\nagain: {<<: *base, b: 3}\n"
-    assert parse_yaml(text, "x") == {"base": {"a": 1, "b": 1}, "over": {"a": 2, "b": 1}, "again": {"a": 1, "b": 3}}
+    assert said.startswith("my.yaml")
+    assert sentence in said
 
 
 @pytest.mark.parametrize(
-    ("text", "written", "value"),
+    ("text", "values"),
     [
-        *(("steps: 0123", "0123", "83"), ("steps: -010", "-010", "-8"), ("levels: [1, 00]", "00", "0")),
-        *(("timeout: 1:30", "1:30", "90"), ("timeout: 1:30.5", "1:30.5", "90.5")),
-        *(("a: {b: [2:00:00]}", "2:00:00", "7200"), ("name: 2024_01", "2024_01", "202401"), ("017: x", "017", "15")),
+        ("{b: &b {a: 1, b: 1}, o: {<<: *b, a: 2}}", {"b": {"a": 1, "b": 1}, "o": {"a": 2, "b": 1}}),
+        ("{b: &b {n: {s: 4}}, o: {<<: *b, n.s: 5}}", {"b": {"n": {"s": 4}}, "o": {"n": {"s": 4}, "n.s": 5}}),
+        ("{a.b: 8, a: {c: 16}, q: a, q.5: b}", {"a.b": 8, "a": {"c": 16}, "q": "a", "q.5": "b"}),
     ],
 )
-def test_a_number_that_yaml_reads_otherwise_than_by_its_digits_is_refused(text, written, value):
-    said = sentence_of(lambda: parse_yaml(f"first: 1\n{text}", "my.yaml"))
-    assert said.startswith(f"my.yaml: line 2: YAML reads `{written}` as ")
-    assert f"which is {value}; write the number in decimal digits" in said
-
-
-@pytest.mark.parametrize(
-    ("base", "key"),
-    [
-        ("rollout: {prompts: 2}, rollout.prompts: 3", "rollout.prompts"),
-        ("rollout.prompts: 3, rollout: {prompts: 3}", "rollout.prompts"),
-        ("rollout: {sampling.top_p: 1.0, sampling: {top_p: 0.9}}", "sampling.top_p"),
-        ("rollout.sampling: {top_p: 1.0}, rollout: {sampling: {top_p: 0.9}}", "rollout.sampling.top_p"),
-        ("track: off, track.name: other", "track"),
-    ],
-)
-def test_a_setting_given_with_dots_and_nested_is_refused(base, key):
-    said = sentence_of(lambda: parse_yaml(f"base: {{{base}}}", "my.yaml"))
-    assert f"the key `{key}` is given with dots and nested, in lines 1 and 1" in said
-
-
-def test_different_keys_with_dots_and_a_merged_mapping_are_no_repetition():
-    text = "one: &one {noise: {stages: 4, sigma_start: 0.1}}\ntwo: {<<: *one, noise.stages: 5}\n"
-    merged = parse_yaml(text, "x")["two"]
-    assert Experiment(base=merged).base == {"noise": {"stages": 5, "sigma_start": 0.1}}
-    parse_yaml("{adapter.rank: 8, adapter: {alpha: 16}, qwen2: a, qwen2.5: b}", "x")
+def test_a_merged_mapping_may_be_overridden_and_names_may_begin_alike(text, values):
+    assert parse_yaml(text, "x") == values
+    assert text.count("<<") == 0 or Experiment(base=parse_yaml(text, "x")["o"]).base != values["b"]
 
 
 def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
@@ -215,54 +202,40 @@ def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
     assert {run.settings.rollout.prompts for run in plan_.runs.values()} == {3}
 
 
-#: Keys of other libraries, and those of this project that they mean.
-OTHERS = {
-    RunSettings: {
-        **{"num_generations: 8": "rollout.group_size", "rollout: {num_generations: 8}": "rollout.group_size"},
-        **{"r: 16": "adapter.rank", "adapter: {r: 16}": "adapter.rank", "adapter: {lora_alpha: 16}": "adapter.alpha"},
-        **{"target_modules: all-linear": "adapter.targets", "bf16: true": "dtype", "load_in_4bit: true": "weights"},
-        **{"per_device_train_batch_size: 8": "rollout.prompts"},
-        **{"gradient_accumulation_steps: 2": "micro_batch_tokens"},
-        **{"max_completion_length: 512": "rollout.sampling.max_tokens"},
-        **{"rollout: {max_completion_length: 512}": "rollout.sampling.max_tokens"},
-        **{"max_prompt_length: 512": "rollout.max_prompt_tokens", "beta: 0.04": "loss.kl"},
-        **{"loss: {beta: 0.04}": "loss.kl", "epsilon_high: 0.28": "loss.clip_high", "loss_type: dapo": "loss.name"},
-        **{"num_iterations: 2": "loss.updates_per_rollout", "learning_rate: 1e-5": "optimizer.learning_rate"},
-        **{"loss: {learning_rate: 1e-5}": "loss.ppo.learning_rate", "lr: 1e-5": "optimizer.learning_rate"},
-        **{"save_steps: 10": "checkpoint_every", "max_steps: 10": "steps"},
-    },
-    RunFile: {
-        **{"output_dir: x": "out", "model_name_or_path: x": "model"},
-    },
-    EvaluationSettings: {
-        **{"max_new_tokens: 512": "sampling.max_tokens", "sampling: {max_new_tokens: 512}": "sampling.max_tokens"},
-        **{"num_samples: 4": "repeats"},
-    },
-}
-
-
 @pytest.mark.parametrize(
-    ("settings", "text", "key"), [(owner, *pair) for owner, pairs in OTHERS.items() for pair in pairs.items()]
+    ("settings", "text", "key"),
+    [
+        *(
+            (RunSettings, text, "rollout.group_size")
+            for text in ("num_generations: 8", "rollout: {num_generations: 8}")
+        ),
+        *((RunSettings, text, "adapter.rank") for text in ("r: 16", "adapter: {r: 16}")),
+        *((RunSettings, "load_in_4bit: true", "weights"), (RunSettings, "save_steps: 10", "checkpoint_every")),
+        (RunSettings, "max_completion_length: 512", "rollout.sampling.max_tokens"),
+        (RunSettings, "rollout: {max_completion_length: 512}", "rollout.sampling.max_tokens"),
+        *((RunSettings, "beta: 0.04", "loss.kl"), (RunSettings, "loss: {beta: 0.04}", "loss.kl")),
+        *((RunSettings, f"{name}: 1e-5", "optimizer.learning_rate") for name in ("learning_rate", "lr")),
+        (RunSettings, "loss: {learning_rate: 1e-5}", "loss.ppo.learning_rate"),
+        *((RunFile, "output_dir: x", "out"), (RunFile, "model_name_or_path: x", "model")),
+        (EvaluationSettings, "max_new_tokens: 512", "sampling.max_tokens"),
+        (EvaluationSettings, "sampling: {max_new_tokens: 512}", "sampling.max_tokens"),
+    ],
 )
 def test_the_name_of_another_library_gets_the_key_that_it_means(settings, text, key):
     said = sentence_of(lambda: parse(settings, parse_yaml(text, "x"), ""))
     assert f"; did you mean `{key}`" in said
 
 
+def test_every_name_of_another_library_means_a_key():
+    names = yaml.safe_load((MINI.parents[1] / "qerl/settings/other_names.yaml").read_text())
+    keys = {*_keys(RunFile), *_keys(EvaluationSettings)}
+    assert not [key for key in names if not any(known == key or known.endswith(f".{key}") for known in keys)]
+
+
 @pytest.mark.parametrize("invisible", ["\u200b", "\u00a0", "\u2060", "\ufeff", "\u3164", "\ufe0f", "\x07"])
 def test_an_invisible_character_of_a_key_is_shown(invisible):
     said = sentence_of(lambda: parse(RunSettings, {"model": "m", "dataset": "d", f"steps{invisible}": 3}, ""))
     assert f"unknown key `steps{ascii(invisible)[1:-1]}`; did you mean `steps`?" in said
-
-
-def test_a_run_and_a_configuration_are_told_apart():
-    run, grid = {"model": "m", "dataset": "d", "out": "o"}, {"name": "n", "experiments": {}, "models": {}}
-    check_kind(run, "my.yaml", of_run=True)
-    check_kind(grid, "my.yaml", of_run=False)
-    assert "my.yaml is the file of one run, which `qerl train` takes" in sentence_of(
-        lambda: check_kind(run, "my.yaml", of_run=False)
-    )
-    assert "my.yaml is a configuration of the workflow" in sentence_of(lambda: check_kind(grid, "my.yaml", of_run=True))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Answers that could mislead a grader, with the verdict of a careful reader, and inputs that could stall it."""
+"""Answers that could mislead a grader, with the verdict of a careful reader, and what records state."""
+
+from decimal import Decimal
 
 import pytest
 
-from qerl.data.grading import extract, is_correct, well_formed
+from qerl.data.grading import extract, gold, is_correct, well_formed
 
 
 def tags(answer, thought="well"):
@@ -43,13 +45,15 @@ NATIVE = [
       "\\boxed{33^\\circ}", "\\boxed{33}", "\\boxed{1} then \\boxed{ 33 }"),
      ("\\boxed{33.0}", "\\boxed{33 \\text{ thousand}}", "\\boxed{33 \\text{ is wrong}}", "\\boxed{33\\%}",
       "\\boxed{66/2}", "\\boxed{32 = 33}", "\\boxed{30+3}", "<think>\\boxed{33}</think>", "33", "\\boxed{34}",
-      "\\boxed{-33}", "\\boxed{1033}", "\\boxed{x}")),
+      "\\boxed{-33}", "\\boxed{1033}", "\\boxed{x}", "", " \n\t ", "####", "\\boxed{}")),
     ("gsm8k", "-3", ("#### -3",), ()),
     ("gsm8k", "1,800.00", ("#### 1800",), ()),
     ("math", "\\frac12", ("\\boxed{\\frac{1}{2}}",), ()),
     ("math", "(x+1)^2", ("\\boxed{x^2+2x+1}",), ()),
     ("math", "\\{2,1\\}", ("\\boxed{\\{1,2\\}}",), ()),
     ("math", "\\text{(B)}", ("\\boxed{\\text{(B)}}",), ()),
+    ("math", "2019", (), ("\\boxed{2025-01-05}",)),
+    ("math", "\\frac{1}{5}", (), ("\\boxed{01/05}",)),
 ]
 
 #: The same with answers in tags.
@@ -69,7 +73,15 @@ TAGGED = [
     ("gsm8k", "-18", (tags("-$18.00"), tags("\u221218")), ()),
     ("gsm8k", "1800", (tags("$1,800.00"),), ()),
     ("gsm8k", "0.5", (tags(".5"),), ()),
-    ("gsm8k", "3", (), (tags("3!"),)),
+    ("gsm8k", "3", (), (tags("3!"), tags("3/4"))),
+    ("gsm8k", "0.75", (tags("3/4"), tags("\\frac{3}{4}"), tags("$3/4$"), tags("3/4 dollars")),
+     (tags("6/8"), tags("75/100"), tags("3/4/1"), tags("75%"))),
+    ("gsm8k", "-0.75", (tags("-\\frac{3}{4}"), tags("\\frac{-3}{4}")), ()),
+    ("gsm8k", "0.33", (), (tags("1/3"),)),
+    ("gsm8k", "18000", (tags("18,000"),), ()),
+    ("gsm8k", "1800", (), (tags("18,00"),)),
+    ("gsm8k", "180", (), (tags("1,80"),)),
+    ("gsm8k", "18.5", (), (tags("18,5"),)),
     ("math", "\\frac{1}{2}", (tags("1/2"), tags("\\frac12"), tags("$\\frac{1}{2}$"), tags("$$\\frac{1}{2}$$"),
       tags("\\[\\frac{1}{2}\\]"), tags("\\boxed{\\frac{1}{2}}"), tags("It is $\\boxed{\\frac{1}{2}}$.")),
      (tags("\\boxed{\\frac{1}{2}"), tags("$\\frac{1}{2}$ or $\\frac{1}{3}$"))),
@@ -77,6 +89,15 @@ TAGGED = [
     ("aime", "33", (tags("033"), tags("33 ways"), tags("$\\boxed{33}$")), (tags("-33"), tags("33.0"), tags("1033"))),
 ]
 # fmt: on
+
+
+@pytest.mark.parametrize(
+    ("record_format", "expected", "right", "wrong", "form"),
+    [*((*row, "native") for row in NATIVE), *((*row, "tags") for row in TAGGED)],
+)
+def test_verdicts(record_format, expected, right, wrong, form):
+    for text, verdict in [*((text, True) for text in right), *((text, False) for text in wrong)]:
+        assert is_correct(text, expected, record_format, form) is verdict, text
 
 
 #: What a policy may write in tags for 18 without meaning 18: none is right, none earns the format's reward.
@@ -112,30 +133,10 @@ IS_18 = [
 ]
 
 
-@pytest.mark.parametrize("answer", NO_18)
-def test_what_is_no_18_in_tags(answer):
-    assert not is_correct(tags(answer), "18", "gsm8k", "tags")
-    assert not well_formed(tags(answer), "gsm8k", "tags")
-
-
-@pytest.mark.parametrize("answer", IS_18)
-def test_what_is_18_in_tags(answer):
-    assert is_correct(tags(answer), "18", "gsm8k", "tags")
-    assert well_formed(tags(answer), "gsm8k", "tags")
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected", "right"),
-    [
-        *(("3/4", "0.75", True), ("\\frac{3}{4}", "0.75", True), ("-\\frac{3}{4}", "-0.75", True)),
-        *(("\\frac{-3}{4}", "-0.75", True), ("$3/4$", "0.75", True), ("3/4 dollars", "0.75", True)),
-        *(("6/8", "0.75", False), ("75/100", "0.75", False), ("3/4/1", "0.75", False), ("3/4", "3", False)),
-        *(("1/3", "0.33", False), ("75%", "0.75", False), ("18,000", "18000", True), ("18,00", "1800", False)),
-        *(("1,80", "180", False), ("18,5", "18.5", False)),
-    ],
-)
-def test_fractions_and_commas_in_tags(answer, expected, right):
-    assert is_correct(tags(answer), expected, "gsm8k", "tags") is right
+@pytest.mark.parametrize(("answer", "right"), [*((a, False) for a in NO_18), *((a, True) for a in IS_18)])
+def test_what_is_18_in_tags(answer, right):
+    assert is_correct(tags(answer), "18", "gsm8k", "tags") is right
+    assert well_formed(tags(answer), "gsm8k", "tags") is right
 
 
 def test_a_data_set_adds_units():
@@ -167,29 +168,11 @@ IS_5 = [
 ]
 
 
-@pytest.mark.parametrize("answer", NO_5)
-def test_what_math_verify_passes_over_is_no_5(answer):
-    assert not is_correct(f"\\boxed{{{answer}}}", "5", "math")
-    assert not is_correct(tags(answer), "5", "math", "tags")
-
-
-@pytest.mark.parametrize("answer", IS_5)
-def test_what_is_5_in_a_box(answer):
-    assert is_correct(f"\\boxed{{{answer}}}", "5", "math")
-    assert well_formed(f"\\boxed{{{answer}}}", "math")
-
-
-@pytest.mark.parametrize(
-    ("expected", "answer"),
-    [
-        *(("10\\text{ cm}", "10\\text{ cm}"), ("\\text{June 20}", "\\text{June 20}")),
-        *(("6,7", "x=6 \\text{ or } x=7"), ("(2,3)", "(x,y)=(2,3)"), ("y=2x+3", "y = 3 + 2x")),
-        ("5 \\text{ cm}, 6 \\text{ cm}", "5 \\text{ cm}, 6 \\text{ cm}"),
-        ("2ab+c", "c + 2ba"),
-    ],
-)
-def test_words_and_relations_of_the_expected_answer_are_no_addition(expected, answer):
-    assert is_correct(f"\\boxed{{{answer}}}", expected, "math")
+@pytest.mark.parametrize(("answer", "right"), [*((a, False) for a in NO_5), *((a, True) for a in IS_5)])
+def test_what_is_5_in_a_box(answer, right):
+    assert is_correct(f"\\boxed{{{answer}}}", "5", "math") is right
+    assert is_correct(tags(answer), "5", "math", "tags") is right
+    assert well_formed(f"\\boxed{{{answer}}}", "math") or not right
 
 
 #: Expected answers without mathematics, what equals them, and what math-verify would take for them or a reader not.
@@ -227,41 +210,41 @@ def test_words_and_dates_are_compared_as_text(expected, equal, different):
         assert not is_correct(tags(answer), expected, "math", "tags"), answer
 
 
-@pytest.mark.parametrize(
-    ("expected", "answer"),
-    [
-        *(("xy", "yx"), ("abc", "b c a"), ("xyz", "zyx"), ("AB", "BA"), ("mgh", "m \\cdot g \\cdot h")),
-        *(("ab-c", "-c+ba"),),
-        *(("x-y", "-y+x"), ("a/b", "\\frac{a}{b}"), ("infinity", "\\infty"), ("(x, y)", "(x,y)")),
-        *(("x \\text{ and } y", "x, y"),),
-        *(("10-5", "5"), ("0.05", "\\frac{1}{20}"), ("3:4", "\\frac{3}{4}"), ("12 \\text{ widgets}", "12")),
-        *(("2^{10}", "1024"),),
-        *(("2025-x", "-x+2025"), ("\\sin x", "\\sin(x)"), ("(B)", "B"), ("1/2", "0.5"), ("-7", "-7.0")),
-        *(("5\\text{ min}", "5"),),
-    ],
-)
+#: Expected answers with mathematics, or with words and relations of their own, and what equals them.
+EQUAL = [
+    *(("10\\text{ cm}", "10\\text{ cm}"), ("\\text{June 20}", "\\text{June 20}")),
+    *(("6,7", "x=6 \\text{ or } x=7"), ("(2,3)", "(x,y)=(2,3)"), ("y=2x+3", "y = 3 + 2x")),
+    *(("5 \\text{ cm}, 6 \\text{ cm}", "5 \\text{ cm}, 6 \\text{ cm}"), ("2ab+c", "c + 2ba")),
+    *(("xy", "yx"), ("abc", "b c a"), ("xyz", "zyx"), ("AB", "BA"), ("mgh", "m \\cdot g \\cdot h")),
+    *(("ab-c", "-c+ba"),),
+    *(("x-y", "-y+x"), ("a/b", "\\frac{a}{b}"), ("infinity", "\\infty"), ("(x, y)", "(x,y)")),
+    *(("x \\text{ and } y", "x, y"),),
+    *(("10-5", "5"), ("0.05", "\\frac{1}{20}"), ("3:4", "\\frac{3}{4}"), ("12 \\text{ widgets}", "12")),
+    *(("2^{10}", "1024"),),
+    *(("2025-x", "-x+2025"), ("\\sin x", "\\sin(x)"), ("(B)", "B"), ("1/2", "0.5"), ("-7", "-7.0")),
+    *(("5\\text{ min}", "5"),),
+]
+
+
+@pytest.mark.parametrize(("expected", "answer"), EQUAL)
 def test_mathematics_is_not_compared_as_text(expected, answer):
     assert is_correct(f"\\boxed{{{answer}}}", expected, "math")
 
 
-def test_a_date_is_no_number():
-    assert not is_correct("\\boxed{2025-01-05}", "2019", "math")
-    assert not is_correct("\\boxed{01/05}", "\\frac{1}{5}", "math")
-
-
-@pytest.mark.parametrize(
-    ("record_format", "expected", "right", "wrong", "form"),
-    [*((*row, "native") for row in NATIVE), *((*row, "tags") for row in TAGGED)],
-)
-def test_verdicts(record_format, expected, right, wrong, form):
-    for text, verdict in [*((text, True) for text in right), *((text, False) for text in wrong)]:
-        assert is_correct(text, expected, record_format, form) is verdict, text
-
-
-@pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
-@pytest.mark.parametrize("text", ["", " \n\t ", "####", "\\boxed{}"])
-def test_no_answer_is_wrong(text, record_format):
-    assert not is_correct(text, "18", record_format, "native")
+# fmt: off
+#: Well-formed and malformed completions of each format.
+FORMS = {
+    "gsm8k": (("9*2=18\n#### 18", "#### 18 \n"),
+       ("#### 18.", "#### 18 apples", "#### 18\n#### 18", "#### x #### 18", "18")),
+    "math": (("So $\\boxed{\\frac{1}{2}}$.", "\\[\\boxed{5}\\]", "\\(\\boxed{5}\\).", "**\\boxed{5}**",
+        "**$\\boxed{5}$.**", "\\[ x = \\boxed{5}. \\]", "\\boxed{\\text{Tuesday}}", "\\boxed{\\text{no solution}}",
+        "\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\boxed{\\sin 2x + xyz}"),
+       ("\\[\\boxed{5}\\] minus seven", "\\boxed{I do not know}", "\\boxed{\\text{I do not know}}",
+        "\\boxed{5 \\text{ is wrong}}", "\\boxed{1} and \\boxed{1}", "\\boxed{1} apples", "\\boxed{1", "\\boxed{}")),
+    "aime": (("\\boxed{12}",),
+       ("\\boxed{1200}", "")),
+}
+# fmt: on
 
 
 # fmt: off
@@ -278,25 +261,80 @@ MALFORMED = (
 # fmt: on
 
 
-def test_well_formed_tags():
-    for text in WELL_FORMED:
-        assert well_formed(text, "gsm8k", "tags"), text
-    for text in MALFORMED:
-        assert not well_formed(text, "gsm8k", "tags"), text
+@pytest.mark.parametrize(
+    ("texts", "record_format", "form", "formed"),
+    [
+        *((texts[number], name, "native", not number) for name, texts in FORMS.items() for number in (0, 1)),
+        *((WELL_FORMED, "gsm8k", "tags", True), (MALFORMED, "gsm8k", "tags", False)),
+    ],
+)
+def test_well_formed(texts, record_format, form, formed):
+    for text in texts:
+        assert well_formed(text, record_format, form) is formed, text
 
 
-@pytest.mark.parametrize("record_format", ["gsm8k", "math", "aime"])
-@pytest.mark.parametrize("form", ["native", "tags"])
-def test_what_is_well_formed_states_an_answer(record_format, form):
-    """Both parts of the reward look at the same place, in every text of the tables."""
-    for text in [text for *_, right, wrong in NATIVE + TAGGED for text in (*right, *wrong)] + [
-        tags(answer) for answer in NO_18 + IS_18 + NO_5 + IS_5
-    ]:
-        if well_formed(text, record_format, form):
-            assert extract(text, record_format, form) is not None
+def test_extract_returns_the_answer_as_written():
+    assert extract("#### 1,800.50 and more", "gsm8k") == "1,800.50"
+    assert extract("\\boxed{a\\}b{c}}", "math") == "a\\}b{c}"
+    assert extract("nothing", "math") is extract("$\\boxed 2$", "math") is None
+    assert extract("<think>\\boxed{1}? No.</think>\\boxed{2}", "math") == "2"
 
 
-def test_thinking_may_hold_a_native_answer():
-    text = "<think>\\boxed{1}? No.</think>\\boxed{2}"
-    assert extract(text, "math") == "2"
-    assert well_formed(text, "math")
+# --- answers of records
+
+
+#: What may follow `####` in a record, and its number.
+GOLD = {
+    **{"1,234": "1234", "18": "18", "-3": "-3", "\u22123": "-3", "+3": "3", "0.5": "0.5", ".5": "0.5", "18.": "18"},
+    **{"$5": "5", "-$5.50": "-5.5", "5 €": "5", "\\$1,234.50": "1234.5", "$18$": "18", "**18**": "18", "5%": "5"},
+    **{"12 apples": "12", "5 \\text{ km/h}": "5", "18 dollars.": "18", "1,234,567": "1234567"},
+    **{"\\boxed{7}": "7", " 18 \r": "18", "x = 18": "18"},
+}
+
+#: What has a number at its start that isn't the whole of it.
+NO_GOLD = [
+    *("1'000", "1\u2019000", "1 000", "1\u00a0000", "1\u202f000", "1_000", "1.000.000", "1.000,5", "12,34,567"),
+    *("1{,}234", "1,5", "12,3", "1,2345", "1,23", "1234,567", "0,123", "18,", "1,234,5", "5 million", "5 thousand"),
+    *("5M", "5k"),
+    *("5 dozen", "5 percent", "5 per cent", "5%%", "5\u2030", "7\u00bd", "\u00bd", "7 1/2", "1\u20135", "1\u20145"),
+    *("1-5",),
+    *("1 to 5", "1~5", "1..5", "2\u20443", "3/4", "36/2", "5 \\times 10^3", "5\u00d710\u00b3", "5e3", "5 x 10"),
+    *("5*2", "5\u00b2"),
+    *("5^2", "5!", "5 or 6", "5, 6", "5; 6", "5 and 6", "5+", "5-", "5?", "5\u066b5", "5\u0663", "\u0663\u0664"),
+    *("\uff15",),
+    *("5\uff15", "1\uff0c000", "1\u066c000", "5\u200b", "0x12", "12:30", "5 hours 30 minutes", "5'6"),
+    *("5 \\text{ million}",),
+    *("5\\%0", "5\\frac{1}{2}", "\\sqrt{5}", "5 \\pm 1", "about 5", "five", "", "$", "5 m/s/s/s", "5 widgets"),
+    *("5 (or 6)",),
+]
+
+
+@pytest.mark.parametrize(("stated", "number"), [*GOLD.items(), *((stated, None) for stated in NO_GOLD)])
+def test_the_answer_of_a_record_is_the_number_after_the_hashes_and_never_a_part_of_one(stated, number):
+    answer = gold(f"So 4 and 5.\n#### {stated}\nThat is all.", "gsm8k")
+    assert (answer is None) == (number is None)
+    if answer is not None:
+        assert Decimal(answer.replace(",", "")) == Decimal(number)
+        assert is_correct(f"#### {number}", answer, "gsm8k")
+        assert is_correct(f"<answer>{number}</answer>", answer, "gsm8k", "tags")
+
+
+@pytest.mark.parametrize(
+    ("solution", "record_format", "units", "answer"),
+    [
+        # lm-eval compares with the answer after the last hashes, and a completion's first number after hashes counts:
+        # two numbers contradict each other.
+        *(("####18", "gsm8k", (), "18"), ("####\n18", "gsm8k", (), "18")),
+        ("#### Halve it\n36/2\n#### 18", "gsm8k", (), "18"),
+        ("#### 1. Halve it\n36/2\n#### 18", "gsm8k", (), None),
+        *(("#### 17\n#### 18", "gsm8k", (), None), ("#### 18\n#### It is even", "gsm8k", (), None)),
+        ("<think>#### 17</think>\n#### 18", "gsm8k", (), "18"),
+        *(("#### 5 widgets", "gsm8k", ("widgets",), "5"), ("#### 5 widgets", "gsm8k", ("gadgets",), None)),
+        # Two solutions of MATH's training problems have a box without braces; a completion's box needs them.
+        ("our answer is $\\boxed 2$.", "math", (), "2"),
+        ("not \\boxed{3}, but $x = \\boxed 12$", "math", (), "12"),
+        ("\\boxed{3}, and $\\boxed x + 1$", "math", (), "3"),
+    ],
+)
+def test_where_a_record_states_its_answer(solution, record_format, units, answer):
+    assert gold(solution, record_format, units) == answer

@@ -10,7 +10,7 @@ import pytest
 
 from qerl.data import expressions
 from qerl.data.grading import is_correct, well_formed
-from tests.unit.data.test_graders import tags
+from tests.unit.data.test_grading import tags
 
 GARBAGE = {
     "braces": "{" * 100_000,

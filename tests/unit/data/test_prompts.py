@@ -15,7 +15,7 @@ HARMONY_TEMPLATE = (
 
 
 @pytest.fixture
-def made(tmp_path):
+def make(tmp_path):
     """Makes a tokenizer of characters with added tokens, special or not, and a chat template."""
 
     def make(tokens, template=TEMPLATE, special=True):
@@ -51,8 +51,8 @@ PAIRS = [
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(("begin", "end"), PAIRS)
-def test_delimiters_of_the_tokenizer_delimit_thinking(made, begin, end, special):
-    tokenizer = made([begin, end], special=special)
+def test_delimiters_of_the_tokenizer_delimit_thinking(make, begin, end, special):
+    tokenizer = make([begin, end], special=special)
     assert grade(read(tokenizer, f"{begin}9+8 #### 17{end}#### 18")) == (True, True)
     assert grade(read(tokenizer, f"{begin}#### 18{end}#### 17")) == (False, True)
     assert grade(read(tokenizer, f"{begin}Perhaps #### 18")) == (False, False)
@@ -61,8 +61,8 @@ def test_delimiters_of_the_tokenizer_delimit_thinking(made, begin, end, special)
 
 @pytest.mark.parametrize(("begin", "end"), PAIRS)
 @pytest.mark.parametrize("rest", ["", "\n", "\nOkay, "])
-def test_a_template_that_begins_the_thinking(made, begin, end, rest):
-    tokenizer = made([begin, end], template=f"{TEMPLATE}{begin}{rest}")
+def test_a_template_that_begins_the_thinking(make, begin, end, rest):
+    tokenizer = make([begin, end], template=f"{TEMPLATE}{begin}{rest}")
     assert Thinking(tokenizer).begins_in_prompt
     assert grade(read(tokenizer, f"so{end}<answer>18</answer>"), form="tags") == (True, True)
     assert grade(read(tokenizer, f"{begin}so{end}<answer>18</answer>"), form="tags") == (True, True)
@@ -71,26 +71,30 @@ def test_a_template_that_begins_the_thinking(made, begin, end, rest):
     assert grade(read(tokenizer, f"so{end}\\boxed{{18}}"), "math") == (True, True)
 
 
-def test_a_template_that_ends_the_thinking_in_the_prompt(made):
-    tokenizer = made(["<think>", "</think>"], template=f"{TEMPLATE}<think>\n\n</think>\n\n")
+THINKS = "{% if '/think' in messages[-1]['content'] %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "after", "named", "question", "written", "right"),
+    [
+        (["<think>", "</think>"], "<think>\n\n</think>\n\n", None, "9+9?", "#### 18", True),
+        (["<think>", "</think>"], "", None, "Think after <think>. 9+9?", "#### 18", True),
+        # A template that begins the thinking after some messages alone.
+        ([], THINKS, None, "9+9?", "#### 18", True),
+        ([], THINKS, None, "/think 9+9?", "#### 18", False),
+        # Delimiters of the settings.
+        ([], "", None, "9+9?", "<plan>#### 17</plan>#### 18", False),
+        ([], "", ["<plan>", "</plan>"], "9+9?", "<plan>#### 17</plan>#### 18", True),
+    ],
+)
+def test_what_ends_within_the_thinking_states_no_answer(make, tokens, after, named, question, written, right):
+    tokenizer = make(tokens, template=TEMPLATE + after)
+    assert grade(read(tokenizer, written, named, question)) == (right, right)
     assert not Thinking(tokenizer).begins_in_prompt
-    assert grade(read(tokenizer, "#### 18")) == (True, True)
 
 
-def test_tags_in_a_question_begin_no_thinking(made):
-    tokenizer = made(["<think>", "</think>"])
-    assert grade(read(tokenizer, "#### 18", question="Think after <think>. 9+9?")) == (True, True)
-
-
-def test_a_template_that_thinks_for_some_messages_alone(made):
-    thinks = "{% if '/think' in messages[-1]['content'] %}<think>{% endif %}"
-    tokenizer = made([], template=TEMPLATE + thinks)
-    assert grade(read(tokenizer, "#### 18")) == (True, True)
-    assert grade(read(tokenizer, "#### 18", question="/think 9+9?")) == (False, False)
-
-
-def test_tags_of_answers_that_are_special_tokens_are_read(made):
-    tokenizer = made(["<think>", "</think>", "<answer>", "</answer>"])
+def test_tags_of_answers_that_are_special_tokens_are_read(make):
+    tokenizer = make(["<think>", "</think>", "<answer>", "</answer>"])
     text = read(tokenizer, "<think>9+9</think><answer>18</answer>")
     assert text == "<think>9+9</think><answer>18</answer>"
     assert grade(text, form="tags") == (True, True)
@@ -110,27 +114,21 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel
         ("#### 18", "#### 18"),
     ],
 )
-def test_channels_of_harmony(made, written, text):
-    assert read(made(HARMONY, HARMONY_TEMPLATE), written) == text
+def test_channels_of_harmony(make, written, text):
+    assert read(make(HARMONY, HARMONY_TEMPLATE), written) == text
 
 
-def test_a_template_that_begins_the_analysis(made):
-    tokenizer = made(HARMONY, HARMONY_TEMPLATE + ANALYSIS)
+def test_a_template_that_begins_the_analysis(make):
+    tokenizer = make(HARMONY, HARMONY_TEMPLATE + ANALYSIS)
     assert read(tokenizer, f"a<|end|>{FINAL}#### 18") == "<think>a</think>#### 18"
     assert grade(read(tokenizer, "#### 18")) == (False, False)
 
 
-def test_delimiters_of_the_settings(made):
-    tokenizer = made([])
-    assert grade(read(tokenizer, "<plan>#### 17</plan>#### 18")) == (False, False)
-    assert grade(read(tokenizer, "<plan>#### 17</plan>#### 18", ["<plan>", "</plan>"])) == (True, True)
-
-
-def test_what_ends_the_thinking_is_one_line(made):
+def test_what_ends_the_thinking_is_one_line(make):
     lines = [
-        Thinking(made(["[THINK]", "[/THINK]"])).summary,
-        Thinking(made(HARMONY, HARMONY_TEMPLATE)).summary,
-        Thinking(made([], template=f"{TEMPLATE}<think>")).summary,
+        Thinking(make(["[THINK]", "[/THINK]"])).summary,
+        Thinking(make(HARMONY, HARMONY_TEMPLATE)).summary,
+        Thinking(make([], template=f"{TEMPLATE}<think>")).summary,
     ]
     for line, end in zip(lines, ("[/THINK]", "<|channel|>final", "begins it in the prompt"), strict=True):
         assert end in line

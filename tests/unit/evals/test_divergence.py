@@ -1,0 +1,156 @@
+"""The loss of a merge and the dose of an error against stock PyTorch, on policies whose difference is known."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+from typer.testing import CliRunner
+
+import qerl
+from qerl.cli.commands import app
+from qerl.data.prompts import prompt_ids
+from qerl.data.sources import local_dataset, prepare, read_meta, read_split
+from qerl.evals.divergence import Assay, merge_loss
+from qerl.models.policy import load_policy
+from qerl.rl.noise import standard_normal
+from qerl.rollout.eager import EagerSampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.data import DatasetSettings
+from qerl.settings.workflow import EvaluationSettings
+from tests.tiny import tiny_qwen2, write_template
+
+CPU = torch.device("cpu")
+SETTINGS = parse(
+    EvaluationSettings,
+    {
+        "tasks": [{"dataset": "problems", "harness": "qerl"}],
+        "sampling": {"temperature": 1.5, "max_tokens": 5},
+        "repeats": 3,
+        "dtype": "float32",
+    },
+    "settings",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rows = "".join(f'{{"question": "What is {n}?", "answer": "#### {n}"}}\n' for n in range(4))
+    (folder / "rows.jsonl").write_text(rows)
+    values = local_dataset(folder / "rows.jsonl", validation_fraction=0, test_fraction=1)
+    prepare(parse(DatasetSettings, values, "data"), folder / "prepared")
+    return folder / "prepared"
+
+
+def policy(folder: Path, seed: int):
+    write_template(tiny_qwen2(folder, seed=seed, initializer_range=0.1))
+    return load_policy(folder, None, "float32", CPU)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [policy(folder / str(seed), seed) for seed in (0, 1)]
+
+
+@torch.no_grad()
+def compared(policies, prompts, drawn):
+    """Of each problem's completions: KL and change of entropy of each token, and whether both prefer the same one."""
+    for prompt, group in zip(prompts, drawn, strict=True):
+        parts = []
+        for completion in group:
+            ids = torch.tensor([prompt + completion.token_ids])
+            logits = [p.lm(ids).logits[0, len(prompt) - 1 : -1].double() for p in policies]
+            one, two = (Categorical(logits=each) for each in logits)
+            same = logits[0].argmax(-1) == logits[1].argmax(-1)
+            parts.append((kl_divergence(one, two), two.entropy() - one.entropy(), same))
+        yield parts
+
+
+def odd(policy, completion):
+    """Whether a completion has an odd number of different characters, which stands for a right answer."""
+    return len(set(policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True))) % 2
+
+
+def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, monkeypatch):
+    monkeypatch.setattr("qerl.evals.divergence.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
+    loss = merge_loss(*policies, data, SETTINGS, most=3)
+    problems, instruction = read_split(data, "test")[:3], read_meta(data).instruction
+    prompts = [prompt_ids(policies[0].tokenizer, problem.question, instruction) for problem in problems]
+    params = SamplingParams(max_tokens=5, temperature=1.5, count=3)
+    drawn, others = (EagerSampler(policy).generate(prompts, params) for policy in policies)
+    tokens = [[torch.cat(part) for part in zip(*parts, strict=True)] for parts in compared(policies, prompts, drawn)]
+    shares = [[np.mean([odd(policies[0], c) for c in group]) for group in groups] for groups in (drawn, others)]
+    assert loss.kl.mean == pytest.approx(np.mean([kl.mean().item() for kl, _, _ in tokens]), rel=1e-4)
+    assert loss.kl.low < loss.kl.mean < loss.kl.high
+    same = torch.cat([same for _, _, same in tokens]).double()
+    assert (loss.tokens, loss.same_token) == (len(same), pytest.approx(same.mean().item()))
+    assert [loss.accuracy.mean, loss.accuracy_merged.mean] == pytest.approx(np.mean(shares, axis=1))
+    assert loss.difference.mean == pytest.approx(np.mean(shares[1]) - np.mean(shares[0]))
+    assert 0 < np.mean(shares) < 1
+    own = merge_loss(policies[0], policies[0], data, SETTINGS)
+    assert (own.kl.mean, own.same_token, own.problems) == (0, 1, 4)
+    # Four problems that agree don't show that no problem would differ.
+    assert own.difference.mean == 0
+    assert own.difference.low == -own.difference.high < 0
+
+
+def dose_by_hand(assay: Assay, other) -> tuple[float, float]:
+    """KL of a completion and change of a token's entropy at temperature 1, as means over problems."""
+    groups = list(compared((assay.policy, other), assay.prompts, assay.drawn))
+    kl = [np.mean([kl.sum().item() for kl, _, _ in parts]) for parts in groups]
+    change = [torch.cat([change for _, change, _ in parts]).mean().item() for parts in groups]
+    return float(np.mean(kl)), float(np.mean(change))
+
+
+def test_dose_is_kl_of_a_completion_and_change_of_entropy(policies, data):
+    assay = Assay(policies[0], data, SETTINGS)
+    dose = assay.dose(policies[1])
+    assert [dose.kl.mean, dose.entropy_change.mean] == pytest.approx(dose_by_hand(assay, policies[1]), rel=1e-4)
+    assert dose.kl.low < dose.kl.mean < dose.kl.high
+    assert (dose.problems, dose.completions) == (4, 12)
+    none = assay.dose(policies[0])
+    assert (none.kl.mean, none.entropy_change.mean) == (0, 0)
+
+
+def test_noise_is_a_mean_over_draws_and_leaves_nothing(policies, data, tmp_path):
+    assay = Assay(policies[0], data, SETTINGS)
+    same = policy(tmp_path / "same", 0)
+    dose = assay.dose(same, sigma=0.5)
+    expected = []
+    for draw in (1, 2):
+        noisy = policy(tmp_path / str(draw), 0)
+        for number, layer in enumerate(noisy.lm.model.layers):
+            for role, norm in enumerate((layer.input_layernorm, layer.post_attention_layernorm)):
+                norm.weight.data += 0.5 * standard_normal(0, draw, number, role, norm.weight.numel())
+        expected.append(dose_by_hand(assay, noisy))
+    assert [dose.kl.mean, dose.entropy_change.mean] == pytest.approx(np.mean(expected, axis=0), rel=1e-3)
+    assert assay.dose(same).kl.mean == 0
+
+
+def test_the_command_measures_rounding_and_each_sigma(tmp_path, monkeypatch):
+    model = tiny_qwen2(tmp_path / "model", initializer_range=0.1)
+    write_template(model)
+    file = tmp_path / "sums.jsonl"
+    file.write_text(
+        "".join(json.dumps({"question": f"{n} + {n}?", "answer": f"#### {2 * n}"}) + "\n" for n in range(3))
+    )
+    options = {"count": 2, "completions": 2, "max_tokens": 4, "dtype": "float32"}
+    doses = qerl.measure_dose(model, file, sigmas=[0.3], **options)
+    assert 0 < doses[0.0].kl.mean < doses[0.3].kl.mean
+    assert doses[0.0].problems == 2
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    tables = []
+    monkeypatch.setattr("qerl.cli.commands.print_table", lambda _, rows: tables.append(rows))
+    printed = CliRunner().invoke(app, ["measure-dose", str(model), f"--problems={file}", "--sigma=0.3", *words])
+    assert printed.exit_code == 0
+    assert [row["kl"] for row in tables[0]] == [doses[sigma].kl.mean for sigma in (0.0, 0.3)]
+    drawn = "{format: gsm8k, origin: {source: generated, train: 4, validation: 2, test: 3}}"
+    of_set = CliRunner().invoke(app, ["measure-dose", str(model), f"--dataset={drawn}", *words])
+    assert of_set.exit_code == 0
+    with pytest.raises(ConfigError, match=r"sigmas=.*must be positive"):
+        qerl.measure_dose(model, file, sigmas=[-1.0])
