@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from qerl.host.lease import alone, devices, lease, percent_of_each
-from qerl.jobs import DecodeJob, DecodePart
+from qerl.cli.workflow import run_job
+from qerl.host.lease import VARIABLES, alone, devices, join_free_memory, lease, percent_of_each
+from qerl.jobs import DecodeJob, DecodePart, TrainJob
 from qerl.settings.base import ConfigError
+from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Decoding
 from tests.conftest import nightly
+from tests.jobs import SETTINGS, train_job
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
@@ -124,16 +127,11 @@ def waits(process: subprocess.Popen) -> bool:
     return process.stdout.readline() == "waits\n"
 
 
-def test_two_processes_never_hold_the_same_gpu(node, hold):
-    node(3)
-    first, second = hold(1), hold(2)
-    assert held(first) | held(second) == {"0", "1", "2"}
-
-
-def test_a_third_waits_until_one_is_killed(node, hold):
+def test_processes_hold_different_gpus_and_a_third_waits_until_one_is_killed(node, hold):
     node(2)
     holders = [hold(1), hold(1)]
     names = [held(process) for process in holders]
+    assert sorted(map(sorted, names)) == [["0"], ["1"]]
     waiting = hold(1)
     assert all(waits(waiting) for _ in range(3))
     holders[1].send_signal(signal.SIGKILL)
@@ -141,20 +139,10 @@ def test_a_third_waits_until_one_is_killed(node, hold):
     assert holders[0].poll() is None
 
 
-def test_the_users_choice_of_gpus_is_kept(node, hold):
+def test_the_users_choice_of_gpus_is_kept_and_one_under_two_names_is_one(node, hold):
     node(4)
-    assert held(hold(2, CUDA_VISIBLE_DEVICES="3,1")) == {"3", "1"}
+    assert held(hold(2, CUDA_VISIBLE_DEVICES="3,GPU-0001-abcd")) == {"3", "GPU-0001-abcd"}
     assert held(hold(2)) == {"0", "2"}
-
-
-def test_the_same_gpu_under_two_names_is_one(node, hold):
-    node(1)
-    first = hold(1, CUDA_VISIBLE_DEVICES="GPU-0000-abcd")
-    assert held(first) == {"GPU-0000-abcd"}
-    second = hold(1)
-    assert waits(second)
-    first.kill()
-    assert held(second) == {"0"}
 
 
 def test_parts_go_to_the_emptiest_gpu_and_a_whole_one_waits_for_all_parts(node, hold):
@@ -189,16 +177,18 @@ def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
 
 
 @pytest.mark.parametrize(
-    ("count", "total", "each"), [(1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)]
+    ("count", "total", "each"),
+    [
+        *((1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)),
+        *((2, 10, None), (2, 100, None), (1, 12, None), (1, 0, None), (1, 200, None), (0, 10, None)),
+    ],
 )
 def test_the_percent_of_each_gpu(count, total, each):
-    assert percent_of_each(count, total) == each
-
-
-@pytest.mark.parametrize(("count", "total"), [(2, 10), (2, 100), (1, 12), (1, 0), (1, 200), (0, 10)])
-def test_what_is_no_part_of_a_gpu_is_refused(count, total):
-    with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
-        percent_of_each(count, total)
+    if each is None:
+        with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
+            percent_of_each(count, total)
+    else:
+        assert percent_of_each(count, total) == each
 
 
 def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(node):
@@ -226,9 +216,6 @@ def test_no_gpu_no_lease(node):
 
 def test_the_variable_is_as_before_afterwards(node, monkeypatch):
     node(2)
-    with lease(1) as names:
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(names)
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     with lease(1):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
@@ -344,3 +331,39 @@ def test_a_lock_names_its_process_only_while_that_has_it(tmp_path):
     with alone(folder):
         shutil.rmtree(folder)  # as a finished run does
     assert not folder.exists()
+
+
+# A training joins free parts of GPU memory, unless the user, WSL or vLLM in its process decides otherwise.
+
+
+SEEN: dict[str, str | None] = {}
+
+
+def note(job):
+    """In place of a training."""
+    SEEN[job.id] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(("engine", "value"), [("native", "expandable_segments:True"), ("vllm", None)])
+def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what the job sets is taken back after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(TrainJob, "does", f"{__name__}:note")
+    rollout = {**SETTINGS["rollout"], "engine": engine}
+    adapter = {"rank": 4, "train_norms": False}
+    settings = RunSettings.model_validate(
+        {**SETTINGS, "rollout": rollout, "adapter": adapter, "noise": {"schedule": "off"}}
+    )
+    run_job(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine))
+    assert SEEN[engine] == value
+
+
+def test_a_users_configuration_and_wsl_stay_as_they_are():
+    environment: dict[str, str] = {}
+    join_free_memory(environment, "5.15.90.1-microsoft-standard-wsl2")
+    assert environment == {}
+    for name in VARIABLES:
+        given = {name: "max_split_size_mb:128"}
+        join_free_memory(given, "6.8.0-generic")
+        assert given == {name: "max_split_size_mb:128"}
