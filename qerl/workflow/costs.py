@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
-from qerl.host.imports import OPTIONAL, imports
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
@@ -43,8 +42,6 @@ UNMEASURED = "unmeasured"
 PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
 #: A device with the same processor and slower memory, by the one whose hours its speeds bound from above, too.
 SLOWER = {"h200": "h100"}
-#: Bytes of a device's memory, as PyTorch reports them.
-MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
 #: The share of this peak that estimates assume for an update, where none was measured.
 UTILIZATION = 0.4
 #: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
@@ -352,30 +349,8 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
         f"rollouts: {_sum(runs, 'rollout')} on {machine}",
         f"updates: {_sum(runs, 'update')} on {machine}",
         disk_total(plan),
-        *sharded(plan, machine),
         *omitted(plan),
     ]
-
-
-def sharded(plan: Plan, machine: str) -> list[str]:
-    """Lines with the arms of full fine-tuning on several GPUs, and the number of GPUs that they need by formula."""
-    runs = [run for run in plan.runs.values() if run.settings.method == "full" and run.settings.processes > 1]
-    lines = {(run.experiment, run.arm): _needed(plan, run, machine) for run in runs}
-    return [f"{experiment}, {arm}: {line}" for (experiment, arm), line in lines.items()]
-
-
-def _needed(plan: Plan, run: PlannedRun, machine: str) -> str:
-    with imports(OPTIONAL):
-        # It imports torch, for few configurations.
-        from qerl.memory_model import least_gpus, shape_of, sharded_memory
-    shape, capacity = shape_of(plan.config.models[run.settings.model]), MEMORY.get(machine)
-    gpus = run.settings.processes
-    if shape is None or capacity is None:
-        return f"{gpus} GPUs; their memory isn't estimated for this model and machine"
-    verdict = sharded_memory(shape, run.settings, gpus, capacity).verdict(capacity)
-    least = least_gpus(shape, run.settings, capacity)
-    more = "" if verdict == "fits" else f"; it fits on {least}" if least else "; it fits on no number of GPUs"
-    return f"a step {verdict.replace('tight', 'is tight')} by formula on {gpus} GPUs of {capacity / 1e9:.0f} GB{more}"
 
 
 def disk_total(plan: Plan) -> str:
