@@ -649,6 +649,11 @@ class DoseJob(Job):
     """The number and the length of completions. The one task names the split of the problems."""
     problems: int
 
+    @property
+    def checkpoints(self) -> list[str]:
+        """The bases that are compared."""
+        return sorted({str(self.checkpoint), *(str(arm.checkpoint) for arm in self.arms.values())})
+
 
 class PageJob(Job):
     """Make tables, the figure and the page of a study's data."""
