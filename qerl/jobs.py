@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict
 
 from qerl.host.imports import OPTIONAL, source_version
-from qerl.host.nodes import own_lock
+from qerl.host.lease import own_lock
 from qerl.host.provenance import code_version
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, FunctionData, Split
@@ -409,7 +409,7 @@ class PointJob(Job):
     @property
     def system(self) -> str:
         """The engine or system of all parts."""
-        return "native"
+        return str(getattr(self.parts[0].work, "engine", "native"))
 
     @property
     def function(self) -> str:
@@ -450,11 +450,6 @@ class DecodeJob(PointJob):
     kind: Literal["decode"] = "decode"
     parts: list[DecodePart]
 
-    @property
-    def system(self) -> str:
-        """The engine."""
-        return self.parts[0].work.engine
-
 
 class MixPart(PointPart):
     """A file of rollouts."""
@@ -471,11 +466,6 @@ class RolloutMixJob(PointJob):
     }
     kind: Literal["rollout_mix"] = "rollout_mix"
     parts: list[MixPart]
-
-    @property
-    def system(self) -> str:
-        """The engine."""
-        return self.parts[0].work.engine
 
     @property
     def own_files(self) -> list[Path]:
@@ -534,35 +524,41 @@ class GrpoStepJob(PointJob):
 # Jobs that make tables and figures of stored results.
 
 
-class TableJob(Job):
+class ReportedJob(Job):
+    """A job that reads all stored results."""
+
+    name: str
+    """The name of the table or figure, or else of the configuration."""
+    results: Path
+    """A file with the path of a stored result a line."""
+
+
+class TableJob(ReportedJob):
     """Make one table."""
 
     does: ClassVar[str] = "qerl.report.make:write_table"
     kind: Literal["table"] = "table"
-    name: str
-    results: Path
-    """A file with the path of a stored result a line."""
 
 
-class FigureJob(Job):
+class FigureJob(ReportedJob):
     """Make one figure."""
 
     does: ClassVar[str] = "qerl.report.make:write_figure"
     kind: Literal["figure"] = "figure"
-    name: str
-    results: Path
-    """A file with the path of a stored result a line."""
 
 
-class ReportJob(Job):
+class SamplesJob(ReportedJob):
+    """Make the page of samples."""
+
+    does: ClassVar[str] = "qerl.report.samples:write_page"
+    kind: Literal["samples"] = "samples"
+
+
+class ReportJob(ReportedJob):
     """Make the report, one page of all results."""
 
     does: ClassVar[str] = "qerl.report.page:write_report"
     kind: Literal["report"] = "report"
-    name: str
-    """The name of the configuration."""
-    results: Path
-    """A file with the path of a stored result a line."""
     main: Path | None
     """The accuracy table (.csv), with which the report begins; none without evaluations."""
     tables: list[Path]
@@ -573,17 +569,6 @@ class ReportJob(Job):
     """The address of the page of samples, from that of the report; empty without one."""
     omitted: dict[str, str]
     """The arms that the configuration leaves out, and why."""
-
-
-class SamplesJob(Job):
-    """Make the page of samples."""
-
-    does: ClassVar[str] = "qerl.report.samples:write_page"
-    kind: Literal["samples"] = "samples"
-    name: str
-    """The name of the configuration."""
-    results: Path
-    """A file with the path of a stored result a line."""
 
 
 class ShapesJob(Job):
@@ -708,8 +693,9 @@ class VerdictJob(Job):
 #: The class of each kind of job.
 KINDS: dict[str, type[Job]] = {
     one.model_fields["kind"].default: one
-    for one in (*Job.__subclasses__(), *PointJob.__subclasses__())
-    if one is not PointJob
+    for parent in (Job, PointJob, ReportedJob)
+    for one in parent.__subclasses__()
+    if "kind" in one.model_fields
 }
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from qerl.checkpoints.files import read_config
-from qerl.checkpoints.shapes import ARCHITECTURES, HALF, DeltaNets, ModelShape
+from qerl.checkpoints.shapes import HALF, DeltaNets, ModelShape
 from qerl.formats.codecs import stored_bytes
 from qerl.formats.words import BLOCK_COLUMNS
 from qerl.kernels.packed_sequences import SINK_FEATURES
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.logprobs import COLUMNS, ROWS
-from qerl.models.random import model_config
 from qerl.rl.memory import USABLE, recomputed_blocks
 from qerl.rl.packing import Sample, row_tokens, split
 from qerl.rollout.decoder import bucket_of
@@ -24,7 +21,6 @@ from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS
 from qerl.rollout.prefill import BUCKETS
 from qerl.rollout.sampler import Completion
 from qerl.rollout.scheduler import pages_for
-from qerl.settings.models import HubModel, LocalModel
 from qerl.settings.run import KvCacheDtype, NativeSettings, OptimizerSettings, RunSettings
 
 # Bytes per token that a block keeps for its backward pass on a GPU, without adapters.
@@ -365,11 +361,6 @@ def longest_row(settings: StepSettings) -> int:
     groups = ([number] * settings.prompt_tokens for number in range(settings.prompts))
     samples = [Sample(prompt, completion, 0.0, 0.0) for prompt in groups for _ in range(settings.group)]
     return max(row_tokens(samples, row) for row in split(samples, settings.micro_batch_tokens))
-
-
-def activation_bytes(shape: ModelShape, settings: StepSettings) -> int:
-    """Bytes of an update's activations at their peak, where nothing is recomputed by the memory that is free."""
-    return _activations(shape, settings, 0)[0]
 
 
 def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tuple[int, int]:

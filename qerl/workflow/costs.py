@@ -167,11 +167,7 @@ class Costs:
         return chosen.rate * min(1.0, self._parameters[chosen.model] / self._parameters[work.model])
 
     def _update_rate(self, work: PlannedWork) -> float:
-        operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
-        return self._utilization(work) * self._peak / operations
-
-    def _utilization(self, work: PlannedWork) -> float:
-        """The lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
+        """At the lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
         alike = [
             speed
             for speed in self._updates
@@ -187,7 +183,8 @@ class Costs:
             speed.rate * _operations(speed.gradient_checkpointing) * self._parameters[speed.model] / self._peak
             for speed in largest.values()
         )
-        return min(shares, default=UTILIZATION)
+        operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
+        return min(shares, default=UTILIZATION) * self._peak / operations
 
     def _of_nearest_size(self, work: PlannedWork, speeds: Iterable[Speed]) -> list[Speed]:
         """Those speeds whose model has a size next to the work's; none if its size isn't known."""
@@ -330,41 +327,26 @@ def _done(plan: Plan, run: PlannedRun) -> str:
 
 def disk(plan: Plan) -> list[dict[str, Any]]:
     """Gigabytes of each checkpoint, and of the whole models that full fine-tuning writes."""
-    sizes = pd.read_csv(SIZES).set_index(["model", "weights"]).gigabytes
-
-    def size(model: str, weights: str) -> float | str:
-        return float(sizes.get((model, weights), float("nan"))) if (model, weights) in sizes else UNMEASURED
-
-    bases = plan.checkpoints.items()
-    rows = [{"checkpoint": name, "gigabytes": size(base.model, base.weights)} for name, base in bases]
-    full = [run for run in plan.runs.values() if run.settings.method == "full"]
-    return rows + [{"checkpoint": run.id, "gigabytes": size(run.settings.model, "bf16")} for run in full]
+    sizes = pd.read_csv(SIZES).set_index(["model", "weights"]).gigabytes.to_dict()
+    parts = [(name, (base.model, base.weights)) for name, base in plan.checkpoints.items()]
+    parts += [(run.id, (run.settings.model, "bf16")) for run in plan.runs.values() if run.settings.method == "full"]
+    return [{"checkpoint": name, "gigabytes": sizes.get(base, UNMEASURED)} for name, base in parts]
 
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     """Lines with the totals of the table, and the arms that the configuration leaves out."""
+    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
         f"rollouts: {_sum(runs, 'rollout')} on {machine}",
         f"updates: {_sum(runs, 'update')} on {machine}",
-        disk_total(plan),
-        *omitted(plan),
-    ]
-
-
-def disk_total(plan: Plan) -> str:
-    """The total size of the checkpoints."""
-    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
-    return f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted"
-
-
-def omitted(plan: Plan) -> list[str]:
-    """Lines with the arms that the configuration leaves out, and why."""
-    return [
-        f"{name} leaves out {arm}: {reason}"
-        for name, experiment in plan.config.experiments.items()
-        for arm, reason in experiment.omitted.items()
+        f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
+        *(
+            f"{name} leaves out {arm}: {reason}"
+            for name, experiment in plan.config.experiments.items()
+            for arm, reason in experiment.omitted.items()
+        ),
     ]
 
 

@@ -56,10 +56,11 @@ def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
     A job writes its files to `folder`/ID, and continues those of an earlier attempt. Entries that share a set-up are
     one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
     """
+    own_last = sorted(settings.steps, key=lambda grid: grid.system != "trl")
     kinds: tuple[tuple[type[PointJob], Iterable[tuple[str, str, PointPart]]], ...] = (
         (RolloutMixJob, (part for grid in settings.mixes for part in _mixes(grid))),
         (DecodeJob, (part for grid in settings.decode for part in _decodes(grid))),
-        (GrpoStepJob, (part for grid in sorted(settings.steps, key=_own_last) for part in _steps(grid))),
+        (GrpoStepJob, (part for grid in own_last for part in _steps(grid))),
         (PromptsJob, (part for grid in settings.prompts for part in _prompts(grid))),
     )
     jobs: dict[str, PointJob] = {}
@@ -72,10 +73,6 @@ def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
             parts[name] = part
         jobs |= {id: kind(parts=[*parts.values()], out=folder / id) for id, parts in shared.items()}
     return jobs
-
-
-def _own_last(grid: StepGrid) -> bool:
-    return grid.system != "trl"
 
 
 def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:

@@ -225,7 +225,8 @@ class Files:
     def gate_runs(self) -> list[str]:
         """The runs that gates compare with the baseline's."""
         assert self._plan.config.gates is not None
-        return [e.run.id for e in self._plan.evaluations_of(self._plan.config.gates.experiment) if e.run]
+        name = self._plan.config.gates.experiment
+        return [e.run.id for e in self._plan.evaluations.values() if e.run and e.run.experiment == name]
 
     @property
     def gate_tasks(self) -> list[str]:

@@ -3,13 +3,11 @@
 import gc
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -455,16 +453,6 @@ def test_the_limit_leaves_other_alarms_alone(reward):
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, before)
     assert rung == [1]
-
-
-def test_in_another_thread_a_reward_has_its_limit_too(reward):
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(reward, "quick").result() == 1.0
-        assert thread.submit(reward, "quick", timeout=None).result() == 1.0
-        late = thread.submit(reward, "spins", timeout=0.1).exception()
-        assert thread.submit(reward, "quick", timeout=0.1).result() == 1.0
-    assert isinstance(late, ConfigError)
-    assert re.search(r"own_faults:spins wasn't done after 0\.1 s \(it was at .*own_faults\.py, line [89]\)", str(late))
 
 
 def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qerl.checkpoints.files import CheckpointError
-from qerl.host import limits
+from qerl.host import process as limits
 from qerl.models.export import write_merged
 from qerl.models.loading import load_tokenizer
 from qerl.models.policy import load_policy, with_adapter
