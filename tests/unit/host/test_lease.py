@@ -1,6 +1,5 @@
 """GPU leases between real processes, with a made-up NVML."""
 
-import json
 import os
 import re
 import shutil
@@ -30,11 +29,10 @@ from qerl.host.lease import (
     own_lock,
     percent_of_each,
 )
-from qerl.jobs import DecodeJob, DecodePart, TrainJob
+from qerl.jobs import DecodeJob, DecodePart, TrainJob, parse_job
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Decoding
-from tests.conftest import nightly
 from tests.jobs import SETTINGS, train_job
 
 ROOT = Path(__file__).parents[3]
@@ -279,61 +277,30 @@ def test_each_job_of_the_grid_has_its_own_gpu_and_cores(node, tmp_path):
     assert not cores[0] & cores[1]
 
 
-def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
+def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path, monkeypatch):
     """And no other file of the folder."""
     node(0)
-    (tmp_path / "probe.py").write_text("def measure_points(job): pass")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = rule(tmp_path / "work" / "points.json")
+    monkeypatch.setitem(DecodeJob.by_system, "native", f"{__name__}:note_system")
+    job, other = (parse_job(rule(tmp_path / "work" / name)[4]) for name in ("points.json", "other.json"))
     with alone(tmp_path / "work", ".points.json.lock"):
-        refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        other = rule(tmp_path / "work" / "other.json")
-        assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
-    assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
-    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
+        run_job(other)
+        with pytest.raises(ConfigError, match="is at work in"):
+            run_job(job)
+    run_job(job)
 
 
-#: CUDA as far as an engine's memory asks for it: a GPU of 1,000 bytes, of which 900 are free.
-CUDA = """
-import torch
-share = [1.0]
-torch.cuda.set_per_process_memory_fraction = lambda value: share.__setitem__(0, value)
-torch.cuda.get_per_process_memory_fraction = lambda: share[0]
-torch.cuda.mem_get_info = lambda: (900, 1000)
-torch.cuda.memory_reserved = torch.cuda.memory_allocated = lambda: 0
-torch.cuda.memory_snapshot = list
-"""
-MEMORY = """
-import json
-from types import SimpleNamespace
-import torch
-from qerl.rollout.engine import FREE_SHARE, EngineSampler
-from qerl.rollout.vllm import VllmSampler
-from qerl.settings.run import NativeSettings, VllmSettings
-
-def measure_points(job):
-    torch.cuda.is_available = lambda: True
-    sampler = EngineSampler.__new__(EngineSampler)
-    sampler.settings, sampler.policy = NativeSettings(), SimpleNamespace(device=torch.device("cuda"))
-    vllm = VllmSampler.__new__(VllmSampler)
-    vllm.settings, vllm._cpu = VllmSettings(utilization=0.5), False
-    vllm.policy = SimpleNamespace(lm=SimpleNamespace(dtype=torch.bfloat16), peft=None)
-    sizes = [sampler._cache_bytes(), vllm._engine_arguments()["gpu_memory_utilization"]]
-    job.out.write_text(json.dumps(sizes))
-"""
-
-
-@nightly
-def test_an_engine_takes_no_more_than_the_part_of_its_job(node, tmp_path):
-    """60 % of the 200 bytes of its part, not of the 900 that are free, in a process that `qerl rule` starts."""
+def test_a_job_of_a_part_of_a_gpu_has_that_part_of_its_memory(node, tmp_path, monkeypatch):
+    """The caches of engines follow the cap (`tests/unit/rl/test_activation_checkpointing.py`)."""
     node(1)
-    (tmp_path / "cuda.py").write_text(CUDA)
-    (tmp_path / "probe.py").write_text(MEMORY)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = rule(tmp_path / "points.json", "--gpu-percent", "20")
-    command[2] = "import cuda\n" + command[2]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    assert json.loads((tmp_path / "points.json").read_text()) == pytest.approx([120, 0.1])
+    caps = []
+    monkeypatch.setattr("qerl.host.gpus.cap_share", caps.append)
+    monkeypatch.setitem(DecodeJob.by_system, "native", f"{__name__}:note_system")
+    run_job(parse_job(rule(tmp_path / "points.json")[4]), 20)
+    assert caps == [0.2]
+
+
+def note_system(job):
+    """In place of a measurement."""
 
 
 def test_a_lock_names_its_process_only_while_that_has_it(tmp_path):
