@@ -195,8 +195,10 @@ def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack
             if not waiting:
                 part = "" if percent == WHOLE else f"{percent} % of "
                 log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(visible))
-                if percent == WHOLE:
-                    _reserve(visible, count, reserved)
+                # Of these no further part is leased, or a stream of small jobs would never leave one free.
+                for name in _emptiest_first(visible)[:count] if percent == WHOLE else ():
+                    with _file_lock(visible[name]):
+                        _locked(_reservation(visible[name]), reserved)
                 waiting = True
             time.sleep(_POLL_SECONDS)
     return names
@@ -215,14 +217,11 @@ def _try(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack)
 
 
 def _emptiest_first(visible: Mapping[str, str]) -> list[str]:
-    return sorted(visible, key=lambda name: -_free_parts(visible[name]))
+    def free_parts(name: str) -> int:
+        with ExitStack() as tried, _file_lock(visible[name]):
+            return _lock_parts(visible[name], WHOLE // PART, tried)
 
-
-def _reserve(visible: Mapping[str, str], count: int, locks: ExitStack) -> None:
-    """Lease no further parts of the `count` emptiest GPUs, or a stream of small jobs would never leave one free."""
-    for name in _emptiest_first(visible)[:count]:
-        with _file_lock(visible[name]):
-            _locked(_reservation(visible[name]), locks)
+    return sorted(visible, key=free_parts, reverse=True)
 
 
 def _lock(uuid: str, percent: int, locks: ExitStack) -> bool:
@@ -244,11 +243,6 @@ def _is_reserved(uuid: str) -> bool:
 def _reservation(uuid: str) -> FileLock:
     """The lock of who waits for the whole of a GPU."""
     return _file_lock(f"{uuid}-whole", timeout=0)
-
-
-def _free_parts(uuid: str) -> int:
-    with ExitStack() as tried, _file_lock(uuid):
-        return _lock_parts(uuid, WHOLE // PART, tried)
 
 
 def _lock_parts(uuid: str, count: int, locks: ExitStack) -> int:
