@@ -1,6 +1,6 @@
 """The entry point: `qerl`, or `python -m qerl`."""
 
-from qerl.host.interrupt import interruptible, within_memory
+from qerl.host.process import interruptible, within_memory
 
 
 def main() -> None:

@@ -46,8 +46,7 @@ from qerl.data.sources import (
 from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
-from qerl.host.lease import alone, join_free_memory
-from qerl.host.nodes import own_lock
+from qerl.host.lease import alone, join_free_memory, own_lock
 from qerl.host.provenance import check_writable, make_folder, write_text, writing
 from qerl.jobs import QuantizeJob
 from qerl.results.paths import (

@@ -235,11 +235,11 @@ def places() -> list[Place]:
         "hub's cache": Path(constants.HF_HUB_CACHE),
         "kernels' cache": cache_folder("kernels"),
     }
-    return [Place(what, str(path), shutil.disk_usage(_existing(path)).free / 1e9) for what, path in folders.items()]
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    found = []
+    for what, path in folders.items():
+        existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        found.append(Place(what, str(path), shutil.disk_usage(existing).free / 1e9))
+    return found
 
 
 def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: float | None = None) -> Diagnosis:
@@ -253,7 +253,7 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
     needed = ["", *(["gpu"] if gpus else [])]
     unfit = [library for extra in needed for library in unfit_libraries(extra)]
     optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
-    problems = [f"{_text(library)}" for library in unfit]
+    problems = [_text(library) for library in unfit]
     notes = [device.unsupported for device in devices if device.unsupported]
     if gpus and len(notes) == len(devices):
         problems, notes = [*problems, *notes], []
@@ -261,7 +261,10 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
     if not gpus and (reason := unsupported_accelerator()):
         notes.append(reason)
     if gpus and not torch.cuda.is_available():
-        problems.append(_BLIND.format(version=torch.__version__))
+        problems.append(
+            f"the driver shows a GPU, and PyTorch {torch.__version__} can't use it; install a CUDA build of PyTorch "
+            "that fits the driver, or a newer driver"
+        )
     if refusal := refused_by_engine(served.config, served.weights):
         notes.append(f"{refusal}; the eager sampler draws completions on a GPU too, in more time and memory")
     if refusal := refused_by_vllm(served.config):
@@ -285,20 +288,11 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
     return Diagnosis(devices, memory, [*unfit, *optional], places(), problems, notes)
 
 
-_BLIND = (
-    "the driver shows a GPU, and PyTorch {version} can't use it; install a CUDA build of PyTorch that fits the driver, "
-    "or a newer driver"
-)
-
-
 def _text(library: Library) -> str:
     name = "the package" if not library.extra else f"the extra `{library.extra}`"
     have = "isn't installed" if library.installed is None else f"is {library.installed}"
-    return f"{library.library} {have}, and {name} needs {library.wanted or 'it'}; install qerl{_option(library)} again"
-
-
-def _option(library: Library) -> str:
-    return f"[{library.extra}]" if library.extra else ""
+    package = f"qerl[{library.extra}]" if library.extra else "qerl"
+    return f"{library.library} {have}, and {name} needs {library.wanted or 'it'}; install {package} again"
 
 
 def _unpredicted(model: Candidate) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_arg
 from pydantic import BaseModel, ConfigDict
 
 from qerl.host.imports import OPTIONAL, source_version
-from qerl.host.nodes import own_lock
+from qerl.host.lease import own_lock
 from qerl.host.provenance import code_version
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, FunctionData, Split
@@ -439,35 +439,41 @@ class PointJob(Job, Generic[W, P]):
 # Jobs that make tables and figures of stored results.
 
 
-class TableJob(Job):
+class ReportedJob(Job):
+    """A job that reads all stored results."""
+
+    name: str
+    """The name of the table or figure, or else of the configuration."""
+    results: Path
+    """A file with the path of a stored result a line."""
+
+
+class TableJob(ReportedJob):
     """Make one table."""
 
     does: ClassVar[str] = "qerl.report.make:write_table"
     kind: Literal["table"] = "table"
-    name: str
-    results: Path
-    """A file with the path of a stored result a line."""
 
 
-class FigureJob(Job):
+class FigureJob(ReportedJob):
     """Make one figure."""
 
     does: ClassVar[str] = "qerl.report.make:write_figure"
     kind: Literal["figure"] = "figure"
-    name: str
-    results: Path
-    """A file with the path of a stored result a line."""
 
 
-class ReportJob(Job):
+class SamplesJob(ReportedJob):
+    """Make the page of samples."""
+
+    does: ClassVar[str] = "qerl.report.samples:write_page"
+    kind: Literal["samples"] = "samples"
+
+
+class ReportJob(ReportedJob):
     """Make the report, one page of all results."""
 
     does: ClassVar[str] = "qerl.report.page:write_report"
     kind: Literal["report"] = "report"
-    name: str
-    """The name of the configuration."""
-    results: Path
-    """A file with the path of a stored result a line."""
     main: Path | None
     """The accuracy table (.csv), with which the report begins; none without evaluations."""
     tables: list[Path]
@@ -478,17 +484,6 @@ class ReportJob(Job):
     """The address of the page of samples, from that of the report; empty without one."""
     omitted: dict[str, str]
     """The arms that the configuration leaves out, and why."""
-
-
-class SamplesJob(Job):
-    """Make the page of samples."""
-
-    does: ClassVar[str] = "qerl.report.samples:write_page"
-    kind: Literal["samples"] = "samples"
-    name: str
-    """The name of the configuration."""
-    results: Path
-    """A file with the path of a stored result a line."""
 
 
 class ShapesJob(Job):
@@ -554,6 +549,11 @@ class DoseJob(Job):
     """The number and the length of completions. The one task names the split of the problems."""
     problems: int
 
+    @property
+    def checkpoints(self) -> list[str]:
+        """The bases that are compared."""
+        return sorted({str(self.checkpoint), *(str(arm.checkpoint) for arm in self.arms.values())})
+
 
 class PageJob(Job):
     """Make tables, the figure and the page of a study's data."""
@@ -606,7 +606,12 @@ class VerdictJob(Job):
 # What a rule passes on.
 
 #: The class of each kind of job.
-KINDS: dict[str, type[Job]] = {one.model_fields["kind"].default: one for one in Job.__subclasses__()}
+KINDS: dict[str, type[Job]] = {
+    one.model_fields["kind"].default: one
+    for parent in (Job, ReportedJob)
+    for one in parent.__subclasses__()
+    if "kind" in one.model_fields
+}
 
 
 def parse_job(text: str) -> Job:

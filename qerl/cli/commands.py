@@ -23,7 +23,7 @@ from qerl.checkpoints.files import RUN_FILE
 from qerl.cli import workflow
 from qerl.cli.console import console, print_error, print_table
 from qerl.host.console import UNKNOWN, configure_logging, quiet
-from qerl.host.interrupt import interruptible
+from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema import QuantizationReport
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from qerl.doctor import Diagnosis
     from qerl.evals.policy import Drawn
     from qerl.memory_model import PredictedMemory
-    from qerl.publishing import Published
 
 
 class _Interruptible(TyperGroup):
@@ -280,14 +279,10 @@ def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> N
     parse(EvaluationSettings, values, "", lambda key: "--" + key.rpartition(".")[2].replace("_", "-") if key else key)
 
 
-def _run_of(model: str) -> api.Run | None:
-    return api.Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
-
-
 def _problems(model: str, problems: Path | None, dataset: str | None) -> api.Problems:
     from qerl.data.sources import check_problem_file
 
-    run = _run_of(model)
+    run = api.Run(Path(model)) if (Path(model) / RUN_FILE).is_file() else None
     if problems and dataset:
         raise ConfigError("give --problems or --dataset, not both")
     if dataset:
@@ -368,7 +363,9 @@ def publish(
     """Upload a trained policy to the Hugging Face hub, with a card, its scores and its metrics."""
     with quiet():
         said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run)
-    print_table(_title(said), [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
+    visibility = {True: "private", False: "public", None: "private, or as the repository is if it exists"}
+    title = f"{said.url or f'would go to {said.repo}'} ({visibility[said.private]})"
+    print_table(title, [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
     for note in said.notes:
         console().print(Text(f"note: {note}"), soft_wrap=True)
 
@@ -393,11 +390,6 @@ def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int
 
 def _print_command(command: list[str]) -> None:
     console().print(Text(shlex.join(command)), soft_wrap=True)
-
-
-def _title(said: Published) -> str:
-    visibility = {True: "private", False: "public", None: "private, or as the repository is if it exists"}
-    return f"{said.url or f'would go to {said.repo}'} ({visibility[said.private]})"
 
 
 # What this machine can do, and how much memory a step of a model needs.
@@ -486,7 +478,9 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
         title = f"memory of a step on {diagnosis.memory.capacity / 1e9:.1f} GB: {diagnosis.memory.verdict}"
         print_table(title, _memory_rows(diagnosis.memory))
     if diagnosis.libraries:
-        print_table("libraries", [_library_row(vars(library)) for library in diagnosis.libraries])
+        shown = {"wanted": "any", "installed": "missing", "extra": "-"}  # in place of what is empty
+        rows = [{key: value or shown[key] for key, value in vars(one).items()} for one in diagnosis.libraries]
+        print_table("libraries", rows)
     print_table(
         "disk space", [{"for": p.what, "folder": p.path, "free GB": f"{p.free_gb:.1f}"} for p in diagnosis.places]
     )
@@ -512,11 +506,6 @@ def _memory_rows(memory: PredictedMemory) -> list[dict[str, str]]:
         "CUDA's context": memory.context,
     }
     return [{"part": name, "GB": f"{value / 1e9:.2f}"} for name, value in parts.items()]
-
-
-def _library_row(library: dict[str, Any]) -> dict[str, str]:
-    installed = library["installed"] or "missing"
-    return {**library, "installed": installed, "wanted": library["wanted"] or "any", "extra": library["extra"] or "-"}
 
 
 # Errors of all commands.
@@ -545,18 +534,13 @@ def error_sentences() -> Iterator[None]:
         sys.exit(2)
     except OSError as error:
         if error.errno not in _REMEDIES:
-            _check_working_directory(error)
+            try:
+                Path.cwd()
+            except FileNotFoundError:
+                print_error("the working directory doesn't exist any more; change to another one and start again")
+                sys.exit(2)
             raise
         # Whatever writes a file names it, or its folder; what remains is what the command prints.
         where = error.filename or f"the output, or {gettempdir()}"
         print_error(f"{error.strerror}: {where}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)
-
-
-def _check_working_directory(error: OSError) -> None:
-    """Leave with a sentence if the error is that the working directory was deleted."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        print_error("the working directory doesn't exist any more; change to another one and start again")
-        raise SystemExit(2) from error

@@ -28,12 +28,8 @@ from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pandas as pd
 
-    from qerl.jobs import PointJob
-    from qerl.settings.workloads import ShapesSettings
     from qerl.workflow.runs import Plan
 
 
@@ -73,16 +69,12 @@ def run_job(job: Job, gpu_percent: int | None = None) -> None:
             join_free_memory()
         with imports(job.without):
             if gpus and percent < WHOLE:
-                _keep_to_share(percent / WHOLE)
+                from qerl.host.gpus import cap_share  # imports torch, which must not see the other GPUs
+
+                cap_share(percent / WHOLE)
             function = getattr(import_module(module), name)
         with writing(job.out):
             function(job)
-
-
-def _keep_to_share(share: float) -> None:
-    from qerl.host.gpus import cap_share  # imports torch, which must not see the other GPUs
-
-    cap_share(share)
 
 
 # Commands around the workflow: its plan, its folder, its gates and its speed grid.
@@ -141,30 +133,29 @@ def show_plan(
     if as_csv or as_json:
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
         return
-    _print_sheet(plan_.folder, runs)
+    # The columns that distinguish the runs, and their cost; --csv prints all columns.
+    table = Table(title=plan_.folder, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in _SHEET.values():
+        table.add_column(name, no_wrap=name == "run", justify="left" if name in ("run", "done") else "right")
+    hours = {f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")}
+    for row in runs.assign(**hours)[list(_SHEET)].itertuples(index=False):
+        table.add_row(*map(str, row))
+    show(table)
     print_table("Checkpoints on disk", disk(plan_))
     for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
         console().print(line, soft_wrap=True)
 
 
-def _print_sheet(title: str, runs: pd.DataFrame) -> None:
-    """The columns that distinguish the runs, and their cost; --csv prints all columns."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    shown = {
-        "run": "run",
-        "steps": "steps",
-        "completions": "completions a step",
-        "gpus": "GPUs",
-        "rollout_hours": "rollouts, h",
-        "update_hours": "updates, h",
-        "done": "done",
-    }
-    runs = runs.assign(**{f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")})
-    for key, name in shown.items():
-        table.add_column(name, no_wrap=key == "run", justify="left" if key in ("run", "done") else "right")
-    for row in runs[list(shown)].itertuples(index=False):
-        table.add_row(*map(str, row))
-    show(table)
+#: The columns of the printed table of runs.
+_SHEET = {
+    "run": "run",
+    "steps": "steps",
+    "completions": "completions a step",
+    "gpus": "GPUs",
+    "rollout_hours": "rollouts, h",
+    "update_hours": "updates, h",
+    "done": "done",
+}
 
 
 def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
@@ -194,7 +185,7 @@ def grid(
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
     """List the jobs of a configuration's `shapes` with their state."""
-    from qerl.workflow.grid import point_jobs, remaining
+    from qerl.workflow.grid import point_jobs, remaining, state
     from qerl.workflow.outputs import Files
 
     plan = _plan(config, None)
@@ -207,19 +198,8 @@ def grid(
         commands = [["python", "-P", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
         typer.echo("\n".join(map(shlex.join, commands)))
     else:
-        _print_grid(str(config), shapes, jobs, left)
-
-
-def _print_grid(title: str, shapes: ShapesSettings, jobs: Mapping[str, PointJob], left: Mapping[str, PointJob]) -> None:
-    """The table of jobs, and how many are left."""
-    import pandas as pd
-
-    from qerl.report.summary import rich_table
-    from qerl.workflow.grid import state
-
-    rows = [{"job": id, "state": state(job, shapes)} for id, job in jobs.items()]
-    show(rich_table(title, pd.DataFrame(rows)))
-    console().print(f"{len(jobs)} jobs, {len(left)} of them missing")
+        print_table(str(config), [{"job": id, "state": state(job, shapes)} for id, job in jobs.items()])
+        console().print(f"{len(jobs)} jobs, {len(left)} of them missing")
 
 
 @gate_app.command(name="show")

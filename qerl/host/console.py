@@ -26,7 +26,7 @@ from rich.text import Text
 SCREEN = "QERL_SCREEN"
 #: How a character is written that the screen's encoding lacks: as its number.
 UNKNOWN = "backslashreplace"
-_log = logging.getLogger("qerl")
+log = logging.getLogger("qerl")
 #: The console on the screen while standard error is a log.
 _console: Console | None = None
 
@@ -134,6 +134,7 @@ def _point(descriptors: dict[int, int]) -> None:
 @contextmanager
 def _shown_on(number: int) -> Iterator[None]:
     """Show progress and the project's log on the screen behind a descriptor, here and in processes that start now."""
+    global _console
     # They open the screen anew. Where it is a file, neither may overwrite what the other wrote.
     fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
     os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{number}"
@@ -142,7 +143,8 @@ def _shown_on(number: int) -> Iterator[None]:
         try:
             yield
         finally:
-            _hide(handler)
+            _console = None
+            log.removeHandler(handler)
             del os.environ[SCREEN]
 
 
@@ -150,14 +152,8 @@ def _show(stream: TextIO) -> ScreenHandler:
     global _console
     _console = VisibleConsole(file=stream)
     handler = ScreenHandler(_console)
-    _log.addHandler(handler)
+    log.addHandler(handler)
     return handler
-
-
-def _hide(handler: ScreenHandler) -> None:
-    global _console
-    _console = None
-    _log.removeHandler(handler)
 
 
 def join_screen() -> None:
@@ -170,7 +166,6 @@ def join_screen() -> None:
 # Progress of long work: a bar on a terminal, or a line at intervals in a log.
 
 T = TypeVar("T")
-log = logging.getLogger("qerl")
 
 #: The least columns of a screen on which a bar is drawn.
 _BARRED = 80

@@ -35,18 +35,16 @@ def visible_gpus() -> list[Gpu]:
         return []
     pynvml.nvmlInit()
     try:
-        return [_gpu(pynvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids.values()]
+        found = []
+        for handle in map(pynvml.nvmlDeviceGetHandleByUUID, uuids.values()):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+            found.append(Gpu(pynvml.nvmlDeviceGetName(handle), capability, int(memory.total), int(memory.free)))
+        return found
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
         raise ConfigError(f"{VISIBLE} names a GPU that this machine doesn't have; correct it") from None
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(handle: object) -> Gpu:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    name = pynvml.nvmlDeviceGetName(handle)
-    return Gpu(name, (major, minor), int(memory.total), int(memory.free))
 
 
 def too_old(name: str, capability: tuple[int, int]) -> str | None:
@@ -141,14 +139,11 @@ def allocatable_bytes() -> int:
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     cap = int(torch.cuda.get_per_process_memory_fraction() * total)
-    unused = reserved - torch.cuda.memory_allocated() - _unused_bytes_of_graphs()
-    return min(free, max(cap - reserved, 0)) + unused
-
-
-def _unused_bytes_of_graphs() -> int:
-    """Bytes that are reserved in the allocator's private pools, which are those of CUDA graphs, and not allocated."""
+    # What is reserved in the allocator's private pools, which are those of CUDA graphs, and not allocated.
     segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != DEFAULT_POOL]
-    return sum(s["total_size"] - s["allocated_size"] for s in segments)
+    of_graphs = sum(s["total_size"] - s["allocated_size"] for s in segments)
+    unused = reserved - torch.cuda.memory_allocated() - of_graphs
+    return min(free, max(cap - reserved, 0)) + unused
 
 
 def peak_memory_bytes() -> int:

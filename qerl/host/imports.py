@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -146,7 +145,8 @@ def absent(libraries: Collection[str]) -> Iterator[None]:
     It sets None in `sys.modules`, as Python documents (The import system, "The module cache"). With other versions than
     `DO_WITHOUT` nothing is hidden, because they may not work without these libraries.
     """
-    hidden = [name for name in libraries if name not in sys.modules] if _do_without() else []
+    known = all(metadata.version(name) in versions for name, versions in DO_WITHOUT.items())
+    hidden = [name for name in libraries if name not in sys.modules] if known else []
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
@@ -158,10 +158,6 @@ def absent(libraries: Collection[str]) -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
-
-
-def _do_without() -> bool:
-    return all(metadata.version(name) in versions for name, versions in DO_WITHOUT.items())
 
 
 # User functions that a configuration names by import path (`module:function`): rewards and data sets.
@@ -303,17 +299,9 @@ class _OverTime(BaseException):
 
 @contextmanager
 def _limited(limit: float | None) -> Iterator[None]:
-    """A context that is interrupted after `limit` seconds.
-
-    In the main thread SIGALRM does it, both in Python code and while waiting; in others, such as those of servers, only
-    Python code is interrupted.
-    """
-    if limit is None:
+    """A context that SIGALRM interrupts after `limit` seconds, also while it waits; only the main thread can be."""
+    if limit is None or threading.current_thread() is not threading.main_thread():
         yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        with _limited_thread(limit):
-            yield
         return
 
     def expire(*_: Any) -> None:
@@ -326,26 +314,6 @@ def _limited(limit: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *other_timer)
         signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _limited_thread(limit: float) -> Iterator[None]:
-    thread, lock, done = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
-
-    def expire() -> None:
-        with lock:
-            if not done:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OverTime))
-
-    timer = threading.Timer(limit, expire)
-    timer.daemon = True  # an interrupted program doesn't wait for it
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        with lock:
-            done = True
 
 
 def source_version(path: str) -> str:

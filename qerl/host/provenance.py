@@ -56,14 +56,11 @@ def writing(place: Path) -> Iterator[None]:
         stated = _STATED.search(str(error))
         number = int(stated[1]) if stated else 0
         # A ValueError is a sentence for the user, which may quote such words.
-        if number not in NO_ROOM or isinstance(error, ValueError) or _names_a_file(error):
+        # An error of the system may name the file that was written; that of a copy names its source first.
+        named = isinstance(error, OSError) and error.filename is not None and error.filename2 is None
+        if number not in NO_ROOM or isinstance(error, ValueError) or named:
             raise
         raise OSError(number, os.strerror(number), str(place)) from error
-
-
-def _names_a_file(error: Exception) -> bool:
-    """Whether it names the file that was written; that of a copy names its source first."""
-    return isinstance(error, OSError) and error.filename is not None and error.filename2 is None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -232,10 +229,6 @@ def _imports(nodes: Iterable[ast.AST], package: str) -> set[str]:
     return names
 
 
-def _texts(nodes: Iterable[ast.AST]) -> set[str]:
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-
-
 def _with_packages(names: Iterable[str]) -> set[str]:
     """The names with their parent packages, which an import also runs, except the outermost, which loads on demand."""
     modules = set(names)
@@ -251,7 +244,7 @@ def _with_packages(names: Iterable[str]) -> set[str]:
 def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]]:
     """A module's code without comments and docstrings, the modules that it loads, and the files that it names."""
     code, nodes = _walk(ast.parse(source))
-    texts = _texts(nodes)
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names = _with_packages(_imports(nodes, package))
     return code, frozenset(names), sorted(text for text in texts if Path(text).suffix in _BESIDE)
 
@@ -376,13 +369,6 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _gpus() -> list[str]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
 def _driver() -> str | None:
     """The version of NVIDIA's driver."""
     try:
@@ -401,7 +387,9 @@ def _host() -> str:
 def machine() -> dict[str, Any]:
     """CPU, cores this process may use, GPUs with their driver, memory in GiB, and a short label for captions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus, torch = _gpus(), sys.modules.get("torch")
+    torch, gpus = sys.modules.get("torch"), []
+    if torch is not None and torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     kinds = " + ".join(f"{count}x {name}" for name, count in Counter(gpus).items())
     label = kinds or f"{_cpu_name()}, {cores} cores"

@@ -19,7 +19,7 @@ from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError, Sto
 from qerl.checkpoints.layouts import own_name
 from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import visible
-from qerl.host.limits import SECONDS, patterns_end
+from qerl.host.process import SECONDS, patterns_end
 from qerl.models.structure import MISFITS
 
 # Files of an adapter in PEFT's layout, by the names with which stock PEFT loads it on its base.

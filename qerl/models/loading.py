@@ -35,7 +35,7 @@ from qerl.checkpoints.tensors import converted, stream
 from qerl.formats import codecs, nf4
 from qerl.formats.group_size import FormatError
 from qerl.host.console import log
-from qerl.host.limits import SECONDS, template_ends
+from qerl.host.process import SECONDS, template_ends
 from qerl.models.blocks import use_attend
 from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear

@@ -27,9 +27,8 @@ from torch import nn
 from torch.distributed import DistError, TCPStore
 
 from qerl.host.imports import OPTIONAL, begin
-from qerl.host.interrupt import Announcement, Interrupted, handling
-from qerl.host.lease import environment_variables
-from qerl.host.nodes import by_torchrun, check_torchrun, meeting
+from qerl.host.lease import by_torchrun, check_torchrun, environment_variables, meeting
+from qerl.host.process import Announcement, Interrupted, handling
 from qerl.jobs import KilledError
 from qerl.models.policy import Policy, ShardedRoot
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch

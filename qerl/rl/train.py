@@ -22,8 +22,8 @@ from qerl.data.inputs import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.console import log, showing
 from qerl.host.gpus import peak_memory_bytes, seconds
-from qerl.host.interrupt import Announcement, Interrupted, announced
-from qerl.host.nodes import is_first
+from qerl.host.lease import is_first
+from qerl.host.process import Announcement, Interrupted, announced
 from qerl.host.provenance import NO_ROOM, flush, write_text, writing
 from qerl.jobs import TrainJob
 from qerl.models.adapter_files import Base

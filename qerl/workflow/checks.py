@@ -92,8 +92,13 @@ def check_run(run: PlannedRun, config: Config) -> None:
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
-    if base.rounded in GROUP_SIZE:
-        _check_groups(config.models[settings.model], base.rounded, written("weights"))
+    if group := GROUP_SIZE.get(base.rounded):
+        for key, width in _widths(config.models[settings.model]).items():
+            if width % group:
+                raise ConfigError(
+                    f"{written('weights')}: {key}={width} is not a multiple of {group}, the group size of "
+                    f"weights={base.rounded}"
+                )
 
 
 def check_drift(plan_: Plan) -> None:
@@ -103,15 +108,6 @@ def check_drift(plan_: Plan) -> None:
             key = written_as(run.experiment, plan_.config.experiments[run.experiment], run.arm, "steps")
             raise ConfigError(
                 f"{key}={run.settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; raise it"
-            )
-
-
-def _check_groups(model: Any, weights: str, where: str) -> None:
-    group = GROUP_SIZE[weights]
-    for key, width in _widths(model).items():
-        if width % group:
-            raise ConfigError(
-                f"{where}: {key}={width} is not a multiple of {group}, the group size of weights={weights}"
             )
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
-from qerl.host.imports import OPTIONAL, imports
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
@@ -43,8 +42,6 @@ UNMEASURED = "unmeasured"
 PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
 #: A device with the same processor and slower memory, by the one whose hours its speeds bound from above, too.
 SLOWER = {"h200": "h100"}
-#: Bytes of a device's memory, as PyTorch reports them.
-MEMORY = {"h200": 139.8 * 2**30, "h100": 79.1 * 2**30}
 #: The share of this peak that estimates assume for an update, where none was measured.
 UTILIZATION = 0.4
 #: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
@@ -170,11 +167,7 @@ class Costs:
         return chosen.rate * min(1.0, self._parameters[chosen.model] / self._parameters[work.model])
 
     def _update_rate(self, work: PlannedWork) -> float:
-        operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
-        return self._utilization(work) * self._peak / operations
-
-    def _utilization(self, work: PlannedWork) -> float:
-        """The lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
+        """At the lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
         alike = [
             speed
             for speed in self._updates
@@ -190,7 +183,8 @@ class Costs:
             speed.rate * _operations(speed.gradient_checkpointing) * self._parameters[speed.model] / self._peak
             for speed in largest.values()
         )
-        return min(shares, default=UTILIZATION)
+        operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
+        return min(shares, default=UTILIZATION) * self._peak / operations
 
     def _of_nearest_size(self, work: PlannedWork, speeds: Iterable[Speed]) -> list[Speed]:
         """Those speeds whose model has a size next to the work's; none if its size isn't known."""
@@ -333,63 +327,26 @@ def _done(plan: Plan, run: PlannedRun) -> str:
 
 def disk(plan: Plan) -> list[dict[str, Any]]:
     """Gigabytes of each checkpoint, and of the whole models that full fine-tuning writes."""
-    sizes = pd.read_csv(SIZES).set_index(["model", "weights"]).gigabytes
-
-    def size(model: str, weights: str) -> float | str:
-        return float(sizes.get((model, weights), float("nan"))) if (model, weights) in sizes else UNMEASURED
-
-    bases = plan.checkpoints.items()
-    rows = [{"checkpoint": name, "gigabytes": size(base.model, base.weights)} for name, base in bases]
-    full = [run for run in plan.runs.values() if run.settings.method == "full"]
-    return rows + [{"checkpoint": run.id, "gigabytes": size(run.settings.model, "bf16")} for run in full]
+    sizes = pd.read_csv(SIZES).set_index(["model", "weights"]).gigabytes.to_dict()
+    parts = [(name, (base.model, base.weights)) for name, base in plan.checkpoints.items()]
+    parts += [(run.id, (run.settings.model, "bf16")) for run in plan.runs.values() if run.settings.method == "full"]
+    return [{"checkpoint": name, "gigabytes": sizes.get(base, UNMEASURED)} for name, base in parts]
 
 
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     """Lines with the totals of the table, and the arms that the configuration leaves out."""
+    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
         f"rollouts: {_sum(runs, 'rollout')} on {machine}",
         f"updates: {_sum(runs, 'update')} on {machine}",
-        disk_total(plan),
-        *sharded(plan, machine),
-        *omitted(plan),
-    ]
-
-
-def sharded(plan: Plan, machine: str) -> list[str]:
-    """Lines with the arms of full fine-tuning on several GPUs, and the number of GPUs that they need by formula."""
-    runs = [run for run in plan.runs.values() if run.settings.method == "full" and run.settings.processes > 1]
-    lines = {(run.experiment, run.arm): _needed(plan, run, machine) for run in runs}
-    return [f"{experiment}, {arm}: {line}" for (experiment, arm), line in lines.items()]
-
-
-def _needed(plan: Plan, run: PlannedRun, machine: str) -> str:
-    with imports(OPTIONAL):
-        # It imports torch, for few configurations.
-        from qerl.memory_model import least_gpus, shape_of, sharded_memory
-    shape, capacity = shape_of(plan.config.models[run.settings.model]), MEMORY.get(machine)
-    gpus = run.settings.processes
-    if shape is None or capacity is None:
-        return f"{gpus} GPUs; their memory isn't estimated for this model and machine"
-    verdict = sharded_memory(shape, run.settings, gpus, capacity).verdict(capacity)
-    least = least_gpus(shape, run.settings, capacity)
-    more = "" if verdict == "fits" else f"; it fits on {least}" if least else "; it fits on no number of GPUs"
-    return f"a step {verdict.replace('tight', 'is tight')} by formula on {gpus} GPUs of {capacity / 1e9:.0f} GB{more}"
-
-
-def disk_total(plan: Plan) -> str:
-    """The total size of the checkpoints."""
-    sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
-    return f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted"
-
-
-def omitted(plan: Plan) -> list[str]:
-    """Lines with the arms that the configuration leaves out, and why."""
-    return [
-        f"{name} leaves out {arm}: {reason}"
-        for name, experiment in plan.config.experiments.items()
-        for arm, reason in experiment.omitted.items()
+        f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
+        *(
+            f"{name} leaves out {arm}: {reason}"
+            for name, experiment in plan.config.experiments.items()
+            for arm, reason in experiment.omitted.items()
+        ),
     ]
 
 

@@ -114,13 +114,8 @@ class Files:
         plan = self._plan
         if plan.config.gates:
             return self.judged
-        files = [
-            *(self.quantized(name) / paths.REPORT for name in plan.checkpoints),
-            *(self.run(name) / paths.RUN for name in plan.runs),
-            *(self.evaluation(name) / paths.RESULT for name in plan.evaluations),
-            *(self.bench(name) for name in plan.config.benches),
-        ]
-        return list(map(str, files))
+        reports = [str(self.quantized(name) / paths.REPORT) for name in plan.checkpoints]
+        return [*reports, *self.studied, *(str(self.bench(name)) for name in plan.config.benches)]
 
     @property
     def outcome(self) -> list[str]:
@@ -208,12 +203,8 @@ class Files:
     @property
     def studied(self) -> list[str]:
         """The runs and evaluations that a study's data comes from."""
-        plan = self._plan
-        files = [
-            *(self.run(name) / paths.RUN for name in plan.runs),
-            *(self.evaluation(e) / paths.RESULT for e in plan.evaluations),
-        ]
-        return list(map(str, files))
+        runs = [str(self.run(name) / paths.RUN) for name in self._plan.runs]
+        return runs + [str(self.evaluation(name) / paths.RESULT) for name in self._plan.evaluations]
 
     # --- gates
 
@@ -225,7 +216,8 @@ class Files:
     def gate_runs(self) -> list[str]:
         """The runs that gates compare with the baseline's."""
         assert self._plan.config.gates is not None
-        return [e.run.id for e in self._plan.evaluations_of(self._plan.config.gates.experiment) if e.run]
+        name = self._plan.config.gates.experiment
+        return [e.run.id for e in self._plan.evaluations.values() if e.run and e.run.experiment == name]
 
     @property
     def gate_tasks(self) -> list[str]:

@@ -210,7 +210,10 @@ def plan(config: Config) -> Plan:
             runs[run.id] = run
     if not (config.shapes or config.benches or any(config.experiments[run.experiment].train for run in runs.values())):
         raise ConfigError("nothing to do: `experiments` has no run to train, and there are no `benches` or `shapes`")
-    checkpoints = _named_apart(_checkpoints(config, runs))
+    checkpoints: dict[str, Base] = {}
+    for base in _checkpoints(config, runs):
+        if checkpoints.setdefault(base.name, base) != base:
+            raise ConfigError(f"two checkpoints are named {base.name}; rename a model or a data set")
     trained = {id: run for id, run in runs.items() if config.experiments[run.experiment].train}
     timed = {id: run for id, run in runs.items() if id not in trained}
     evaluations: dict[str, PlannedEvaluation] = {}
@@ -226,7 +229,8 @@ def plan(config: Config) -> Plan:
 def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:
     """Evaluations of the runs' bases and of bf16, on the tasks of all their runs, and then of the runs."""
     every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
-    of_run = {id: _tasks(config, run) for id, run in trained.items()}
+    named = {id: config.experiments[run.experiment].tasks for id, run in trained.items()}
+    of_run = {id: tuple(every if tasks is None or config.problems else tasks) for id, tasks in named.items()}
     of_base: dict[Base, set[str]] = {}
     for id, run in trained.items():
         for base in (Base(run.settings.model, "bf16"), run.settings.base):
@@ -239,12 +243,6 @@ def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[
             yield PlannedEvaluation(id, run.settings.base, run, of_run[id])
 
 
-def _tasks(config: Config, run: PlannedRun) -> tuple[str, ...]:
-    named = config.experiments[run.experiment].tasks
-    every = dict.fromkeys(task.dataset for task in config.evaluation.tasks)
-    return tuple(every) if named is None or config.problems else tuple(named)
-
-
 def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Base]:
     """Every base in bf16 (the reference of each table) and in each weight format that a run or bench uses."""
     for run in runs.values():
@@ -253,15 +251,6 @@ def _checkpoints(config: Config, runs: Mapping[str, PlannedRun]) -> Iterator[Bas
     for bench in config.benches.values():
         if isinstance(bench, RolloutBench):
             yield from (Base(bench.model, weights) for weights in ("bf16", *bench.weights))
-
-
-def _named_apart(bases: Iterable[Base]) -> dict[str, Base]:
-    """The distinct bases by name. Raises ConfigError if two have the same name."""
-    named: dict[str, Base] = {}
-    for base in bases:
-        if named.setdefault(base.name, base) != base:
-            raise ConfigError(f"two checkpoints are named {base.name}; rename a model or a data set")
-    return named
 
 
 def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (), typed: Collection[str] = ()) -> Plan:
@@ -400,7 +389,7 @@ def resources_of_machines(plan: Plan) -> dict[str, Callable[[Any], int | str | N
 def launcher(settings: RunSettings) -> str:
     """The start of a training's command, which starts it on all of its machines; empty on one.
 
-    SLURM's variables tell the processes where they meet (`qerl.host.nodes.meeting`).
+    SLURM's variables tell the processes where they meet (`qerl.host.lease.meeting`).
     """
     nodes, each = settings.nodes, settings.processes_of_node
     return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={each}" if nodes > 1 else ""

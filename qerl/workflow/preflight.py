@@ -77,22 +77,17 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
         if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
             log.info("%s", line)
             lines.add(line)
-        _warn_of_few_problems(len(task.problems), len(task.fitting(tokenizer, rollout, context).problems), rollout)
-
-
-def _warn_of_few_problems(given: int, left: int, rollout: RolloutSettings) -> None:
-    """Say how many problems are too long, and warn if there are fewer than a step draws."""
-    if left < given:
-        log.info(
-            "rollout.max_prompt_tokens=%d leaves %d of %d training problems", rollout.max_prompt_tokens, left, given
-        )
-    if left < rollout.prompts:
-        log.warning(
-            "%d training problems are fewer than rollout.prompts=%d, so each step draws some of them several times; "
-            "lower rollout.prompts, or give more problems",
-            left,
-            rollout.prompts,
-        )
+        given, left = len(task.problems), len(task.fitting(tokenizer, rollout, context).problems)
+        if left < given:
+            most = rollout.max_prompt_tokens
+            log.info("rollout.max_prompt_tokens=%d leaves %d of %d training problems", most, left, given)
+        if left < rollout.prompts:
+            log.warning(
+                "%d training problems are fewer than rollout.prompts=%d, so each step draws some of them several "
+                "times; lower rollout.prompts, or give more problems",
+                left,
+                rollout.prompts,
+            )
 
 
 def _warn_of_unused_end(model: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -69,16 +69,13 @@ def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) 
             raise ConfigError(f"{run} is the folder of a run; go on with its file: qerl train {stored}")
         values, where = read_yaml(Path(run)), str(run)
         check_kind(values, where, of_run=True)
-        if _is_stored(Path(run), values):
+        # The file that a run keeps in its folder has every key, unlike one that a user wrote.
+        beside = Path(run).with_name(INPUTS)
+        if Path(run).name == RUN_FILE and beside.is_file() and values.keys() >= RunFile.model_fields.keys():
             return read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
     else:
         raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
     return parse_run({**values, **({} if out is None else {"out": out})}, where)
-
-
-def _is_stored(file: Path, values: Mapping[str, Any]) -> bool:
-    """Whether a file is the one that a run keeps in its folder, with every key, and not one that a user wrote."""
-    return file.name == RUN_FILE and file.with_name(INPUTS).is_file() and values.keys() >= RunFile.model_fields.keys()
 
 
 def _where_it_is(stored: RunFile, folder: Path) -> RunFile:

@@ -86,24 +86,20 @@ class Plan:
             (kind, run.settings.model) for run in self.runs.values() for kind in ("run", f"data={run.settings.dataset}")
         }
         measured = {
-            (bench.kind, model) for name, bench in self.config.benches.items() for model in self._bench_models(name)
+            (bench.kind, model)
+            for name, bench in self.config.benches.items()
+            for model in (
+                [bench.model]
+                if isinstance(bench, RolloutBench)
+                else [run.settings.model for run in self.step_bench_runs(name)]
+            )
         }
         return evaluated | trained | measured
-
-    def _bench_models(self, bench: str) -> set[str]:
-        settings = self.config.benches[bench]
-        if isinstance(settings, RolloutBench):
-            return {settings.model}
-        return {run.settings.model for run in self.step_bench_runs(bench)}
 
     @property
     def folder(self) -> str:
         """The folder of all results of this configuration."""
         return f"results/{self.config.name}"
-
-    def evaluations_of(self, experiment: str) -> list[PlannedEvaluation]:
-        """The evaluations of an experiment's trained policies."""
-        return [e for e in self.evaluations.values() if e.run and e.run.experiment == experiment]
 
     def bench_bases(self, bench: str) -> list[Base]:
         """The bases that a rollout bench reads."""
@@ -133,7 +129,8 @@ def _for_benches(config: Config, names: Mapping[str, str]) -> list[str]:
 
 def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> Iterator[PlannedRun]:
     """One run for each arm and point of the grid. `defaults` are keys of the runs that the experiment may override."""
-    labels = _short(list(experiment.grid))
+    last = [key.rpartition(".")[2] for key in experiment.grid]
+    labels = {key: part if last.count(part) == 1 else key for key, part in zip(experiment.grid, last, strict=True)}
     base = merged(defaults, experiment.base)
     same: dict[str, dict[str, RunSettings]] = {}
     for arm, changes in experiment.arms.items():
@@ -188,12 +185,6 @@ def _as_taken(value: Any, key: str, settings: Any) -> Any:
         return {inner: _as_taken(of_inner, inner, settings) for inner, of_inner in value.items()}
     as_text = isinstance(value, str) and isinstance(settings, (int, float))
     return settings if settings in ("off", None) or as_text else value
-
-
-def _short(keys: list[str]) -> dict[str, str]:
-    """The last part of each dotted key if it is unique, else the whole key."""
-    last = {key: key.rpartition(".")[2] for key in keys}
-    return {key: part if list(last.values()).count(part) == 1 else key for key, part in last.items()}
 
 
 def plain(value: Any) -> str:

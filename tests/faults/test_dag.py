@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 import yaml
 
 from qerl.settings.workflow import merged
-from tests.conftest import in_nightly
 from tests.jobs import processes_of, shells_of
 from tests.tiny import tiny_qwen2
 from tests.workflow.conftest import CORES, Tree, copy_tree
@@ -23,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUN, OTHER_RUN = (f"results/micro/train/main-nvfp4-lora-seed{seed}" for seed in (0, 1))
 ARGUMENTS = ("--configfile", "faults.yaml", "--", f"{RUN}/run.json")
+WEIGHTS = "Own Model's/model.safetensors"
 #: While there is a file `waits`, the second step doesn't end, so that there is time to kill.
 REWARD = """
 import time
@@ -49,16 +48,11 @@ def tree(tmp_path_factory) -> Tree:
     own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "fault_reward:letters"}}
     main = values["experiments"]["main"]
     values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
-    values["models"] = {"miniature": {"source": "local", "path": "model"}}
-    model = tiny_qwen2(tree.folder / "model")
+    values["models"] = {"miniature": {"source": "local", "path": "Own Model's"}}
+    model = tiny_qwen2(tree.folder / "Own Model's")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
     (tree.folder / "faults.yaml").write_text(yaml.safe_dump(values))
     return tree
-
-
-def jobs(tree: Tree, kind: str) -> list[int]:
-    """The process numbers of this tree's jobs of one kind."""
-    return processes_of(kind, tree.folder.resolve())
 
 
 def wait_for(found):
@@ -81,18 +75,6 @@ def said(run: subprocess.CompletedProcess) -> str:
     return " ".join((run.stdout + run.stderr).split())
 
 
-def test_a_killed_job_leaves_finished_results_and_no_partial_files(tree):
-    run = start(tree, *ARGUMENTS)
-    [job] = wait_for(lambda: jobs(tree, "quantize"))
-    os.kill(job, signal.SIGKILL)
-    run.communicate()
-    assert run.returncode > 0
-    results = tree.folder / "results/micro"
-    assert not list((results / "quantize").rglob("*.safetensors"))
-    assert (results / "data/own/dataset.json").is_file()
-    assert tree.planned(*ARGUMENTS) == {"quantize": 1, "train": 1}
-
-
 def test_snakemake_is_killed_while_it_trains(tree):
     """Others are kept out while it runs. When it is killed, its training goes on alone, and no second one beside it."""
     (tree.folder / "waits").touch()
@@ -102,14 +84,14 @@ def test_snakemake_is_killed_while_it_trains(tree):
 
     first.send_signal(signal.SIGKILL)
     first.wait()
-    [orphan] = jobs(tree, "train")
+    [orphan] = processes_of("train", tree.folder.resolve())
     assert "--unlock" in said(tree.snakemake(*ARGUMENTS, check=False))
     tree.snakemake("--unlock", *ARGUMENTS)
     assert f"process {orphan} on" in said(tree.snakemake(*ARGUMENTS, check=False))
     assert not (tree.folder / RUN / "run.json").exists()
 
     os.kill(orphan, signal.SIGKILL)  # which nobody answers by another try: it would be in the way of the next Snakemake
-    wait_for(lambda: not jobs(tree, "train"))
+    wait_for(lambda: not processes_of("train", tree.folder.resolve()))
     (tree.folder / "waits").unlink()
     before = json.loads(checkpoints[0].with_name("metrics.jsonl").read_text().splitlines()[0])
     tree.snakemake(*ARGUMENTS)
@@ -119,20 +101,13 @@ def test_snakemake_is_killed_while_it_trains(tree):
     assert tree.planned(*ARGUMENTS) == {}
 
 
-@pytest.mark.parametrize("lost", [*in_nightly("the process"), "its node"])
-def test_a_killed_training_is_tried_again_from_its_checkpoint(tree, lost):
-    """By its rule, or, where nothing of the job is left, as after the loss of its node, by Snakemake's `retries`.
-
-    The tries of the rule's command are `tests/unit/test_tries.py`'s.
-    """
-    shutil.rmtree(tree.folder / OTHER_RUN, ignore_errors=True)
+def test_a_training_that_lost_its_node_is_tried_again_from_its_checkpoint(tree):
+    """Nothing of the job is left, so Snakemake's `retries` start it. Kills of the process alone: `test_tries.py`."""
     (tree.folder / "waits").touch()
-    options = ["--retries", "1"] if lost == "its node" else []
-    run = start(tree, *options, "--configfile", "faults.yaml", "--", f"{OTHER_RUN}/run.json")
+    run = start(tree, "--retries", "1", "--configfile", "faults.yaml", "--", f"{OTHER_RUN}/run.json")
     [checkpoint] = wait_for(lambda: list(tree.folder.glob(f"work/micro/{Path(OTHER_RUN).name}/*/step-*.pt")))
     before = checkpoint.with_name("metrics.jsonl").read_text().splitlines()
-    shells = shells_of("train", tree.folder.resolve()) if lost == "its node" else []
-    for process in [*shells, *jobs(tree, "train")]:
+    for process in [*shells_of("train", tree.folder.resolve()), *processes_of("train", tree.folder.resolve())]:
         os.kill(process, signal.SIGKILL)
     (tree.folder / "waits").unlink()
     output, _ = run.communicate()
@@ -140,7 +115,7 @@ def test_a_killed_training_is_tried_again_from_its_checkpoint(tree, lost):
     after = (tree.folder / OTHER_RUN / "metrics.jsonl").read_text().splitlines()
     assert len(after) == 4 > len(before) > 0
     assert after[0] == before[0]  # with its seconds: the step was not done again
-    assert ("Trying to restart job" in output) == (lost == "its node")
+    assert "Trying to restart job" in output
 
 
 def test_a_clock_set_back_is_reported_with_the_command_that_fixes_it(tree):
@@ -163,9 +138,10 @@ def with_settings(tree: Tree, changes: dict, **experiment) -> dict[str, int]:
     return tree.planned("--configfile", "changed.yaml", "--", f"{RUN}/run.json")
 
 
-def test_a_setting_that_decides_no_result_reruns_nothing(tree):
+def test_only_what_decides_a_result_reruns_it(tree):
     later = time.time_ns() + 10**9
-    for file in (tree.folder / "own.jsonl", tree.folder / "model", *(tree.folder / "model").iterdir()):
+    model = (tree.folder / WEIGHTS).parent
+    for file in (tree.folder / "own.jsonl", model, *model.iterdir()):
         os.utime(file, ns=(later, later))  # copied, say
     changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
@@ -175,11 +151,11 @@ def test_a_setting_that_decides_no_result_reruns_nothing(tree):
     # Where a run over its limit is a result, the limit decides.
     assert with_settings(tree, {}, time_limit=9.0, on_failure="row") == {"train": 1}
 
-
-def test_an_input_replaced_by_an_older_file_is_new(tree):
-    for name in ("own.jsonl", "model/model.safetensors"):
+    for name, change in {
+        "own.jsonl": lambda old: old + b"\n",
+        WEIGHTS: lambda old: old[:-1] + bytes([old[-1] ^ 1]),
+    }.items():
         file = tree.folder / name
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name != "own.jsonl" else content + b"\n")
-        os.utime(file, ns=(10**18, 10**18))
+        file.write_bytes(change(file.read_bytes()))
+        os.utime(file, ns=(10**18, 10**18))  # an older file
     assert tree.planned(*ARGUMENTS) == {"prepare_data": 1, "check_model": 1, "quantize": 1, "train": 1}

@@ -21,15 +21,14 @@ from qerl.data.sources import read_split
 from qerl.host.provenance import check_writable, write_json, writing
 from qerl.jobs import DataJob
 from qerl.models.export import export
-from qerl.models.policy import load_policy, with_adapter
+from qerl.models.policy import load_policy
 from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.data import DatasetSettings
-from qerl.settings.run import AdapterSettings, RunSettings
+from qerl.settings.run import RunSettings
 from qerl.workflow import run_folder
 from tests.faults.conftest import forked, ordinary_user, read_rows, untimed
 from tests.jobs import train_job
-from tests.unit.report.test_samples import rollout, write_steps
 
 CPU = torch.device("cpu")
 CUT = 77
@@ -167,18 +166,15 @@ def test_a_half_written_adapter_is_named(run, name):
             use()
 
 
-def test_a_truncated_base_is_named_before_anything_is_loaded(run):
-    file = run.base / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
-        run.train()
-
-
-def test_problems_that_lost_their_end_are_not_taken_for_all(run):
+def test_files_that_lost_their_ends_are_named_before_anything_is_loaded(run):
     file = run.data / "train.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:10]))
     with pytest.raises(DataError, match=r"train\.jsonl holds 10 records, not the \d+ that were written; delete"):
         read_split(run.data, "train")
+    file = run.base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+        run.train()
 
 
 # --- full disks ------------------------------------------------------------------------------------------------------
@@ -308,20 +304,6 @@ def test_a_disk_that_fills_up_within_a_quantization_is_one_sentence(run, capsys,
     assert not Path("made/packed").exists()
 
 
-def test_a_disk_that_fills_up_within_an_export_leaves_nothing(run):
-    trained = run.folder / "adapter"
-    with_adapter(run.base, AdapterSettings(rank=2), "float32", 0, CPU).save(trained)
-
-    def split():
-        limited(1000)
-        with pytest.raises(OSError, match=r"File too large: '.*'$"):
-            export(run.base, trained, run.folder / "made/split")
-
-    assert forked(split) == 0
-    assert [*(run.folder / "made").iterdir()] == []
-    export(run.base, trained, run.folder / "made/split")
-
-
 # --- read-only results -----------------------------------------------------------------------------------------------
 
 
@@ -335,17 +317,6 @@ def test_read_only_results_are_reported_before_the_work(public, capsys, monkeypa
             said = said_by(capsys, monkeypatch, "rule", job.model_dump_json())
         assert f"can't write to {public} (Permission denied); make it writable" in said
     assert not list(public.iterdir())
-
-
-def test_a_page_beside_a_read_only_run_names_the_option(public, capsys, monkeypatch):
-    state = public / "mine/work/abc"
-    state.mkdir(parents=True)
-    write_steps(state / "metrics.jsonl", {1: [rollout(1, "p", [["x"]])]})
-    (public / "mine").chmod(0o555)
-    with ordinary_user():
-        said = said_by(capsys, monkeypatch, "view", str(public / "mine"))
-    assert f"can't write to {public / 'mine'} (Permission denied)" in said
-    assert "--out" in said
 
 
 def test_what_is_to_be_there_need_not_be_there_yet(tmp_path):

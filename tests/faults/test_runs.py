@@ -6,19 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from qerl.data.sources import prepare
-from qerl.host.provenance import check_clock
 from qerl.rl.update import DivergedError
 from qerl.rollout.sampler import NotFiniteError
 from qerl.settings.base import ConfigError
 from qerl.settings.data import DatasetSettings, Generated
-from tests.faults.conftest import forked, untimed
+from tests.faults.conftest import REWARD, forked, read_rows, untimed
 from tests.faults.test_files import CUT, cut_before
 from tests.tiny import tiny_qwen2
 
@@ -93,18 +91,36 @@ def test_the_newest_checkpoint_has_the_last_step_whatever_the_file_times(run, wh
     assert untimed(rows) == untimed(whole)
 
 
-def test_files_dated_in_the_future_are_refused_with_the_command_that_fixes_them(tmp_path):
-    (tmp_path / "results").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "results" / name).touch()
-    check_clock([tmp_path / "results", tmp_path / "absent"])
-    later = time.time() + 3600
-    os.utime(tmp_path / "results/b", (later, later))
-    with pytest.raises(ConfigError, match=r"results/b is from the future .*clock was set back; set it right") as error:
-        check_clock([tmp_path / "results"])
-    subprocess.run(str(error.value).rpartition("anew: ")[2].replace("{}", "'{}'"), shell=True, check=True)
-    check_clock([tmp_path / "results"])
-    assert len({file.stat().st_mtime for file in (tmp_path / "results").iterdir()}) == 1  # none looks newer
+# --- a reward that hangs ----------------------------------------------------------------------------------------------
+
+STUCK = f"""
+import time
+from pathlib import Path
+calls = 0
+
+def letters(answer, problem):
+    global calls
+    calls += 1
+    if Path("stuck").exists() and calls > 2 * 4:
+        time.sleep(3600)
+    return inner(answer, problem)
+
+{REWARD.replace("def letters", "def inner")}"""
+
+
+def test_with_a_higher_limit_the_run_continues(run):
+    run.reward(STUCK)
+    Path("stuck").touch()
+    reward = {"function": "fault_reward:letters"}
+    with pytest.raises(ConfigError, match="allow it more time: then the run goes on from its last checkpoint"):
+        run.train({"reward": {**reward, "timeout": 2.0}})
+    [metrics] = run.work.glob("*/metrics.jsonl")
+    done = read_rows(metrics)
+    Path("stuck").unlink()
+    rows = run.train({"reward": {**reward, "timeout": 30.0}})
+    assert len(done) == 2
+    assert rows[:2] == done  # with their seconds: not done again
+    assert len(rows) == 4
 
 
 # --- two at once -----------------------------------------------------------------------------------------------------
@@ -126,7 +142,3 @@ def test_a_second_training_of_a_run_is_refused_until_the_first_ends_in_any_way(r
         first.send_signal(signal.SIGKILL)
         first.communicate()
     assert untimed(run.train()) == untimed(whole)
-
-
-def test_the_steps_of_these_tests_are_not_all_alike(whole):
-    assert any(row["grad_norm"] > 0 for row in whole)

@@ -22,8 +22,6 @@ from tests.workflow.conftest import Tree, copy_tree
 CONFIG = ("--configfile", "dag.yaml")
 RESULTS = "results/micro"
 MAIN, OWN = "main-nvfp4-lora-aqn-seed0", "own-nvfp4-lora-seed0"
-#: What the user's functions decide.
-FUNCTIONS = (f"{RESULTS}/evaluate/{OWN}/result.json", f"{RESULTS}/profile/step.json")
 TABLE = f"{RESULTS}/tables/accuracy.md"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -78,9 +76,10 @@ def test_every_number_of_the_report_leads_to_samples_of_its_page(finished):
     assert [view["step"] for view in sources[MAIN]["views"] if view["trained"]] == ["1", "2"]
     views = {f"{id}/{view['step']}" for id, source in sources.items() for view in source["views"]}
     addresses = set(re.findall(r'href="samples\.html#([^"]+)"', report.read_text()))
-    assert addresses
     assert addresses <= views | sources.keys()
-    assert page.stat().st_size < 5e6
+    evaluated = {path.name for path in (finished.folder / RESULTS).glob("evaluate/*")}
+    assert {address.split("/")[0] for address in addresses} == evaluated
+    assert "Nothing failed or was left out." in report.read_text()
 
 
 @needs_browser
@@ -107,17 +106,6 @@ def copied(finished, tmp_path):
     return Tree(tmp_path / "qerl")
 
 
-def replanned(tree: Tree, file: str, old: str, new: str, *targets: str) -> dict[str, int]:
-    """The jobs that Snakemake plans while `new` replaces `old`."""
-    path = tree.folder / file
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    planned = tree.planned(*CONFIG, "--", *targets)
-    path.write_text(text)
-    return planned
-
-
 def test_every_result_is_there_and_stamped(finished):
     results = finished.folder / RESULTS
     stamped = [*results.glob("train/*/run.json"), *results.glob("evaluate/*/result.json"), *results.glob("profile/*")]
@@ -138,14 +126,6 @@ def test_the_users_functions_are_called(finished):
     assert json.loads(metrics[0])["reward/custom"] > 0
     meta = json.loads((results / "data/sums/dataset.json").read_text())
     assert (meta["answer"], sum(meta["rows"].values())) == ("tags", 40)
-
-
-def test_the_report_is_made_and_its_links_lead_to_evaluations(finished):
-    text = (finished.folder / f"{RESULTS}/report.html").read_text()
-    assert text.index("NVFP4 LoRA + AQN") < text.index("<figure") < text.index('id="methods"')
-    places = {place.split("/")[0] for place in re.findall(r'href="samples.html#([^"]+)"', text)}
-    assert places == {path.name for path in (finished.folder / RESULTS).glob("evaluate/*")}
-    assert "Nothing failed or was left out." in text
 
 
 def test_snakemakes_report_begins_with_the_report_and_tells_of_machine_and_commit(finished):
@@ -171,49 +151,33 @@ def _value(page: str, name: str):
     return json.JSONDecoder().raw_decode(script.split(" = ", 1)[1])[0]
 
 
-def test_no_checkpoint_stays_behind(finished):
-    assert not list((finished.folder / "work").rglob("*.pt"))
-
-
 def test_a_second_run_does_nothing(finished):
     run = finished.snakemake(*CONFIG)
     assert "Nothing to be done" in run.stdout + run.stderr
 
 
-def test_a_comment_reruns_nothing(finished):
-    assert replanned(finished, "own_reward.py", "def length", "# a remark\ndef length") == {}
-
-
-def test_a_changed_setting_reruns_that_run_and_what_depends_on_it(finished):
-    planned = replanned(finished, "dag.yaml", "noise.schedule: constant", "noise.schedule: linear")
-    assert planned["train"] == 1
-    assert planned["evaluate"] == 1
-    assert not {"prepare_data", "pretrain", "quantize"} & planned.keys()
-
-
-def test_a_changed_formula_retrains_but_does_not_quantize_anew(finished):
-    planned = replanned(finished, "qerl/rl/losses.py", "torch.exp(log_ratio)\n", "torch.exp(1.0 * log_ratio)\n")
-    assert planned["train"] == 2
-    assert not {"prepare_data", "pretrain", "quantize"} & planned.keys()
+LOSSES = "qerl/rl/losses.py"
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "also"),
+    ("file", "old", "new", "rerun"),
     [
-        ("own_lengths.py", "len(text)", "-len(text)", {}),
-        ("own_data.py", "n + 1", "n + 2", {"prepare_data": 1}),
+        ("own_reward.py", "def length", "# a remark\ndef length", {}),
+        ("own_lengths.py", "len(text)", "-len(text)", {"train": 1, "evaluate": 1, "profile": 1}),
+        ("own_data.py", "n + 1", "n + 2", {"prepare_data": 1, "train": 1, "evaluate": 3, "profile": 1}),
+        ("dag.yaml", "noise.schedule: constant", "noise.schedule: linear", {"train": 1, "evaluate": 1}),
+        (LOSSES, "torch.exp(log_ratio)\n", "torch.exp(1.0 * log_ratio)\n", {"train": 2, "evaluate": 2, "profile": 1}),
     ],
 )
-def test_changes_of_the_users_functions_rerun_what_they_decide(finished, file, old, new, also):
-    assert replanned(finished, file, old, new, *FUNCTIONS) == {"train": 1, "evaluate": 1, "profile": 1, **also}
-
-
-def test_a_missing_function_stops_the_workflow_before_any_job(finished):
-    (finished.folder / "gone.yaml").write_text((finished.folder / "dag.yaml").read_text().replace(":length", ":gone"))
-    run = finished.snakemake("--configfile", "gone.yaml", check=False)
-    assert run.returncode != 0
-    assert "has no function gone" in run.stdout + run.stderr
-    assert "Traceback" not in run.stdout + run.stderr
+def test_a_change_reruns_what_it_decides(finished, file, old, new, rerun):
+    path = finished.folder / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    planned = finished.planned(*CONFIG)
+    path.write_text(text)
+    tables = {"collect_results", "list_results", "samples_page", "tables", "figures", "write_report", "default"}
+    assert {rule: count for rule, count in planned.items() if rule not in tables} == rerun
 
 
 def test_a_failed_job_leaves_finished_results_alone_and_names_the_reason(copied):
@@ -272,31 +236,15 @@ def moved(tree: Tree, folder: Path) -> Tree:
     return new
 
 
-def with_equal_times(tree: Tree) -> Tree:
-    """The tree after the command of docs/faults.md for results that lost their times."""
-    command = re.search(r"`(find results .*?)`", (tree.folder / "docs/faults.md").read_text())
-    subprocess.run(command[1], shell=True, cwd=tree.folder, check=True)
-    return tree
-
-
-def test_results_that_lost_their_times_in_another_folder_are_finished(finished, tmp_path):
-    """Equal times hide no change: what decides a base decides its runs, even if the base was made anew before."""
-    elsewhere = moved(finished, tmp_path / "elsewhere")
-    assert {"train", "evaluate", "quantize"} <= elsewhere.planned(*CONFIG).keys()
-    assert with_equal_times(elsewhere).planned(*CONFIG) == {}
-    values = configuration(elsewhere)
-    values["models"]["miniature"]["seed"] = 1
-    (elsewhere.folder / "dag.yaml").write_text(yaml.safe_dump(values))
-    elsewhere.snakemake(*CONFIG, "--", f"{RESULTS}/models/miniature")
-    planned = with_equal_times(elsewhere).planned(*CONFIG)
-    assert (planned["quantize"], planned["train"], planned["evaluate"], planned["profile"]) == (2, 2, 4, 2)
-    assert not {"prepare_data", "pretrain"} & planned.keys()
-
-
 def test_an_interrupted_run_continues_in_another_folder_and_nothing_else_runs(copied, tmp_path):
     target = f"{RESULTS}/train/{MAIN.replace('main', 'stopped')}/run.json"
     copied.snakemake(*limited(copied, "stopped", time_limit=1e-9), target, check=False)
-    elsewhere = with_equal_times(moved(copied, tmp_path / "elsewhere"))
+    elsewhere = moved(copied, tmp_path / "elsewhere")
+    assert {"train", "evaluate", "quantize"} <= elsewhere.planned(*CONFIG).keys()
+    # The command of docs/faults.md for results that lost their times.
+    command = re.search(r"`(find results .*?)`", (elsewhere.folder / "docs/faults.md").read_text())
+    subprocess.run(command[1], shell=True, cwd=elsewhere.folder, check=True)
+    assert elsewhere.planned(*CONFIG) == {}
     arguments = (*limited(elsewhere, "stopped"), target)
     assert elsewhere.planned(*arguments) == {"train": 1}
     elsewhere.snakemake(*arguments)

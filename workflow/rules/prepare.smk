@@ -54,10 +54,7 @@ use rule job as check_model with:
 use rule gpu_job as quantize with:
     input:
         base=of("quantize", lambda job: source(job.source)),
-        data=of(
-            "quantize",
-            lambda job: FILES.data_files([job.data.name] if job.data else []),
-        ),
+        data=of("quantize", lambda job: FILES.data_files([job.data.name] if job.data else [])),
     output:
         checkpoint=directory(FILES.quantized("{checkpoint}") / paths.CHECKPOINT),
         report=FILES.quantized("{checkpoint}") / paths.REPORT,

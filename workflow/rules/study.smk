@@ -22,15 +22,7 @@ use rule job as gather_study with:
 use rule gpu_job as measure_dose with:
     input:
         data=of("dose", lambda job: FILES.data_files([job.data.name], ["test"])),
-        checkpoints=of(
-            "dose",
-            lambda job: sorted(
-                {
-                    str(job.checkpoint),
-                    *(str(arm.checkpoint) for arm in job.arms.values()),
-                }
-            ),
-        ),
+        checkpoints=of("dose", lambda job: job.checkpoints),
     output:
         FILES.doses("{model}"),
     log:

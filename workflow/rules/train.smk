@@ -6,9 +6,7 @@
 
 rule train:
     input:
-        data=of(
-            "train", lambda job: FILES.data_files([job.settings.dataset], ["train"])
-        ),
+        data=of("train", lambda job: FILES.data_files([job.settings.dataset], ["train"])),
         checked=of("train", lambda job: JOBS.checked_run(job.id)),
         checkpoint=of("train", lambda job: str(job.checkpoint)),
     output:
@@ -33,9 +31,7 @@ rule train:
         runtime=2880,
     params:
         **job_params("train"),
-        launcher=with_signature(
-            lambda wildcards, input: launcher(PLAN.runs[wildcards.run].settings)
-        ),
+        launcher=with_signature(lambda wildcards, input: launcher(PLAN.runs[wildcards.run].settings)),
     shell:
         "trap : TERM HUP USR1 USR2;"
         " for try in 1 2 3; do"

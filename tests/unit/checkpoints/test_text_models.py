@@ -9,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig
 from qerl.checkpoints.files import CheckpointError, check_base, context_length, read_config, read_headers
 from qerl.checkpoints.shapes import ModelShape
 from qerl.doctor import candidate, diagnose
-from qerl.memory_model import weight_numbers
+from qerl.memory_model import weight_bytes
 from qerl.models.loading import checkpoint_structure, config_of
 from qerl.models.policy import load_policy
 from qerl.models.structure import empty_model
@@ -73,7 +73,7 @@ def test_published_gemma_3_is_read_as_transformers_reads_it(tmp_path, size):
     assert found["layer_types"][:7] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     shape = ModelShape.of(read_config(folder))
     assert shape == ModelShape.of(expected)
-    assert weight_numbers(shape) / 1e9 == pytest.approx(BILLIONS[size], abs=0.02)
+    assert weight_bytes(shape, "bf16") / 2e9 == pytest.approx(BILLIONS[size], abs=0.02)
     assert context_length(read_config(folder)) == context_length(expected) == 131072
 
 
@@ -83,7 +83,7 @@ def test_published_mistral_small_has_a_head_of_its_own(tmp_path):
     shape = ModelShape.of(read_config(folder))
     assert not shape.tied
     assert not config_of(folder).tie_word_embeddings
-    assert weight_numbers(shape) / 1e9 == pytest.approx(23.57, abs=0.01)
+    assert weight_bytes(shape, "bf16") / 2e9 == pytest.approx(23.57, abs=0.01)
 
 
 def test_layer_types_of_mistral_count_no_more_than_in_the_whole(tmp_path):

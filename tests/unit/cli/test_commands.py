@@ -5,9 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -207,73 +205,55 @@ def test_the_installed_command_imports_from_the_working_directory(tmp_path):
 MINI = str(ROOT / "config/mini.yaml")
 
 
+def plan_rows(call, *keys: str) -> list[dict]:
+    return [json.loads(line) for line in call("plan", MINI, *keys, "--json").splitlines()]
+
+
 def test_plan_is_a_table_for_people_and_rows_for_programs(call):
     text = call("plan", MINI)
     assert "main-nvfp4-lora-aqn-seed2" in text
     assert "18 runs, 0 of them trained; 22 evaluations; 2 measurements" in text
-    rows = [json.loads(line) for line in call("plan", MINI, "--json").splitlines()]
-    table = call("plan", MINI, "--csv").splitlines()
+    rows, table = plan_rows(call), call("plan", MINI, "--csv").splitlines()
     assert len(rows) == len(table) - 1 == 18
     assert table[0].split(",") == list(rows[0])
     assert {(row["weights"], row["training"]) for row in rows} >= {("nvfp4", "lora+aqn"), ("bf16", "full")}
+    shorter = plan_rows(call, "experiments={main: {base: {steps: 3}}}")  # YAML over the file's
+    assert [row["run"] for row in shorter] == [row["run"] for row in rows]
+    assert {row["steps"] for row in shorter} == {3} != {row["steps"] for row in rows}
+    assert plan_rows(call, "problems=sums.jsonl")[0]["dataset"] == "sums"
+    assert re.fullmatch("results/mini-sums-[0-9a-f]{8}\n", call("where", MINI, "problems=sums.jsonl"))
 
 
-def test_a_key_of_the_plan_is_yaml_over_that_of_the_file(call):
-    whole, shorter = (
-        [json.loads(line) for line in call("plan", MINI, *keys, "--json").splitlines()]
-        for keys in ((), ("experiments={main: {base: {steps: 3}}}",))
-    )
-    assert [row["run"] for row in shorter] == [row["run"] for row in whole]
-    assert {row["steps"] for row in shorter} == {3} != {row["steps"] for row in whole}
-
-
-def test_plan_takes_keys_as_the_workflow_does(call, folder):
-    (row, *_) = map(json.loads, call("plan", MINI, f"problems={folder / 'sums.jsonl'}", "--json").splitlines())
-    assert row["dataset"] == "sums"
-    assert re.fullmatch("results/mini-sums-[0-9a-f]{8}\n", call("where", MINI, f"problems={folder / 'sums.jsonl'}"))
-
-
-def test_an_interrupted_command_says_how_to_go_on_and_does(folder, monkeypatch, tmp_path):
-    """Wherever Ctrl-C comes: here in the loading of a base, in its quantization, and in an evaluation."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    model, out = str(folder / "model"), str(tmp_path / "evaluated")
-    commands = {
-        "qerl.rl.train.train_run": ("train", str(folder / "run.yaml"), "--out", str(tmp_path / "run")),
-        "qerl.api.make_checkpoint": ("quantize", model, "--out", str(tmp_path / "packed")),
-        "qerl.evals.evaluate.evaluate": (
-            "eval",
-            str(folder / "run"),
-            "--max-tokens",
-            "2",
-            "--repeats",
-            "1",
-            "--out",
-            out,
-        ),
-    }
-    for within, command in commands.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(within, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-            interrupted = CliRunner().invoke(cli.app, command)
-        assert interrupted.exit_code == 130
-        assert interrupted.stderr.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
-        assert "Traceback" not in interrupted.output
-        assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0, command
-
-
-class _InterruptedImport:
-    """A finder of modules that Ctrl-C interrupts at the command line's own."""
-
-    @staticmethod
-    def find_spec(name, *_):
-        if name == "qerl.cli.commands":
-            raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("within", "command"),
+    [
+        ("qerl.rl.train.train_run", "train run.yaml --out {out}"),
+        ("qerl.api.make_checkpoint", "quantize model --out {out}"),
+        ("qerl.evals.evaluate.evaluate", "eval run --max-tokens 2 --repeats 1 --out {out}"),
+    ],
+)
+def test_an_interrupted_command_says_how_to_go_on_and_does(call, monkeypatch, tmp_path, within, command):
+    """Wherever Ctrl-C comes."""
+    arguments = command.format(out=tmp_path / "out").split()
+    with monkeypatch.context() as patch:
+        patch.setattr(within, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        interrupted = CliRunner().invoke(cli.app, arguments)
+    assert interrupted.exit_code == 130
+    assert interrupted.stderr.splitlines()[-1] == "qerl: interrupted; run the same command to continue"
+    assert "Traceback" not in interrupted.output
+    call(*arguments)
 
 
 def test_an_interruption_while_modules_are_imported_is_a_sentence_too(monkeypatch, capsys):
+    class Interrupted:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "qerl.cli.commands":
+                raise KeyboardInterrupt
+
     monkeypatch.delitem(sys.modules, "qerl.cli.commands")
     monkeypatch.delattr("qerl.cli.commands")
-    monkeypatch.setattr(sys, "meta_path", [_InterruptedImport, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     with pytest.raises(SystemExit) as left:
         __main__.main()
     assert left.value.code == 130
@@ -301,13 +281,6 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
     assert "Writing model shards" in (tmp_path / "run/log.txt").read_text()
 
 
-def installed(*arguments: str, environment: Mapping[str, str] = MappingProxyType({}), **options: Any):
-    """A command in a process of its own, as it is installed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    command = [sys.executable, "-m", "qerl", *arguments]
-    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False, **options)
-
-
 def test_a_file_of_prompts_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
     (tmp_path / "marked.txt").write_bytes("\ufeffWie hoch?\r\nÜber 3?\r\n".encode())
     assert cli._lines(tmp_path / "marked.txt") == ["Wie hoch?", "Über 3?"]
@@ -316,23 +289,22 @@ def test_a_file_of_prompts_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
         cli._lines(tmp_path / "latin.txt")
 
 
-def test_a_deleted_working_directory_is_a_sentence(tmp_path):
+def installed(*arguments: str, **options: Any):
+    """A command in a process of its own, as it is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "qerl", *arguments]
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+def test_a_deleted_working_directory_and_a_full_output_are_sentences(tmp_path):
     (gone := tmp_path / "gone").mkdir()
-    left = installed("plan", str(ROOT / "config/mini.yaml"), cwd=gone, preexec_fn=gone.rmdir)
-    assert left.returncode == 2
-    assert left.stderr == "qerl: the working directory doesn't exist any more; change to another one and start again\n"
-
-
-def test_a_full_output_is_a_sentence(tmp_path):
+    left = installed("plan", MINI, cwd=gone, preexec_fn=gone.rmdir)
+    said = "qerl: the working directory doesn't exist any more; change to another one and start again\n"
+    assert (left.returncode, left.stderr) == (2, said)
     with Path("/dev/full").open("w") as full:
-        left = installed("where", str(ROOT / "config/mini.yaml"), cwd=tmp_path, stdout=full)
+        left = installed("where", MINI, cwd=tmp_path, stdout=full)
     assert left.returncode == 2
-    assert left.stderr.startswith("qerl: No space left on device: the output")
-    assert left.stderr.count("\n") == 1
-
-
-def raised(error):
-    raise error
+    assert re.fullmatch(r"qerl: No space left on device: the output.*\n", left.stderr)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +317,7 @@ def raised(error):
     ],
 )
 def test_full_memory_is_a_sentence(monkeypatch, capsys, error):
-    monkeypatch.setattr(cli, "app", lambda: raised(error))
+    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(error))
     with pytest.raises(SystemExit) as left:
         __main__.main()
     assert left.value.code == 2

@@ -1,10 +1,12 @@
-"""Imports: those of each job, those hidden from the garbage collector, and missing extras."""
+"""Imports: those of each job, those hidden from the garbage collector, missing extras, and functions of the user."""
 
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from contextlib import suppress
 from importlib import import_module, metadata
@@ -16,10 +18,16 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from qerl import api
+from qerl import __main__, api
+from qerl.cli import commands as cli
+from qerl.data.records import Problem
 from qerl.host import imports as module
-from qerl.host.imports import OPTIONAL, absent, check_installed, imports
-from qerl.settings.base import ConfigError
+from qerl.host.imports import OPTIONAL, absent, check, imports, load, source_version
+from qerl.rl.rewards import Answer, reward_parts
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.run import RewardSettings, RunSettings
+from qerl.workflow.plan import plan_from
+from tests.jobs import train_job
 from tests.tiny import tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
@@ -95,13 +103,6 @@ def test_the_garbage_collector_is_restored_and_skips_imported_modules(collects):
         (gc.enable if before else gc.disable)()
 
 
-def test_an_import_that_fails_leaves_the_collector_on():
-    assert gc.isenabled()
-    with pytest.raises(ModuleNotFoundError), imports():
-        import no_such_module  # noqa: F401
-    assert gc.isenabled()
-
-
 @pytest.fixture
 def without(monkeypatch):
     """Make a distribution look as if it weren't installed."""
@@ -127,12 +128,6 @@ def test_a_missing_extra_is_reported_before_any_work(tmp_path, without, missing,
     without(missing)
     with pytest.raises(ConfigError, match=rf"{missing} isn't installed; .*pip install 'qerl\[{extra}\]'"):
         use(tmp_path)
-
-
-@pytest.mark.parametrize(("missing", "extra"), [("lm-eval", "train"), ("llmcompressor", "eval")])
-def test_training_needs_no_harness_and_evaluation_no_quantizer(without, missing, extra):
-    without(missing)
-    check_installed(extra)
 
 
 # --- without extras --------------------------------------------------------------------------------------------------
@@ -200,3 +195,280 @@ def test_without_extras_a_dense_checkpoint_is_sampled_and_trained(tmp_path):
         command, env={**os.environ, "QERL_COMMIT": "test"}, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+# Functions of the user, named by import path: found or refused in one sentence, called within limits, part of a run's
+# identity.
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, whose imports are forgotten after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_function_of_the_working_directory_and_of_a_package_is_found(folder):
+    (folder / "mine_pkg").mkdir()
+    (folder / "mine_pkg/rewards.py").write_text("def one(): return 1")
+    assert load("mine_pkg.rewards:one")() == 1
+    assert load("json:dumps")([]) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("mine_gone:f", "", "no module mine_gone; put mine_gone.py into the working directory"),
+        ("mine_gone.sub:f", "", "no module mine_gone.sub; put mine_gone/sub.py"),
+        ("mine:gone", "", r"module mine \(.*mine.py\) has no function gone"),
+        ("mine:f", "f = 1", "f is of type int, not a function"),
+        ("mine:f", "x = 1\ndef f(:\n", r"mine:f: .*mine\.py, line 2: invalid syntax; correct the line"),
+        ("mine:f", "import json\nimport mine_gone\n", r"mine\.py, line 2 imports mine_gone, which isn't installed"),
+        ("mine:f", "from json import gone", r"mine\.py, line 1: cannot import name 'gone'.*; correct the import"),
+        ("mine:f", "import sys\nsys.exit(3)", r"mine\.py, line 2 ends the process"),
+    ],
+)
+def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_module_raises_is_passed_on_with_its_name(folder):
+    (folder / "mine.py").write_text("import math\nmath.sqrt(-1)")
+    with pytest.raises(ValueError, match="math domain error") as error:
+        load("mine:f")
+    assert error.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
+
+
+ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\); write `def f\(answer, problem\)`"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(answer): return 1", ARITY),
+        ("def f(answer, *, problem): return 1", ARITY),
+        ("def f(prompts, completions, **kwargs): return 1", ARITY),  # a reward of TRL
+        ("def f(answer, problem):\n  if answer: return 1.0\n  yield 0.0", r"has `yield`.*`return` a number"),
+        ("class F:\n  def __call__(self, answer, problem): yield 1.0\nf = F()", "has `yield`"),
+        ("from functools import partial\ndef g(a, answer, problem): yield 1.0\nf = partial(g, 1)", "has `yield`"),
+        ("async def f(answer, problem): yield 1.0", "is `async`"),
+        ("class F:\n  async def __call__(self, answer, problem): return 1.0\nf = F()", "is `async`"),
+        ("def f(answer, problem): pass", None),
+        ("def f(*any): pass", None),
+        ("def f(a, b, c=1): pass", None),
+        ("class f:\n  def __init__(self, a, b): pass", None),
+    ],
+)
+def test_a_reward_takes_an_answer_and_a_problem_and_returns(folder, text, message):
+    (folder / "mine.py").write_text(text)
+    if message is None:
+        check("mine:f", "reward.function")
+        return
+    with pytest.raises(ConfigError, match=rf"^reward.function .*{message}"):
+        check("mine:f", "reward.function")
+
+
+@pytest.mark.parametrize("path", ["mine", ":f", "mine.f", "mine:f()", "mine.py:f", "../mine:f"])
+def test_an_invalid_import_path_is_an_error_of_the_configuration(path):
+    with pytest.raises(ConfigError, match=r"`function`.*is not an import path; write `module:function`"):
+        parse(RewardSettings, {"function": path}, "test")
+
+
+def changed(folder, file: str, path: str) -> bool:
+    """Whether a change of the file, and not of its comments, counts as a change of the function."""
+
+    def versioned() -> str:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("mine", "pkg", "beside", "deeper")]:
+            del sys.modules[name]
+        return source_version(path)
+
+    before, text = versioned(), (folder / file).read_text()
+    (folder / file).write_text("# a remark\n" + text)
+    assert versioned() == before
+    (folder / file).write_text(text + "\nlimit = 3\n")
+    after = versioned()
+    (folder / file).write_text(text)
+    return after != before
+
+
+#: By the path of a function: the files beside it with their texts. Those that don't count are named `unused`.
+SOURCES = {
+    "mine:f": {
+        "mine.py": "import json, beside\nfrom qerl.rl.rewards import Answer\ndef f(): return 1",
+        "beside.py": "def g():\n    from deeper import h",
+        "deeper.py": "h = 1",
+        "unused.py": "i = 1",
+        "json.py": "raise SystemExit('hidden')",  # the working directory comes last on the path
+    },
+    "pkg.sub.rewards:f": {
+        "pkg/__init__.py": "x = 1",
+        "pkg/sub/__init__.py": "",
+        "pkg/sub/rewards.py": "from . import near\nfrom ..common import far\ndef f(): return 1",
+        "pkg/sub/near.py": "import beside",
+        "pkg/common.py": "far = 1",
+        "beside.py": "z = 1",
+        "pkg/unused.py": "y = 1",
+    },
+}
+
+
+def write_sources(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_the_version_follows_all_modules_that_a_function_imports_from_beside_it(folder, path):
+    write_sources(folder, SOURCES[path])
+    for file in SOURCES[path]:
+        if file != "json.py":
+            assert changed(folder, file, path) == ("unused" not in file), file
+
+
+def test_of_an_installed_package_its_own_modules_count(folder, monkeypatch):
+    site = folder / "lib/site-packages"
+    files = {"pkg/__init__.py": "import beside\nfrom .inner import f", "pkg/inner.py": "def f(): return 1"}
+    write_sources(site, {**files, "beside.py": "z = 1"})
+    monkeypatch.syspath_prepend(str(site))
+    assert [changed(site, file, "pkg:f") for file in (*files, "beside.py")] == [True, True, False]
+
+
+def test_a_function_without_source_is_refused(folder):
+    assert load("math:sqrt")(4) == 2
+    with pytest.raises(ConfigError, match="no source file"):
+        source_version("math:sqrt")
+
+
+def test_a_change_of_the_function_changes_the_code_of_a_run(folder):
+    def code(text: str, **reward: str) -> str:
+        (folder / "mine.py").write_text(text)
+        sys.modules.pop("mine", None)
+        settings = parse(RunSettings, {"model": "m", "dataset": "d", "reward": reward}, "test")
+        return train_job(settings, *[folder] * 4).code
+
+    one = "def f(answer, problem): return 1"
+    codes = [code(one), code(one, function="mine:f"), code(one.replace("1", "2"), function="mine:f")]
+    assert len(set(codes)) == 3
+
+
+def test_functions_are_imported_before_any_job_starts(folder):
+    (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []\ndef one(x): return []")
+
+    def planned(reward: str, rows: str) -> None:
+        origin = {"source": "python", "function": f"mine:{rows}"}
+        base = {"model": "tiny", "dataset": "sums", "reward": {"function": f"mine:{reward}"}}
+        values = {
+            "name": "own",
+            "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
+            "datasets": {"sums": {"format": "gsm8k", "origin": origin}},
+            "experiments": {"only": {"base": base}},
+            "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
+        }
+        plan_from(values, Path("unused"))
+
+    planned("f", "rows")
+    for name, message in (("gone", "has no function gone"), ("one", r"\.function mine:one is defined as one\(x\)")):
+        for functions in ((name, "rows"), ("f", name)):
+            with pytest.raises(ConfigError, match=message):
+                planned(*functions)
+
+
+PROBLEM = Problem("7", "6 * 3?", "#### 18", "18", None)
+MODULE = """
+import re, socket, sys, time
+
+def sleeps(answer, problem):
+    time.sleep(3600)
+
+def spins(answer, problem):
+    while True:
+        pass
+
+def swallows(answer, problem):
+    try:
+        time.sleep(3600)
+    except Exception:
+        return 0.0
+
+def backtracks(answer, problem):
+    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
+
+def waits_for_an_answer(answer, problem):
+    here, there = socket.socketpair()
+    return float(here.recv(1))
+
+def quick(answer, problem):
+    return 1.0
+
+def breaks(answer, problem):
+    return float(int("eighteen"))
+
+def leaves(answer, problem):
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def reward(tmp_path, monkeypatch):
+    name = "own_faults"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def reward(function: str, **changes) -> float:
+        settings = RewardSettings(function=f"{name}:{function}", **changes)
+        return reward_parts(Answer("#### 18", 5, 20), PROBLEM, "gsm8k", settings)["custom"]
+
+    return reward
+
+
+@pytest.mark.parametrize("function", ["sleeps", "spins", "swallows", "backtracks", "waits_for_an_answer"])
+def test_a_reward_that_hangs_is_stopped_with_its_place(reward, function):
+    """None of them returns within the test's own limit."""
+    with pytest.raises(ConfigError, match=rf"reward.function own_faults:{function} wasn't done after 0\.1 s") as error:
+        reward(function, timeout=0.1)
+    assert "line " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_limit_leaves_other_alarms_alone(reward):
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        assert reward("quick", timeout=60.0) == 1.0
+        assert reward("quick", timeout=None) == 1.0
+        while not rung:
+            time.sleep(0.01)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
+    assert rung == [1]
+
+
+def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):
+    with pytest.raises(ValueError, match="eighteen") as error:
+        reward("breaks")
+    [note] = error.value.__notes__
+    assert note.startswith("reward.function own_faults:breaks raised this; mend the function")
+
+
+def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
+    """A ValueError of the user's would else be told without the place that it comes from."""
+    monkeypatch.setattr(cli, "app", lambda: reward("breaks"))
+    with pytest.raises(ValueError, match="eighteen"):
+        __main__.main()
+
+
+def test_a_reward_that_ends_the_process_is_reported(reward):
+    with pytest.raises(ConfigError, match=r"own_faults:leaves ended the process with code 3 \(.*own_faults\.py, line "):
+        reward("leaves")

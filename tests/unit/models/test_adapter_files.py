@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from qerl.checkpoints.files import CheckpointError
-from qerl.host import limits
+from qerl.host import process as limits
 from qerl.models.adapter_files import Base
 from qerl.models.export import write_merged
 from qerl.models.loading import load_tokenizer

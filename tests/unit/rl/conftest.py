@@ -44,6 +44,6 @@ def rewarded_lower_case(monkeypatch):
 def forking(monkeypatch):
     """Fork the processes of a run, which spares their imports.
 
-    A run spawns them, as in `tests/workflow/test_kill.py`.
+    A run spawns them, as in `tests/faults/test_kill.py`.
     """
     fork_processes(monkeypatch)

@@ -158,7 +158,7 @@ def test_processes_of_a_run_import_nothing_from_the_working_directory_first_and_
 
 @pytest.mark.slow
 def test_all_processes_of_a_run_end_by_a_signal_with_a_checkpoint(folder, tmp_path, monkeypatch, forking):
-    """The command and its processes are forks here; `tests/workflow/test_kill.py` starts both anew."""
+    """The command and its processes are forks here; `tests/faults/test_kill.py` starts both anew."""
     own = parse(RunSettings, {**SETTINGS, "processes": 2, "steps": 500, "checkpoint_every": 500}, "test")
     job = train_job(own, folder / "nvfp4", folder / "data", tmp_path / "work", tmp_path / "r")
     monkeypatch.setattr(sys, "argv", ["qerl", "rule", job.model_dump_json()])

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from qerl.host.interrupt import Interrupted, announced, interruptible
+from qerl.host.process import Interrupted, announced, interruptible
 from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl.checkpoints.files import context_length
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config
 from qerl.workflow.costs import sheet
-from qerl.workflow.plan import plan
+from qerl.workflow.plan import Traits, chosen, fitting, plan, plan_from, traits
 from qerl.workflow.stages import Jobs
+from tests.tiny import tiny_llama, tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]
 
@@ -190,53 +192,44 @@ def checkpoints_of(**keys):
     return planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms, grid={"seed": [0, 1]}))
 
 
-def test_a_calibrated_checkpoint_has_its_own_folder():
-    plan_ = checkpoints_of()
-    awq = "miniature-nvfp4-awq-arithmetic-256x2048-seed0"
-    assert set(plan_.checkpoints) == {"miniature-bf16", "miniature-nvfp4", awq}
-    assert {r.id: r.settings.base.name for r in plan_.runs.values()} == {
-        **{f"e-a-seed{seed}": "miniature-nvfp4" for seed in (0, 1)},
-        **{f"e-b-seed{seed}": awq for seed in (0, 1)},
-    }
-    assert f"base-{awq}" in plan_.evaluations
-    assert set(sheet(plan_, "h200").weights) == {"nvfp4", "nvfp4-awq"}
-
-
-def test_each_run_has_a_random_error_of_its_own_unless_a_seed_is_given():
-    arms = {"a": {"weights": "bf16", "recipe": "random"}, "b": {"weights": "bf16", "recipe": "random"}}
-    arms["b"]["random_error"] = {"of": "nf4", "seed": 7}
-    made = planned(with_experiment(arms=arms, grid={"seed": [0, 1]}))
-    assert {run.id: run.settings.base.name for run in made.runs.values()} == {
-        **{f"e-a-seed{seed}": f"miniature-bf16-random-nvfp4-seed{seed}" for seed in (0, 1)},
-        **{f"e-b-seed{seed}": "miniature-bf16-random-nf4-seed7" for seed in (0, 1)},
-    }
-    job = Jobs(made).quantize("miniature-bf16-random-nf4-seed7")
-    assert (job.base.weights, job.base.error.of, job.base.error.seed) == ("bf16", "nf4", 7)
-    assert set(sheet(made, "h200").weights) == {"bf16-random"}
-
-
-def test_a_checkpoint_with_packed_delta_nets_has_its_own_folder():
-    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", "pack_delta_nets": True}}
-    made = planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms))
-    assert set(made.checkpoints) == {"miniature-bf16", "miniature-nvfp4", "miniature-nvfp4-delta-nets"}
+@pytest.mark.parametrize(
+    ("keys", "names", "told"),
+    [
+        ({"recipe": "awq"}, ["nvfp4-awq-arithmetic-256x2048-seed0"] * 2, "nvfp4-awq"),
+        ({"pack_delta_nets": True}, ["nvfp4-delta-nets"] * 2, "nvfp4-delta-nets"),
+        # Each run has a random error of its own, unless a seed is given.
+        ({"weights": "bf16", "recipe": "random"}, [f"bf16-random-nvfp4-seed{n}" for n in (0, 1)], "bf16-random"),
+        (
+            {"weights": "bf16", "recipe": "random", "random_error": {"of": "nf4", "seed": 7}},
+            ["bf16-random-nf4-seed7"] * 2,
+            "bf16-random",
+        ),
+    ],
+)
+def test_a_base_of_another_recipe_has_its_own_folder_and_name_in_tables(keys, names, told):
+    arms = {"a": {"weights": "nvfp4"}, "b": {"weights": "nvfp4", **keys}}
+    made = planned(with_experiment(base={"dataset": "arithmetic"}, arms=arms, grid={"seed": [0, 1]}))
+    assert set(made.checkpoints) == {f"miniature-{name}" for name in ("bf16", "nvfp4", *names)}
+    found = [run.settings.base.name for run in made.runs.values()]
+    assert found == ["miniature-nvfp4"] * 2 + [f"miniature-{name}" for name in names]
+    assert set(sheet(made, "h200").weights) == {"nvfp4", told}
     jobs = Jobs(made)
-    packed = {name: jobs.quantize(name).base.packed_nets for name in made.checkpoints}
-    assert packed == {name: name.endswith("delta-nets") for name in packed}
-    assert jobs.evaluate("base-miniature-nvfp4-delta-nets").policy.base.packed_nets
-    assert set(sheet(made, "h200").weights) == {"nvfp4", "nvfp4-delta-nets"}
+    for name in names:
+        assert jobs.quantize(f"miniature-{name}").base == jobs.evaluate(f"base-miniature-{name}").policy.base
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("dataset", "numbers"), ("samples", 8), ("length", 100), ("seed", 3)],
+    ("key", "value", "name"),
+    [
+        ("dataset", "numbers", "numbers-256x2048-seed0"),
+        ("samples", 8, "arithmetic-8x2048-seed0"),
+        ("length", 100, "arithmetic-256x100-seed0"),
+        ("seed", 3, "arithmetic-256x2048-seed3"),
+    ],
 )
-def test_every_setting_of_the_calibration_tells_checkpoints_apart(key, value):
+def test_every_setting_of_the_calibration_tells_checkpoints_apart(key, value, name):
     names = set(checkpoints_of(calibration={key: value}).checkpoints)
-    assert names - set(checkpoints_of().checkpoints) == {f"miniature-nvfp4-awq-{_calibrated(**{key: value})}"}
-
-
-def _calibrated(dataset="arithmetic", samples=256, length=2048, seed=0):
-    return f"{dataset}-{samples}x{length}-seed{seed}"
+    assert names - set(checkpoints_of().checkpoints) == {f"miniature-nvfp4-awq-{name}"}
 
 
 @pytest.mark.parametrize(
@@ -293,34 +286,16 @@ def test_a_protocol_overrides_keys_and_has_a_separate_folder():
 # --- the paper's grid
 
 
-@pytest.mark.parametrize("protocol", ["paper", "upstream-scripts"])
-def test_no_two_runs_of_the_papers_grid_are_the_same(protocol):
-    plan_ = planned(values("paper", protocol=protocol))
-    settings = [run.settings.model_dump_json() for run in plan_.runs.values()]
-    assert len(set(settings)) == len(settings)
-
-
-def cells(protocol="paper") -> set[tuple]:
-    plan_ = planned(values("paper", protocol=protocol))
-    return {
-        (r.settings.model, r.settings.dataset, r.settings.weights, r.settings.method, r.settings.noise.schedule)
-        for r in plan_.runs.values()
-    }
-
-
 def test_every_trained_row_of_tables_1_and_2_is_run_or_left_out_with_a_reason():
     printed = yaml.safe_load((ROOT / "tests/config/paper_rows.yaml").read_text())
-    omitted = {
-        (e.base["model"], arm)
-        for e in parse(Config, values("paper"), "paper").experiments.values()
-        for arm in e.omitted
-    }
-    rows = [
-        (model, dataset, *row) for dataset, models in printed.items() for model, rows in models.items() for row in rows
-    ]
+    made = planned(values("paper"))
+    omitted = {(e.base["model"], arm) for e in made.config.experiments.values() for arm in e.omitted}
+    settings = [run.settings for run in made.runs.values()]
+    planned_rows = {(s.model, s.dataset, s.weights, s.method, s.noise.schedule) for s in settings}
+    rows = [(model, data, *row) for data, models in printed.items() for model, rows in models.items() for row in rows]
     assert len(rows) == 2 * 6 + 3 * 4
     for model, dataset, weights, method, schedule in rows:
-        missing = (model, dataset, weights, method, schedule) not in cells()
+        missing = (model, dataset, weights, method, schedule) not in planned_rows
         assert missing == ((model, f"{weights}-{method}") in omitted), (model, weights, method)
 
 
@@ -371,3 +346,97 @@ def test_names_that_are_not_planned_are_one_sentence():
     for rule, what in (("train", "run"), ("evaluate", "evaluation")):
         with pytest.raises(ConfigError, match=f"^mini has no {what} 'nope'; `qerl plan` lists its runs$"):
             jobs.of(rule, "nope")
+
+
+# A user's own model gets settings that follow from its checkpoint, and none of the miniature's.
+
+
+OWN = ROOT / "config/own.yaml"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tiny_qwen2(tmp_path_factory.mktemp("own") / "Own-1B", shard_size="60KB", max_position_embeddings=256)
+    write_template(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr("qerl.workflow.plan.devices", dict)
+
+
+def test_traits_are_the_checkpoint_s(model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    tied, untied = model, tiny_llama(tmp_path / "llama", max_position_embeddings=256)
+    for folder in (tied, untied):
+        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+        assert traits(folder) == Traits(parameters, 256, gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (Traits(7_600_000_000, 32768, True), ("bfloat16", 200, 1e-5, 16, 8, 1024, 4)),
+        (Traits(1_500_000_000, 1024, True), ("bfloat16", 200, 1e-5, 16, 8, 512, 4)),
+        (Traits(500_000_000, 32768, False), ("float32", 30, 3e-5, 4, 4, 256, 1)),
+        (Traits(80_000, None, False), ("float32", 30, 1e-4, 4, 4, 256, 1)),
+    ],
+)
+def test_size_context_and_gpu_decide(of, expected):
+    run, evaluation = chosen(of)["run"], chosen(of)["evaluation"]
+    rollout, rate = run["rollout"], run["optimizer"]["learning_rate"]
+    batch = rollout["prompts"], rollout["group_size"], rollout["sampling"]["max_tokens"]
+    assert (run["dtype"], run["steps"], rate, *batch, evaluation["repeats"]) == expected
+    assert (evaluation["dtype"], evaluation["sampling"]["max_tokens"]) == (expected[0], batch[2])
+
+
+def test_a_model_alone_is_a_whole_plan_without_the_miniature_s_settings(model):
+    planned = plan_from({"model": str(model)}, OWN)
+    settings = planned.runs["main-nvfp4-lora-seed0"].settings
+    miniature = yaml.safe_load((ROOT / "config/mini.yaml").read_text())["experiments"]["main"]["base"]
+    assert settings.model == "Own-1B"
+    assert settings.optimizer.learning_rate == 1e-4 != miniature["optimizer"]["learning_rate"]
+    assert settings.rollout.sampling.max_tokens == 128 != miniature["rollout"]["sampling"]["max_tokens"]
+    told = "\n".join(fitting(planned))
+    assert "a context of 256 tokens, without a GPU" in told
+    assert "  optimizer.learning_rate: 0.0001\n" in told
+    assert planned.config.evaluation.sampling.temperature == 0.6
+
+
+def test_written_keys_override_the_fitted_ones(model):
+    values = yaml.safe_load(OWN.read_text()) | {"model": str(model)}
+    values["experiments"]["main"]["base"] |= {"steps": 7, "rollout.sampling.max_tokens": 9}
+    values["evaluation"] |= {"repeats": 3}
+    planned = plan_from(values, OWN)
+    run = next(iter(planned.runs.values())).settings
+    assert (run.steps, run.rollout.sampling.max_tokens, run.rollout.prompts) == (7, 9, 4)
+    assert (planned.config.evaluation.repeats, planned.config.evaluation.sampling.max_tokens) == (3, 128)
+    assert "  steps: 7" in fitting(planned)
+
+
+def test_without_a_model_a_sentence_says_how_to_give_one():
+    with pytest.raises(ConfigError, match=r"give one as `model=FOLDER` \(make: MODEL=FOLDER\)"):
+        plan_from({}, OWN)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("positions", "changes", "expected"),
+    [
+        (32768, {}, 32768),
+        (32768, {"sliding_window": 4096, "use_sliding_window": False}, 32768),
+        (2048, {"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        (2048, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2048),
+        (131072, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        (2048, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 2048),
+        (32768, {"rope_scaling": {"type": "yarn", **YARN}}, 131072),  # as Qwen's model cards have it
+        (131072, {"rope_parameters": {"rope_type": "yarn", **YARN}}, 131072),  # as Transformers has it
+        (None, {}, None),
+    ],
+)
+def test_the_context_is_the_one_that_engines_take(positions, changes, expected):
+    assert context_length({"max_position_embeddings": positions, **changes}) == expected

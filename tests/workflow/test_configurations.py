@@ -1,6 +1,8 @@
-"""The paper's grid: its plan is exact and quick, and its miniature runs to completion."""
+"""Whole configurations: the paper's grid, whose plan is exact and quick, and nightly runs of them in miniature."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from qerl.workflow.plan import plan
 from qerl.workflow.stages import Jobs
 from tests.conftest import nightly
 from tests.small import small, write_small
+from tests.walk import write_walk
 from tests.workflow.conftest import ROOT, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -57,15 +60,6 @@ def test_a_dry_run_lists_exactly_the_planned_runs_in_20_seconds_and_a_gigabyte(t
     assert plan_.folder == "results/paper-upstream-scripts"
     assert seconds < 20
     assert gigabytes < 1
-
-
-def test_a_real_run_does_not_start_with_a_branch_of_the_hub(tree):
-    run = tree.snakemake("--configfile", "config/paper.yaml", check=False)
-    assert run.returncode != 0
-    said = run.stdout + run.stderr
-    assert re.search(r"run `qerl lock \S*config/paper.yaml`", said)
-    assert "Traceback" not in said
-    assert not (tree.folder / "results/paper").exists()
 
 
 def cost(tree, *options: str) -> tuple[str, float, float]:
@@ -125,6 +119,7 @@ def test_the_miniature_has_the_same_rows_as_the_paper_but_for_the_seeds(tmp_path
         assert run.settings.model_dump(include=same) == paper.runs[name].settings.model_dump(include=same)
 
 
+@nightly
 def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path, monkeypatch):
     """A table and a figure beside the paper's are rules' jobs; the others are made in this process."""
     values = subset(small(read_yaml(PAPER), tmp_path / "data"))
@@ -140,3 +135,69 @@ def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path, monk
             run_job(job)
     for file in expected(plan_, results):
         assert (tree.folder / file).is_file(), file
+
+
+# config/walk.yaml on a tiny checkpoint in the files of Qwen2.5's repository, from these files to a score.
+
+WALKED = "main-nvfp4-lora-aqn-seed0"
+
+
+@nightly
+def test_the_walk_reaches_a_trained_score(tmp_path):
+    values = read_yaml(ROOT / "config/walk.yaml")
+    short = {"steps": 1, "rollout": {"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}}}
+    values = merged(values, {"experiments": {"main": {"base": short}}, "evaluation": {"sampling": {"max_tokens": 4}}})
+    tree = copy_tree(tmp_path / "tree")
+    (tree.folder / "short.yaml").write_text(yaml.safe_dump(values))
+    write_walk(tree.folder / "work/walk", "tiny", shard_bytes=10**6)
+    assert len(list((tree.folder / "work/walk/model").glob("model-*.safetensors"))) > 1
+
+    tree.snakemake(f"results/walk/evaluate/{WALKED}/result.json", "--configfile", "short.yaml")
+    results = tree.folder / "results/walk"
+    quantized = json.loads((results / "quantize/qwen2.5-1.5b-nvfp4/checkpoint/tokenizer_config.json").read_text())
+    assert (quantized["eos_token"], quantized["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
+    step = json.loads((results / f"train/{WALKED}/metrics.jsonl").read_text())
+    assert step["grad_norm"] > 0
+    tasks = json.loads((results / f"evaluate/{WALKED}/result.json").read_text())["tasks"]
+    assert {name: (task["task"], task["problems"]) for name, task in tasks.items()} == {
+        "gsm8k": ("gsm8k", 3),
+        "math500": ("math_500", 3),
+    }
+    for line in (results / f"evaluate/{WALKED}/samples.jsonl").read_text().splitlines():
+        prompt = json.loads(line)["prompt"]
+        assert prompt.startswith("<|im_start|>system\nYou are Qwen")
+        assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+# The speed grid: points are measured once, and tables use existing points without a measurement.
+
+POINTS = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompt": [8], "tokens": 4}
+MIX = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "prompts": 2, "group_size": 2}
+MIX |= {"prompt": [4, 8], "median": 4, "tokens": 8, "repeats": 1}
+ARGUMENTS = ("--configfile", "speed.yaml")
+
+
+@nightly
+def test_points_are_measured_once_and_tables_use_existing_points(tmp_path):
+    tree = copy_tree(tmp_path / "qerl")
+    values = {
+        "name": "speed",
+        "shapes": {"samples": ["committed"], "decode": [POINTS | {"sequences": [1, 2]}], "mixes": [MIX]},
+    }
+    (tree.folder / "speed.yaml").write_text(yaml.safe_dump(values))
+    tree.snakemake(*ARGUMENTS, "--", "shapes_measure")
+    assert tree.planned(*ARGUMENTS, "--", "shapes_measure") == {}
+    # On another machine, or where the code has changed since: tables, and no measurement.
+    results = tree.folder / "results/speed"
+    (tree.folder / "committed").mkdir()
+    for file in results.glob("points/*/*.json"):
+        shutil.move(file, tree.folder / "committed")
+    shutil.rmtree(results / "points")
+    code = tree.folder / "qerl/bench/decode.py"
+    code.write_text(code.read_text() + "\n_CHANGED = 1\n")
+    assert tree.planned(*ARGUMENTS) == {
+        **{"default": 1, "shapes": 1, "list_results": 1, "collect_results": 1, "write_report": 1}
+    }
+    tree.snakemake(*ARGUMENTS)
+    assert "native" in (results / "tables/decode-tiny-8x4.md").read_text()
+    assert "native" in (results / "tables/mixes.md").read_text()

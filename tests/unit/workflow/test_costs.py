@@ -5,31 +5,19 @@ import math
 from pathlib import Path
 
 import pytest
-import yaml
 
-from qerl.settings.base import parse
-from qerl.settings.workflow import Config
+from qerl.settings.base import ConfigError
 from qerl.workflow import costs
-from qerl.workflow.costs import SIZES, SPEEDS, Costs, Hours, PlannedWork, run_work
-from qerl.workflow.plan import plan
+from qerl.workflow.costs import SIZES, SPEEDS, Costs, Hours, PlannedWork, run_work, sheet, totals
+from tests.synthetic_results import write_evaluation, write_run
+from tests.unit.workflow.test_plan import planned, values
 
-ROOT = Path(__file__).parents[3]
 TOKENS = 600 * 128  # completions of a run; times the longest
-
-
-@pytest.fixture(scope="module")
-def papers():
-    return plan(parse(Config, yaml.safe_load((ROOT / "config/paper.yaml").read_text()), "paper"))
 
 
 def rows() -> list[dict[str, str]]:
     with SPEEDS.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def h200() -> dict[str, str]:
-    """A row of an H200, whose values tests replace."""
-    return next(row for row in rows() if row["machine"] == "h200")
 
 
 def measured(model: str, weights: str, sequences: int) -> float:
@@ -77,10 +65,10 @@ def work(**changes) -> PlannedWork:
     return PlannedWork(**{**given, **changes})
 
 
-def test_hours_of_runs_are_those_of_the_measured_speeds(papers):
+def test_hours_of_runs_are_those_of_the_measured_speeds():
     """The 7B on BigMath at 128 measured sequences, and updates of the 32B, with gradient checkpointing."""
-    costs = Costs("h200")
-    small, large = (run_work(papers.runs[f"bigmath-{size}-nvfp4-lora-aqn-seed0"]) for size in ("7b", "32b"))
+    costs, papers = Costs("h200"), planned(values("paper")).runs
+    small, large = (run_work(papers[f"bigmath-{size}-nvfp4-lora-aqn-seed0"]) for size in ("7b", "32b"))
     assert small.drawn == small.trained == large.trained == TOKENS * 8192
     for hours, rate in (
         (costs.rollout(small), measured("qwen2.5-7b", "nvfp4", 128)),
@@ -143,18 +131,29 @@ def write(monkeypatch, folder: Path, table: list[dict[str, str]]) -> None:
     monkeypatch.setattr(costs, "SPEEDS", path)
 
 
+#: A measured rollout of an H200, whose values tests replace.
+ROLLOUT = {
+    **{
+        "machine": "h200",
+        "model": "qwen2.5-7b",
+        "weights": "nvfp4",
+        "method": "lora",
+        "engine": "native",
+        "rank": "16",
+    },
+    **{"gradient_checkpointing": "", "update_tokens_per_second": "", "source": "here", "tokens": "384"},
+}
+
+
+def with_rollouts(monkeypatch, folder: Path, names: str, *known: str) -> None:
+    """Replace the measured speeds by rollouts, whose values of some columns are given as text."""
+    write(monkeypatch, folder, [ROLLOUT | dict(zip(names.split(), row.split(), strict=True)) for row in known])
+
+
 def test_the_batch_of_a_speed_counts_before_its_rank_and_the_longest_sequences_last(monkeypatch, tmp_path):
-    row = {**h200(), "model": "qwen2.5-7b", "weights": "nvfp4", "method": "lora", "engine": "native"}
-    row |= {"gradient_checkpointing": "", "update_tokens_per_second": "", "source": "here"}
-    known = [
-        ("32", "1", "500", "9000"),
-        ("16", "64", "300", "7000"),
-        ("16", "64", "2000", "6000"),
-        ("64", "64", "2000", "5"),
-    ]
-    known += [("32", "128", "300", "9999")]  # more than the work has
-    names = ("rank", "sequences", "tokens", "rollout_tokens_per_second")
-    write(monkeypatch, tmp_path, [row | dict(zip(names, one, strict=True)) for one in known])
+    names = "rank sequences tokens rollout_tokens_per_second"  # of which the last have more sequences than the work
+    known = ("32 1 500 9000", "16 64 300 7000", "16 64 2000 6000", "64 64 2000 5", "32 128 300 9999")
+    with_rollouts(monkeypatch, tmp_path, names, *known)
     chosen = Costs("h200").measured_rollout(work(rank=32, sequences=64))
     assert (chosen.rank, chosen.sequences, chosen.tokens, chosen.rate) == (16, 64, 2000, 6000)
     estimated = Costs("h200").rollout(work(model="qwen2.5-14b", rank=16, sequences=64, drawn=6000 * 3600.0)).estimated
@@ -162,32 +161,50 @@ def test_the_batch_of_a_speed_counts_before_its_rank_and_the_longest_sequences_l
 
 
 def test_speeds_of_a_slower_gpu_bound_the_hours_where_a_gpu_has_none_as_near(monkeypatch, tmp_path):
-    row = {**h200(), "model": "qwen2.5-7b", "weights": "nvfp4", "method": "lora", "engine": "native", "rank": "16"}
-    row |= {"gradient_checkpointing": "", "update_tokens_per_second": "", "source": "here", "tokens": "384"}
-    known = [("h100", "8", "300"), ("h200", "8", "400"), ("h100", "64", "1000")]
-    names = ("machine", "sequences", "rollout_tokens_per_second")
-    write(monkeypatch, tmp_path, [row | dict(zip(names, one, strict=True)) for one in known])
-    rates = {
-        machine: [Costs(machine).measured_rollout(work(sequences=n)).rate for n in (8, 64)]
-        for machine in ("h100", "h200")
-    }
-    assert rates == {"h100": [300, 1000], "h200": [400, 1000]}
+    names = "machine sequences rollout_tokens_per_second"
+    with_rollouts(monkeypatch, tmp_path, names, "h100 8 300", "h200 8 400", "h100 64 1000")
+    for machine, rates in {"h100": [300, 1000], "h200": [400, 1000]}.items():
+        assert [Costs(machine).measured_rollout(work(sequences=n)).rate for n in (8, 64)] == rates
 
 
 def test_a_much_smaller_batch_says_nothing_of_the_hours(monkeypatch, tmp_path):
-    row = {**h200(), "model": "qwen2.5-7b", "weights": "nvfp4", "method": "lora", "engine": "native", "rank": "16"}
-    row |= {"gradient_checkpointing": "", "update_tokens_per_second": "", "source": "here", "sequences": "8"}
-    write(monkeypatch, tmp_path, [row | {"rollout_tokens_per_second": "400"}])
+    with_rollouts(monkeypatch, tmp_path, "sequences rollout_tokens_per_second", "8 400")
     speeds = [Costs("h200").measured_rollout(work(sequences=count)) for count in (7, 8, 64, 65)]
     assert [speed and speed.rate for speed in speeds] == [None, 400, 400, None]
     assert math.isnan(Costs("h200").rollout(work(sequences=65)).estimated)
 
 
 def test_a_measured_update_takes_the_place_of_the_estimate(monkeypatch, tmp_path):
-    row = {**h200(), "model": "qwen2.5-7b", "weights": "nvfp4", "sequences": "8", "rollout_tokens_per_second": ""}
-    row |= {"update_tokens_per_second": "20000", "gradient_checkpointing": "false", "source": "here"}
+    row = {**ROLLOUT, "sequences": "8", "rollout_tokens_per_second": "", "update_tokens_per_second": "20000"}
+    row["gradient_checkpointing"] = "false"
     write(monkeypatch, tmp_path, [*(r for r in rows() if not r["update_tokens_per_second"]), row])
     trained = Costs("h200").update(work(trained=7.2e7))
     assert (trained.measured, trained.estimated) == (1.0, 0.0)
     assert Costs("h200").update(work(trained=7.2e7, gradient_checkpointing="true")).measured == 0
-    assert Costs("h200").rollout(work()).measured == pytest.approx(1 / measured("qwen2.5-7b", "nvfp4", 64))
+
+
+def test_the_hours_of_many_short_runs_add_up():
+    plan_ = planned(values("dose"))
+    runs, costs = sheet(plan_, "h200"), Costs("h200")
+    whole = sum((costs.update(run_work(run)) for run in plan_.runs.values()), Hours())
+    assert whole.estimated > 0.1
+    assert f"updates: unmeasured, by estimate at most {whole} GPU-hours on h200" in totals(plan_, runs, "h200")
+
+
+def test_an_installed_package_has_no_measured_speeds(tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.workflow.costs.SPEEDS", tmp_path / "speeds.csv")
+    with pytest.raises(ConfigError, match=r"speeds.csv doesn't exist: .* run in a clone"):
+        Costs("h200")
+
+
+def test_the_sheet_says_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "results/mini"
+    write_evaluation(root, "main-nf4-lora-seed1", {}, "nf4", write_run(root, "nf4-lora", 1))
+    write_run(root, "nf4-lora", 2)
+    write_run(root, "nvfp4-lora", 0, status="out of memory")
+    done = sheet(planned(values()), "h200").set_index("run").done
+    assert done.pop("main-nf4-lora-seed1") == "trained, evaluated"
+    assert done.pop("main-nf4-lora-seed2") == "trained"
+    assert done.pop("main-nvfp4-lora-seed0") == "out of memory"
+    assert set(done) == {""}

@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import json
 import shutil
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from qerl.settings.base import ConfigError, UserError, parse
 from qerl.settings.data import DatasetSettings
 from qerl.settings.run import CHECKED, FITTED, RolloutSettings, RunSettings
 from qerl.settings.workflow import EvaluationSettings
-from qerl.workflow.checks import check_engines, check_local_models
+from qerl.workflow.checks import check_engines, check_interpreter, check_local_models
 from qerl.workflow.plan import plan_from
 from qerl.workflow.preflight import check_evaluation, check_runs, check_settings
 from tests.tiny import tiny_decoder, tiny_of_images, tiny_qwen2, write_template
@@ -156,24 +158,25 @@ UNFIT = [
 ]
 
 
-@functools.cache
-def decoder(root: Path, kind: str) -> Path:
-    return tiny_decoder(root / kind, kind)
-
-
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    return functools.partial(decoder, tmp_path_factory.mktemp("decoders"))
+    root = tmp_path_factory.mktemp("decoders")
+    return functools.cache(lambda kind: tiny_decoder(root / kind, kind))
 
 
+@pytest.mark.parametrize("keys", [FITTED, CHECKED])
 @pytest.mark.parametrize(("kind", "changes", "said"), UNFIT)
-def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_written(
-    decoders, settings, monkeypatch, kind, changes, said
-):
-    monkeypatch.setattr("qerl.workflow.run_folder.check_engine", lambda *_: None)
-    rollout = settings["rollout"] | changes.get("rollout", {})
+def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, keys, kind, changes, said):
+    values = parse(RunSettings, {"model": "m", "dataset": "d", **changes}, "").model_dump(include=keys)
+    values |= {"model": "m", "dataset": "d"}
     with pytest.raises(UserError, match=said):
-        qerl.train(settings | {"model": str(decoders(kind))} | changes | {"rollout": rollout})
+        check_settings(decoders(kind), parse(RunSettings, values, ""))
+
+
+def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_written(decoders, settings):
+    kind, changes, said = UNFIT[0]
+    with pytest.raises(UserError, match=said):
+        qerl.train(settings | {"model": str(decoders(kind))} | changes)
     assert not Path(settings["out"]).exists()
 
 
@@ -182,15 +185,6 @@ def test_dropout_in_attention_is_refused_before_anything_is_written(settings, tm
     with pytest.raises(ConfigError, match=r"states dropout of 0\.5 in attention"):
         qerl.train(settings | {"model": str(model)})
     assert not Path(settings["out"]).exists()
-
-
-def test_the_advised_settings_train_in_the_same_folder(decoders, settings):
-    asked = settings | {"model": str(decoders("olmo2")), "weights": "nvfp4"}
-    with pytest.raises(ConfigError, match=r"set adapter\.train_norms=false"):
-        qerl.train(asked)
-    problems = {"max_prompt_tokens": 200}
-    run = qerl.train(with_max_tokens(asked | {"adapter": {"train_norms": False, "rank": 4}}, 4, **problems))
-    assert run.finished
 
 
 def test_vllm_serves_the_text_model_of_a_base_that_is_quantized(tmp_path):
@@ -286,15 +280,6 @@ def test_runs_of_a_local_model_that_they_do_not_fit_are_refused_where_jobs_start
         check_local_models(made)
 
 
-@pytest.mark.parametrize("keys", [FITTED, CHECKED])
-@pytest.mark.parametrize(("kind", "changes", "said"), UNFIT)
-def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, keys, kind, changes, said):
-    values = parse(RunSettings, {"model": "m", "dataset": "d", **changes}, "").model_dump(include=keys)
-    values |= {"model": "m", "dataset": "d"}
-    with pytest.raises(UserError, match=said):
-        check_settings(decoders(kind), parse(RunSettings, values, ""))
-
-
 def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
     data = tmp_path / "data"
     job = {"kind": "data", "settings": settings["dataset"], "lock_file": None, "out": str(data)}
@@ -318,3 +303,24 @@ def test_the_rule_that_checks_says_what_does_not_fit(model, settings, tmp_path):
     assert not out.exists()
     assert check(rollout, evaluation).exit_code == 0
     assert out.exists()
+
+
+# The `python` that rules run.
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f'exec {sys.executable} "$@"', None),  # another environment with the package
+        (f'exec {sys.executable} -I -S "$@"', "can't import qerl: activate the environment"),  # as that of a system
+        (None, "no python is on the PATH: activate"),
+    ],
+)
+def test_rules_need_a_python_with_the_package(tmp_path, monkeypatch, command, said):
+    check_interpreter()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if command:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / "python").chmod(0o755)
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        check_interpreter()

@@ -1,6 +1,5 @@
 """GPU leases between real processes, with a made-up NVML."""
 
-import json
 import os
 import re
 import shutil
@@ -14,11 +13,27 @@ from pathlib import Path
 
 import pytest
 
-from qerl.host.lease import alone, devices, lease, percent_of_each
-from qerl.jobs import PointJob, PointPart
+from qerl.cli.workflow import run_job
+from qerl.host.lease import (
+    VARIABLES,
+    Meeting,
+    alone,
+    by_torchrun,
+    check_torchrun,
+    devices,
+    is_first,
+    join_free_memory,
+    lease,
+    meeting,
+    node_number,
+    own_lock,
+    percent_of_each,
+)
+from qerl.jobs import PointJob, PointPart, TrainJob, parse_job
 from qerl.settings.base import ConfigError
+from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Decoding
-from tests.conftest import nightly
+from tests.jobs import SETTINGS, train_job
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
@@ -124,16 +139,11 @@ def waits(process: subprocess.Popen) -> bool:
     return process.stdout.readline() == "waits\n"
 
 
-def test_two_processes_never_hold_the_same_gpu(node, hold):
-    node(3)
-    first, second = hold(1), hold(2)
-    assert held(first) | held(second) == {"0", "1", "2"}
-
-
-def test_a_third_waits_until_one_is_killed(node, hold):
+def test_processes_hold_different_gpus_and_a_third_waits_until_one_is_killed(node, hold):
     node(2)
     holders = [hold(1), hold(1)]
     names = [held(process) for process in holders]
+    assert sorted(map(sorted, names)) == [["0"], ["1"]]
     waiting = hold(1)
     assert all(waits(waiting) for _ in range(3))
     holders[1].send_signal(signal.SIGKILL)
@@ -141,20 +151,10 @@ def test_a_third_waits_until_one_is_killed(node, hold):
     assert holders[0].poll() is None
 
 
-def test_the_users_choice_of_gpus_is_kept(node, hold):
+def test_the_users_choice_of_gpus_is_kept_and_one_under_two_names_is_one(node, hold):
     node(4)
-    assert held(hold(2, CUDA_VISIBLE_DEVICES="3,1")) == {"3", "1"}
+    assert held(hold(2, CUDA_VISIBLE_DEVICES="3,GPU-0001-abcd")) == {"3", "GPU-0001-abcd"}
     assert held(hold(2)) == {"0", "2"}
-
-
-def test_the_same_gpu_under_two_names_is_one(node, hold):
-    node(1)
-    first = hold(1, CUDA_VISIBLE_DEVICES="GPU-0000-abcd")
-    assert held(first) == {"GPU-0000-abcd"}
-    second = hold(1)
-    assert waits(second)
-    first.kill()
-    assert held(second) == {"0"}
 
 
 def test_parts_go_to_the_emptiest_gpu_and_a_whole_one_waits_for_all_parts(node, hold):
@@ -189,16 +189,18 @@ def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
 
 
 @pytest.mark.parametrize(
-    ("count", "total", "each"), [(1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)]
+    ("count", "total", "each"),
+    [
+        *((1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)),
+        *((2, 10, None), (2, 100, None), (1, 12, None), (1, 0, None), (1, 200, None), (0, 10, None)),
+    ],
 )
 def test_the_percent_of_each_gpu(count, total, each):
-    assert percent_of_each(count, total) == each
-
-
-@pytest.mark.parametrize(("count", "total"), [(2, 10), (2, 100), (1, 12), (1, 0), (1, 200), (0, 10)])
-def test_what_is_no_part_of_a_gpu_is_refused(count, total):
-    with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
-        percent_of_each(count, total)
+    if each is None:
+        with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
+            percent_of_each(count, total)
+    else:
+        assert percent_of_each(count, total) == each
 
 
 def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(node):
@@ -226,9 +228,6 @@ def test_no_gpu_no_lease(node):
 
 def test_the_variable_is_as_before_afterwards(node, monkeypatch):
     node(2)
-    with lease(1) as names:
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(names)
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     with lease(1):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
@@ -278,61 +277,30 @@ def test_each_job_of_the_grid_has_its_own_gpu_and_cores(node, tmp_path):
     assert not cores[0] & cores[1]
 
 
-def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path):
+def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path, monkeypatch):
     """And no other file of the folder."""
     node(0)
-    (tmp_path / "probe.py").write_text("def measure_points(job): pass")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = rule(tmp_path / "work" / "points.json")
+    monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
+    job, other = (parse_job(rule(tmp_path / "work" / name)[4]) for name in ("points.json", "other.json"))
     with alone(tmp_path / "work", ".points.json.lock"):
-        refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        other = rule(tmp_path / "work" / "other.json")
-        assert subprocess.run(other, cwd=tmp_path, env=environment, check=False).returncode == 0
-    assert (refused.returncode, "is at work in" in refused.stderr) == (2, True)
-    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
+        run_job(other)
+        with pytest.raises(ConfigError, match="is at work in"):
+            run_job(job)
+    run_job(job)
 
 
-#: CUDA as far as an engine's memory asks for it: a GPU of 1,000 bytes, of which 900 are free.
-CUDA = """
-import torch
-share = [1.0]
-torch.cuda.set_per_process_memory_fraction = lambda value: share.__setitem__(0, value)
-torch.cuda.get_per_process_memory_fraction = lambda: share[0]
-torch.cuda.mem_get_info = lambda: (900, 1000)
-torch.cuda.memory_reserved = torch.cuda.memory_allocated = lambda: 0
-torch.cuda.memory_snapshot = list
-"""
-MEMORY = """
-import json
-from types import SimpleNamespace
-import torch
-from qerl.rollout.engine import FREE_SHARE, EngineSampler
-from qerl.rollout.vllm import VllmSampler
-from qerl.settings.run import NativeSettings, VllmSettings
-
-def measure_points(job):
-    torch.cuda.is_available = lambda: True
-    sampler = EngineSampler.__new__(EngineSampler)
-    sampler.settings, sampler.policy = NativeSettings(), SimpleNamespace(device=torch.device("cuda"))
-    vllm = VllmSampler.__new__(VllmSampler)
-    vllm.settings, vllm._cpu = VllmSettings(utilization=0.5), False
-    vllm.policy = SimpleNamespace(lm=SimpleNamespace(dtype=torch.bfloat16), peft=None)
-    sizes = [sampler._cache_bytes(), vllm._engine_arguments()["gpu_memory_utilization"]]
-    job.out.write_text(json.dumps(sizes))
-"""
-
-
-@nightly
-def test_an_engine_takes_no_more_than_the_part_of_its_job(node, tmp_path):
-    """60 % of the 200 bytes of its part, not of the 900 that are free, in a process that `qerl rule` starts."""
+def test_a_job_of_a_part_of_a_gpu_has_that_part_of_its_memory(node, tmp_path, monkeypatch):
+    """The caches of engines follow the cap (`tests/unit/rl/test_activation_checkpointing.py`)."""
     node(1)
-    (tmp_path / "cuda.py").write_text(CUDA)
-    (tmp_path / "probe.py").write_text(MEMORY)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = rule(tmp_path / "points.json", "--gpu-percent", "20")
-    command[2] = "import cuda\n" + command[2]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    assert json.loads((tmp_path / "points.json").read_text()) == pytest.approx([120, 0.1])
+    caps = []
+    monkeypatch.setattr("qerl.host.gpus.cap_share", caps.append)
+    monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
+    run_job(parse_job(rule(tmp_path / "points.json")[4]), 20)
+    assert caps == [0.2]
+
+
+def note_system(job):
+    """In place of a measurement."""
 
 
 def test_a_lock_names_its_process_only_while_that_has_it(tmp_path):
@@ -344,3 +312,84 @@ def test_a_lock_names_its_process_only_while_that_has_it(tmp_path):
     with alone(folder):
         shutil.rmtree(folder)  # as a finished run does
     assert not folder.exists()
+
+
+# A training joins free parts of GPU memory, unless the user, WSL or vLLM in its process decides otherwise.
+
+
+SEEN: dict[str, str | None] = {}
+
+
+def note(job):
+    """In place of a training."""
+    SEEN[job.id] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(("engine", "value"), [("native", "expandable_segments:True"), ("vllm", None)])
+def test_a_training_has_it_before_its_code_is_imported(engine, value, tmp_path, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what the job sets is taken back after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(TrainJob, "does", f"{__name__}:note")
+    rollout = {**SETTINGS["rollout"], "engine": engine}
+    adapter = {"rank": 4, "train_norms": False}
+    settings = RunSettings.model_validate(
+        {**SETTINGS, "rollout": rollout, "adapter": adapter, "noise": {"schedule": "off"}}
+    )
+    run_job(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / engine))
+    assert SEEN[engine] == value
+
+
+def test_a_users_configuration_and_wsl_stay_as_they_are():
+    environment: dict[str, str] = {}
+    join_free_memory(environment, "5.15.90.1-microsoft-standard-wsl2")
+    assert environment == {}
+    for name in VARIABLES:
+        given = {name: "max_split_size_mb:128"}
+        join_free_memory(given, "6.8.0-generic")
+        assert given == {name: "max_split_size_mb:128"}
+
+
+# Where the machines of a run meet, by the environment.
+
+
+SLURM = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_NODEID": "1", "SLURM_JOB_ID": "5123"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+
+
+def test_variables_or_slurm_say_where_machines_meet():
+    given = {"MASTER_ADDR": "a", "NODE_RANK": "1"}
+    assert meeting(2, given) == Meeting(1, "a", 29400)
+    assert meeting(2, {**given, "MASTER_PORT": "1234"}) == Meeting(1, "a", 1234)
+    assert meeting(2, SLURM) == Meeting(1, "10.0.0.7", 29523)
+    assert meeting(2, {**SLURM, **given, "NODE_RANK": "0"}) == Meeting(0, "a", 29523)
+
+
+@pytest.mark.parametrize("environment", [{}, {"MASTER_ADDR": "a"}, {"NODE_RANK": "0"}])
+def test_without_them_one_sentence_says_what_to_set(environment):
+    with pytest.raises(ConfigError, match=r"nodes=2 needs MASTER_ADDR .* and NODE_RANK \(0 to 1\)"):
+        meeting(2, environment)
+
+
+def test_a_number_beyond_the_machines_is_an_error():
+    with pytest.raises(ConfigError, match="NODE_RANK=2 is no machine of nodes=2"):
+        meeting(2, {"MASTER_ADDR": "a", "NODE_RANK": "2"})
+
+
+def test_torchrun_must_start_what_the_settings_say():
+    assert by_torchrun(TORCHRUN)
+    assert not by_torchrun(SLURM)
+    check_torchrun(4, 2, TORCHRUN)
+    for processes, nodes in ((4, 1), (8, 2), (1, 1)):
+        with pytest.raises(ConfigError, match="torchrun started 4 processes on 2 machines, and the settings say"):
+            check_torchrun(processes, nodes, TORCHRUN)
+
+
+def test_one_process_answers_for_the_files_and_each_has_its_lock():
+    assert (node_number({}), is_first(1, {}), own_lock(1, {})) == (0, True, "lock")
+    assert (is_first(2, SLURM), own_lock(2, SLURM)) == (False, "lock-1")
+    assert (is_first(2, {"NODE_RANK": "0"}), own_lock(2, {"NODE_RANK": "0"})) == (True, "lock-0")
+    assert (node_number(TORCHRUN), is_first(2, TORCHRUN), own_lock(2, TORCHRUN)) == (1, False, "lock-3")
+    assert is_first(2, {**TORCHRUN, "RANK": "0"})
+    # A job of SLURM with one machine is like any other.
+    assert (is_first(1, SLURM), own_lock(1, SLURM)) == (True, "lock")
