@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from qerl.formats.codecs import Packed
-from qerl.formats.group_size import FormatError
+from qerl.settings.formats import FormatError
 
+#: Formats that have kernels of their own.
+KERNEL_FORMATS = ("nvfp4", "mxfp4")
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 128
 _TILE_ROWS = 16
 _CODE_BYTES = _TILE_ROWS * BLOCK_COLUMNS // 2
@@ -95,7 +97,7 @@ class Tiles(KernelWeights):
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether layers of these shapes [rows, columns] can be stored as tiles."""
     divides = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
-    return weights_format in ("nvfp4", "mxfp4") and divides
+    return weights_format in KERNEL_FORMATS and divides
 
 
 def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:

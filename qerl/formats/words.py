@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from qerl.formats.codecs import Packed
-from qerl.formats.group_size import GROUP_SIZE
-from qerl.formats.tiles import KernelWeights, code_words, codes_and_scales, codes_at
+from qerl.formats.tiles import KERNEL_FORMATS, KernelWeights, code_words, codes_and_scales, codes_at
+from qerl.settings.formats import FORMATS
 
 BLOCK_COLUMNS = 128
 WORDS = BLOCK_COLUMNS // 8
-#: Formats that this layout has.
-FORMATS = ("nvfp4", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Words(KernelWeights):
     @property
     def group(self) -> int:
         """Columns that share a scale."""
-        return GROUP_SIZE[self.weights_format]
+        return FORMATS[self.weights_format].group_size
 
     @property
     def codes(self) -> Tensor:
@@ -60,14 +58,14 @@ class Words(KernelWeights):
 
 def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
     """Whether layers of these shapes [rows, columns] can be stored as words without columns that they lack."""
-    return weights_format in FORMATS and all(columns % BLOCK_COLUMNS == 0 for _, columns in shapes)
+    return weights_format in KERNEL_FORMATS and all(columns % BLOCK_COLUMNS == 0 for _, columns in shapes)
 
 
 def pack(layers: Sequence[Packed]) -> Words:
     """Store the weights of `layers` on their device. Raises `FormatError` unless scales are positive numbers."""
     weights_format, columns = layers[0].weights_format, layers[0].shape[1]
     codes, scales, factors, largest = zip(*map(codes_and_scales, layers), strict=True)
-    step = GROUP_SIZE[weights_format] // 16
+    step = FORMATS[weights_format].group_size // 16
     words, bytes_ = _to_words(torch.cat(codes)), torch.cat(scales)[:, ::step]
     return Words(
         data=torch.cat([_to_blocks(words, WORDS), _to_blocks(bytes_, BLOCK_COLUMNS // 16 // step)]),

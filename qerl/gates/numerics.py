@@ -43,12 +43,12 @@ def measure_numerics(folder: Path, out: Path) -> None:
 
 
 def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """For each format, the number of bytes that differ and the error of a layer's product.
+    """For each format of the vectors, the number of bytes that differ and the error of a layer's product.
 
     `vectors` has weight [out, in] in bfloat16 and x [rows, in] in float32. For each format it has the tensors of a
     checkpoint, the bfloat16 weight that they represent (`dense`) and x times that weight in float64 (`product`).
     """
-    for name in PACKED_FORMATS:
+    for name in (each for each in PACKED_FORMATS if f"{each}/dense" in vectors):
         stored = {key.rpartition("/")[2]: tensor for key, tensor in vectors.items() if key.startswith(f"{name}/")}
         dense, product = stored.pop("dense"), stored.pop("product")
         packed = from_checkpoint(name, stored)

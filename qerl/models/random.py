@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from qerl.checkpoints.files import CONFIG, INDEX
 from qerl.checkpoints.shapes import ARCHITECTURES, EXPERTS_ALONE, FUSED, PUBLISHED, linear_shapes
 from qerl.checkpoints.tensors import write_tensors
-from qerl.formats import words
 from qerl.formats.codecs import nvfp4_global_scale, quantize, split_rows, to_checkpoint
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.tiles import KERNEL_FORMATS
 from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, add_adapter, use_own_modules
 from qerl.models.structure import empty_model, structure_of
+from qerl.settings.formats import FORMATS
 from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
 
@@ -305,7 +305,7 @@ QUANTIZATION: dict[str, Any] = {
                 "num_bits": 4,
                 "type": "float",
                 "strategy": "tensor_group",
-                "group_size": GROUP_SIZE["nvfp4"],
+                "group_size": FORMATS["nvfp4"].group_size,
                 "symmetric": True,
                 "dynamic": False,
             },
@@ -377,7 +377,7 @@ def published_model(
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     groups: dict[str, list[str]] = {}  # the same layer of all experts of a block together, where a format allows it
     for name in packed:
-        groups.setdefault(_EXPERT.sub(".experts.", name) if weights in words.FORMATS else name, []).append(name)
+        groups.setdefault(_EXPERT.sub(".experts.", name) if weights in KERNEL_FORMATS else name, []).append(name)
     for names in groups.values():
         _pack(lm, names, weights, device)
     if any(parameter.is_meta for parameter in lm.parameters()):
