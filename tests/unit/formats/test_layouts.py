@@ -9,7 +9,7 @@ import torch
 from qerl.formats import tiles, words
 from qerl.formats.codecs import dequantize, joined, quantize, split_rows
 from qerl.formats.tiles import KERNEL_FORMATS
-from qerl.models.linear import PackedLinear
+from qerl.models.linear import PackedLinear, PortableLinear
 from qerl.settings.formats import FormatError
 
 #: What the kernels take for codes' bits: sign, exponent and mantissa of a bfloat16, in both halves of a word.
@@ -117,13 +117,18 @@ def test_a_weight_that_has_no_such_parts_is_refused(weights_format, rows):
         split_rows(quantize(torch.randn(48, 256), weights_format), rows)
 
 
-def test_a_layer_keeps_one_copy_and_its_products():
+@pytest.mark.parametrize("portable", [True, False])
+def test_a_layer_keeps_one_copy_and_its_products(portable):
     packed = random_packed("nvfp4", (32, 256), (16, 256))
     layers = [PackedLinear.from_packed(one) for one in packed]
     x = torch.randn(3, 256)
     before = [layer(x) for layer in layers]
-    made = tiles.pack([layer.packed for layer in layers])
-    for part, layer in enumerate(layers):
-        layer.use_tiles(made, part)
-    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
-    assert {buffer.data_ptr() for layer in layers for buffer in layer.buffers()} == {made.data.data_ptr()}
+    for _ in range(2):  # the second product finds the copy of the first
+        if portable:
+            PortableLinear(layers, torch.float32)
+        else:
+            made = tiles.pack([layer.packed for layer in layers])
+            for part, layer in enumerate(layers):
+                layer.use_tiles(made, part)
+        assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
+        assert len({buffer.data_ptr() for layer in layers for buffer in layer.buffers()}) == 1
