@@ -12,7 +12,7 @@ import torch
 from qerl.checkpoints.files import read_config
 from qerl.checkpoints.shapes import ARCHITECTURES, HALF, DeltaNets, ModelShape
 from qerl.formats.codecs import stored_bytes
-from qerl.formats.words import BLOCK_COLUMNS
+from qerl.formats.layouts import BLOCK_COLUMNS
 from qerl.kernels.packed_sequences import SINK_FEATURES
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.logprobs import COLUMNS, ROWS

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.data.grading import is_correct, well_formed
-from qerl.formats import tiles
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
+from qerl.formats.layouts import Tiles
 from qerl.jobs import NumericsJob
 from qerl.models.linear import PackedLinear
 from qerl.results.schema import NumericsResult, Provenance
@@ -55,8 +55,8 @@ def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
         yield f"codec/{name}", _differing(quantize(vectors["weight"], name), packed)
         yield f"dequantize/{name}", differing(dequantize(packed, torch.bfloat16), dense)
         yield f"product/{name}", _product_error(packed, vectors["x"], product)
-        if tiles.fits(name, [packed.shape]):
-            yield f"tiles/{name}", _differing(tiles.unpack(tiles.pack([packed]), 0), packed)
+        if Tiles.fits(name, [packed.shape]):
+            yield f"tiles/{name}", _differing(Tiles.pack([packed]).unpack(0), packed)
 
 
 def _differing(made: Packed, stored: Packed) -> float:

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from qerl.formats.tiles import KERNEL_FORMATS
-from qerl.formats.words import Words
+from qerl.formats.layouts import KERNEL_FORMATS, Words
 from qerl.kernels import reference
 from qerl.kernels.operations import Operations, operations
 from qerl.kernels.state import GroupedLora, Groups

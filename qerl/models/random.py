@@ -18,7 +18,7 @@ from qerl.checkpoints.files import CONFIG, INDEX
 from qerl.checkpoints.shapes import ARCHITECTURES, EXPERTS_ALONE, FUSED, PUBLISHED, linear_shapes
 from qerl.checkpoints.tensors import write_tensors
 from qerl.formats.codecs import nvfp4_global_scale, quantize, split_rows, to_checkpoint
-from qerl.formats.tiles import KERNEL_FORMATS
+from qerl.formats.layouts import KERNEL_FORMATS
 from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, add_adapter, use_own_modules

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from qerl.checkpoints.files import whole_model
-from qerl.formats.tiles import KERNEL_FORMATS
+from qerl.formats.layouts import KERNEL_FORMATS
 from qerl.kernels.state import LEAST_FP8_CAPABILITY, Activation
 from qerl.models.linear import dense_weights
 from qerl.models.policy import Policy

@@ -1,14 +1,13 @@
 """The layouts of 4-bit weights for the GPU's kernels lose nothing, and codes lie where the kernels read them.
 
-Decoding of `words` is compared by the kernels' tests.
+Decoding of `Words` is compared by the kernels' tests.
 """
 
 import pytest
 import torch
 
-from qerl.formats import tiles, words
 from qerl.formats.codecs import dequantize, joined, quantize, split_rows
-from qerl.formats.tiles import KERNEL_FORMATS
+from qerl.formats.layouts import KERNEL_FORMATS, Tiles, Words
 from qerl.models.linear import PackedLinear, PortableLinear
 from qerl.settings.formats import FormatError
 
@@ -34,13 +33,13 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize(
     ("layout", "shapes", "options"),
     [
-        (tiles, [(128, 256)], {}),
-        (tiles, [(48, 256)], {}),
-        (tiles, [(256, 512), (128, 512), (128, 512)], {}),
-        (tiles, [(4352, 256), (4352, 256)], {"interleaved": True}),
-        (tiles, [(144, 256), (144, 256)], {"interleaved": True}),
-        *((words, shapes, {}) for shapes in ([(1, 128)], [(48, 384)], [(136, 256), (40, 256), (3, 256)])),
-        (words, [(24, 96), (5, 96)], {}),
+        (Tiles, [(128, 256)], {}),
+        (Tiles, [(48, 256)], {}),
+        (Tiles, [(256, 512), (128, 512), (128, 512)], {}),
+        (Tiles, [(4352, 256), (4352, 256)], {"interleaved": True}),
+        (Tiles, [(144, 256), (144, 256)], {"interleaved": True}),
+        *((Words, shapes, {}) for shapes in ([(1, 128)], [(48, 384)], [(136, 256), (40, 256), (3, 256)])),
+        (Words, [(24, 96), (5, 96)], {}),
     ],
 )
 def test_unpacking_gives_back_every_bit(weights_format, layout, shapes, options):
@@ -49,8 +48,8 @@ def test_unpacking_gives_back_every_bit(weights_format, layout, shapes, options)
         packed[0].tensors["weight_scale"].view(torch.uint8)[0, :6] = torch.arange(1, 7)  # subnormal ones too
     made = layout.pack(packed, **options)
     for part, before in enumerate(packed):
-        assert_same_bits(layout.unpack(made, part), before)
-    if layout is words:  # in as many bytes; gpt-oss has a width of 22.5 blocks
+        assert_same_bits(made.unpack(part), before)
+    if layout is Words:  # in as many bytes; gpt-oss has a width of 22.5 blocks
         least = sum(one.tensors[name].nbytes for one in packed for name in ("weight_packed", "weight_scale"))
         assert made.data.nbytes * made.columns == least * 128 * made.blocks
 
@@ -59,7 +58,7 @@ def test_unpacking_gives_back_every_bit(weights_format, layout, shapes, options)
 def test_a_tile_decodes_as_the_kernels_do(weights_format):
     """Row 8h + g, column 16j + 8q + 2t + e: lane 4g + t, word j, place h + 2q, half e."""
     [packed] = random_packed(weights_format, (16, 256))
-    made = tiles.pack([packed])
+    made = Tiles.pack([packed])
     multiplier, offset = made.scale_decode
     decoded = torch.zeros(16, 256, dtype=torch.float64)
     for block in range(2):
@@ -83,11 +82,11 @@ def test_a_tile_decodes_as_the_kernels_do(weights_format):
 def test_a_zero_scale_makes_its_weights_zero():
     [packed] = random_packed("nvfp4", (16, 256))
     packed.tensors["weight_scale"].view(torch.uint8)[3, 5] = 0
-    weight = dequantize(tiles.unpack(tiles.pack([packed]), 0), torch.float32)
+    weight = dequantize(Tiles.pack([packed]).unpack(0), torch.float32)
     assert torch.equal(weight, dequantize(packed, torch.float32))
 
 
-@pytest.mark.parametrize("layout", [tiles, words])
+@pytest.mark.parametrize("layout", [Tiles, Words])
 def test_a_negative_scale_is_refused(layout):
     [packed] = random_packed("nvfp4", (16, 256))
     packed.tensors["weight_scale"].view(torch.uint8)[3, 5] = 0x81
@@ -104,8 +103,8 @@ def test_a_fused_layer_has_its_halves_interleaved_and_keeps_its_products(weights
     layer = PackedLinear.from_packed(joined(two))
     x = torch.randn(3, 256)
     before, weight = layer(x), layer.packed
-    made = tiles.pack(split_rows(weight, 24), interleaved=True)
-    assert torch.equal(made.data, tiles.pack(two, interleaved=True).data)
+    made = Tiles.pack(split_rows(weight, 24), interleaved=True)
+    assert torch.equal(made.data, Tiles.pack(two, interleaved=True).data)
     layer.use_tiles(made, 0, 1)
     assert torch.equal(layer(x), before)
     assert_same_bits(layer.packed, weight)
@@ -127,7 +126,7 @@ def test_a_layer_keeps_one_copy_and_its_products(portable):
         if portable:
             PortableLinear(layers, torch.float32)
         else:
-            made = tiles.pack([layer.packed for layer in layers])
+            made = Tiles.pack([layer.packed for layer in layers])
             for part, layer in enumerate(layers):
                 layer.use_tiles(made, part)
         assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
+from qerl.formats.layouts import Words
 from qerl.kernels import reference
 from qerl.kernels.state import BLOCK_SIZES, GroupedLora, Groups
 from qerl.kernels.triton import experts
@@ -37,7 +37,7 @@ def operands_of(weights, columns, bias=False):
     if weights != "float32":
         packed = [quantize(layer, weights) for layer in dense]
         dense = torch.stack([dequantize(one, torch.float32) for one in packed])
-        made = layout.pack(packed)
+        made = Words.pack(packed)
         factors = torch.tensor(made.factors).repeat_interleave(ROWS // 2)
     added = torch.randn(EXPERTS * ROWS) if bias else None
     return GroupedOperands(made, ROWS, factors, added), dense.double().view(EXPERTS, ROWS, columns)

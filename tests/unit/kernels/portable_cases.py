@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.activations import ACT2FN
 
-from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
+from qerl.formats.layouts import Words
 from qerl.kernels.portable import Tile, tile_for
 from qerl.kernels.state import Activation, workspace
 from qerl.kernels.triton.linear import dense, multiply
@@ -125,7 +125,7 @@ def test_unpacked_weights_are_the_codecs_bit_for_bit(weights_format, columns):
     packed = [quantize(torch.randn(rows, columns) * 3, weights_format) for rows in (40, 19)]
     if weights_format == "nvfp4":
         packed[0].tensors["weight_scale"].view(torch.uint8)[0, :8] = torch.arange(1, 9)  # subnormal ones too
-    words = layout.pack(packed)
+    words = Words.pack(packed)
     for part, before in enumerate(packed):
         assert torch.equal(dense(words, part, torch.float32), dequantize(before, torch.float32))
 
