@@ -18,7 +18,6 @@ from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.jit import (
     address,
     compile_all,
-    defines,
     flat_tensor_map,
     launch,
     load,
@@ -301,12 +300,12 @@ def compile_ahead(products: Iterable[Operands], rows: int) -> None:
 
 
 def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
-    return defines(
-        X_TILES=variant.x_tiles,
-        STAGES=variant.stages,
-        REGISTERS=variant.registers_per_thread(rank),
-        RANK=rank,
-        CLUSTER=variant.cluster,
+    return (
+        ("X_TILES", variant.x_tiles),
+        ("STAGES", variant.stages),
+        ("REGISTERS", variant.registers_per_thread(rank)),
+        ("RANK", rank),
+        ("CLUSTER", variant.cluster),
     )
 
 
