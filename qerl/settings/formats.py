@@ -30,8 +30,8 @@ class Format:
     numbers: Literal["float", "int"] = "float"
     #: Whether stock transformers reads experts, which it stacks while it loads them.
     stock_experts: bool = False
+    #: How weights are rounded; rtn: to nearest, without calibration data.
     method: str = "rtn"
-    """How weights are rounded: to nearest, without calibration data."""
 
     @property
     def libraries(self) -> tuple[str, ...]:
