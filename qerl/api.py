@@ -43,7 +43,6 @@ from qerl.data.sources import (
     read_meta,
     read_split,
 )
-from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory, own_lock
@@ -84,6 +83,7 @@ from qerl.settings.base import (
     path_argument,
 )
 from qerl.settings.data import AnswerForm, DatasetSettings, Split
+from qerl.settings.formats import FORMATS
 from qerl.settings.models import Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
@@ -124,8 +124,8 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
     The format is that of compressed-tensors (NVFP4, MXFP4) or bitsandbytes (NF4): Transformers and vLLM load it.
     """
     target, name = path_argument(out, "out"), str(path_argument(model, "model"))
-    if not isinstance(weights, str) or weights not in GROUP_SIZE:
-        raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(GROUP_SIZE)}")
+    if not isinstance(weights, str) or weights not in FORMATS:
+        raise ConfigError(f"weights={weights!r} is no 4-bit format; use one of {', '.join(FORMATS)}")
     check_installed("train")
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or give another folder")

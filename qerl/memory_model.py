@@ -10,7 +10,7 @@ import torch
 
 from qerl.checkpoints.shapes import HALF, DeltaNets, ModelShape
 from qerl.formats.codecs import stored_bytes
-from qerl.formats.words import BLOCK_COLUMNS
+from qerl.formats.layouts import BLOCK_COLUMNS
 from qerl.kernels.packed_sequences import SINK_FEATURES
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.logprobs import COLUMNS, ROWS

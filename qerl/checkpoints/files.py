@@ -24,8 +24,8 @@ from qerl.checkpoints.layouts import (
     text_config,
     unpacked_layers,
 )
-from qerl.formats.group_size import FormatError
 from qerl.settings.base import ConfigError, UserError
+from qerl.settings.formats import FORMATS, FormatError
 from qerl.settings.run import EngineSettings
 
 #: The supported values of `layer_types` in config.json.
@@ -138,7 +138,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def weights_format_of(folder: Path) -> str:
-    """The format of a checkpoint's linear weights: "nvfp4", "mxfp4", "nf4", or "bf16" for dense ones (any float type).
+    """The format of a checkpoint's linear weights: a key of `FORMATS`, or "bf16" for dense ones (any float type).
 
     Raises `CheckpointError` for another quantization scheme, or a config.json that isn't a decoder's.
     """
@@ -485,16 +485,14 @@ class StockLoading:
 
 
 def stock_loading(folder: Path) -> StockLoading:
-    """How stock transformers loads a checkpoint.
-
-    It stacks experts while it loads them. By transformers 5.17, experts in NVFP4 lose their global scales so, without
-    an error, and those in NF4 fail.
-    """
+    """How stock transformers loads a checkpoint."""
     model, weights = whole_model(folder), weights_format_of(folder)
     loader = TEXT_LOADER if model is None else model.loader
-    if weights in ("nvfp4", "nf4") and any(".experts." in name for name in read_headers(folder)):
+    if weights == "bf16":
+        return StockLoading(loader)
+    if not FORMATS[weights].stock_experts and any(".experts." in name for name in read_headers(folder)):
         return StockLoading(loader, "qerl")
-    if weights not in ("nvfp4", "mxfp4"):
+    if FORMATS[weights].layout is None:
         return StockLoading(loader)
     published = quantization_of(folder)["quant_method"] == "mxfp4"
     return StockLoading(loader, "Mxfp4Config" if published else "CompressedTensorsConfig")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qerl.formats.group_size import GROUP_SIZE, FormatError
+from qerl.settings.formats import FORMATS, FormatError
 
 # Models of images and text, of which the text model alone is read: its configuration and its names, without torch.
 
@@ -133,8 +133,8 @@ def own_name(name: str) -> str | None:
 QUANTIZE_AGAIN = "quantize the dense checkpoint with `qerl quantize` instead"
 _OTHER_INTEGERS = "a published NVFP4 checkpoint, or the dense one, of which `qerl quantize` makes NVFP4"
 
-#: compressed-tensors' formats of 4-bit floats, and of FP8.
-_FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+#: compressed-tensors' layouts of 4-bit weights and of FP8, and this package's names of the former.
+_LAYOUTS = {form.layout: name for name, form in FORMATS.items() if form.layout}
 _FP8 = ("float-quantized", "naive-quantized")
 _MIXED = "mixed-precision"
 #: Libraries of integer weights by their quant_method.
@@ -146,7 +146,7 @@ _MODELOPT_MIXED = "MIXED_PRECISION"
 
 
 def weights_format(quantization: object) -> str:
-    """The format of the packed layers: "nvfp4", "mxfp4" or "nf4". Raises `FormatError` for another scheme."""
+    """The name of the packed layers' format, a key of `FORMATS`. Raises `FormatError` for another scheme."""
     if not isinstance(quantization, Mapping):
         raise FormatError(f"a quantization_config that is no mapping; {QUANTIZE_AGAIN}")
     method = quantization.get("quant_method")
@@ -184,7 +184,7 @@ def ignored(quantization: Mapping[str, Any]) -> list[str]:
 
 
 def _compressed(quantization: Mapping[str, Any]) -> str:
-    """The format of a compressed-tensors checkpoint: NVFP4 or MXFP4, with further layers in FP8."""
+    """The format of a compressed-tensors checkpoint in 4 bits, with further layers in FP8."""
     declared, config_groups = str(quantization.get("format")), quantization.get("config_groups")
     groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
     if not groups or not all(isinstance(group, Mapping) for group in groups):
@@ -202,23 +202,24 @@ def _compressed(quantization: Mapping[str, Any]) -> str:
 
 
 def _group_format(declared: str, group: Mapping[str, Any]) -> str:
-    """The format of a group's weights: "nvfp4", "mxfp4" or "fp8"."""
+    """The format of a group's weights, a key of `FORMATS` or "fp8"."""
     name, weights = str(group.get("format") or declared), group.get("weights")
     stated: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {}
     if name == _MIXED:  # then the weights alone say what it is
         fp8 = (stated.get("num_bits"), stated.get("type")) == (8, "float")
-        sizes = {GROUP_SIZE[packed]: form for form, packed in _FP4.items()}
+        sizes = {FORMATS[packed].group_size: layout for layout, packed in _LAYOUTS.items()}
         name = _FP8[0] if fp8 else sizes.get(stated.get("group_size", 0), name)
     if name in _FP8:
         _require(stated, {"num_bits": 8, "type": "float"})
         return "fp8"
-    if name not in _FP4:
+    if name not in _LAYOUTS:
         raise FormatError(
-            f"compressed-tensors format {name!r}, only {' or '.join(_FP4)} is supported; take {_OTHER_INTEGERS}"
+            f"compressed-tensors format {name!r}, only {' or '.join(_LAYOUTS)} is supported; take {_OTHER_INTEGERS}"
         )
-    _require({"symmetric": True, **stated}, {"num_bits": 4, "type": "float", "symmetric": True})
-    _require(stated, {"group_size": GROUP_SIZE[_FP4[name]]})
-    return _FP4[name]
+    packed = FORMATS[_LAYOUTS[name]]
+    _require({"symmetric": True, **stated}, {"num_bits": 4, "type": packed.numbers, "symmetric": True})
+    _require(stated, {"group_size": packed.group_size})
+    return _LAYOUTS[name]
 
 
 def _modelopt(quantization: Mapping[str, Any]) -> str:
@@ -231,9 +232,10 @@ def _modelopt(quantization: Mapping[str, Any]) -> str:
         raise FormatError(f"ModelOpt's quant_algo={unknown[0]!r}, which isn't supported; take {_OTHER_INTEGERS}")
     if not algorithms & set(_MODELOPT_FP4):
         raise _only_fp8(f"ModelOpt's {', '.join(sorted(algorithms)) or 'quant_algo of no layer'}")
+    group_size = FORMATS["nvfp4"].group_size
     for layer in layers:
         if str(layer.get("quant_algo")).upper() in _MODELOPT_FP4:
-            _require({"group_size": GROUP_SIZE["nvfp4"], **layer}, {"group_size": GROUP_SIZE["nvfp4"]})
+            _require({"group_size": group_size, **layer}, {"group_size": group_size})
     return "nvfp4"
 
 

@@ -16,15 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from qerl.formats import nf4
-from qerl.formats.group_size import GROUP_SIZE, FormatError
+from qerl.settings.formats import FORMATS, FormatError
 
 #: Formats with packed weights.
-PACKED_FORMATS = tuple(GROUP_SIZE)
+PACKED_FORMATS = tuple(FORMATS)
+#: Names, shapes and dtypes of the tensors of a packed weight.
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX = 6.0
@@ -74,7 +77,7 @@ def split_rows(packed: Packed, rows: int) -> list[Packed]:
 
 
 def joined(parts: Sequence[Packed]) -> Packed:
-    """The inverse of `halves`: one weight of `parts`, which have one global scale, with their rows in order."""
+    """The inverse of `split_rows`: one weight of `parts`, which have one global scale, with their rows in order."""
     if len(parts) == 1:
         return parts[0]
     first, rows = parts[0], sum(part.shape[0] for part in parts)
@@ -87,23 +90,41 @@ def joined(parts: Sequence[Packed]) -> Packed:
     return Packed(first.weights_format, (rows, first.shape[1]), tensors)
 
 
-def tensor_specs(
-    weights_format: str, shape: tuple[int, int], nested: bool = True
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+class Codec(Protocol):
+    """A format of `FORMATS`: an object with these methods, or a module with these functions, such as `nf4`.
+
+    `shape` is that of the weight, [out, in], of which the format's group divides `in`. Tensors have the names of
+    `Packed`.
+    """
+
+    def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
+        """Shape and dtype of each tensor; `nested` (NF4 only): with double quantization."""
+
+    def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
+        """The tensors of a contiguous weight in float32 or bfloat16; options are those of `codecs.quantize`."""
+
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] in `dtype`: computed in float32, rounded once."""
+
+    def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+        """A bound on the weight's magnitudes, NaN if a tensor has NaN, with the name of the tensor that decides it."""
+
+    def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        """Tensors and shape of a weight from a layer's tensors in a checkpoint."""
+
+    def to_checkpoint(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in metadata, if there are any."""
+
+    def checkpoint_name(self, name: str) -> str:
+        """Name of a tensor in a checkpoint, without the layer's own."""
+
+
+def tensor_specs(weights_format: str, shape: tuple[int, int], nested: bool = True) -> Specs:
     """Shape and dtype of each tensor of a `Packed`; `nested` (NF4 only): with double quantization."""
-    rows, columns = shape
-    _check_group(weights_format, columns)
-    groups = columns // GROUP_SIZE[weights_format]
-    if weights_format == "nf4":
-        return nf4.tensor_specs(rows * columns, nested)
-    codes = {"weight_packed": ((rows, columns // 2), torch.uint8)}
-    if weights_format == "mxfp4":
-        return {**codes, "weight_scale": ((rows, groups), torch.uint8)}
-    return {
-        **codes,
-        "weight_scale": ((rows, groups), torch.float8_e4m3fn),
-        "weight_global_scale": ((1,), torch.float32),
-    }
+    _check_group(weights_format, shape[1])
+    return CODECS[weights_format].tensor_specs(shape, nested)
 
 
 def stored_bytes(weights_format: str, shapes: Iterable[tuple[int, int]]) -> int:
@@ -130,12 +151,7 @@ def quantize(
     _check_group(weights_format, weight.shape[1])
     weight = weight.detach().contiguous()
     check_magnitudes(weight, "the weight")
-    if weights_format == "nvfp4":
-        tensors = _quantize_nvfp4(weight, nvfp4_global_scale(weight) if global_scale is None else global_scale)
-    elif weights_format == "mxfp4":
-        tensors = _quantize_mxfp4(weight)
-    else:
-        tensors = nf4.quantize(weight, double_quant)
+    tensors = CODECS[weights_format].quantize(weight, global_scale, double_quant)
     return Packed(weights_format, (weight.shape[0], weight.shape[1]), tensors)
 
 
@@ -150,16 +166,7 @@ def check_magnitudes(weight: Tensor, name: str) -> None:
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] in `dtype`: computed in float32, rounded once."""
-    tensors = packed.tensors
-    if packed.weights_format == "nf4":
-        return nf4.dequantize(tensors, packed.shape, dtype)
-    values = _unpack_e2m1(tensors["weight_packed"])
-    if packed.weights_format == "nvfp4":
-        scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]
-    else:
-        scale = _e8m0_values(values.device)[tensors["weight_scale"].long()]
-    grouped = values.view(packed.shape[0], -1, GROUP_SIZE[packed.weights_format]) * scale.unsqueeze(-1)
-    return grouped.view(packed.shape).to(dtype)
+    return CODECS[packed.weights_format].dequantize(packed.tensors, packed.shape, dtype)
 
 
 def check_scales(packed: Packed) -> None:
@@ -168,22 +175,15 @@ def check_scales(packed: Packed) -> None:
     What counts is the scale as it multiplies: NVFP4 divides by the global scale, and NF4's scales are products. The
     largest code times it must be finite in float32 and bfloat16.
     """
-    tensors = packed.tensors
-    if packed.weights_format == "nf4":
-        name, top = "weight.absmax", nf4.largest(tensors)
-    elif packed.weights_format == "mxfp4":
-        name, top = "weight_scale", _E2M1_MAX * 2.0 ** (int(tensors["weight_scale"].max()) - _E8M0_BIAS)
-    else:
-        name, smallest = "weight_global_scale", tensors["weight_global_scale"].min().item()
-        top = _E4M3_MAX * _E2M1_MAX / smallest if smallest > 0 else math.inf
+    name, top = CODECS[packed.weights_format].largest(packed.tensors)
     if not top <= torch.finfo(torch.bfloat16).max:
         raise FormatError(f"{name} makes weights infinite or NaN; download the checkpoint again, or quantize it again")
 
 
 def _check_group(weights_format: str, columns: int) -> None:
-    if weights_format not in GROUP_SIZE:
+    if weights_format not in FORMATS:
         raise FormatError(f"unknown weights format {weights_format!r}; use one of {', '.join(PACKED_FORMATS)}")
-    size = GROUP_SIZE[weights_format]
+    size = FORMATS[weights_format].group_size
     if columns % size:
         raise FormatError(
             f"{weights_format} shares a scale among {size} weights of a row, which doesn't divide the input dimension "
@@ -191,7 +191,29 @@ def _check_group(weights_format: str, columns: int) -> None:
         )
 
 
-# --- E2M1: NVFP4 and MXFP4 -------------------------------------------------------------------------------------------
+def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packed:
+    """A layer's tensors by their names in a checkpoint, without the layer's own name, as a `Packed`.
+
+    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module, and as
+    `check_scales` does.
+    """
+    renamed, shape = CODECS[weights_format].from_checkpoint(tensors)
+    packed = Packed(weights_format, shape, renamed)
+    check_scales(packed)
+    return packed
+
+
+def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in NF4's metadata."""
+    return CODECS[packed.weights_format].to_checkpoint(packed.tensors, packed.shape, dtype)
+
+
+def checkpoint_name(weights_format: str, name: str) -> str:
+    """Name in a checkpoint, without the layer's own name, of a tensor of a `Packed`."""
+    return CODECS[weights_format].checkpoint_name(name)
+
+
+# --- E2M1: NVFP4 and MXFP4, as compressed-tensors stores them --------------------------------------------------------
 
 
 def _e2m1_codes(scaled: Tensor) -> Tensor:
@@ -205,15 +227,6 @@ def _e2m1_codes(scaled: Tensor) -> Tensor:
     return code | ((scaled < 0).to(torch.uint8) << 3)
 
 
-def _pack_low_first(codes: Tensor) -> Tensor:
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
-
-
-def _unpack_e2m1(packed: Tensor) -> Tensor:
-    table = _e2m1_values(packed.device)
-    return table[torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).int()]
-
-
 @cache
 def _e2m1_values(device: torch.device) -> Tensor:
     return torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=device)
@@ -225,8 +238,41 @@ def _e8m0_values(device: torch.device) -> Tensor:
     return torch.tensor([2.0 ** (exponent - _E8M0_BIAS) for exponent in range(256)], dtype=torch.float32, device=device)
 
 
-def _grouped(weight: Tensor, weights_format: str) -> Tensor:
-    return weight.view(weight.shape[0], -1, GROUP_SIZE[weights_format])
+class _E2m1:
+    """Codes of a row two a byte, low nibble first, and one scale [out, in / group] for each group of them."""
+
+    name: ClassVar[str]
+    scale_dtype: ClassVar[torch.dtype]
+
+    def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
+        rows, columns = shape
+        scales = (rows, columns // FORMATS[self.name].group_size)
+        return {"weight_packed": ((rows, columns // 2), torch.uint8), "weight_scale": (scales, self.scale_dtype)}
+
+    def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        rows, half = tensors["weight_packed"].shape
+        return dict(tensors), (rows, 2 * half)
+
+    def to_checkpoint(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    def checkpoint_name(self, name: str) -> str:
+        return name
+
+    def _groups(self, weight: Tensor) -> Tensor:
+        return weight.view(weight.shape[0], -1, FORMATS[self.name].group_size)
+
+    def _codes(self, groups: Tensor, scale: Tensor) -> Tensor:
+        """Packed codes, uint8 [out, in / 2], of groups [out, in / group, group] by scales in float32."""
+        codes = _e2m1_codes(groups.float() / scale.unsqueeze(-1))
+        return (codes[..., ::2] | (codes[..., 1::2] << 4)).view(len(groups), -1)
+
+    def _weight(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """The inverse of `_codes`."""
+        values = _e2m1_values(codes.device)[torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2).int()]
+        return (self._groups(values) * scale.unsqueeze(-1)).view(values.shape).to(dtype)
 
 
 # q, k, v have one global scale, and gate, up another: llmcompressor writes them so, and engines that fuse these
@@ -241,55 +287,51 @@ def nvfp4_global_scale(*weights: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), scale, torch.ones_like(scale)).float().reshape(1)
 
 
-def _quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
-    groups = _grouped(weight, "nvfp4")
-    # The division happens in the weight's dtype, the product with the global scale in float32.
-    scale = (groups.abs().amax(-1) / _E2M1_MAX).float() * global_scale
-    stored = scale.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
-    stored = torch.where(stored.float() == 0, torch.full_like(scale, _E4M3_ZERO), stored.float())
-    codes = _e2m1_codes(groups.float() / (stored / global_scale).unsqueeze(-1))
-    return {
-        "weight_packed": _pack_low_first(codes).view(weight.shape[0], -1),
-        "weight_scale": stored.to(torch.float8_e4m3fn),
-        "weight_global_scale": global_scale.clone(),
-    }
+class _Nvfp4(_E2m1):
+    name, scale_dtype = "nvfp4", torch.float8_e4m3fn
+
+    def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
+        return {**super().tensor_specs(shape, nested), "weight_global_scale": ((1,), torch.float32)}
+
+    def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
+        global_scale = nvfp4_global_scale(weight) if global_scale is None else global_scale
+        groups = self._groups(weight)
+        # The division happens in the weight's dtype, the product with the global scale in float32.
+        scale = (groups.abs().amax(-1) / _E2M1_MAX).float() * global_scale
+        stored = scale.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+        stored = torch.where(stored.float() == 0, torch.full_like(scale, _E4M3_ZERO), stored.float())
+        return {
+            "weight_packed": self._codes(groups, stored / global_scale),
+            "weight_scale": stored.to(torch.float8_e4m3fn),
+            "weight_global_scale": global_scale.clone(),
+        }
+
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+        return self._weight(tensors["weight_packed"], scale, dtype)
+
+    def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+        smallest = tensors["weight_global_scale"].min().item()
+        return "weight_global_scale", _E4M3_MAX * _E2M1_MAX / smallest if smallest > 0 else math.inf
 
 
-def _quantize_mxfp4(weight: Tensor) -> dict[str, Tensor]:
-    groups = _grouped(weight, "mxfp4").float()
-    # Largest magnitude rounded to a power of two, upwards from 1.75: adding a quarter to the mantissa carries over.
-    exponent = (groups.abs().amax(-1).view(torch.int32) + (1 << 21)) >> 23
-    scale = (exponent - _E2M1_EXPONENT).clamp(min=0).to(torch.uint8)
-    codes = _e2m1_codes(groups / _e8m0_values(groups.device)[scale.long()].unsqueeze(-1))
-    return {"weight_packed": _pack_low_first(codes).view(weight.shape[0], -1), "weight_scale": scale}
+class _Mxfp4(_E2m1):
+    name, scale_dtype = "mxfp4", torch.uint8
+
+    def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
+        groups = self._groups(weight).float()
+        # Largest magnitude rounded to a power of two, upwards from 1.75: adding a quarter to the mantissa carries over.
+        exponent = (groups.abs().amax(-1).view(torch.int32) + (1 << 21)) >> 23
+        scale = (exponent - _E2M1_EXPONENT).clamp(min=0).to(torch.uint8)
+        codes = self._codes(groups, _e8m0_values(groups.device)[scale.long()])
+        return {"weight_packed": codes, "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        codes = tensors["weight_packed"]
+        return self._weight(codes, _e8m0_values(codes.device)[tensors["weight_scale"].long()], dtype)
+
+    def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+        return "weight_scale", _E2M1_MAX * 2.0 ** (int(tensors["weight_scale"].max()) - _E8M0_BIAS)
 
 
-# --- names and metadata in a checkpoint ------------------------------------------------------------------------------
-
-
-def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packed:
-    """A layer's tensors by their names in a checkpoint, without the layer's own name, as a `Packed`.
-
-    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module, and as
-    `check_scales` does.
-    """
-    if weights_format == "nf4":
-        renamed, shape = nf4.from_checkpoint(tensors)
-        packed = Packed("nf4", shape, renamed)
-    else:
-        rows, half = tensors["weight_packed"].shape
-        packed = Packed(weights_format, (rows, 2 * half), dict(tensors))
-    check_scales(packed)
-    return packed
-
-
-def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in NF4's metadata."""
-    if packed.weights_format == "nf4":
-        return nf4.to_checkpoint(packed.tensors, packed.shape, dtype)
-    return dict(packed.tensors)
-
-
-def checkpoint_name(weights_format: str, name: str) -> str:
-    """Name in a checkpoint, without the layer's own name, of a tensor of a `Packed`."""
-    return nf4.checkpoint_name(name) if weights_format == "nf4" else name
+CODECS: dict[str, Codec] = {"nvfp4": _Nvfp4(), "mxfp4": _Mxfp4(), "nf4": nf4}

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.formats.group_size import GROUP_SIZE, FormatError
+from qerl.settings.formats import FORMATS, FormatError
 
+#: bitsandbytes' blocks.
+GROUP_SIZE = FORMATS["nf4"].group_size
 #: Bytes of JSON; bitsandbytes writes about 200.
 _LONGEST_STATE = 4096
 
@@ -48,9 +50,10 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
 
 
-def tensor_specs(count: int, nested: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor of a `Packed` of `count` weights; `nested`: with double quantization."""
-    blocks = count // GROUP_SIZE["nf4"]
+def tensor_specs(shape: tuple[int, int], nested: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of a `Packed` of this shape; `nested`: with double quantization."""
+    count = math.prod(shape)
+    blocks = count // GROUP_SIZE
     specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "weight_packed": ((count // 2, 1), torch.uint8),
         "weight_absmax": ((blocks,), torch.uint8 if nested else torch.float32),
@@ -81,9 +84,9 @@ def _dynamic_map(device: torch.device) -> Tensor:
 
 # QLoRA defines NF4 with double quantization (4.127 bits per weight). The paper says "default", which in bitsandbytes
 # means without; the codec reads both.
-def quantize(weight: Tensor, double_quant: bool) -> dict[str, Tensor]:
-    """The tensors of a `Packed` for a weight [out, in] (float32 or bfloat16)."""
-    blocks = weight.float().reshape(-1, GROUP_SIZE["nf4"])
+def quantize(weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
+    """The tensors of a `Packed` for a weight [out, in] (float32 or bfloat16); there is no global scale."""
+    blocks = weight.float().reshape(-1, GROUP_SIZE)
     absmax = blocks.abs().amax(-1)
     table = _nf4_map(weight.device)
     scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
@@ -131,17 +134,17 @@ def dequantize(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: tor
         absmax = tensors["weight_nested_quant_map"][absmax.long()] * scale + tensors["weight_nested_offset"]
     packed = tensors["weight_packed"].view(-1)
     codes = torch.stack((packed >> 4, packed & 0xF), dim=-1)
-    values = tensors["weight_quant_map"][codes.view(-1, GROUP_SIZE["nf4"]).int()] * absmax.unsqueeze(-1)
+    values = tensors["weight_quant_map"][codes.view(-1, GROUP_SIZE).int()] * absmax.unsqueeze(-1)
     return values.view(shape).to(dtype)
 
 
-def largest(tensors: Mapping[str, Tensor]) -> float:
-    """A bound on the magnitudes that a weight of these tensors can have; NaN if one of the tensors has NaN."""
+def largest(tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+    """See `Codec.largest`."""
     tops = {name: tensor.double().abs().max().item() for name, tensor in tensors.items() if tensor.is_floating_point()}
     if "weight_nested_absmax" not in tops:
-        return tops["weight_quant_map"] * tops["weight_absmax"]
+        return "weight.absmax", tops["weight_quant_map"] * tops["weight_absmax"]
     absmax = tops["weight_nested_quant_map"] * tops["weight_nested_absmax"] + tops["weight_nested_offset"]
-    return tops["weight_quant_map"] * absmax
+    return "weight.absmax", tops["weight_quant_map"] * absmax
 
 
 # NF4 is a baseline here, and QLoRA's users run bitsandbytes' kernels.
@@ -158,7 +161,7 @@ def _quant_state(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: t
     from bitsandbytes.functional import QuantState
 
     state = QuantState(
-        tensors["weight_absmax"], torch.Size(shape), tensors["weight_quant_map"], GROUP_SIZE["nf4"], "nf4", dtype
+        tensors["weight_absmax"], torch.Size(shape), tensors["weight_quant_map"], GROUP_SIZE, "nf4", dtype
     )
     if "weight_nested_absmax" in tensors:
         state.nested, state.offset = True, tensors["weight_nested_offset"]
@@ -182,18 +185,18 @@ def from_checkpoint(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], t
     """Tensors and shape of a `Packed` from a layer's tensors in a checkpoint."""
     state = read_state(tensors[STATE_NAME])
     nested = "nested_offset" in state
-    count = math.prod(state["shape"])
-    packed = {name: tensors[checkpoint_name(name)] for name in tensor_specs(count, nested)}
+    rows, columns = state["shape"]
+    packed = {name: tensors[checkpoint_name(name)] for name in tensor_specs((rows, columns), nested)}
     if nested:
         packed["weight_nested_offset"] = offset(state, tensors["weight"].device)
-    return packed, (state["shape"][0], state["shape"][1])
+    return packed, (rows, columns)
 
 
 def to_checkpoint(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
     """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in the metadata."""
     state: dict[str, Any] = {
         "quant_type": "nf4",
-        "blocksize": GROUP_SIZE["nf4"],
+        "blocksize": GROUP_SIZE,
         "dtype": str(dtype).removeprefix("torch."),
         "shape": list(shape),
     }
@@ -223,7 +226,7 @@ def read_state(tensor: Tensor) -> dict[str, Any]:
     nested_offset = state.get("nested_offset", 0.0)
     if not isinstance(nested_offset, float | int) or not abs(nested_offset) <= torch.finfo(torch.float32).max:
         raise FormatError(f"NF4 weight has a nested_offset that is no finite number; {again}")
-    expected = {"quant_type": "nf4", "blocksize": GROUP_SIZE["nf4"]}
+    expected = {"quant_type": "nf4", "blocksize": GROUP_SIZE}
     if "nested_offset" in state:
         expected |= {"nested_blocksize": NESTED_GROUP_SIZE, "nested_dtype": "float32"}
     for key, value in expected.items():

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.data.grading import is_correct, well_formed
-from qerl.formats import tiles
 from qerl.formats.codecs import PACKED_FORMATS, Packed, dequantize, from_checkpoint, quantize
+from qerl.formats.layouts import Tiles
 from qerl.jobs import NumericsJob
 from qerl.models.linear import PackedLinear
 from qerl.results.schema import NumericsResult, Provenance
@@ -36,20 +36,20 @@ def measure_numerics(job: NumericsJob) -> None:
 
 
 def _formats(vectors: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """For each format, the number of bytes that differ and the error of a layer's product.
+    """For each format of the vectors, the number of bytes that differ and the error of a layer's product.
 
     `vectors` has weight [out, in] in bfloat16 and x [rows, in] in float32. For each format it has the tensors of a
     checkpoint, the bfloat16 weight that they represent (`dense`) and x times that weight in float64 (`product`).
     """
-    for name in PACKED_FORMATS:
+    for name in (each for each in PACKED_FORMATS if f"{each}/dense" in vectors):
         stored = {key.rpartition("/")[2]: tensor for key, tensor in vectors.items() if key.startswith(f"{name}/")}
         dense, product = stored.pop("dense"), stored.pop("product")
         packed = from_checkpoint(name, stored)
         yield f"codec/{name}", _differing(quantize(vectors["weight"], name), packed)
         yield f"dequantize/{name}", differing(dequantize(packed, torch.bfloat16), dense)
         yield f"product/{name}", _product_error(packed, vectors["x"], product)
-        if tiles.fits(name, [packed.shape]):
-            yield f"tiles/{name}", _differing(tiles.unpack(tiles.pack([packed]), 0), packed)
+        if Tiles.fits(name, [packed.shape]):
+            yield f"tiles/{name}", _differing(Tiles.pack([packed]).unpack(0), packed)
 
 
 def _differing(made: Packed, stored: Packed) -> float:

@@ -196,7 +196,11 @@ def attend_packed(
     if isinstance(packing, FixedPacking) or (
         sinks is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     ):
-        return _flash(query, key, value, packing, scale, window)
+        # One call over all pieces; its causal mask aligns the last query of a piece with its last key. There is no soft
+        # cap of scores: flash attention has none, and Gemma 3 and later models don't need it.
+        keys, values = all_keys(key, packing.copies), all_keys(value, packing.copies)
+        out: Tensor = _FlashAttention.apply(query, keys, values, packing, scale, window)
+        return out
     return _by_piece(query, key, value, packing, scale, window, sinks)
 
 
@@ -217,17 +221,6 @@ def attend_masked(
     value, seen = pad(value, (0, SINK_FEATURES, 1, 0)), pad(seen, (1, 0), value=True)
     out = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
     return out[..., :size]
-
-
-# There is no soft cap of scores: flash attention has none, and Gemma 3 and later models don't need it.
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing | FixedPacking, scale: float, window: int | None
-) -> Tensor:
-    """Attend in one call over all pieces; its causal mask aligns the last query of a piece with its last key."""
-    out: Tensor = _FlashAttention.apply(
-        query, all_keys(key, packing.copies), all_keys(value, packing.copies), packing, scale, window
-    )
-    return out
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from qerl.formats.words import Words
+from qerl.formats.layouts import Words
 
 #: Registers of a multiprocessor, on all supported GPUs.
 REGISTERS = 64 * 1024

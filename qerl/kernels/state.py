@@ -176,16 +176,11 @@ class SamplingState:
                 f"the model has {len(stops)} stop tokens, but the native engine supports {MAX_STOPS}; use engine=vllm"
             )
         self.scale.copy_(torch.tensor([1 / (temperature or 1.0), float(temperature > 0)]))
-        self.seed.fill_(as_signed(seed))
+        self.seed.fill_((seed + 2**63) % 2**64 - 2**63)  # the signed number with the lowest 64 bits
         self.top_p.fill_(max(top_p, torch.finfo(torch.float32).tiny))  # rounded to 0 it would keep no token
         self.top_k.fill_(top_k or torch.iinfo(torch.int64).max)
         padded = [*sorted(stops), *[-1] * (MAX_STOPS - len(stops))]
         self.stops.copy_(torch.tensor(padded, dtype=torch.int32))
-
-
-def as_signed(value: int) -> int:
-    """The signed 64-bit integer with the lowest 64 bits of `value`."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 # The KV cache of decoded sequences: keys and values in pages, in the model's dtype or rounded to FP8.

@@ -21,6 +21,7 @@ from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import visible
 from qerl.host.process import SECONDS, patterns_end
 from qerl.models.structure import MISFITS
+from qerl.settings.formats import FORMATS
 
 # Files of an adapter in PEFT's layout, by the names with which stock PEFT loads it on its base.
 #
@@ -192,14 +193,7 @@ ABOUT_ADAPTERS: dict[str, Any] = {
     "tags": ["lora", "qerl", "reinforcement-learning"],
 }
 
-#: By weight format: how stock libraries deviate from the policy as it was trained.
-_NOTES = {
-    "bf16": "",
-    "nvfp4": "PEFT has no adapter for layers packed so: they are unpacked, and transformers rounds them to bfloat16.",
-    "mxfp4": "PEFT has no adapter for layers packed so: they are unpacked, which is exact.",
-    "nf4": "The base's own settings load it by bitsandbytes, which multiplies by its weights in bfloat16.",
-}
-#: The same of mixtures in NVFP4 and NF4.
+#: How stock libraries deviate from a policy of packed experts that they don't read.
 _EXPERTS = "Stock transformers doesn't read experts that are packed so. qerl writes them unpacked, in float32."
 _NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
 
@@ -258,7 +252,7 @@ def code_span(text: str) -> str:
 
 def loading_notes(weights: str, norms: bool, stock: StockLoading) -> str:
     """What to know about a base of such weights, and about trained norms, beside `loading_code`."""
-    note = _EXPERTS if stock.unpacked_by == "qerl" else _NOTES[weights]
+    note = _EXPERTS if stock.unpacked_by == "qerl" else "" if weights == "bf16" else FORMATS[weights].note
     return "\n".join(filter(None, (note, _NORMS if norms else "")))
 
 

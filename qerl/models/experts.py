@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from qerl.formats import words as layout
-from qerl.formats.words import Words
+from qerl.formats.layouts import KERNEL_FORMATS, Words
 from qerl.kernels import reference
 from qerl.kernels.operations import Operations, operations
 from qerl.kernels.state import GroupedLora, Groups
@@ -243,7 +242,7 @@ def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGrou
     formats = {layer.weights_format if isinstance(layer, PackedLinear) else layer.weight.dtype for layer in layers}
     dense = formats == {dtype} and layers[0].in_features % 64 == 0
     has_kernels = device_of(layers[0]).type == "cuda" and dtype in (torch.bfloat16, torch.float32)
-    if has_kernels and len(formats) == 1 and (dense or not formats.isdisjoint(layout.FORMATS)):
+    if has_kernels and len(formats) == 1 and (dense or not formats.isdisjoint(KERNEL_FORMATS)):
         return PortableGroupedLinear(experts, dtype)
     return TorchGroupedLinear(experts)
 

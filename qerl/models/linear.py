@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qerl.formats import nf4
-from qerl.formats import tiles as tile_layout
-from qerl.formats import words as word_layout
 from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_specs
-from qerl.formats.tiles import Tiles
-from qerl.formats.words import Words
+from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
 from qerl.kernels.portable import PortableOperands
 from qerl.kernels.state import Activation, gated
@@ -111,10 +108,8 @@ class PackedLinear(nn.Module):
     @property
     def packed(self) -> Packed:
         """The packed weight, without a copy unless it is in tiles."""
-        if isinstance(self.tiles, Words):
-            return joined([word_layout.unpack(self.tiles, part) for part in self._parts])
         if self.tiles is not None:
-            return joined([tile_layout.unpack(self.tiles, part) for part in self._parts])
+            return joined([self.tiles.unpack(part) for part in self._parts])
         tensors = {name: self.get_buffer(name) for name in self.packed_names}
         return Packed(self.weights_format, (self.out_features, self.in_features), tensors)
 
@@ -465,10 +460,10 @@ def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
     """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
     tiles = bases[0].tiles
     if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
-        tiles = tile_layout.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
+        tiles = Tiles.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
         bases[0].use_tiles(tiles, 0, 1)
     elif not isinstance(tiles, Tiles):
-        tiles = tile_layout.pack([base.packed for base in bases], interleaved)
+        tiles = Tiles.pack([base.packed for base in bases], interleaved)
         for part, base in enumerate(bases):
             base.use_tiles(tiles, part)
     return tiles
@@ -540,7 +535,7 @@ def words_of(bases: Sequence[PackedLinear]) -> Words:
     """The words that these layers already share, or new ones, which replace the layers' tensors."""
     words = bases[0].tiles
     if not isinstance(words, Words):
-        words = word_layout.pack([base.packed for base in bases])
+        words = Words.pack([base.packed for base in bases])
         for part, base in enumerate(bases):
             base.use_tiles(words, part)
     return words
@@ -607,7 +602,7 @@ def product_class(
     if capability is None:
         return TorchLinear
     for_hopper = kernels == "auto" and is_hopper(capability)
-    fits = tile_layout.fits if for_hopper else word_layout.fits
+    fits = Tiles.fits if for_hopper else Words.fits
     if dtype == torch.bfloat16 and fits(weights_format, shapes):
         return W4Linear if for_hopper else PortableLinear
     return BitsandbytesLinear if weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES else TorchLinear

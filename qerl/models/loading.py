@@ -33,7 +33,6 @@ from qerl.checkpoints.files import (
 from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import converted, stream
 from qerl.formats import codecs, nf4
-from qerl.formats.group_size import FormatError
 from qerl.host.console import log
 from qerl.host.process import SECONDS, template_ends
 from qerl.models.blocks import use_attend
@@ -41,9 +40,10 @@ from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.structure import MISFITS, Structure, StructureError, empty_model, structure_of
 from qerl.settings.base import ConfigError
+from qerl.settings.formats import FormatError
 
 #: By format, the suffix of a tensor that only packed layers have.
-_MARKER = {"nvfp4": ".weight_packed", "mxfp4": ".weight_packed", "nf4": "." + nf4.STATE_NAME}
+_MARKER = dict.fromkeys(codecs.PACKED_FORMATS, ".weight_packed") | {"nf4": f".{nf4.STATE_NAME}"}
 _GENERATION = "generation_config.json"
 
 

@@ -41,12 +41,12 @@ from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.formats.codecs import Packed, check_magnitudes, dequantize, tensor_specs
-from qerl.formats.group_size import GROUP_SIZE, FormatError
 from qerl.host.console import track
 from qerl.host.provenance import put
 from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
+from qerl.settings.formats import FORMATS, FormatError
 from qerl.settings.models import CalibrationSettings, RandomErrorSettings
 from qerl.settings.run import LAYERS
 
@@ -54,8 +54,6 @@ from qerl.settings.run import LAYERS
 #
 # llmcompressor packs NVFP4 and MXFP4, and bitsandbytes packs NF4. This module decides which tensors they get together.
 
-#: Weight-only schemes of llmcompressor.
-SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 #: The dtype to which weights are rounded before packing, and of the tensors that stay unpacked.
 DENSE = torch.bfloat16
 
@@ -97,7 +95,7 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     headers = read_headers(source)
     layers = {f"{layer}.weight" for layer in linear_layers(source, pack_delta_nets)}
     others = _other_matrices(source, headers, layers)
-    packer = _NF4(others) if weights_format == "nf4" else _FP4(weights_format, others)
+    packer = _CompressedTensors(scheme, others) if (scheme := FORMATS[weights_format].scheme) else _NF4(others)
     partners = {name: packer.partners(name) & layers for name in layers}
     members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -184,16 +182,16 @@ def _own(expert: re.Match[str] | None, name: str) -> str:
     return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
 
 
-class _FP4:
-    """NVFP4 and MXFP4 by llmcompressor's quantization without a model."""
+class _CompressedTensors:
+    """A scheme of weights alone by llmcompressor's quantization without a model."""
 
-    def __init__(self, weights_format: str, ignore: list[str]) -> None:
+    def __init__(self, name: str, ignore: list[str]) -> None:
         quiet()
         # The imports take seconds, so only a process that quantizes pays for them.
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
         from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
-        scheme = preset_name_to_scheme(SCHEMES[weights_format], ["Linear"])
+        scheme = preset_name_to_scheme(name, ["Linear"])
         self._converter = ModelFreePtqConverter(QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignore))
 
     def partners(self, name: str) -> set[str]:
@@ -225,7 +223,9 @@ class _NF4:
         from bitsandbytes.functional import quantize_4bit
 
         [(name, weight)] = weights.items()
-        codes, state = quantize_4bit(weight, blocksize=GROUP_SIZE["nf4"], quant_type="nf4", compress_statistics=True)
+        codes, state = quantize_4bit(
+            weight, blocksize=FORMATS["nf4"].group_size, quant_type="nf4", compress_statistics=True
+        )
         return {name: codes, **{f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}}
 
     def describe(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _with_error(name: str, info: TensorInfo, rounded: dict[str, Packed], error: 
     if packed is None:
         return dense
     normal = _standard_normal(name, error.seed or 0, dense.shape)
-    drawn = group_error(dense.float(), dequantize(packed, torch.float32), GROUP_SIZE[error.of], normal)
+    drawn = group_error(dense.float(), dequantize(packed, torch.float32), FORMATS[error.of].group_size, normal)
     return (dense.float() + math.sqrt(error.variance) * drawn).to(DENSE)
 
 
@@ -365,7 +365,7 @@ def equalise(
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    rounding = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
+    rounding = QuantizationModifier(targets="Linear", scheme=FORMATS[weights_format].scheme, ignore=["lm_head"])
     processor: Any = tokenizer  # without one the library asks the folder for that of images
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
@@ -395,15 +395,6 @@ def _modifier() -> Any:
 
 
 # Quantize dense checkpoints: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, as these libraries save them.
-
-#: rtn: round to nearest, without calibration data.
-_METHODS = {"bf16": "none", "nvfp4": "rtn", "mxfp4": "rtn", "nf4": "nf4-double-quant"}
-_LIBRARIES = {
-    "bf16": (),
-    "nvfp4": ("llmcompressor", "compressed-tensors"),
-    "mxfp4": ("llmcompressor", "compressed-tensors"),
-    "nf4": ("bitsandbytes",),
-}
 
 
 def quantize_checkpoint(
@@ -483,15 +474,16 @@ def quantization_report(
     parameters = sum(math.prod(info.shape) for info in dense.values())
     # A bias belongs to the layer, not to its quantized weight.
     stored = sum(info.size_bytes for name, info in headers.items() if name.rpartition(".weight")[0] in layers)
+    packed = FORMATS.get(weights_format)
     return {
         "weights_format": weights_format,
-        "method": _METHODS[weights_format],
+        "method": packed.method if packed else "none",
         "pack_delta_nets": pack_delta_nets,
         "size_bytes": sum(path.stat().st_size for path in weight_files(target)),
         "bits_per_weight": 8 * stored / weights,
         "bits_per_weight_model": 8 * sum(info.size_bytes for info in headers.values()) / parameters,
         "relative_error": {} if source == target else _relative_errors(dense, headers, weights_format, layers),
-        "versions": {name: version(name) for name in ("torch", "transformers", *_LIBRARIES[weights_format])},
+        "versions": {name: version(name) for name in ("torch", "transformers", *(packed.libraries if packed else ()))},
     }
 
 

@@ -23,14 +23,14 @@ from transformers import (
 )
 
 from qerl.checkpoints.shapes import EXPERTS_ALONE, config_of
-from qerl.formats import words
 from qerl.formats.codecs import quantize, split_rows
-from qerl.formats.group_size import GROUP_SIZE
+from qerl.formats.layouts import KERNEL_FORMATS
 from qerl.host.provenance import share
 from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, lora_config, use_own_modules
 from qerl.models.structure import empty_model, structure_of
+from qerl.settings.formats import FORMATS
 from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
 
@@ -188,7 +188,7 @@ QUANTIZATION: dict[str, Any] = {
                 "num_bits": 4,
                 "type": "float",
                 "strategy": "tensor_group",
-                "group_size": GROUP_SIZE["nvfp4"],
+                "group_size": FORMATS["nvfp4"].group_size,
                 "symmetric": True,
                 "dynamic": False,
             },
@@ -219,7 +219,7 @@ def random_model(size: str, weights: str, device: torch.device, packed_nets: boo
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     groups: dict[str, list[str]] = {}  # the same layer of all experts of a block together, where a format allows it
     for name in packed:
-        groups.setdefault(_EXPERT.sub(".experts.", name) if weights in words.FORMATS else name, []).append(name)
+        groups.setdefault(_EXPERT.sub(".experts.", name) if weights in KERNEL_FORMATS else name, []).append(name)
     for names in groups.values():
         _pack(lm, names, weights, device)
     if any(parameter.is_meta for parameter in lm.parameters()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from qerl.results.paths import NARROW, training_name
 from qerl.results.printed import DECAYS, Panel
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
+from qerl.settings.formats import FORMATS
 from qerl.settings.run import NoiseSettings
 
 # Shared parts of all figures: style, colours of arms, axes saved as files, and curves over seeds.
@@ -61,6 +63,11 @@ COLOURS: dict[Any, str] = {
     ("bf16-random", "full"): "#6b6b6b",
     ("bf16-random", "full+aqn"): "#8f6b6b",
 }
+# A format that is not in the table has colours of the wheel.
+_OTHERS = [name for name in FORMATS if (name, "lora") not in COLOURS]
+_KINDS = list(product(_OTHERS, ("", "-delta-nets"), ("lora", "lora+aqn")))
+_WHEEL = sns.husl_palette(len(_KINDS)).as_hex()
+COLOURS |= {(name + nets, kind): colour for (name, nets, kind), colour in zip(_KINDS, _WHEEL, strict=True)}
 _STYLE: dict[Any, Any] = {
     "font.size": 7,
     "axes.titlesize": 7.5,

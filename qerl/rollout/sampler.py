@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from qerl.checkpoints.files import whole_model
+from qerl.formats.layouts import KERNEL_FORMATS
 from qerl.kernels.state import LEAST_FP8_CAPABILITY, Activation
 from qerl.models.linear import dense_weights
 from qerl.models.policy import Policy
@@ -184,8 +185,8 @@ def refused_by_engine(config: Any, weights: str | None = None) -> str | None:
     kind = getattr(config, "model_type", "")
     if kind not in _ENGINE:
         return f"the native engine supports {', '.join(_ENGINE)}, not {kind!r}"
-    if weights == "nf4" and hasattr(config, "num_experts_per_tok"):
-        return "the native engine has no grouped product of nf4 experts"
+    if weights not in (None, "bf16", *KERNEL_FORMATS) and hasattr(config, "num_experts_per_tok"):
+        return f"the native engine has no grouped product of {weights} experts"
     if _CHANGING_ROPE in rope_types(config):
         return f"the native engine has no {_CHANGING_ROPE} rotary positions"
     if (activation := activation_of(config)) not in get_args(Activation):

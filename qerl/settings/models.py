@@ -8,9 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from qerl.settings.base import FilePath, Fraction, PositiveInt, Seed, Settings
-
-PackedFormat = Literal["nf4", "mxfp4", "nvfp4"]
-WeightFormat = Literal["bf16", PackedFormat]
+from qerl.settings.formats import PackedFormat, WeightFormat
 
 #: The formats of a policy that is merged into one checkpoint.
 MergedFormat = Literal["bf16", "nvfp4"]
@@ -94,7 +92,7 @@ class CalibrationSettings(Settings):
 class RandomErrorSettings(Settings):
     """The error that `recipe: random` adds to the linear layers of blocks, which stay bf16 (docs/algorithms.md)."""
 
-    of: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
+    of: PackedFormat = "nvfp4"
     """The format whose rounding is imitated."""
     variance: Annotated[float, Field(gt=0)] = 1.0
     """The error's variance, in multiples of rounding's."""

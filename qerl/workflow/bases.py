@@ -24,6 +24,7 @@ from qerl.jobs import FetchJob, QuantizeJob
 from qerl.results.schema import Provenance, QuantizationReport
 from qerl.results.store import write
 from qerl.settings.base import ConfigError
+from qerl.settings.formats import FORMATS
 from qerl.settings.models import LockedRepo
 
 #: The revision of a model of the hub that names none.
@@ -41,9 +42,7 @@ def quantize_base(job: QuantizeJob) -> None:
     """Make a base in one weight format."""
     if job.data is None:
         with imports(OPTIONAL):  # rounding to nearest needs no optional package
-            from qerl.models.quantize import SCHEMES
-
-            if job.base.rounded in SCHEMES:
+            if job.base.rounded in FORMATS and FORMATS[job.base.rounded].scheme:
                 import llmcompressor  # noqa: F401
     make_checkpoint(job)
 

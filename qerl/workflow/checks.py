@@ -14,10 +14,10 @@ from typing import Any
 
 from qerl.checkpoints.files import check_base, check_room, read_config, usable_length
 from qerl.data.hub import check_folder
-from qerl.formats.group_size import GROUP_SIZE
 from qerl.host.imports import check, check_engine, check_trackers
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData
+from qerl.settings.formats import FORMATS
 from qerl.settings.models import LocalModel, PretrainSettings
 from qerl.settings.run import CHECKED, FITTED, RunSettings
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, EvaluationSettings, RolloutBench, TaskSettings, require
@@ -92,7 +92,8 @@ def check_run(run: PlannedRun, config: Config) -> None:
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
-    if group := GROUP_SIZE.get(base.rounded):
+    if base.rounded in FORMATS:
+        group = FORMATS[base.rounded].group_size
         for key, width in _widths(config.models[settings.model]).items():
             if width % group:
                 raise ConfigError(

@@ -1,13 +1,16 @@
-"""The kernels of packed weights that a test on a GPU is run with, and the memory that it finds."""
+"""The kernels of packed weights that a test on a GPU is run with, and its policies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from qerl.models import linear
 from qerl.models.linear import is_hopper
+from qerl.models.policy import Policy, with_adapter
+from qerl.settings.run import AdapterSettings
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
 #: Ends a parameter's name for the kernels of every other GPU. On those GPUs it would repeat the case without it.
@@ -31,8 +34,10 @@ def kernels_of(name: str) -> Iterator[str]:
         yield name.removesuffix(PORTABLE)
 
 
-def poison() -> None:
-    """Fill freed memory, from which outputs are allocated, with NaN."""
-    torch.manual_seed(torch.seed() % 2**31)
-    filled = [torch.full((size,), torch.nan, device="cuda") for size in (2**9, 2**14, 2**20, 2**26) for _ in range(4)]
-    del filled
+def adapted(checkpoint: Path, dtype: str, deviation: float = 0.02) -> Policy:
+    """A policy on a GPU whose adapter and norms are random, and the same whatever the dtype of the base."""
+    policy = with_adapter(checkpoint, AdapterSettings(rank=16), dtype, 0, torch.device("cuda", 0))
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in policy.trainable():
+        parameter.data += deviation * torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    return policy

@@ -1,8 +1,9 @@
-"""Norms and attention over a paged cache in float64, for the tests of kernels on a GPU."""
+"""Norms and attention over a paged cache in float64, and log-probabilities by a forward pass, for tests on a GPU."""
 
+import numpy as np
 import torch
 
-from qerl.kernels.state import PAGE, DecodeState
+from qerl.kernels.state import PAGE, DecodeState, Heads
 
 CUDA = torch.device("cuda")
 
@@ -10,6 +11,62 @@ CUDA = torch.device("cuda")
 def normed(x, norm):
     scale = norm.weight.double() + norm.offset + (0 if norm.noise is None else norm.noise.double())
     return scale * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+
+
+#: Half the distance of neighbours near 1.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def draw(*shape, dtype=torch.float32, scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator)).to(CUDA, dtype)
+
+
+def assert_rounded_once(found, exact, roundings=32):
+    """Errors are those of the dtype's rounding and of a few in float32: of sums, fast roots and exponentials."""
+    exact = exact.detach()
+    few = roundings * ROUNDING[torch.float32]
+    bound = (ROUNDING[found.dtype] + few) * exact.abs() + few * exact.square().mean().sqrt()
+    errors = (found.detach().double() - exact).abs() / bound
+    assert errors.max() <= 1, f"{errors.max():.3g} of the bound"
+
+
+def forced(lm, prompt, completions, temperature=1.0):
+    """Log-probabilities float32 [completions, tokens] of completions of one length, by one forward pass."""
+    ids = torch.tensor([prompt + completion for completion in completions], device=CUDA)
+    with torch.no_grad():
+        logits = lm(ids).logits[:, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[:, len(prompt) :, None])[..., 0]
+
+
+def differences(policy, prompts, groups, temperature=1.0):
+    """The log-probabilities of Hugging Face's forward pass minus those of the sampler, of all tokens."""
+    found = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for length in {len(completion.token_ids) for completion in group}:
+            alike = [completion for completion in group if len(completion.token_ids) == length]
+            with policy.autocast():
+                exact = forced(policy.lm, prompt, [completion.token_ids for completion in alike], temperature)
+            found.append((exact.cpu().numpy() - np.array([completion.logprobs for completion in alike])).flatten())
+    return np.concatenate(found)
+
+
+def k3(difference):
+    """The mean over tokens of the k3 estimate of the divergence between sampler and policy."""
+    return np.mean(np.exp(difference) - 1 - difference)
+
+
+def heads_of(dtype, query, kv, dim, normed, rotary, window, has_sinks):
+    """Heads with random norms and sinks, and cosines and sines of 2,200 positions.
+
+    `normed` is False, True for norms as in Qwen3, or "1 + w" for those with an offset.
+    """
+    offset = float(normed == "1 + w")
+    norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
+    sinks = torch.randn(query, device=CUDA).to(dtype) if has_sinks else None
+    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window, sinks=sinks)
+    angle = torch.rand(2200, rotary // 2, device=CUDA) * 6
+    return heads, (angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 def paged(lengths, heads, dtype):

@@ -2,14 +2,11 @@
 
 import copy
 
-import pytest
 import torch
 from bitsandbytes.optim import AdamW8bit
 
 from qerl.rl.optimizer import JoinedAdamW8bit
 from tests.unit.rl.test_optimizer import JOINED, groups, some_gradients
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 

@@ -4,24 +4,15 @@ import pytest
 import torch
 
 from qerl.kernels import reference
-from qerl.kernels.state import CHUNK, IDLE, PAGE, DecodeState, Heads, KVCache, Norm, SamplingState, splits_of
-from tests.gpu.backends import poison
-from tests.gpu.exact import CUDA, expected_attention, kernels_order, normed, paged
-
-pytest.importorskip("triton", reason="Triton isn't installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+from qerl.kernels.state import CHUNK, IDLE, PAGE, DecodeState, KVCache, Norm, SamplingState, splits_of
+from qerl.kernels.triton import add_normed, attention, draw, rms_norm
+from qerl.kernels.triton.linear import narrow_product
+from tests.gpu.exact import CUDA, expected_attention, heads_of, kernels_order, normed, paged
 
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    poison()
-
-
-@pytest.fixture(params=[True, False], ids=["pdl", "plain"])
-def dependent_launch(request, monkeypatch):
-    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", request.param)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def tolerance(dtype):
@@ -35,8 +26,6 @@ def tolerance(dtype):
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (7, 1537), (256, 3584), (5, 8192)])
 @pytest.mark.usefixtures("dependent_launch")
 def test_rms_norm(dtype, rows, width):
-    from qerl.kernels.triton.norms import add_normed, rms_norm
-
     x = torch.randn(rows, width, device=CUDA).mul_(3).to(dtype)
     for weight_dtype in DTYPES:
         weight = (1 + torch.randn(width, device=CUDA) * 0.3).to(weight_dtype)
@@ -54,8 +43,6 @@ def test_rms_norm(dtype, rows, width):
 @pytest.mark.usefixtures("dependent_launch")
 @pytest.mark.parametrize("rank", [0, 20, 32])
 def test_narrow_products(rank):
-    from qerl.kernels.triton.linear import narrow_product
-
     weight, down = torch.randn(96, 5120, device=CUDA).bfloat16(), torch.randn(rank, 5120, device=CUDA).bfloat16()
     up = torch.randn(96, rank, device=CUDA).bfloat16()
     for rows in (1, 8, 17, 64, 128):
@@ -93,22 +80,14 @@ def test_narrow_products(rank):
 @pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @pytest.mark.usefixtures("dependent_launch")
 def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_programs, monkeypatch):
-    from qerl.kernels.triton import attention
-    from qerl.kernels.triton.attention import attend
-
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
-    offset = float(normed == "1 + w")
-    norms = [(1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) if normed else None for _ in range(2)]
-    scores = torch.randn(query, device=CUDA).to(dtype) if sinks else None
-    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset, window=window, sinks=scores)
+    heads, rope = heads_of(dtype, query, kv, dim, normed, rotary, window, sinks)
     state, cache = paged([1, 2, 64, 65, 129, 512, 513, 1500, 2100], heads, dtype)
     state.position[3] = IDLE
-    angle = torch.rand(2200, rotary // 2, device=CUDA) * 6
-    rope = angle.cos().to(dtype), angle.sin().to(dtype)
     rows = torch.tensor([8, 3, 0, 9, 1, 2, 9, 4, 5, 6, 7], dtype=torch.int32, device=CUDA)
     qkv = torch.randn(len(rows), (query + 2 * kv) * dim, device=CUDA).to(dtype)
     before, splits = cache.clone(), splits_of(state.pages.shape[1])
-    out = attend(qkv, KVCache(cache), state, rows, rope, heads, splits)
+    out = attention.attend(qkv, KVCache(cache), state, rows, rope, heads, splits)
     for row, slot in enumerate(rows.tolist()):
         position = int(state.position[slot])
         if position == IDLE:
@@ -121,7 +100,8 @@ def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_p
         torch.testing.assert_close(cache[page, 0, :, position % PAGE].double(), stored, **tolerance(dtype))
         assert torch.equal(cache[page, 1, :, position % PAGE].double(), value)
         before[page, :, :, position % PAGE] = cache[page, :, :, position % PAGE]
-        alone = attend(qkv[row : row + 1], KVCache(cache.clone()), state, rows[row : row + 1], rope, heads, splits)
+        one, copy = slice(row, row + 1), KVCache(cache.clone())
+        alone = attention.attend(qkv[one], copy, state, rows[one], rope, heads, splits)
         assert torch.equal(alone[0], out[row])
     assert torch.equal(cache.nan_to_num(7), before.nan_to_num(7))
 
@@ -130,9 +110,8 @@ def test_attention(dtype, query, kv, dim, normed, rotary, window, sinks, least_p
 @pytest.mark.parametrize(("query", "kv"), [(28, 4), (32, 8), (40, 8)])
 @pytest.mark.usefixtures("dependent_launch")
 def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, monkeypatch):
-    from qerl.kernels.triton import attention
-
-    heads, lengths = Heads(query, kv, 128, 128**-0.5), torch.tensor([300, 193, 256, 1000, 257, 640, 321, 400] * 32)
+    heads, rope = heads_of(dtype, query, kv, 128, False, 128, None, False)
+    lengths = torch.tensor([300, 193, 256, 1000, 257, 640, 321, 400] * 32)
     state = DecodeState.empty(len(lengths), 1, 16, CUDA)
     state.position[:-1] = lengths.to(CUDA).int() - 1
     state.position[[3, 17]] = IDLE
@@ -141,8 +120,6 @@ def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, 
         shared = 3 if slot // 8 % 2 or slot % 8 in (1, 2) else 4
         state.pages[slot, :shared] = state.pages[slot - slot % 8, :shared]
     cache = torch.randn(1 + 16 * len(lengths), 2, kv, PAGE, 128, device=CUDA).to(dtype)
-    angle = torch.rand(1100, 64, device=CUDA) * 6
-    rope = angle.cos().to(dtype), angle.sin().to(dtype)
     rows = torch.arange(len(lengths), dtype=torch.int32, device=CUDA)
     qkv = torch.randn(len(rows), (query + 2 * kv) * 128, device=CUDA).to(dtype)
     outcomes = []
@@ -152,14 +129,19 @@ def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, 
         assert attention._rows_together(heads, len(rows), multiprocessors) == number
         copy = cache.clone()
         outcomes.append((attention.attend(qkv, KVCache(copy), state, rows, rope, heads, 4), copy))
-    assert torch.equal(outcomes[0][0], outcomes[1][0])
-    assert torch.equal(outcomes[0][1], outcomes[1][1])
+    assert all(map(torch.equal, *outcomes))
     for slot in (0, 1, 2, 8, 11, 255):
         expected, _, _ = expected_attention(qkv[slot], cache, state, slot, rope, heads)
         torch.testing.assert_close(outcomes[0][0][slot].double(), expected, **tolerance(dtype))
 
 
 # --- drawing ---
+
+
+def sampling_of(temperature, seed=3, top_p=1.0, top_k=0, stops=()):
+    sampling = SamplingState.empty(CUDA)
+    sampling.set(temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, stops=stops)
+    return sampling
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,13 +151,10 @@ def test_rows_that_share_a_prompt_have_the_bits_of_rows_alone(dtype, query, kv, 
 )
 @pytest.mark.usefixtures("dependent_launch")
 def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
-    from qerl.kernels.triton.sampling import draw
-
     count, truncated = 33, top_p < 1 or top_k > 0
     logits = (torch.randn(count, width, device=CUDA) * 3).to(dtype)
     rows = torch.randperm(count + 1, device=CUDA)[:count].int()
-    sampling = SamplingState.empty(CUDA)
-    sampling.set(temperature=temperature, seed=2**63 + 12345, top_p=top_p, top_k=top_k, stops=range(2))
+    sampling = sampling_of(temperature, seed=2**63 + 12345, top_p=top_p, top_k=top_k, stops=range(2))
     outcomes = []
     for function in (draw, reference.draw):
         state = DecodeState.empty(count, 8, 1, CUDA)
@@ -200,12 +179,9 @@ def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
 def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
-    from qerl.kernels.triton.sampling import draw
-
     count, width = 33, 50_000
     logits = (torch.randn(count, width, device=CUDA) * 3).bfloat16()
-    sampling = SamplingState.empty(CUDA)
-    sampling.set(temperature=temperature, seed=3, top_p=1.0, top_k=0, stops=range(2))
+    sampling = sampling_of(temperature, stops=range(2))
     trace = torch.randint(width, (count + 1, 4), device=CUDA, dtype=torch.int32)
     trace[:5] = 1  # a stop token
     state = DecodeState.empty(count, 4, 1, CUDA)
@@ -226,32 +202,23 @@ def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
 
 @pytest.mark.parametrize("place", [0, 7, 49_999])
 def test_a_logit_that_is_nan_makes_the_logprob_nan(place):
-    from qerl.kernels.triton.sampling import draw
-
     logits = torch.randn(4, 50_000, device=CUDA).bfloat16()
     logits[1, place], logits[2] = torch.nan, torch.nan
-    sampling = SamplingState.empty(CUDA)
-    sampling.set(temperature=1.0, seed=3, top_p=1.0, top_k=0, stops=())
     state = DecodeState.empty(4, 4, 1, CUDA)
     state.position[:-1], state.limit[:], state.sequence[:-1] = 5, 4, torch.arange(4, device=CUDA)
-    draw(logits, torch.arange(4, device=CUDA).int(), state, sampling, False)
+    draw(logits, torch.arange(4, device=CUDA).int(), state, sampling_of(1.0), False)
     assert state.logprobs[:4, 0].isnan().tolist() == [False, True, True, False]
     assert ((state.tokens[:4, 0] >= 0) & (state.tokens[:4, 0] < 50_000)).all()
 
 
 def test_a_draw_does_not_depend_on_the_batch():
-    from qerl.kernels.triton.sampling import draw
-
     logits = torch.randn(64, 50_000, device=CUDA).bfloat16()
-    sampling = SamplingState.empty(CUDA)
-    sampling.set(temperature=1.0, seed=3, top_p=1.0, top_k=0, stops=())
     drawn = []
     for parts in (1, 64):
         state = DecodeState.empty(64, 4, 1, CUDA)
         state.position[:-1], state.limit[:], state.sequence[:-1] = 5, 4, torch.arange(64, device=CUDA)
         for rows in torch.arange(64, device=CUDA).int().chunk(parts):
-            draw(logits[rows.long()], rows, state, sampling, False)
+            draw(logits[rows.long()], rows, state, sampling_of(1.0), False)
         drawn.append((state.tokens, state.logprobs))
-    assert torch.equal(drawn[0][0], drawn[1][0])
-    assert torch.equal(drawn[0][1], drawn[1][1])
+    assert all(map(torch.equal, *drawn))
     assert len(drawn[0][0][:, 0].unique()) > 50

@@ -5,35 +5,22 @@ import pytest
 import torch
 
 from qerl.kernels.state import PAGE
-from qerl.models.policy import with_adapter
 from qerl.rl.noise import Noise
 from qerl.rollout.decoder import bucket_of
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
-from tests.gpu.backends import HOPPER, kernels_of, poison, with_portable
-from tests.tiny import random_checkpoint, tiny_llama, tiny_qwen3
-
-pytest.importorskip("triton", reason="Triton isn't installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+from qerl.settings.run import EngineSettings, NativeSettings, NoiseSettings
+from tests.gpu.backends import HOPPER, adapted, kernels_of, with_portable
+from tests.gpu.exact import differences, k3
+from tests.tiny import random_checkpoint
 
 CUDA = torch.device("cuda")
 BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117)) * 20]
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    poison()
-
-
-def perturbed(checkpoint, dtype="bfloat16"):
-    policy = with_adapter(checkpoint, AdapterSettings(rank=16), dtype, seed=0, device=torch.device("cuda", 0))
-    torch.manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    return policy
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture(scope="module", params=with_portable("bf16", "nvfp4"))
@@ -41,7 +28,7 @@ def policy(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "m"
     with kernels_of(request.param) as weights:
         random_checkpoint(folder, "small", weights)
-        yield perturbed(folder)
+        yield adapted(folder, "bfloat16")
 
 
 def stop_at(policy, tokens):
@@ -53,22 +40,10 @@ def endless(policy, max_sequences=64, **settings):
     return EngineSampler(policy, NativeSettings(**settings), max_sequences)
 
 
-def differences(policy, prompts, groups, temperature=1.0):
-    """The log-probabilities of a Hugging Face forward pass minus those of the sampler."""
-    found = []
-    for prompt, group in zip(prompts, groups, strict=True):
-        ids = torch.tensor([prompt + completion.token_ids for completion in group], device=CUDA)
-        with torch.no_grad(), policy.autocast():
-            logits = policy.lm(ids).logits[:, len(prompt) - 1 : -1].float() / temperature
-        ours = torch.log_softmax(logits, -1).gather(-1, ids[:, len(prompt) :, None])[..., 0].cpu().numpy()
-        found.append((ours - np.array([completion.logprobs for completion in group])).flatten())
-    return np.concatenate(found)
-
-
 def assert_close(policy, prompts, groups, temperature=1.0):
     difference = differences(policy, prompts, groups, temperature)
     assert np.abs(difference).max() <= 0.03
-    assert np.mean(np.exp(difference) - 1 - difference) <= 1e-4
+    assert k3(difference) <= 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -103,26 +78,6 @@ def test_every_batch_size(policy, bucket):
     sampler.release()
 
 
-@pytest.mark.parametrize("write", [tiny_qwen3, tiny_llama])
-def test_other_architectures_in_float32(tmp_path, write):
-    policy = perturbed(write(tmp_path, max_position_embeddings=1024), "float32")
-    prompts = [[5, 6, 7], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
-    groups = endless(policy).generate(prompts, SamplingParams(max_tokens=80, count=4, seed=2))
-    assert np.abs(differences(policy, prompts, groups)).max() < 1e-3
-
-
-def test_tokens_do_not_depend_on_the_batch_where_asked(policy):
-    params = SamplingParams(max_tokens=60, count=8, seed=3)
-    whole = endless(policy, 32, batch_invariant=True).generate(PROMPTS, params)
-    parts = [
-        endless(policy, 32, batch_invariant=True).generate(
-            [prompt], SamplingParams(max_tokens=60, count=8, seed=3, first=place)
-        )[0]
-        for place, prompt in enumerate(PROMPTS)
-    ]
-    assert parts == whole
-
-
 def test_the_same_call_gives_the_same_completions(policy):
     sampler, params = endless(policy), SamplingParams(max_tokens=60, count=8, seed=3, top_p=0.9)
     assert sampler.generate(PROMPTS, params) == sampler.generate(PROMPTS, params)
@@ -145,15 +100,3 @@ def test_missing_memory_is_one_sentence(policy):
     with pytest.raises(torch.OutOfMemoryError, match="lower max_tokens"):
         endless(policy, 512, kv_cache_gib=2000).generate(PROMPTS, params)
     torch.cuda.empty_cache()
-
-
-def test_sync_takes_under_a_millisecond(policy):
-    sampler = endless(policy)
-    sampler.sync()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    sampler.sync()
-    end.record()
-    torch.cuda.synchronize()
-    assert start.elapsed_time(end) < 1

@@ -21,10 +21,9 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import EXPERT_LAYERS, LAYERS, AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from tests.families import FAMILIES
+from tests.gpu.exact import forced
 from tests.parity.family_models import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -32,6 +31,8 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 NETS = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
 #: Families whose small models have windows; gpt-oss has those of `shape_of`.
 WINDOWS = ("mistral-sliding", "phi3", "gemma3", "mixtral")
+#: Families whose small models have layers that the packed products take.
+PACKED = ["qwen2", "qwen3", "llama", "phi3", "gemma3", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_5", "qwen3_5_moe"]
 #: Shorter and longer than the windows of 24 tokens.
 PROMPTS = [[5, 6, 7], [*range(2, 70)], [*range(10, 40)]]
 #: transformers' functions that a library replaces where it is installed.
@@ -57,15 +58,9 @@ def shape_of(name):
     return {**SHAPE, "rope_parameters": {**rope, **{key: 4 * rope[key] for key in ("short_factor", "long_factor")}}}
 
 
-def forced(model, samples):
+def by_forced(model, samples):
     """Log-probabilities of each completion's tokens, from one forward pass over it alone, in one row."""
-    rows = []
-    for s in samples:
-        ids = torch.tensor([s.prompt + s.completion.token_ids], device=DEVICE)
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(s.prompt) - 1 : -1].float()
-        rows.append(torch.log_softmax(logits, -1).gather(-1, ids[0, len(s.prompt) :, None])[:, 0])
-    return torch.cat(rows)
+    return torch.cat([forced(model, s.prompt, [s.completion.token_ids])[0] for s in samples])
 
 
 def stock_model(folder, dtype):
@@ -116,8 +111,8 @@ def errors_of(folder, name, dtype, seed):
     assert isinstance(sampler, EngineSampler)
     samples, sampled, packed = drawn(policy, sampler)
     with plain_delta_nets():
-        exact = forced(stock_model(folder, torch.float32), samples)
-    stock = forced(stock_model(folder, getattr(torch, dtype)), samples)
+        exact = by_forced(stock_model(folder, torch.float32), samples)
+    stock = by_forced(stock_model(folder, getattr(torch, dtype)), samples)
     return torch.stack([sampled, packed, stock]) - exact
 
 
@@ -125,22 +120,7 @@ def errors_of(folder, name, dtype, seed):
 @pytest.mark.parametrize(
     ("name", "weights", "option"),
     [
-        *product(
-            [
-                "qwen2",
-                "qwen3",
-                "llama",
-                "phi3",
-                "gemma3",
-                "qwen2_moe",
-                "qwen3_moe",
-                "mixtral",
-                "qwen3_5",
-                "qwen3_5_moe",
-            ],
-            ["nvfp4", "mxfp4"],
-            [None],
-        ),
+        *product(PACKED, ["nvfp4", "mxfp4"], [None]),
         *product(["qwen3_5", "qwen3_5_moe"], ["nvfp4", "mxfp4"], ["packed nets"]),
         ("gpt_oss", "mxfp4", None),
         ("qwen3_moe", "nvfp4", "adapted experts"),
@@ -169,7 +149,7 @@ def test_packed_weights_with_adapter_and_noise_are_near_those_of_peft(tmp_path, 
     with Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), seed=3).at(2, 10):
         samples, sampled, packed = drawn(policy, sampler)
     peft = partial(noisy_peft, dense, tmp_path / "adapter", NORMS[name])
-    exact, stock = (forced(peft(dtype), samples) for dtype in (torch.float32, torch.bfloat16))
+    exact, stock = (by_forced(peft(dtype), samples) for dtype in (torch.float32, torch.bfloat16))
     limit = 2 * (stock - exact).square().mean().sqrt().item()  # PEFT's adapter is float32, ours bfloat16
     for found in (sampled, packed):
         assert (found - exact).square().mean().sqrt().item() < limit

@@ -11,38 +11,33 @@ from qerl.kernels.state import (
     LEAST_FP8_CAPABILITY,
     PAGE,
     DecodeState,
-    Heads,
     KVCache,
     PromptRow,
     pack,
     rounded,
     splits_of,
 )
+from qerl.kernels.triton import attend_prompts, attention
 from qerl.models.policy import with_adapter
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import AdapterSettings, NativeSettings
+from tests.gpu.exact import differences, heads_of
 from tests.tiny import tiny_qwen3
 
-pytest.importorskip("triton", reason="Triton isn't installed")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_FP8_CAPABILITY,
-        reason="needs a CUDA device that converts FP8",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_FP8_CAPABILITY,
+    reason="needs a CUDA device that converts FP8",
+)
 
 CUDA = torch.device("cuda", 0)
 LENGTHS = [1, 2, 64, 65, 129, 513, 2100]
-HEADS = [(28, 4, 128, None, None), (16, 8, 128, 0.0, None), (4, 1, 256, 1.0, 512), (4, 2, 16, 0.0, 70)]
-
-
-def heads_of(query, kv, dim, offset, window, dtype):
-    norms = [None if offset is None else (1 - offset + 0.3 * torch.randn(dim, device=CUDA)).to(dtype) for _ in range(2)]
-    heads = Heads(query, kv, dim, dim**-0.5, *norms, eps=1e-6, norm_offset=offset or 0.0, window=window)
-    angle = torch.rand(2200, dim // 2, device=CUDA) * 6
-    return heads, (angle.cos().to(dtype), angle.sin().to(dtype))
+HEADS = [
+    (28, 4, 128, False, 128, None, False),
+    (16, 8, 128, True, 128, None, False),
+    (4, 1, 256, "1 + w", 256, 512, False),
+    (4, 2, 16, True, 16, 70, False),
+]
 
 
 def cache_of(pages, heads):
@@ -73,17 +68,14 @@ class Stored(KVCache):
         return held[torch.arange(len(page), device=CUDA), 0, :, :, place.long()].unbind(1)
 
 
-@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.usefixtures("dependent_launch")
 @pytest.mark.parametrize("least_programs", [0, 1000], ids=["whole", "split"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
-def test_steps(shape, dtype, least_programs, pdl, monkeypatch):
-    from qerl.kernels.triton import attention
-
-    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", pdl)
+def test_steps(shape, dtype, least_programs, monkeypatch):
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", least_programs)
     torch.manual_seed(0)
-    heads, rope = heads_of(*shape, dtype)
+    heads, rope = heads_of(dtype, *shape)
     each = -(-max(LENGTHS) // PAGE)
     state = DecodeState.empty(len(LENGTHS), 1, each, CUDA)
     state.pages[:-1] = (torch.randperm(len(LENGTHS) * each, device=CUDA).view(-1, each) + 1).int()
@@ -99,15 +91,12 @@ def test_steps(shape, dtype, least_programs, pdl, monkeypatch):
     torch.testing.assert_close(found, expected, **close(dtype))
 
 
-@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.usefixtures("dependent_launch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
-def test_prompts(shape, dtype, pdl, monkeypatch):
-    from qerl.kernels.triton.prompt_attention import attend_prompts
-
-    monkeypatch.setattr("qerl.kernels.triton.launch.ENABLED", pdl)
+def test_prompts(shape, dtype):
     torch.manual_seed(0)
-    heads, rope = heads_of(*shape, dtype)
+    heads, rope = heads_of(dtype, *shape)
     lengths = [1, 64, 300, 65]
     numbers = iter((torch.randperm(20) + 1).tolist())
     pages = [[next(numbers) for _ in range(-(-length // PAGE))] for length in lengths]
@@ -156,14 +145,5 @@ def test_log_probabilities_stay_near_those_of_the_policy(policy):
     errors = {}
     for dtype in ("auto", "fp8"):
         sampler = EngineSampler(policy, NativeSettings(kv_cache_dtype=dtype), 16)
-        apart = []
-        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, params), strict=True):
-            for completion in group:
-                ids = torch.tensor([prompt + completion.token_ids], device=CUDA)
-                with torch.no_grad():
-                    logits = policy.lm(ids).logits[0, len(prompt) - 1 : -1].float()
-                chosen = ids[0, len(prompt) :, None]
-                exact = torch.log_softmax(logits, -1).gather(-1, chosen)[:, 0]
-                apart.append(np.abs(exact.cpu().numpy() - np.array(completion.logprobs)))
-        errors[dtype] = float(np.concatenate(apart).mean())
+        errors[dtype] = np.abs(differences(policy, PROMPTS, sampler.generate(PROMPTS, params))).mean()
     assert errors["auto"] < errors["fp8"] < 0.2, errors

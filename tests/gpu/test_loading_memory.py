@@ -4,13 +4,8 @@ import json
 import subprocess
 import sys
 
-import pytest
-import torch
-
 from qerl.checkpoints.files import weight_files
 from tests.tiny import tiny_qwen2
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MB = 1e6
 MEASURE = """

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
+from qerl.kernels.triton import tile_gradient, tile_statistics
 from qerl.models import logprobs as linear_logprobs
-
-pytest.importorskip("triton", reason="Triton isn't installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -96,8 +94,6 @@ def test_a_bias_and_a_cap(monkeypatch, dtype, keep, cap):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_is_rounded_once_to_nearest_in_the_place_of_its_tile(dtype):
     """The tile is the second of two: some targets lie in it, some before it."""
-    from qerl.kernels.triton.sampling import tile_gradient
-
     hidden, head, targets, weights = case(dtype, 200, 1500, SHAPES["usual"][0])
     raw = rounded_logits(hidden, head, dtype)
     _, _, probabilities = statistics(raw / 0.7, targets)
@@ -112,8 +108,6 @@ def test_a_gradient_is_rounded_once_to_nearest_in_the_place_of_its_tile(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_of_entropies_is_that_of_autograd(dtype):
-    from qerl.kernels.triton.sampling import tile_gradient, tile_statistics
-
     hidden, head, targets, weights = case(dtype, 200, 1500, SHAPES["usual"][0])
     raw = rounded_logits(hidden, head, dtype).requires_grad_()
     logprobs = torch.log_softmax(raw / 0.7, -1)
@@ -129,8 +123,6 @@ def test_a_gradient_of_entropies_is_that_of_autograd(dtype):
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
 def test_logits_far_from_zero(shift):
     """The maximum rises from tile to tile, and exp of any logit is 0 or infinite."""
-    from qerl.kernels.triton.sampling import tile_statistics
-
     logits = torch.linspace(-20, 20, 999, device=DEVICE).expand(4, -1) + shift
     targets = torch.tensor([0, 499, 500, 998], device=DEVICE)
     tiles = [(first, logits[:, first : first + 300].contiguous()) for first in range(0, 999, 300)]
@@ -141,8 +133,6 @@ def test_logits_far_from_zero(shift):
 
 
 def test_a_logit_that_is_no_number_shows():
-    from qerl.kernels.triton.sampling import tile_statistics
-
     logits = torch.randn(3, 100, device=DEVICE)
     logits[1, 70] = torch.nan
     _, lse, entropy = tile_statistics([(0, logits)], torch.zeros(3, dtype=torch.int64, device=DEVICE), 1.0)

@@ -6,8 +6,6 @@ import torch
 from qerl.formats.codecs import Packed, dequantize, quantize
 from qerl.models.linear import BitsandbytesLinear, PackedLinear, fuse
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 SHAPES = [(256, 256), (512, 256)]
 
 

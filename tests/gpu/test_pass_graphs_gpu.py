@@ -19,8 +19,6 @@ from qerl.settings.run import NativeSettings, NoiseSettings, RunSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.unit.rl.test_graphs import batch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 DEVICE = torch.device("cuda")
 
 

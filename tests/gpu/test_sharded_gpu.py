@@ -10,7 +10,6 @@ from tests.gpu.time_scaling import time_case, write_inputs
 from tests.scaling import FULL, Case
 from tests.unit.rl.test_optimizer import SHAPES, after_three_steps, alone, assert_like, trained
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 

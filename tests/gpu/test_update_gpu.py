@@ -6,20 +6,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.host.gpus import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing, attend_packed
-from qerl.models import logprobs as linear_logprobs
 from qerl.models.blocks import attend
-from qerl.models.policy import trained_in_full, with_adapter
+from qerl.models.policy import trained_in_full
 from qerl.models.random import random_policy
 from qerl.rl.memory import USABLE, Recomputation, kept_bytes
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion
 from qerl.settings.models import Base
-from qerl.settings.run import AdapterSettings, NativeSettings
-from tests.gpu.backends import kernels_of, with_portable
+from qerl.settings.run import NativeSettings
+from tests.gpu.backends import adapted, kernels_of, with_portable
 from tests.tiny import random_checkpoint
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
 TEMPERATURE = 0.9
@@ -29,16 +26,6 @@ TEMPERATURE = 0.9
 def checkpoint(request, tmp_path):
     random_checkpoint(tmp_path / "m", "small", request.param)
     return tmp_path / "m"
-
-
-def adapted(checkpoint, dtype):
-    """The same random adapter whatever the dtype of the base."""
-    policy = with_adapter(checkpoint, AdapterSettings(rank=16), dtype, 0, DEVICE)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, parameter in policy.trainable():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(DEVICE))
-    return policy
 
 
 def samples():
@@ -184,29 +171,6 @@ def test_flash_attention_sees_the_prompt_and_the_own_piece_only(heads, kv_heads,
     found, expected = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(exact, wide, grad.double())
     for a, b in zip(found, expected, strict=True):
         assert (a.double() - b).norm() < 0.01 * b.norm()
-
-
-def test_log_probabilities_take_the_memory_of_a_tile():
-    """8,192 tokens of a vocabulary of 152,064: all logits would take 2.5 GB in bfloat16 and 5 GB in float32."""
-    hidden = torch.randn(8192, 896, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
-    head = 0.02 * torch.randn(152_064, 896, device=DEVICE, dtype=torch.bfloat16)
-    targets = torch.randint(152_064, (8192,), device=DEVICE)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    logprobs, entropy = linear_logprobs.logprobs_and_entropy(hidden, head, targets)
-    (found,) = torch.autograd.grad(logprobs.sum(), hidden)
-    assert (
-        torch.cuda.max_memory_allocated() - before
-        < 5 * 4 * linear_logprobs.ROWS * linear_logprobs.COLUMNS + 4 * hidden.numel()
-    )
-    wide = hidden[:256].detach().double().requires_grad_()
-    full = torch.log_softmax(wide @ head.double().T, -1)
-    exact = full[torch.arange(256), targets[:256]]
-    torch.testing.assert_close(logprobs[:256].double(), exact, rtol=0, atol=0.01)
-    torch.testing.assert_close(entropy[:256].double(), -(full.exp() * full).sum(-1), rtol=0, atol=0.005)
-    (expected,) = torch.autograd.grad(exact.sum(), wide)
-    assert (found[:256].double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_memory_that_a_graph_reserved_is_not_allocatable():

@@ -2,21 +2,20 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from qerl.checkpoints.files import weights_format_of
 from qerl.models.export import merge
-from qerl.models.policy import load_policy, with_adapter
+from qerl.models.policy import load_policy
 from qerl.rl.noise import Noise
 from qerl.rollout.sampler import Completion, SamplingParams
-from qerl.settings.run import AdapterSettings, NoiseSettings, VllmSettings
+from qerl.settings.run import NoiseSettings, VllmSettings
+from tests.gpu.backends import adapted
+from tests.gpu.exact import differences, k3
 from tests.tiny import random_checkpoint
 
 vllm = pytest.importorskip("vllm", reason="vLLM isn't installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117))]
 PARAMS = SamplingParams(max_tokens=24, count=4, seed=4)
 
@@ -24,25 +23,11 @@ PARAMS = SamplingParams(max_tokens=24, count=4, seed=4)
 @pytest.fixture(params=["bf16", "nvfp4"])
 def policy(request, tmp_path):
     random_checkpoint(tmp_path / "m", "small", request.param)
-    policy = with_adapter(tmp_path / "m", AdapterSettings(rank=16), "bfloat16", seed=0)
-    torch.manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return policy
+    return adapted(tmp_path / "m", "bfloat16", 0.05)
 
 
 def kl(policy, groups):
-    """The mean over tokens of the k3 estimate between the sampler and a forward pass of the policy."""
-    terms = []
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            ids = torch.tensor([prompt + completion.token_ids], device="cuda")
-            with torch.no_grad(), policy.autocast():
-                logits = policy.lm(ids).logits[0, len(prompt) - 1 : -1].float()
-            ours = torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
-            difference = ours - np.array(completion.logprobs)
-            terms.append(np.exp(difference) - 1 - difference)
-    return np.concatenate(terms).mean()
+    return k3(differences(policy, PROMPTS, groups))
 
 
 def test_the_engine_follows_the_policy_through_syncs_and_sleep(policy):

@@ -5,24 +5,24 @@ Both classes of products run on Hopper; the portable one alone elsewhere.
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.activations import ACT2FN
 
-from qerl.formats import tiles as tile_layout
-from qerl.formats import words as word_layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.kernels.cuda import jit
-from qerl.kernels.cuda.w4a16 import compile_ahead, dense, limits
-from qerl.models.linear import PackedLinear, PortableLinear, W4Linear, is_hopper
+from qerl.kernels.cuda.w4a16 import compile_ahead, limits
+from qerl.models.linear import POLICY_ADAPTER, PackedLinear, PortableLinear, W4Linear
+from qerl.models.lora import register_lora
 from qerl.settings.run import AdapterSettings
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+from tests.gpu.backends import HOPPER
 
 DEVICE = torch.device("cuda")
 #: Rows of x on both sides of every limit of a variant, more than one row block, and more than one launch.
 ROWS = (1, 3, 31, 100, 300, 1100, 9000, *(rows for limit in limits(512) for rows in (limit, limit + 1)))
 #: Triton compiles each variant and rank anew, so there are fewer of them.
 PORTABLE_ROWS = (1, 9, 32, 33, 100, 129, 300)
+MANY, FEW = (8, 16, 32, 64, 96, 128, 160, 192, 224, 320, 384, 512), (3, 9, 20, 40, 70, 98, 129, 161, 200, 300, 330, 450)
 #: bfloat16 inputs are exact here; A x and the output are rounded to bfloat16.
 TOLERANCE = 6e-3
 SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
@@ -30,7 +30,6 @@ SMALL, LARGE = (256, 128, 512), (3584, 512, 18944)
 ODD = (256, 64, 512)
 #: Gate and up as two layers, and as one, with an activation of each.
 GATED = {"gate_up": "silu", "fused gate_up": "gelu_pytorch_tanh"}
-HOPPER = torch.cuda.is_available() and is_hopper(torch.cuda.get_device_capability())
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 BACKENDS = [pytest.param(W4Linear, marks=on_hopper, id="hopper"), pytest.param(PortableLinear, id="portable")]
 
@@ -63,11 +62,6 @@ def layers_of(kind, size, weights_format):
 
 
 def with_lora(layers, rank):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    from qerl.models.linear import POLICY_ADAPTER
-    from qerl.models.lora import register_lora
-
     names = [name for name, _ in layers.named_children()]
     # PEFT reads the device from a model's first parameter; packed layers have buffers alone.
     layers.register_parameter("anchor", nn.Parameter(torch.zeros(1, device=DEVICE)))
@@ -140,26 +134,9 @@ def test_products_are_those_of_float64(kind, weights_format, size, ranks, backen
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["o", "down"], ids=["small layer", "large layer"])
-@pytest.mark.parametrize(
-    "rows",
-    [
-        (8, 3),
-        (16, 9),
-        (32, 20),
-        (64, 40),
-        (96, 70),
-        (128, 98),
-        (160, 129),
-        (192, 161),
-        (224, 200),
-        (320, 300),
-        (384, 330),
-        (512, 450),
-    ],
-)
-def test_a_row_does_not_depend_on_the_others(rows, kind, backend):
+@pytest.mark.parametrize(("many", "few"), [*zip(MANY, FEW, strict=True)])
+def test_a_row_does_not_depend_on_the_others(many, few, kind, backend):
     """The engine's buckets need this within one variant of the kernel."""
-    many, few = rows
     if backend is PortableLinear and many > 128:
         pytest.skip("A x is by cuBLAS, which may take another algorithm for another number of rows")
     product = product_of(backend, with_lora(layers_of(kind, LARGE, "nvfp4"), 16))
@@ -172,25 +149,14 @@ def test_a_row_does_not_depend_on_the_others(rows, kind, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("kind", ["qkv", "gate_up"])
-def test_unpacked_weights_are_the_codecs_bit_for_bit(kind, weights_format, backend):
-    layers = list(layers_of(kind, SMALL, weights_format).children())
-    expected = [dequantize(layer.packed, torch.bfloat16) for layer in layers]
-    packed = [layer.packed for layer in layers]
-    tiles = word_layout.pack(packed) if backend is PortableLinear else tile_layout.pack(packed, kind == "gate_up")
-    for part, weight in enumerate(expected):
-        assert torch.equal(dense(tiles, part), weight)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("weights_format", ["nvfp4", "mxfp4"])
-def test_a_fused_layer_keeps_its_weight_bit_for_bit(weights_format, backend):
-    layers = layers_of("fused gate_up", SMALL, weights_format)
-    [layer] = layers.children()
-    weight = dequantize(layer.packed, torch.bfloat16)
-    product_of(backend, layers, gated=True)
-    assert torch.equal(layer.dense_weight(torch.bfloat16), weight)
-    assert torch.equal(dequantize(layer.packed, torch.bfloat16), weight)
+@pytest.mark.parametrize("kind", ["qkv", "gate_up", "fused gate_up"])
+def test_layers_keep_their_weights_bit_for_bit(kind, weights_format, backend):
+    layers = layers_of(kind, SMALL, weights_format)
+    expected = [dequantize(layer.packed, torch.bfloat16) for layer in layers.children()]
+    product_of(backend, layers, kind in GATED)
+    for layer, weight in zip(layers.children(), expected, strict=True):
+        assert torch.equal(layer.dense_weight(torch.bfloat16), weight)
+        assert torch.equal(dequantize(layer.packed, torch.bfloat16), weight)
 
 
 @on_hopper

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from qerl.bench.timing import gpu_state
 from qerl.checkpoints.shapes import shape_of
-from qerl.formats import tiles as layout
 from qerl.formats.codecs import nvfp4_global_scale, quantize
+from qerl.formats.layouts import Tiles
 from qerl.kernels.cuda.w4a16 import Mode, Operands, dense, multiply
 from qerl.results.schema import Provenance
 from qerl.results.speeds import ProductPoint, ProductsResult
@@ -86,7 +86,7 @@ def random_operands(shape: Shape, rank: int) -> Operands:
     packed = [quantize(weight, "nvfp4", global_scale=scale) for weight in weights]
     down = torch.randn(len(shape.rows), rank, shape.columns, device=DEVICE) * shape.columns**-0.5
     return Operands(
-        layout.pack(packed, shape.mode == Mode.GATED),
+        Tiles.pack(packed, shape.mode == Mode.GATED),
         torch.randn(sum(shape.rows), device=DEVICE) if shape.biased else None,
         down.bfloat16(),
         [(torch.randn(rows, rank, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows],

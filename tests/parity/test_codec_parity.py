@@ -57,7 +57,7 @@ def weights(dtype):
         "just past the edges": torch.tensor([2688.0, -2690.0, 449.0, 6.01, -6.01]).repeat(2, 128)[:, :128],
         "smallest normal": torch.full((2, 128), torch.finfo(dtype).tiny),
         "mixed magnitudes": normal(16, 192) * torch.logspace(-40, 30, 192),
-        "heavy tails": normal(32, 128) ** 5,
+        "heavy tails": normal(128, 512) ** 5,
     }
     cases |= {f"times {scale:g}": scale * normal(8, 128) for scale in (1e-45, 1e-40, 1e-38, 1e-36, 1e-20, 1e20, 1e30)}
     return {name: weight.to(dtype) for name, weight in cases.items()}
@@ -94,16 +94,6 @@ def test_fp4_equals_compressed_tensors(weights_format, dtype, name):
     assert_bits_equal(dequantize(packed, torch.float32).bfloat16(), dense)
 
 
-@pytest.mark.parametrize("weights_format", LIBRARY)
-def test_largest_bfloat16_but_one_power(weights_format):
-    """MXFP4 stays finite up to the largest numbers; the library's exponent of an infinity is undefined beyond."""
-    weight = torch.full((2, 64), 2.0**126, dtype=torch.bfloat16)
-    expected, dense = library_fp4(weight, weights_format)
-    packed = quantize(weight, weights_format)
-    assert_bits_equal(packed.tensors["weight_packed"], expected["weight_packed"])
-    assert_bits_equal(dequantize(packed, torch.bfloat16), dense)
-
-
 @cases
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4_equals_bitsandbytes(nested, dtype, name):
@@ -126,11 +116,3 @@ def test_nf4_equals_bitsandbytes(nested, dtype, name):
         normal = (ours.abs() > torch.finfo(out_dtype).tiny) | (out_dtype == torch.float32)
         assert_bits_equal(ours[normal], dense[normal])
         assert ((dense[~normal] == 0) | (dense[~normal] == ours[~normal])).all()
-
-
-def test_absmax_codes_of_many_blocks_equal_bitsandbytes():
-    weight = torch.randn(512, 2048, generator=torch.Generator().manual_seed(3)) ** 3
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
-    packed = quantize(weight, "nf4")
-    assert_bits_equal(packed.tensors["weight_absmax"], state.absmax)
-    assert_bits_equal(packed.tensors["weight_packed"], codes)

@@ -3,7 +3,6 @@
 import json
 import math
 from itertools import product
-from pathlib import Path
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -15,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from qerl.checkpoints.files import CheckpointError, check_checkpoint, read_headers, weight_files, weights_format_of
 from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
-from qerl.formats.group_size import FormatError
 from qerl.models.linear import PackedLinear, dense_weights
 from qerl.models.loading import load_model
-from qerl.models.quantize import SCHEMES, quantization_report, quantize_checkpoint
+from qerl.models.quantize import quantization_report, quantize_checkpoint
+from qerl.settings.formats import FORMATS, FormatError
 from tests.parity.test_codec_parity import LIBRARY, assert_bits_equal
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 
@@ -64,64 +63,6 @@ def test_loaded_logits_equal_those_of_transformers(checkpoints, architecture, we
         assert torch.equal(model(TOKENS).logits, expected)
 
 
-@everywhere
-def test_float32_logits_equal_a_dense_model_of_the_librarys_weights(checkpoints, architecture, weights_format):
-    folder = checkpoints[0] / architecture / weights_format
-    model = load_model(folder, torch.float32)
-    dense = load_model(folder.parent / "bf16", torch.float32)
-    stored = load_file(folder / "model.safetensors")
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            dense.get_submodule(name).weight.data = float32_by_library(stored, name, weights_format)
-    with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS).logits, dense(TOKENS).logits, rtol=1e-5, atol=1e-6)
-
-
-def float32_by_library(stored, layer, weights_format):
-    tensors = {
-        key.removeprefix(f"{layer}."): tensor for key, tensor in stored.items() if key.startswith(f"{layer}.weight")
-    }
-    if weights_format == "nf4":
-        codes = tensors.pop("weight")
-        state = bnb.QuantState.from_dict(tensors, device="cpu")
-        state.dtype = torch.float32
-        return bnb.dequantize_4bit(codes, state)
-    # The definition on the library's own unpacked values: its decompress knows bfloat16 only.
-    compressor, scheme = LIBRARY[weights_format]
-    scale = tensors["weight_scale"]
-    unit = {**tensors, "weight_global_scale": torch.ones(1)} if weights_format == "nvfp4" else dict(tensors)
-    dense = compressor.decompress(unit, scheme)["weight"].float()
-    if weights_format == "nvfp4":
-        values = dense.view(*scale.shape, 16) / scale.float().unsqueeze(-1)
-        factor = scale.float() / tensors["weight_global_scale"]
-        return (values * factor.unsqueeze(-1)).view_as(dense)
-    return dense
-
-
-@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
-def test_sharded_checkpoint(checkpoints, tmp_path, weights_format):
-    folder = checkpoints[0] / "llama" / weights_format
-    sharded = reshard(folder, tmp_path / "sharded")
-    check_checkpoint(sharded)
-    model, whole = load_model(sharded, torch.bfloat16), load_model(folder, torch.bfloat16)
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
-    assert len({info.shard for info in read_headers(sharded).values()}) == 3
-
-
-def reshard(folder: Path, target: Path) -> Path:
-    """Spread the tensors over three files in turn, so that each layer is split."""
-    target.mkdir()
-    tensors = load_file(folder / "model.safetensors")
-    names = [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
-    weight_map = {key: names[index % 3] for index, key in enumerate(sorted(tensors))}
-    for name in names:
-        save_file({key: tensors[key] for key in weight_map if weight_map[key] == name}, target / name)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (target / "config.json").write_text((folder / "config.json").read_text())
-    return target
-
-
 def test_nf4_without_double_quantization(checkpoints, tmp_path):
     scheme = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     source = checkpoints[0] / "qwen2" / "bf16"
@@ -163,7 +104,7 @@ def by_library(source, target, weights_format):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=scheme)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-        recipe = QuantizationModifier(targets="Linear", scheme=SCHEMES[weights_format], ignore=["lm_head"])
+        recipe = QuantizationModifier(targets="Linear", scheme=FORMATS[weights_format].scheme, ignore=["lm_head"])
         oneshot(model=model, recipe=recipe)
     model.save_pretrained(target)
     return tensors_of(target)
@@ -205,7 +146,8 @@ def test_packing_by_parts_equals_the_librarys_packing_of_the_whole(
 @pytest.mark.parametrize("weights_format", LIBRARY)
 def test_config_is_that_of_the_librarys_quantization_without_a_model(checkpoints, tmp_path, weights_format):
     source = checkpoints[0] / "qwen2" / "bf16"
-    model_free_ptq(source, tmp_path / "free", scheme=SCHEMES[weights_format], ignore=["lm_head", "re:.*embed_tokens"])
+    scheme, ignored = FORMATS[weights_format].scheme, ["lm_head", "re:.*embed_tokens"]
+    model_free_ptq(source, tmp_path / "free", scheme=scheme, ignore=ignored)
     found, expected = (
         json.loads((folder / "config.json").read_text())
         for folder in (checkpoints[0] / "qwen2" / weights_format, tmp_path / "free")
@@ -213,7 +155,7 @@ def test_config_is_that_of_the_librarys_quantization_without_a_model(checkpoints
     [group] = expected["quantization_config"].pop("config_groups").values()
     assert found["quantization_config"].pop("config_groups") == {"group_0": group}
     # Embeddings are no linear layers, which readers go by; the library without a model goes by names.
-    assert expected["quantization_config"].pop("ignore") == ["lm_head", "re:.*embed_tokens"]
+    assert expected["quantization_config"].pop("ignore") == ignored
     assert found["quantization_config"].pop("ignore") == ["lm_head"]
     assert found == expected
 

@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import bitsandbytes.functional as bnb
 import numpy as np
 import pytest
 import torch
@@ -22,11 +21,11 @@ from qerl.formats.codecs import (
     tensor_specs,
     to_checkpoint,
 )
-from qerl.formats.group_size import GROUP_SIZE, FormatError
 from qerl.formats.nf4 import STATE_NAME, read_state
 from qerl.models.quantize import quantize_checkpoint
+from qerl.settings.formats import FORMATS, FormatError
 from tests.bits import bits_per_weight
-from tests.parity.test_codec_parity import LIBRARY, assert_bits_equal, library_fp4
+from tests.parity.test_codec_parity import assert_bits_equal
 from tests.properties.values import refused_in_one_sentence
 from tests.tiny import tiny_qwen2
 
@@ -79,7 +78,7 @@ def test_every_weight_comes_back_as_the_nearest_value_of_its_groups_grid(weights
     packed = quantize(weight, weights_format, double_quant=False)
     dense = dequantize(packed, torch.float32)
     assert dense.isfinite().all()
-    size = GROUP_SIZE[weights_format]
+    size = FORMATS[weights_format].group_size
     groups, back = (t.double().view(weight.shape[0], -1, size, 1) for t in (weight, dense))
     values = grid(packed)
     nearest = (groups - values).abs().amin(-1)
@@ -88,35 +87,6 @@ def test_every_weight_comes_back_as_the_nearest_value_of_its_groups_grid(weights
     slack = 1e-6 * values.abs().amax(-1) + (1e-38 if weights_format == "nf4" else 2e-45)
     assert (error <= nearest + slack).all()
     assert ((back == 0) | (back.sign() == groups.sign())).all()
-
-
-@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
-@given(weight=weights(smallest=2.0**-100, largest=2.0**100, spread=3))
-def test_the_grid_reaches_the_largest_weight_of_its_group(weights_format, weight):
-    packed = quantize(weight, weights_format, double_quant=False)
-    largest = weight.double().view(weight.shape[0], -1, GROUP_SIZE[weights_format]).abs().amax(-1)
-    reach = grid(packed).abs().amax((-1, -2))
-    # NVFP4: E4M3 rounds by a sixteenth, and of scales under 2^-6 by half their last place, 2^-10.
-    # MXFP4: a power of two below 1.75 times it is cut at 1.5. NF4: the absmax itself.
-    low = {"nvfp4": 15 / 16, "mxfp4": 1.5 / 1.75, "nf4": 1.0}[weights_format]
-    absolute = 6 * 2**-10 / packed.tensors["weight_global_scale"].double() if weights_format == "nvfp4" else 0.0
-    assert (reach >= low * largest * (1 - 1e-6) - absolute).all()
-    if weights_format == "mxfp4":
-        assert (reach <= 12 / 7 * largest * (1 + 1e-6) + (largest == 0)).all()
-
-
-@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
-@given(weight=weights(smallest=2.0**-100, largest=2.0**100, spread=2, dtypes=(torch.float32,)))
-def test_requantizing_an_unpacked_weight_does_not_change_it(weights_format, weight):
-    once = quantize(weight, weights_format, double_quant=False)
-    if weights_format == "nvfp4":
-        # A scale that E4M3 rounds to a subnormal may lose the code of its largest weight, and with it itself.
-        exact = weight.float().view(weight.shape[0], -1, 16).abs().amax(-1) / 6 * once.tensors["weight_global_scale"]
-        assume(((exact >= 2**-6) | (exact == 0)).all())
-    dense = dequantize(once, torch.float32)
-    shared = once.tensors.get("weight_global_scale")
-    twice = dequantize(quantize(dense, weights_format, global_scale=shared, double_quant=False), torch.float32)
-    torch.testing.assert_close(twice, dense, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("weights_format", PACKED_FORMATS)
@@ -145,9 +115,8 @@ def test_any_codes_are_unpacked_by_the_definition(weights_format, seed, rows):
         integers = torch.from_numpy(generator.integers(60, 190, of, dtype=np.uint8))
         tensors[name] = integers if dtype == torch.uint8 else drawn.to(dtype)
     dense = dequantize(Packed(weights_format, shape, tensors), torch.float32).view(-1)
-    values = (
-        grid(Packed(weights_format, shape, tensors)).expand(rows, -1, GROUP_SIZE[weights_format], 16).reshape(-1, 16)
-    )
+    values = grid(Packed(weights_format, shape, tensors))
+    values = values.expand(rows, -1, FORMATS[weights_format].group_size, 16).reshape(-1, 16)
     high_first = weights_format == "nf4"
     for index, byte in enumerate(tensors["weight_packed"].view(-1).tolist()):
         nibbles = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
@@ -155,33 +124,6 @@ def test_any_codes_are_unpacked_by_the_definition(weights_format, seed, rows):
             assert dense[2 * index + offset].item() == pytest.approx(
                 values[2 * index + offset, nibble].item(), rel=3e-7
             )
-
-
-#: Magnitudes at which the libraries' own arithmetic stays within float32.
-ORDINARY = {"smallest": 2.0**-100, "largest": 2.0**100, "spread": 20}
-
-
-@pytest.mark.parametrize("weights_format", LIBRARY)
-@given(weight=weights(**ORDINARY))
-@settings(max_examples=25)
-def test_fp4_is_compressed_tensors_bit_by_bit(weights_format, weight):
-    expected, dense = library_fp4(weight, weights_format)
-    packed = quantize(weight, weights_format)
-    for name, tensor in expected.items():
-        assert_bits_equal(packed.tensors[name], tensor)
-    assert_bits_equal(dequantize(packed, torch.bfloat16), dense)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@given(weight=weights(**ORDINARY))
-@settings(max_examples=25)
-def test_nf4_is_bitsandbytes_bit_by_bit(nested, weight):
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=nested)
-    packed = quantize(weight, "nf4", double_quant=nested)
-    assert_bits_equal(packed.tensors["weight_packed"], codes)
-    assert_bits_equal(packed.tensors["weight_absmax"], state.absmax)
-    state.dtype = torch.float32
-    assert_bits_equal(dequantize(packed, torch.float32), bnb.dequantize_4bit(codes, state))
 
 
 @pytest.mark.parametrize("weights_format", PACKED_FORMATS)
@@ -216,8 +158,8 @@ def test_a_checkpoint_with_nan_is_refused_with_the_tensors_name(tmp_path, weight
 @example(weights_format="nf4", shape=[3, 0], dtype=torch.float32)
 @settings(max_examples=200)
 def test_any_shape_is_quantized_or_refused_in_one_sentence(weights_format, shape, dtype):
-    fits = weights_format in GROUP_SIZE and len(shape) == 2 and dtype in (torch.float32, torch.bfloat16)
-    fits = fits and shape[0] > 0 and shape[1] > 0 and shape[1] % GROUP_SIZE[weights_format] == 0
+    fits = weights_format in FORMATS and len(shape) == 2 and dtype in (torch.float32, torch.bfloat16)
+    fits = fits and shape[0] > 0 and shape[1] > 0 and shape[1] % FORMATS[weights_format].group_size == 0
     with refused_in_one_sentence():
         packed = quantize(torch.ones(shape, dtype=dtype), weights_format)
         assert fits

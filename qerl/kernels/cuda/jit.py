@@ -70,13 +70,15 @@ def launch(function: Any, grid: int, threads: int, shared_bytes: int, params: ct
 
 
 def _machine_code(sources: tuple[Path, ...], entry: str, defines: tuple[tuple[str, int], ...], device: int) -> bytes:
+    from cuda.bindings import nvrtc
+
     major, minor = torch.cuda.get_device_capability(device)
     # The "a" of sm_90a enables the instructions that only this generation has.
     architecture = f"sm_{major}{minor}" + ("a" if major == 9 else "")
     options = [f"-arch={architecture}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines)]
     # #line makes the compiler's messages name the file and its line.
     text = "".join(f'#line 1 "{source.name}"\n{source.read_text(encoding="utf-8")}' for source in sources).encode()
-    key = hashlib.sha256(repr((options, _nvrtc_version())).encode() + text).hexdigest()[:32]
+    key = hashlib.sha256(repr((options, nvrtc.nvrtcVersion()[1:])).encode() + text).hexdigest()[:32]
     file = cache_folder("kernels") / f"{entry}-{key}.cubin"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,14 +86,6 @@ def _machine_code(sources: tuple[Path, ...], entry: str, defines: tuple[tuple[st
             partial.write(_compile(text, sources[-1].name, options))
         Path(partial.name).replace(file)
     return file.read_bytes()
-
-
-def _nvrtc_version() -> tuple[int, int]:
-    from cuda.bindings import nvrtc
-
-    result, major, minor = nvrtc.nvrtcVersion()
-    _check((result,))
-    return major, minor
 
 
 def _compile(text: bytes, name: str, options: list[str]) -> bytes:
@@ -164,8 +158,3 @@ def _tensor_map(
 def address(tensor: torch.Tensor | None) -> int | None:
     """The address of a tensor's data; None is the null pointer."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def defines(**values: int) -> tuple[tuple[str, int], ...]:
-    """The -D options of a source, in the form that `load` takes."""
-    return tuple(values.items())

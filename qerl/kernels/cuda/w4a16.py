@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.formats import tiles as layout
-from qerl.formats.tiles import Tiles
-from qerl.formats.words import Words
+from qerl.formats import layouts
+from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.jit import (
     address,
     compile_all,
-    defines,
     flat_tensor_map,
     launch,
     load,
@@ -92,7 +90,7 @@ class KernelVariant:
         It contains the stages, 1,024 bytes to align the first, up to 16 rows the sums that warps exchange, and up to 32
         rows A x.
         """
-        stage = layout.BLOCK_BYTES * self.columns // layout.BLOCK_COLUMNS + self.rows * 2 * self.columns
+        stage = layouts.BLOCK_BYTES * self.columns // layouts.BLOCK_COLUMNS + self.rows * 2 * self.columns
         exchanged = 512 * self.rows if self.x_tiles <= 2 else 0
         shrunk = 2 * self.rows * ranks if self.small_batch else 0
         return max(self.stages * stage + 1024 + exchanged + shrunk, ONE_PER_SM_BYTES if self.one_per_sm else 0)
@@ -104,7 +102,7 @@ class KernelVariant:
 
     def blocks(self, rows: int, columns: int) -> int:
         """Blocks of W [rows, columns] that workers divide."""
-        return -(-rows // (layout.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
+        return -(-rows // (layouts.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
 
     def shrink_split(self, columns: int, ranks: int, workers: int, processors: int) -> tuple[int, int]:
         """The division of A x over `columns` columns of x: senders of sums per 16 rows of A, and blocks per span.
@@ -113,7 +111,7 @@ class KernelVariant:
         divide A.
         """
         if self.small_batch:
-            blocks = columns // layout.BLOCK_COLUMNS
+            blocks = columns // layouts.BLOCK_COLUMNS
             warps = self.shrink_warps * processors
             most = min(max(warps // max(ranks // RANK_STEP, 1), _SPANS[0]), _SPANS[1])
             span = -(-blocks // most)
@@ -302,12 +300,12 @@ def compile_ahead(products: Iterable[Operands], rows: int) -> None:
 
 
 def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
-    return defines(
-        X_TILES=variant.x_tiles,
-        STAGES=variant.stages,
-        REGISTERS=variant.registers_per_thread(rank),
-        RANK=rank,
-        CLUSTER=variant.cluster,
+    return (
+        ("X_TILES", variant.x_tiles),
+        ("STAGES", variant.stages),
+        ("REGISTERS", variant.registers_per_thread(rank)),
+        ("RANK", rank),
+        ("CLUSTER", variant.cluster),
     )
 
 
@@ -362,7 +360,7 @@ def _params(
 
 def _sums(space: Workspace, variant: KernelVariant) -> Tensor:
     rows = max(each.rows for pair in VARIANTS for each in pair if each.many_rows == variant.many_rows)
-    count = space.processors * layout.BLOCK_ROWS * rows
+    count = space.processors * layouts.BLOCK_ROWS * rows
     return space.get("staged_sums", count) if variant.many_rows else space.get("sums", 2 * count, _EMPTY)
 
 
@@ -396,7 +394,7 @@ def dense(tiles: Tiles | Words, part: int) -> Tensor:
     out = tiles.data.new_empty(tiles.parts[part], tiles.columns, dtype=torch.bfloat16)
     multiplier, offset = tiles.scale_decode
     row_tiles = (tiles.rows if tiles.interleaved else tiles.parts[part]) // 16
-    column_blocks = tiles.columns // layout.BLOCK_COLUMNS
+    column_blocks = tiles.columns // layouts.BLOCK_COLUMNS
     params = _UnpackParams(
         weights=address(tiles.data),
         out=address(out),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.formats.words import BLOCK_COLUMNS, Words
+from qerl.formats.layouts import BLOCK_COLUMNS, Words
 from qerl.kernels import reference
 from qerl.kernels.portable import (
     GradientTile,

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.language.extra.cuda import num_warps
 from triton.language.target_info import cuda_capability_geq
 
-from qerl.formats.words import BLOCK_COLUMNS, Words
+from qerl.formats.layouts import BLOCK_COLUMNS, Words
 from qerl.kernels.portable import PortableOperands, Tile, ranks_at_once, tile_for
 from qerl.kernels.state import COEFFICIENTS, Activation, workspace
 from qerl.kernels.triton.launch import begin, dependent, let_next_start, wait_for_earlier
 
-# Decoding of `qerl.formats.words` in Triton, and the kernel that unpacks a layer for products by cuBLAS.
+# Decoding of `qerl.formats.layouts.Words` in Triton, and the kernel that unpacks a layer for products by cuBLAS.
 
 _ROWS = 32
 #: Whether kernels run on a CPU, where there is no machine code.

@@ -1,13 +1,15 @@
 """Mixtures' kernels against PyTorch and float64, in Triton's interpreter, which `test_interpreter.py` starts."""
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import nn
 
-from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, quantize
+from qerl.formats.layouts import Words
 from qerl.kernels import reference
-from qerl.kernels.state import BLOCK_SIZES, GroupedLora, Groups, block_size
+from qerl.kernels.state import BLOCK_SIZES, GroupedLora, Groups
 from qerl.kernels.triton import experts
 from qerl.kernels.triton.experts import GroupedOperands, input_gradient, multiply
 from qerl.models.experts import (
@@ -35,15 +37,26 @@ def operands_of(weights, columns, bias=False):
     if weights != "float32":
         packed = [quantize(layer, weights) for layer in dense]
         dense = torch.stack([dequantize(one, torch.float32) for one in packed])
-        made = layout.pack(packed)
+        made = Words.pack(packed)
         factors = torch.tensor(made.factors).repeat_interleave(ROWS // 2)
     added = torch.randn(EXPERTS * ROWS) if bias else None
     return GroupedOperands(made, ROWS, factors, added), dense.double().view(EXPERTS, ROWS, columns)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_groups_are_those_of_the_reference(tokens):
-    found, expected = experts.group(chosen(tokens), EXPERTS), reference.group(chosen(tokens), EXPERTS)
+@pytest.mark.parametrize(
+    ("tokens", "count", "many"),
+    [
+        *((tokens, 2, EXPERTS) for tokens in TOKENS),
+        *((700, 3, 5), (2048, 1, 3), (2049, 1, 1)),
+        *in_nightly((1500, 2, 128)),
+    ],
+)
+def test_groups_are_those_of_the_reference(tokens, count, many):
+    """Some experts have no pairs, and others more than a program reads at a time; over 2,048 take two launches."""
+    scores = torch.randn(tokens, many) - 2 * torch.arange(many).float()
+    numbers = chosen(tokens) if tokens in TOKENS else scores.topk(count).indices.int()
+    found, expected = experts.group(numbers, many), reference.group(numbers, many)
+    assert (found.count, found.chosen) == (expected.count, expected.chosen)
     assert torch.equal(found.experts, expected.experts)
     assert torch.equal(found.pairs[found.experts >= 0], expected.pairs[expected.experts >= 0])
 
@@ -143,41 +156,23 @@ def test_gradients_of_adapters_are_sums_over_the_pairs_of_an_expert(tokens, rank
 
 
 @pytest.mark.parametrize("weights", ["float32", "nvfp4"])
-def test_layers_of_experts_and_their_gradient_are_those_of_pytorch(weights):
-    """One copy of the weights serves the grouped product and each layer; gate and up have a scale each."""
-    torch.manual_seed(1)
-    experts = [[layer_of(weights, 16, 192), layer_of(weights, 16, 192)] for _ in range(EXPERTS)]
-    x, rows = torch.randn(6, 192, requires_grad=True), torch.randn(12, 32)
-    numbers, results = chosen(6), []
-    for linear in (TorchGroupedLinear(experts), PortableGroupedLinear(experts, torch.float32)):
-        out = grouped_product(x, reference.group(numbers, EXPERTS), linear)
-        [grad] = torch.autograd.grad((out * rows).sum(), x)
-        results.append((out, grad))
-    one_by_one = torch.cat(
-        [torch.cat([layer(x[t]) for layer in experts[e]]) for t, two in enumerate(numbers) for e in two]
-    )
-    torch.testing.assert_close(results[0][0], one_by_one.view(12, 32))
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("weights", ["float32", "nvfp4"])
-@pytest.mark.parametrize("by_token", [True, False])
-def test_adapters_of_experts_and_their_gradients_are_those_of_autograd(weights, by_token):
-    """Two layers with an adapter each, of ranks 3 and 5, against float64 through each pair's own weights."""
+@pytest.mark.parametrize(("ranks", "by_token"), [((), True), ((3, 5), True), ((3, 5), False)])
+def test_layers_of_experts_and_their_gradients_are_those_of_autograd(weights, ranks, by_token):
+    """Two layers, also with an adapter each, against float64. The layers keep their weights, in one copy."""
     torch.manual_seed(2)
     experts = [[layer_of(weights, 16, 192), layer_of(weights, 24, 192)] for _ in range(EXPERTS)]
     x = torch.randn(6 if by_token else 12, 192, requires_grad=True)
-    downs = [torch.randn(EXPERTS, rank, 192, requires_grad=True) for rank in (3, 5)]
-    ups = [torch.randn(EXPERTS, rows, rank, requires_grad=True) for rows, rank in ((16, 3), (24, 5))]
+    downs = [torch.randn(EXPERTS, rank, 192, requires_grad=True) for rank in ranks]
+    ups = [torch.randn(EXPERTS, rows, rank, requires_grad=True) for rows, rank in zip((16, 24), ranks, strict=False)]
     numbers, grads = chosen(6), torch.randn(12, 40)
-    dense = [
-        [(one.dense_weight(torch.float32) if weights == "nvfp4" else one.weight) for one in two] for two in experts
-    ]
+    dense = [dense_of(two) for two in experts]
     wide = [tensor.detach().double().requires_grad_() for tensor in (x, *downs, *ups)]
-    changed = [
-        torch.cat([w.double() + 0.5 * up[e] @ down[e] for w, down, up in zip(two, wide[1:3], wide[3:], strict=True)])
-        for e, two in enumerate(dense)
-    ]
+    changed = [torch.cat(two).double() for two in dense]
+    if ranks:
+        changed = [
+            torch.cat([w + 0.5 * up[e] @ down[e] for w, down, up in zip(two, wide[1:3], wide[3:], strict=True)])
+            for e, two in enumerate(dense)
+        ]
     bias = torch.stack([torch.cat([layer.bias for layer in two]) for two in experts]).double()
     owner = numbers.flatten()
     read = wide[0].repeat_interleave(2, 0) if by_token else wide[0]
@@ -189,6 +184,11 @@ def test_adapters_of_experts_and_their_gradients_are_those_of_autograd(weights, 
         assert_close(out, exact)
         for found, one in zip(torch.autograd.grad((out * grads).sum(), [x, *downs, *ups]), expected, strict=True):
             assert_close(found, one)
+    assert all(map(torch.equal, chain(*map(dense_of, experts)), chain(*dense)))
+
+
+def dense_of(layers):
+    return [one.dense_weight(torch.float32) if isinstance(one, PackedLinear) else one.weight for one in layers]
 
 
 def layer_of(weights, rows, columns):
@@ -198,10 +198,6 @@ def layer_of(weights, rows, columns):
 
 def assert_close(out, expected):
     assert (out.double() - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_every_size_of_blocks_has_a_case():
-    assert {block_size(tokens, 2, EXPERTS) for tokens in TOKENS} == {*BLOCK_SIZES}
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.activations import ACT2FN
 
-from qerl.formats import words as layout
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
+from qerl.formats.layouts import Words
 from qerl.kernels.portable import Tile, tile_for
 from qerl.kernels.state import Activation, workspace
 from qerl.kernels.triton.linear import dense, multiply
@@ -73,42 +73,26 @@ def assert_close(out, expected):
     assert (out.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize(("weights_format", "rank"), [("nvfp4", 4), ("mxfp4", 0)])
+@pytest.mark.parametrize(("weights_format", "rank"), [("nvfp4", 4), ("nvfp4", 0), ("mxfp4", 70), ("mxfp4", 0)])
+@pytest.mark.parametrize("kind", ["biased", "residual", *get_args(Activation)])
 @torch.no_grad()
-def test_products_of_layers_with_bias(weights_format, rank):
-    layers = layers_of(weights_format, (72, 24, 19), 384, bias=True, rank=rank)
+def test_products(kind, weights_format, rank):
+    """Of three layers with biases, of one whose outputs are added, and of gate and up."""
+    widths = {"biased": (72, 24, 19), "residual": (80,)}.get(kind, (136, 136))
+    layers = layers_of(weights_format, widths, 384 if kind == "biased" else 256, bias=kind == "biased", rank=rank)
     product = PortableLinear(layers, torch.float32)
-    for rows in ROWS if weights_format == "nvfp4" or NIGHTLY else ROWS[::3]:
-        x = torch.randn(rows, 384)
-        out = torch.full((rows, 115), torch.nan)
-        product(x, out)
-        assert_close(out, torch.cat(exact(layers, x), 1))
-
-
-@pytest.mark.parametrize(("weights_format", "rank"), [("nvfp4", 0), ("mxfp4", 70)])
-@torch.no_grad()
-def test_the_residual_is_added(weights_format, rank):
-    layers = layers_of(weights_format, (80,), 256, rank=rank)
-    product = PortableLinear(layers, torch.float32)
-    for rows in (2, 40, 130):
-        x, before = torch.randn(rows, 256), torch.randn(rows, 80)
-        out = before.clone()
-        product(x, out, residual=True)
-        assert_close(out, exact(layers, x)[0] + before)
-
-
-@pytest.mark.parametrize(("weights_format", "rank"), [("nvfp4", 4), ("mxfp4", 0)])
-@torch.no_grad()
-def test_activations_of_the_gate_times_up(weights_format, rank):
-    layers = layers_of(weights_format, (136, 136), 256, rank=rank)
-    product = PortableLinear(layers, torch.float32)
-    first, *others = get_args(Activation)
-    for rows, activation in ((3, first), (130, first), *((3, other) for other in others)):
-        x = torch.randn(rows, 256)
-        out = torch.full((rows, 136), torch.nan)
-        gate, up = exact(layers, x)
-        product(x, out, activation=activation)
-        assert_close(out, ACT2FN[activation](gate) * up)
+    for rows in ROWS if NIGHTLY or (kind, weights_format) == ("biased", "nvfp4") else ROWS[::4]:
+        x, before = torch.randn(rows, layers[0].in_features), torch.randn(rows, 80)
+        parts = exact(layers, x)
+        out, expected, options = torch.full((rows, 136), torch.nan), parts[0], {"activation": kind}
+        if kind == "biased":
+            out, expected, options = torch.full((rows, 115), torch.nan), torch.cat(parts, 1), {}
+        elif kind == "residual":
+            out, expected, options = before.clone(), parts[0] + before, {"residual": True}
+        else:
+            expected = ACT2FN[kind](parts[0]) * parts[1]
+        product(x, out, **options)
+        assert_close(out, expected)
 
 
 @torch.no_grad()
@@ -141,7 +125,7 @@ def test_unpacked_weights_are_the_codecs_bit_for_bit(weights_format, columns):
     packed = [quantize(torch.randn(rows, columns) * 3, weights_format) for rows in (40, 19)]
     if weights_format == "nvfp4":
         packed[0].tensors["weight_scale"].view(torch.uint8)[0, :8] = torch.arange(1, 9)  # subnormal ones too
-    words = layout.pack(packed)
+    words = Words.pack(packed)
     for part, before in enumerate(packed):
         assert torch.equal(dense(words, part, torch.float32), dequantize(before, torch.float32))
 

@@ -3,39 +3,30 @@
 import pytest
 import torch
 
-from qerl.formats.codecs import quantize
 from qerl.kernels.portable import tile_for, tiles
-from qerl.models.linear import PackedLinear, PortableLinear, W4Linear, product_class
+from qerl.models.linear import product_class
 
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
-def test_the_capability_chooses_the_product(weights):
-    assert product_class(HOPPER, weights, SHAPES, torch.bfloat16) is W4Linear
-    assert product_class(HOPPER, weights, SHAPES, torch.bfloat16, "portable") is PortableLinear
-    for capability in OTHERS:
-        assert product_class(capability, weights, SHAPES, torch.bfloat16) is PortableLinear
-
-
-def test_what_the_portable_products_lack_is_unpacked():
-    for capability in OTHERS:
-        assert product_class(capability, "nvfp4", [(64, 896 + 64)], torch.bfloat16).__name__ == "TorchLinear"
-        assert product_class(capability, "nvfp4", SHAPES, torch.float16).__name__ == "TorchLinear"
-        assert product_class(capability, "nf4", SHAPES, torch.bfloat16).__name__ == "BitsandbytesLinear"
-    assert product_class(None, "nvfp4", SHAPES, torch.bfloat16, "portable").__name__ == "TorchLinear"
-
-
-def test_layers_share_one_copy_and_keep_their_products():
-    packed = [quantize(torch.randn(rows, 256), "nvfp4") for rows in (48, 24)]
-    layers, x = [PackedLinear.from_packed(one) for one in packed], torch.randn(3, 256)
-    before = [layer(x) for layer in layers]
-    PortableLinear(layers, torch.float32)
-    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
-    [address] = {buffer.data_ptr() for layer in layers for buffer in layer.buffers()}
-    PortableLinear(layers, torch.float32)
-    assert {buffer.data_ptr() for layer in layers for buffer in layer.buffers()} == {address}
+@pytest.mark.parametrize(
+    ("capabilities", "weights", "shapes", "dtype", "kernels", "product"),
+    [
+        ((HOPPER,), "nvfp4", SHAPES, torch.bfloat16, "auto", "W4Linear"),
+        ((HOPPER,), "mxfp4", SHAPES, torch.bfloat16, "auto", "W4Linear"),
+        ((HOPPER,), "mxfp4", SHAPES, torch.bfloat16, "portable", "PortableLinear"),
+        (OTHERS, "nvfp4", SHAPES, torch.bfloat16, "auto", "PortableLinear"),
+        (OTHERS, "mxfp4", SHAPES, torch.bfloat16, "auto", "PortableLinear"),
+        (OTHERS, "nvfp4", [(64, 896 + 64)], torch.bfloat16, "auto", "TorchLinear"),
+        (OTHERS, "nvfp4", SHAPES, torch.float16, "auto", "TorchLinear"),
+        (OTHERS, "nf4", SHAPES, torch.bfloat16, "auto", "BitsandbytesLinear"),
+        ((None,), "nvfp4", SHAPES, torch.bfloat16, "portable", "TorchLinear"),
+    ],
+)
+def test_the_capability_chooses_the_product(capabilities, weights, shapes, dtype, kernels, product):
+    for capability in capabilities:
+        assert product_class(capability, weights, shapes, dtype, kernels).__name__ == product
 
 
 @pytest.mark.parametrize("tile", tiles())

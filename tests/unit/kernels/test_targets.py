@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from triton.compiler.errors import CompilationError
 
-from qerl.formats import words as layout
 from qerl.formats.codecs import quantize
+from qerl.formats.layouts import Words
 from qerl.kernels.portable import PortableOperands, tiles
 from qerl.kernels.state import (
     BLOCK_SIZES,
@@ -78,7 +78,7 @@ def row_of(count, heads, dtype=torch.bfloat16):
 
 def products():
     for weights_format in ("nvfp4", "mxfp4"):
-        words = layout.pack([quantize(torch.randn(256, 1024), weights_format)])
+        words = Words.pack([quantize(torch.randn(256, 1024), weights_format)])
         operands = PortableOperands(words, torch.ones(256), torch.ones(256), zeros(48, 1024), zeros(256, 48))
         for tile in tiles():
             multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 128), activation="gelu_pytorch_tanh", tile=tile)
@@ -91,10 +91,10 @@ def mixtures():
 
     Dense weights, and adapters, which are dense too, have the same tiles: the smallest and the largest suffice.
     """
-    words = layout.pack([quantize(torch.randn(256, 256), "nvfp4")])
+    words = Words.pack([quantize(torch.randn(256, 256), "nvfp4")])
     ones = torch.ones(256)
     packed = experts.GroupedOperands(words, 128, ones, None)
-    biased = experts.GroupedOperands(layout.pack([quantize(torch.randn(256, 224), "mxfp4")]), 128, ones, ones)
+    biased = experts.GroupedOperands(Words.pack([quantize(torch.randn(256, 224), "mxfp4")]), 128, ones, ones)
     dense_weights = experts.GroupedOperands(zeros(256, 256), 128, None, None)
     for bias in (None, torch.zeros(128)):
         experts.scores(zeros(4, 256), torch.zeros(128, 256), bias)

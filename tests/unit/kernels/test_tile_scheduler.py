@@ -189,28 +189,21 @@ LAYERS = {
 some = ["7B q,k,v", "7B gate,up", "one block", *in_nightly("7B o", "7B down", "32B q,k,v", "small")]
 
 
-@pytest.mark.parametrize("rank", [0, 64, *in_nightly(16, 128)])
 @pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("layer", some)
-def test_everybody_has_work_and_all_of_it_is_done_once(library, layer, name, rank):
-    variant = BY_NAME[name]
-    for row_blocks in sorted({1, 2, variant.row_blocks}):
-        check(library, variant, rank, *LAYERS[layer], 132, row_blocks)
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_so_it_is_for_any_shape(library, name):
+def test_everybody_has_work_and_all_of_it_is_done_once(library, name):
     variant = BY_NAME[name]
     chance = random.Random(variant.x_tiles)
     for _ in range(60):
-        parts = chance.randint(1, 3)
         ends = [128 * chance.randint(1, 30)]
-        while len(ends) < parts:
-            ends.append(ends[-1] + 128 * chance.randint(1, 10))
+        mode = chance.choice((PLAIN, GATED))
+        if mode == GATED:
+            ends.append(2 * ends[0])
+        else:
+            ends += [ends[0] + 128 * chance.randint(1, 10) * n for n in range(1, chance.randint(1, 3))]
         columns = 256 * chance.randint(1, 20)
         processors = chance.choice((132, 114, 7, variant.cluster))
         for row_blocks in sorted({1, variant.row_blocks}) if processors > 7 else [1]:
-            check(library, variant, chance.choice(RANKS), ends, columns, PLAIN, processors, row_blocks)
+            check(library, variant, chance.choice(RANKS), ends, columns, mode, processors, row_blocks)
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -1,17 +1,11 @@
-"""The tile layout of NVFP4 and MXFP4 weights for the GPU's kernels: the same codes and scales in another order.
+"""The layouts of NVFP4 and MXFP4 weights for the GPU's kernels: the same codes and scales in another order.
 
-A weight [rows, columns] is cut into blocks of 128 rows and 128 columns, stored row by row. A block has 8 tiles of 16
-rows. A tile has 1,024 bytes of codes and then 128 of scales:
-
-* codes: [half of the columns][lane][4] words of 32 bits. A word holds the eight codes that a lane of a warp needs as
-  its part of a 16 x 16 operand of the tensor cores. Three in four codes reach their place in a pair of bfloat16 by at
-  most one rotation and one mask, the fourth by two. (No placement needs one for each: 4 rotations of the places 15, 8,
-  7 and 6 don't cover 16 bits.)
-* scales: [8 rows][row r, row r + 8][8 groups of 16 columns] bytes. A byte b stands for the bfloat16 with the bits
-  b * multiplier + offset.
+A weight [rows, columns] is cut into blocks. A word of 32 bits holds eight codes in places from which a rotation and a
+mask bring two of them to their bits in a pair of bfloat16. A byte b of a scale stands for the bfloat16 with the bits
+b * multiplier + offset.
 
 NVFP4's E4M3 scales are always positive and become "E5M3". Subnormal ones are normalised, so that a shift and an
-addition decode all. MXFP4's E8M0 scales are each stored twice and keep 245 binades below the largest.
+addition decode all. MXFP4's E8M0 scales keep 245 binades below the largest.
 """
 
 from __future__ import annotations
@@ -20,17 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from qerl.formats.codecs import Packed
-from qerl.formats.group_size import FormatError
+from qerl.settings.formats import FORMATS, FormatError
 
+#: Formats that have kernels of their own.
+KERNEL_FORMATS = ("nvfp4", "mxfp4")
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 128
 _TILE_ROWS = 16
 _CODE_BYTES = _TILE_ROWS * BLOCK_COLUMNS // 2
 _SCALE_BYTES = BLOCK_COLUMNS
+#: Words of a row's codes in a block.
+WORDS = BLOCK_COLUMNS // 8
+#: Bytes of a block of tiles.
 BLOCK_BYTES = BLOCK_ROWS // _TILE_ROWS * (_CODE_BYTES + _SCALE_BYTES)
 #: Bits of a bfloat16 scale are byte * multiplier + offset. Scales come out times 2^118, of which a code's place takes
 #: 2^-126 away: products are 2^-LEFT of the weight's.
@@ -72,8 +72,9 @@ class KernelWeights:
         """The divisor of each layer: weight = code * (scale / divisor)."""
         return tuple(2.0**LEFT / factor for factor in self.factors)
 
-    def as_packed(self, part: int, codes: Tensor, scales: Tensor) -> Packed:
-        """A layer's weight, of codes [rows, columns / 2] and scale bytes [rows, columns / 16] as `codes_and_scales`."""
+    def unpack(self, part: int) -> Packed:
+        """The weight of a layer as `pack` received it, except that a group with scale zero has codes of zero."""
+        codes, scales = self._rows_of(part)
         if self.weights_format == "mxfp4":
             exponents = scales[:, ::2].int() + self.largest_exponents[part] - _MX_TOP
             tensors = {"weight_scale": exponents.clamp(min=0).to(torch.uint8)}
@@ -84,53 +85,129 @@ class KernelWeights:
             tensors = {"weight_scale": stored, "weight_global_scale": global_scale}
         return Packed(self.weights_format, (self.parts[part], self.columns), {"weight_packed": codes, **tensors})
 
+    def _rows_of(self, part: int) -> tuple[Tensor, Tensor]:
+        """A layer's codes [rows, columns / 2] and scale bytes [rows, columns / 16], as `_codes_and_scales`."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Tiles(KernelWeights):
-    """`data` is [blocks of rows, blocks of columns, 8, 1152]; two layers may be `interleaved` by 8 rows."""
+    """The layout of the decode product on Hopper: `data` is [blocks of rows, blocks of columns, 8, 1152].
+
+    A block of 128 rows and 128 columns has 8 tiles of 16 rows. A tile has 1,024 bytes of codes, then 128 of scales:
+
+    * codes: [half of the columns][lane][4] words, which have what a lane of a warp needs as its part of a 16 x 16
+      operand of the tensor cores. Three in four codes reach their place in a pair of bfloat16 by at most one rotation
+      and one mask, the fourth by two. (No placement needs one for each: 4 rotations of the places 15, 8, 7 and 6 don't
+      cover 16 bits.)
+    * scales: [8 rows][row r, row r + 8][8 groups of 16 columns] bytes; each of MXFP4 twice.
+
+    Two layers may be `interleaved` by 8 rows.
+    """
 
     interleaved: bool = False
 
+    @staticmethod
+    def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Whether layers of these shapes [rows, columns] can be stored as tiles."""
+        divides = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
+        return weights_format in KERNEL_FORMATS and divides
 
-def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Whether layers of these shapes [rows, columns] can be stored as tiles."""
-    divides = all(rows % _TILE_ROWS == 0 and columns % (2 * BLOCK_COLUMNS) == 0 for rows, columns in shapes)
-    return weights_format in ("nvfp4", "mxfp4") and divides
+    @classmethod
+    def pack(cls, layers: Sequence[Packed], interleaved: bool = False) -> Self:
+        """Store the weights of `layers` on their device. Raises `FormatError` unless scales are positive numbers."""
+        codes, scales, about = _parts(layers)
+        join = _interleave if interleaved else torch.cat
+        return cls(data=_to_blocks(join(codes), join(scales)), interleaved=interleaved, **about)
+
+    def _rows_of(self, part: int) -> tuple[Tensor, Tensor]:
+        codes, scales = _from_blocks(self.data)
+        if self.interleaved:
+            codes, scales = (t[: self.rows].view(-1, 2, 8, t.shape[1])[:, part].flatten(0, 1) for t in (codes, scales))
+        else:
+            start = sum(self.parts[:part])
+            codes, scales = (t[start : start + self.parts[part]] for t in (codes, scales))
+        return codes.contiguous(), scales
 
 
-def pack(layers: Sequence[Packed], interleaved: bool = False) -> Tiles:
-    """Store the weights of `layers` as tiles on their device. Raises `FormatError` unless scales are positive
-    numbers.
+@dataclass(frozen=True)
+class Words(KernelWeights):
+    """The layout of the portable kernels: `data` has all codes, then all scales.
+
+    Of each block of 128 columns, all rows' codes follow each other, and all rows' scales:
+
+    * codes: [block][row][16] words of eight columns each;
+    * scales: [block][row][8 groups of 16 columns] bytes, for MXFP4 [4 groups of 32].
+
+    The last block of a width such as gpt-oss's 2,880 has codes of zero after the last column.
     """
-    codes, scales, factors, largest = zip(*map(codes_and_scales, layers), strict=True)
-    join = _interleave if interleaved else torch.cat
-    return Tiles(
-        data=_to_blocks(join(codes), join(scales)),
-        weights_format=layers[0].weights_format,
-        parts=tuple(layer.shape[0] for layer in layers),
-        columns=layers[0].shape[1],
-        factors=factors,
-        global_scales=tuple(layer.tensors.get("weight_global_scale") for layer in layers),
-        largest_exponents=largest,
-        interleaved=interleaved,
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of columns; the last one may have columns that the weight lacks."""
+        return -(-self.columns // BLOCK_COLUMNS)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return FORMATS[self.weights_format].group_size
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes, int32 [columns / 128, rows, 16]."""
+        return self.data[: self._code_bytes].view(torch.int32).view(-1, self.rows, WORDS)
+
+    @property
+    def scales(self) -> Tensor:
+        """The scales, uint8 [columns / 128, rows, 128 / group]."""
+        return self.data[self._code_bytes :].view(-1, self.rows, BLOCK_COLUMNS // self.group)
+
+    @property
+    def _code_bytes(self) -> int:
+        return self.rows * self.blocks * BLOCK_COLUMNS // 2
+
+    @staticmethod
+    def fits(weights_format: str, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Whether layers of these shapes [rows, columns] can be stored as words without columns that they lack."""
+        return weights_format in KERNEL_FORMATS and all(columns % BLOCK_COLUMNS == 0 for _, columns in shapes)
+
+    @classmethod
+    def pack(cls, layers: Sequence[Packed]) -> Self:
+        """Store the weights of `layers` on their device. Raises `FormatError` unless scales are positive numbers."""
+        codes, scales, about = _parts(layers)
+        step = FORMATS[about["weights_format"]].group_size // 16
+        words, bytes_ = _to_words(torch.cat(codes)), torch.cat(scales)[:, ::step]
+        data = torch.cat([_by_block(words, WORDS), _by_block(bytes_, BLOCK_COLUMNS // 16 // step)])
+        return cls(data=data, **about)
+
+    def _rows_of(self, part: int) -> tuple[Tensor, Tensor]:
+        start, rows = sum(self.parts[:part]), self.parts[part]
+        codes, scales = (t[:, start : start + rows].transpose(0, 1).flatten(1) for t in (self.codes, self.scales))
+        codes, scales = codes[:, : self.columns // 8], scales[:, : self.columns // self.group]
+        return _from_words(codes), scales.repeat_interleave(self.group // 16, dim=1)
+
+
+def _parts(layers: Sequence[Packed]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], dict[str, Any]]:
+    """Codes and scale bytes of each layer, as `_codes_and_scales`, and the fields of `KernelWeights` but `data`."""
+    codes, scales, factors, largest = zip(*map(_codes_and_scales, layers), strict=True)
+    return (
+        codes,
+        scales,
+        {
+            "weights_format": layers[0].weights_format,
+            "parts": tuple(layer.shape[0] for layer in layers),
+            "columns": layers[0].shape[1],
+            "factors": factors,
+            "global_scales": tuple(layer.tensors.get("weight_global_scale") for layer in layers),
+            "largest_exponents": largest,
+        },
     )
-
-
-def unpack(tiles: Tiles, part: int) -> Packed:
-    """The weight of a layer as `pack` received it, except that a group with scale zero has codes of zero."""
-    codes, scales = _from_blocks(tiles.data)
-    if tiles.interleaved:
-        codes, scales = (t[: tiles.rows].view(-1, 2, 8, t.shape[1])[:, part].flatten(0, 1) for t in (codes, scales))
-    else:
-        start = sum(tiles.parts[:part])
-        codes, scales = (t[start : start + tiles.parts[part]] for t in (codes, scales))
-    return tiles.as_packed(part, codes.contiguous(), scales)
 
 
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-def codes_and_scales(layer: Packed) -> tuple[Tensor, Tensor, float, int]:
+def _codes_and_scales(layer: Packed) -> tuple[Tensor, Tensor, float, int]:
     """Codes [rows, columns / 2], scale bytes [rows, columns / 16], factor and MXFP4's largest exponent."""
     codes, scales = layer.tensors["weight_packed"], layer.tensors["weight_scale"]
     if layer.weights_format == "nvfp4":
@@ -179,7 +256,7 @@ def _bits(place: int, upper: int) -> list[int]:
 
 
 @cache
-def code_words(device: torch.device) -> Tensor:
+def _code_words(device: torch.device) -> Tensor:
     """[2, 4, 16] int32 words that hold one code alone, by upper or lower half and place."""
     words = [
         [
@@ -202,7 +279,7 @@ def _to_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 def _tile_codes(codes: Tensor) -> Tensor:
     # A row of a tile is r + 8 * h; a column of a group is 2 * t + 8 * q + e; a lane is 4 * r + t.
     nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(-1, 8, 2, 8, codes.shape[1] // 64, 2, 4, 2, 4, 2)
-    placed = code_words(codes.device)
+    placed = _code_words(codes.device)
     words = torch.zeros((*nibbles.shape[:2], *nibbles.shape[3:7], 4), dtype=torch.int32, device=codes.device)
     for h, q, e in product(range(2), repeat=3):
         words |= placed[e, h + 2 * q][nibbles[:, :, h, :, :, :, :, q, :, e].int()]  # [blocks, 8, r, blocks, 2, 4, t]
@@ -223,12 +300,34 @@ def _from_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _untile_codes(blocks: Tensor) -> Tensor:
     words = blocks.contiguous().view(torch.int32).view(*blocks.shape[:3], 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 6, 5)
-    nibbles = [[codes_at(words, h + 2 * q) for q in range(2)] for h in range(2)]  # [blocks, 8, r, blocks, 2, 4, t, e]
+    nibbles = [[_codes_at(words, h + 2 * q) for q in range(2)] for h in range(2)]  # [blocks, 8, r, blocks, 2, 4, t, e]
     by_row = torch.stack([torch.stack(two, dim=6) for two in nibbles], dim=2)  # h before r, q before t
     return (by_row[..., 0] | by_row[..., 1] << 4).flatten(0, 3).flatten(1)
 
 
-def codes_at(words: Tensor, place: int) -> Tensor:
+def _codes_at(words: Tensor, place: int) -> Tensor:
     """The two codes [..., 2] at a place in the lower and upper half of int32 words."""
     both = [sum((words >> bit & 1) << 3 - i for i, bit in enumerate(_bits(place, upper))) for upper in range(2)]
     return torch.stack(both, dim=-1).to(torch.uint8)  # type: ignore[arg-type]
+
+
+def _by_block(items: Tensor, each: int) -> Tensor:
+    """Bytes, uint8 [n], of items [rows, n] in the order of blocks, rows, `each` items of a row; zeros fill the last."""
+    items = torch.nn.functional.pad(items, (0, -items.shape[1] % each))
+    return items.view(len(items), -1, each).transpose(0, 1).contiguous().view(torch.uint8).flatten()
+
+
+def _to_words(codes: Tensor) -> Tensor:
+    """Words, int32 [rows, columns / 8], of codes [rows, columns / 2] with the low nibble first."""
+    nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(len(codes), -1, 4, 2)
+    placed = _code_words(codes.device)
+    words = torch.zeros(nibbles.shape[:2], dtype=torch.int32, device=codes.device)
+    for place, half in product(range(4), range(2)):
+        words |= placed[half, place][nibbles[:, :, place, half].int()]
+    return words
+
+
+def _from_words(words: Tensor) -> Tensor:
+    """The inverse of `_to_words`."""
+    pairs = [_codes_at(words, place) for place in range(4)]
+    return torch.stack([pair[..., 0] | pair[..., 1] << 4 for pair in pairs], dim=-1).flatten(1)
