@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
@@ -317,20 +316,6 @@ class RunSummary(Stored):
     step_seconds: Quartiles
 
 
-def without_drafts(values: Any) -> Any:
-    """Stored values without the keys of speculative decoding, which was removed, where they say that there was none."""
-    if isinstance(values, dict):
-        return {key: without_drafts(value) for key, value in values.items() if value or key not in ("drafts", "verify")}
-    return [without_drafts(value) for value in values] if isinstance(values, list) else values
-
-
-def _of_today(settings: Any) -> Any:
-    """Stored settings without keys of earlier runs that nothing reads."""
-    if isinstance(settings, dict):
-        settings = {key: value for key, value in settings.items() if key != "thermostat"}
-    return without_drafts(settings)
-
-
 class RunResult(Stored):
     """train/<run>/run.json. A failed run has its error as `status`, its message as `reason`, and no summary."""
 
@@ -338,7 +323,7 @@ class RunResult(Stored):
     experiment: str
     arm: str
     varied: dict[str, Any]
-    settings: Annotated[RunSettings, BeforeValidator(_of_today), PlainSerializer(whole)]
+    settings: Annotated[RunSettings, PlainSerializer(whole)]
     status: str = OK
     reason: str = ""
     summary: RunSummary | None = None

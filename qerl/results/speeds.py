@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from qerl.checkpoints.shapes import QWEN, SIZES
 from qerl.results.paths import weights_names
-from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored, without_drafts
+from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.results.store import ResultError, read
 from qerl.settings.models import Base, Recipe, WeightFormat
 from qerl.settings.run import Kernels
@@ -295,11 +295,6 @@ class RolloutMixResult(Measurement):
     first_seconds: float | None = None
     runs: tuple[MixRun, ...] = ()
     gpu: GpuStates | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_drafts(cls, values: Any) -> Any:
-        return without_drafts(values)
 
     @property
     def drawn(self) -> int:

@@ -14,7 +14,7 @@ from tests.gpu.backends import adapted
 from tests.gpu.exact import CUDA, ROUNDING, assert_rounded_once, draw
 from tests.gpu.test_update_gpu import of_all, one_by_one, packed
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
-from tests.unit.rl.test_sequence_packing import samples
+from tests.unit.rl.test_packing import samples
 
 EPS = 1e-6
 DTYPES = list(ROUNDING)

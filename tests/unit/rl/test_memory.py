@@ -72,7 +72,7 @@ def test_measured_bytes_foretell_those_of_longer_rows(checkpoint):
     assert 1 <= grown / (64 * LAYERS * kept) < 1.25
 
 
-@pytest.mark.parametrize(("count", "kept", "recomputed"), itertools.product((1, 4, 28), (10.0, 16.0), (1.0, 4.0)))
+@pytest.mark.parametrize(("count", "kept", "recomputed"), [*itertools.product((1, 4, 28), (10.0, 16.0), (1.0, 4.0))])
 def test_as_few_blocks_as_fit_are_recomputed(count, kept, recomputed):
     def needed(again):
         return (count - again) * kept + again * recomputed + 2 * kept
