@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qerl.kernels.packed_sequences import FixedPacking, KeyPlaces, Packing
 from qerl.kernels.state import GraphBySize, capture
 from qerl.models.blocks import PackedAttention
 from qerl.models.experts import GatedMLP
@@ -20,121 +17,8 @@ from qerl.models.linear import PackedLinear
 from qerl.models.lora import dropouts
 from qerl.models.policy import Policy
 from qerl.rl.memory import Recomputation, blocks, kept_bytes
-from qerl.rl.packing import MicroBatch, head_logprobs, token_states
+from qerl.rl.packing import MicroBatch, PaddedMicroBatch, PaddedSize, head_logprobs, token_states
 from qerl.settings.run import RunSettings
-
-# Packed rows of a few fixed sizes, in tensors that stay in place, as CUDA graphs need them.
-#
-# A row is filled up with padding tokens, in pieces of their own that no completion sees. Their outputs are read by
-# nothing, so their gradients are exact zeros, which change no sum.
-
-_CPU = torch.device("cpu")
-#: The least tokens of a row, and the least queries and keys of its longest pieces.
-_LEAST_TOKENS, _LEAST_PIECE = 256, 64
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << max(least - 1, 0).bit_length()
-
-
-def padded_tokens(count: int) -> int:
-    """The least of the sizes 256, 384, 512, 768, 1024, ... above `count`: two an octave."""
-    least = max(count + 1, _LEAST_TOKENS)
-    size = _power_of_two(least)
-    return 3 * size // 4 if 3 * size // 4 >= least else size
-
-
-@dataclass(frozen=True)
-class PaddedSize:
-    """What the tensors of a row have room for. There are few sizes, so that graphs are few."""
-
-    tokens: int
-    states: int
-    pieces: int
-    keys: int
-    copies: int
-    longest: int
-    widest: int
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> PaddedSize:
-        """The least size for a micro-batch. There is a padding token at least, to which padding indices point."""
-        packing, count = batch.packing, batch.ids.numel()
-        tokens = padded_tokens(count)
-        longest = _power_of_two(max(packing.longest, _LEAST_PIECE))
-        padding = tokens - count
-        return cls(
-            tokens=tokens,
-            states=max(_power_of_two(len(batch.targets_M)), tokens),
-            pieces=max(_power_of_two(len(packing.lengths) + -(-padding // longest)), tokens // 8),
-            keys=max(_power_of_two(sum(packing.widths) + padding), 4 * tokens),
-            copies=_power_of_two(1 + max(map(packing.prompts.count, set(packing.prompts) - {None}), default=0)),
-            longest=longest,
-            widest=_power_of_two(max(packing.widest, _LEAST_PIECE)),
-        )
-
-
-class PaddedMicroBatch:
-    """The inputs of a pass in tensors of one size, which stay in place; `fill` writes those of a micro-batch."""
-
-    def __init__(self, size: PaddedSize, device: torch.device) -> None:
-        int64, int32 = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.long, torch.int32))
-        self.size = size
-        self.ids, self.positions = int64(1, size.tokens), int64(1, size.tokens)
-        self.states_M = int64(size.states)
-        self.packing = FixedPacking(
-            longest=size.longest,
-            widest=size.widest,
-            queries_ends=int32(size.pieces + 1),
-            keys_ends=int32(size.pieces + 1),
-            copies=KeyPlaces(
-                sources=int64(size.keys),
-                own=int64(size.tokens),
-                shared=int64(size.tokens),
-                places=int64(size.copies, size.tokens),
-                missing=torch.ones(size.copies, size.tokens, dtype=torch.bool, device=device),
-            ),
-        )
-        self._filled: MicroBatch | None = None
-
-    def fill(self, batch: MicroBatch) -> None:
-        """Write the inputs of `batch`, whose size is this one; nothing if they are there already."""
-        if self._filled is batch:
-            return
-        count, last = batch.ids.numel(), self.size.tokens - 1
-        for padded, values in ((self.ids, batch.ids), (self.positions, batch.positions)):
-            padded[:, :count].copy_(values)
-            padded[:, count:] = 0
-        # Rows that no completion reads are spread, since gradients of rows with the same index are added in turn.
-        chosen = len(batch.states_M)
-        spread = count + np.arange(self.size.states - chosen) % (self.size.tokens - count)
-        self.states_M[:chosen].copy_(batch.states_M)
-        self.states_M[chosen:].copy_(torch.from_numpy(spread))
-        self._fill_packing(batch.packing, self.size.tokens - count, last)
-        self._filled = batch
-
-    def _fill_packing(self, packing: Packing, padding: int, last: int) -> None:
-        pieces = [self.size.longest] * (padding // self.size.longest)
-        pieces += [rest] if (rest := padding % self.size.longest) else []
-        lengths, prompts = [*packing.lengths, *pieces], [*packing.prompts, *[None] * len(pieces)]
-        full, target = Packing.of(lengths, prompts, _CPU), self.packing
-        _write(full.queries_ends, target.queries_ends, int(full.queries_ends[-1]))
-        _write(full.keys_ends, target.keys_ends, int(full.keys_ends[-1]))
-        copies, missing = full.copies, full.copies.missing
-        _write(copies.sources, target.copies.sources, 0)
-        _write(copies.own, target.copies.own, 0)
-        _write(copies.shared, target.copies.shared, last)
-        _write(copies.places, target.copies.places, 0)
-        assert target.copies.missing is not None
-        missing = torch.zeros(copies.places.shape, dtype=torch.bool) if missing is None else missing
-        _write(missing, target.copies.missing, True)
-
-
-def _write(values: Tensor, target: Tensor, filler: int) -> None:
-    """Copy values to the first places of each dimension, and the filler to the others."""
-    sizes = zip(reversed(target.shape), reversed(values.shape), strict=True)
-    target.copy_(torch.nn.functional.pad(values, [n for size, count in sizes for n in (0, size - count)], value=filler))
-
 
 # Forward and backward passes of small policies as CUDA graphs.
 #

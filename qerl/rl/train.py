@@ -426,9 +426,8 @@ def train_run(job: TrainJob) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
-    (`qerl.host.lease.alone`). On several machines the first one
-    writes. `job.out` is written only at the end; with `on_failure: row` also if the run is out
-    of memory, over `time_limit` or diverges.
+    (`qerl.host.lease.alone`). On several machines the first one writes. `job.out` is written only at the end; with
+    `on_failure: row` also if the run is out of memory, over `time_limit` or diverges.
     """
     # A note of an earlier attempt would pass for the cause of this one's failure.
     for note in job.work.glob("failure-*.json"):

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels import packed_sequences
 from qerl.rl import graphs, memory
-from qerl.rl.graphs import PaddedMicroBatch, PaddedSize, PassGraphs, padded_tokens
+from qerl.rl.graphs import PassGraphs
 from qerl.rl.memory import Recomputation
-from qerl.rl.packing import micro_batch, row_tokens, split
+from qerl.rl.packing import PaddedMicroBatch, PaddedSize, micro_batch, padded_tokens, row_tokens, split
 from tests.conftest import in_nightly
 from tests.unit.rl import tiny_trainer
 

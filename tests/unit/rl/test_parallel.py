@@ -1,5 +1,6 @@
 """Runs of several processes against runs of one on the same batch: replicas, shards and hosts (gloo, on the CPU)."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,9 +26,10 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.results.schema import RolloutRow, StoredCompletion
 from qerl.results.store import read_rows
 from qerl.rl.parallel import Processes, start_processes
-from qerl.rl.train import train_run
+from qerl.rl.train import Trainer, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
+from tests import jobs
 from tests.conftest import nightly
 from tests.forks import run_program
 from tests.jobs import train_job, write_inputs
@@ -66,9 +69,12 @@ def settings(**changes) -> dict:
 def run(folder, name: str, **changes):
     own = parse(RunSettings, settings(**changes), "test")
     train_run(train_job(own, folder / "nvfp4", folder / "data", folder / f"work-{name}", folder / name))
-    weights = load_file(folder / name / "policy/adapter_model.safetensors")
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return weights, rows
+    return results(folder / name)
+
+
+def results(out: Path, weights: str = "adapter_model.safetensors"):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return load_file(out / "policy" / weights), rows
 
 
 @pytest.mark.slow
@@ -226,9 +232,7 @@ def run_in_full(folder: Path, place: Path, name: str, hours: float | None = None
     values = parse(RunSettings, {**FULL, **changes}, "test")
     out, work = place / name, place / f"work-{name}"
     train_run(train_job(values, folder / "base", folder / "data", work, out, time_limit=hours, on_failure="row"))
-    if hours is None:
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return load_file(out / "policy/model.safetensors"), rows
+    return results(out, "model.safetensors") if hours is None else None
 
 
 def assert_same(one, other) -> None:
@@ -261,3 +265,140 @@ def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(
     for count, changes in ((1, {}), (4, sparing)):
         shutil.copytree(tmp_path / "work-stopped", tmp_path / f"work-{count}")
         assert_same(alone, run_in_full(folder, tmp_path, str(count), processes=count, **changes))
+
+
+# --- hosts of a run: network namespaces with host names and folders of their own ---
+
+NEW_NETWORK, NEW_HOSTNAME = 0x40000000, 0x04000000
+LIMIT = 20
+#: Untrained completions differ in their length alone.
+LENGTHS = {
+    "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": 24}},
+    "reward": {"overlong_buffer": 23},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-4},
+}
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Host:
+    """A network namespace with an address, in which runs are started by forks of this process."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.folder = number, folder
+        self.name, self.link = f"qerl{os.getpid()}n{number}", f"q{os.getpid()}n{number}"
+        ip("netns", "add", self.name)
+
+    def connect(self) -> None:
+        ip("link", "set", self.link, "netns", self.name)
+        ip("-n", self.name, "addr", "add", f"10.77.0.{self.number + 1}/24", "dev", self.link)
+        ip("-n", self.name, "link", "set", "lo", "up")
+        self.plug("up")
+
+    def plug(self, state: str) -> None:
+        ip("-n", self.name, "link", "set", self.link, state)
+
+    def start(self, settings: RunSettings) -> int:
+        """Train in a fork on this host; what it raises is written to `said` in the host's folder."""
+        child = os.fork()
+        if child:
+            return child
+        try:
+            os.setpgid(0, 0)
+            self._enter()
+            job = train_job(
+                settings, self.folder / "base", self.folder / "data", self.folder / "work", self.folder / "out"
+            )
+            train_run(job)
+        except KilledError as error:
+            (self.folder / "said").write_text(str(error))
+        except BaseException:  # noqa: BLE001
+            (self.folder / "said").write_text(traceback.format_exc())
+        os._exit(0)
+
+    def _enter(self) -> None:
+        libc, host = ctypes.CDLL(None, use_errno=True), f"host-{self.number}".encode()
+        with open(f"/run/netns/{self.name}") as namespace:
+            assert libc.setns(namespace.fileno(), NEW_NETWORK) == 0
+        assert libc.unshare(NEW_HOSTNAME) == 0
+        assert libc.sethostname(host, len(host)) == 0
+        os.environ |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "NODE_RANK": str(self.number)}
+        os.environ["GLOO_SOCKET_IFNAME"] = self.link
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    made = []
+    try:
+        for number in (0, 1):
+            made.append(Host(number, write_inputs(tmp_path / str(number))))
+        ip("link", "add", made[0].link, "type", "veth", "peer", "name", made[1].link)
+        for host in made:
+            host.connect()
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        for host in made:
+            ip("netns", "del", host.name)
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+    yield made
+    for host in made:
+        ip("netns", "del", host.name)
+
+
+def ended(children: list[int], seconds: float) -> bool:
+    """Whether all children end within a time; those that don't are killed with their processes."""
+    until = time.monotonic() + seconds
+    left = list(children)
+    while left and time.monotonic() < until:
+        left = [child for child in left if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        time.sleep(0.05)
+    for child in left:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return not left
+
+
+def test_a_lost_host_ends_the_run_by_name_and_back_it_continues_to_what_one_process_trains(
+    hosts, forking, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("QERL_COMMIT", "test")
+    first, second = hosts
+    step = Trainer.step
+
+    def lose_power(self, number, *rest):
+        if number == 3 and os.environ.get("NODE_RANK") == "1" and not (tmp_path / "lost").exists():
+            (tmp_path / "lost").touch()
+            second.plug("down")  # no packet tells the other host
+            os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, number, *rest)
+
+    monkeypatch.setattr(Trainer, "step", lose_power)
+    settings = parse(RunSettings, {**jobs.SETTINGS, **LENGTHS}, "test")
+    shared = settings.model_copy(update={"processes": 2, "nodes": 2, "node_timeout": LIMIT})
+
+    assert ended([host.start(shared) for host in hosts], 120)
+    assert (tmp_path / "lost").exists()
+    said = (first.folder / "said").read_text()
+    assert said.startswith(f"another machine of the run has ended or hasn't answered for {LIMIT} seconds; ")
+    assert said.count("\n") == 0
+    assert max(file.name for file in first.folder.glob("work/*/step-*")) == "step-000002.pt"
+    assert not list(second.folder.glob("work/*/step-*"))  # hosts share no folder
+
+    second.plug("up")
+    (first.folder / "said").unlink()
+    assert ended([host.start(shared) for host in hosts], 120)
+    assert not (first.folder / "said").exists(), (first.folder / "said").read_text()
+    assert not (second.folder / "out").exists()
+
+    alone = tmp_path / "alone"
+    shutil.copytree(first.folder / "base", alone / "base")
+    train_run(train_job(settings, alone / "base", first.folder / "data", alone / "work", alone / "out"))
+    (weights, rows), (wanted, wanted_rows) = results(first.folder / "out"), results(alone / "out")
+    assert any(row["grad_norm"] > 0 for row in wanted_rows)
+    for row, other in zip(rows, wanted_rows, strict=True):
+        assert (row["reward"], row["completion_tokens"]) == (other["reward"], other["completion_tokens"])
+        assert [row["loss"], row["grad_norm"]] == pytest.approx([other["loss"], other["grad_norm"]], abs=1e-6)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-6, msg=name)

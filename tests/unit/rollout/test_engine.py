@@ -198,13 +198,6 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, make):
     assert sampler.generate(PROMPTS, replace(params, ignore_eos=True)) == endless
 
 
-def test_one_token_needs_no_step(policy):
-    params = SamplingParams(max_tokens=1, count=2, seed=1)
-    groups = sampler_of(policy).generate(PROMPTS, params)
-    assert_exact(policy.lm, PROMPTS, groups)
-    assert [len(c.token_ids) for group in groups for c in group] == [1] * 8
-
-
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch, dtype):
     """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
