@@ -60,6 +60,15 @@ def test_a_point_by_hand(tmp_path):
     }
 
 
+def test_packed_delta_nets_have_a_lower_floor(tmp_path):
+    files = [
+        decode_file(tmp_path / f"{nets}", "native", "nvfp4", {1: [100.0]}, size="qwen3.5-27b", pack_delta_nets=nets)
+        for nets in (False, True)
+    ]
+    dense, packed = load(files, "decode")["floor_ms"]
+    assert packed < 0.75 * dense
+
+
 def test_the_decode_table_distinguishes_failed_from_not_measured(files):
     table = speed_tables.decode_table(load(files, "decode"))
     assert table.to_dict("list") == {

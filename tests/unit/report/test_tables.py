@@ -103,6 +103,17 @@ def test_runs_that_failed_are_rows_or_notes(small, tmp_path):
     assert none["gsm8k/note"] == "; ".join(f"seed {seed}: out of memory after 0 of 9 steps" for seed in (0, 1))
 
 
+def test_arms_that_differ_in_a_setting_stay_apart(tmp_path):
+    runs = [write_run(tmp_path, "nvfp4-lora", 0, steps=steps) for steps in (5, 20)]
+    evaluations = [
+        write_evaluation(tmp_path, f"arm-{index}", {"gsm8k": column([1, index])}, "nvfp4", run)
+        for index, run in enumerate(runs)
+    ]
+    table = table_of(evaluations, runs)
+    assert dict(zip(table["variant"], table["gsm8k/accuracy"], strict=True)) == {"steps=5": 0.5, "steps=20": 1.0}
+    assert table["gsm8k/note"].iloc[0] == "untrained bf16 base not run; untrained nvfp4 base not run"
+
+
 def test_awq_is_a_separate_format_with_its_own_base(small, tmp_path):
     evaluations, runs = small
     runs = [*runs, write_run(tmp_path, "nvfp4-lora", 0, experiment="awq", base={"recipe": "awq"})]

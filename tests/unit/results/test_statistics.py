@@ -137,6 +137,20 @@ def test_a_difference_without_any_disagreement_is_that_of_no_gain_and_no_loss(ri
     assert interval.low == -interval.high
 
 
+def test_accuracy_stays_within_bounds():
+    interval = accuracy_interval(np.array([[1.0] * 9 + [0.0], [1.0] * 2 + [0.0] * 8]))
+    assert (interval.low, interval.high) == (0.0, 1.0)
+
+
+def test_shapes_that_cannot_be_paired_are_errors():
+    with pytest.raises(ValueError, match="paired"):
+        difference_interval(np.zeros((2, 5)), np.zeros(4))
+    with pytest.raises(ValueError, match="seeds, problems"):
+        accuracy_interval(np.zeros(5))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        accuracy_interval(np.full((1, 5), 40.0))
+
+
 def test_average_is_over_data_sets_and_its_interval_over_their_problems():
     generator = np.random.default_rng(1)
     sets = [(generator.random((1, n)) < p).astype(float) for n, p in ((500, 0.8), (300, 0.2), (300, 0.1), (400, 0.5))]

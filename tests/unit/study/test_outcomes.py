@@ -83,6 +83,14 @@ def test_the_estimate_is_the_mean_over_bases_of_means_over_seeds():
     assert (difference.bases, difference.pairs) == (2, 3)
 
 
+def test_a_clear_effect_has_a_small_p_and_no_effect_a_large_one():
+    generator = np.random.default_rng(2)
+    assert paired_difference(simulated(generator, effect=0.2, seed_sd=0.02)).p <= 2 / 401
+    assert paired_difference(simulated(generator, effect=0.0)).p > 0.1
+    flipped = simulated(generator, effect=-0.2, seed_sd=0.02)
+    assert paired_difference(flipped).p <= 2 / 401
+
+
 def test_p_is_uniform_enough_where_there_is_no_effect():
     """One base, so that seeds and problems alone vary: at most a tenth of experiments fall below 0.05."""
     generator = np.random.default_rng(3)
