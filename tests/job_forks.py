@@ -1,7 +1,4 @@
-"""Commands of `qerl` in forks of a process that has imported their libraries: a job's imports take longer than it.
-
-`python -m tests.job_forks COMMAND...` runs a command, such as Snakemake, whose jobs of small policies are forks.
-"""
+"""Commands of `qerl` in forks of a process that has imported their libraries: a job's imports take longer than it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -25,7 +21,6 @@ from typing import NoReturn
 
 import torch
 
-from qerl.host.imports import OPTIONAL, absent
 from tests.forks import hash_code, run_program, use_package
 
 #: Asks the process at `address` for a fork in its place; calls of Python for anything else are Python's.
@@ -52,17 +47,9 @@ sys.exit(status)
 _ON_PARENTS_DEATH, _NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME of prctl(2)
 
 
-#: The modules of jobs of small policies.
-_SMALL = ("qerl.rl.pretrain", "qerl.workflow.bases", "qerl.rl.train", "qerl.evals.evaluate")
-
-
 @cache
-def commands(modules: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Path:
-    """A folder with `python` and `qerl` for the beginning of PATH, as long as this process lives.
-
-    Forks have imported `modules`, or with none all of jobs that need no GPU, as if the libraries `without` weren't
-    installed.
-    """
+def commands() -> Path:
+    """A folder with `python` and `qerl` for the beginning of PATH, as long as this process lives."""
     folder = Path(tempfile.mkdtemp(prefix="qerl-jobs-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
@@ -73,7 +60,7 @@ def commands(modules: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Pa
         (folder / name).chmod(0o755)
     if os.fork() == 0:
         try:
-            _serve(listener, modules or _modules(), without)
+            _serve(listener)
         except Exception:  # noqa: BLE001
             traceback.print_exc()  # os._exit prints nothing, and jobs only see that nobody answers
         finally:
@@ -82,14 +69,13 @@ def commands(modules: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Pa
     return folder
 
 
-def _serve(listener: socket.socket, modules: Sequence[str], without: Sequence[str]) -> NoReturn:
+def _serve(listener: socket.socket) -> NoReturn:
     ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     for logger in (logging.getLogger(), logging.getLogger("qerl")):
         logger.handlers.clear()  # the tests'
-    with absent(without):
-        for path in modules:
-            import_module(path)
+    for path in _modules():
+        import_module(path)
     if torch.cuda.is_initialized():
         raise RuntimeError("an import has started CUDA, which forks of this process can't use")
     hash_code()
@@ -142,15 +128,3 @@ def _qerl(arguments: Sequence[str]) -> None:
         ctypes.CDLL(None).prctl(_NAME, f"qerl {json.loads(arguments[1])['kind']}".encode())
     torch.set_num_threads(1)  # a fork has no other threads
     runpy.run_module("qerl", run_name="__main__", alter_sys=True)
-
-
-def main(command: Sequence[str]) -> int:
-    """Run a command whose jobs are forks; returns its exit status."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look for GPUs would start CUDA
-    signal.signal(signal.SIGINT, lambda *_: None)  # the command and its jobs stop, and this process waits for them
-    path = f"{commands(_SMALL, OPTIONAL)}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(command, env={**os.environ, "PATH": path}, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

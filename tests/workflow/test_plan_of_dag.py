@@ -12,6 +12,7 @@ import yaml
 
 from qerl.results.study_data import write_study
 from qerl.settings.workflow import merged
+from tests.conftest import in_nightly
 from tests.tiny import tiny_decoder, tiny_qwen2
 from tests.unit.study.test_dose import study
 from tests.workflow.conftest import ROOT, copy_tree
@@ -143,6 +144,12 @@ def test_jobs_lease_the_part_of_a_gpu_that_their_profile_says(tree):
     shared = yaml.safe_load((tree.folder / "profiles/shared/config.yaml").read_text())["set-resources"]
     assert leased == {rule: str(resources["gpu_percent"]) for rule, resources in shared.items()}
     assert parts == leased | {"profile": "100"}
+
+
+@pytest.mark.parametrize("profile", ["gpu", *in_nightly("node")])
+def test_the_profiles_of_one_machine_plan_the_same(tree, profile):
+    """That of a shared GPU has a test of its own."""
+    assert MINI.items() <= tree.planned("--profile", f"profiles/{profile}").items()
 
 
 def test_profiles_name_rules_and_resources_that_exist(tree):

@@ -78,7 +78,7 @@ def test_turing_is_refused_at_start_and_by_the_doctor_in_the_same_sentence(machi
     assert diagnose(None, None).problems == [str(refused.value)]
 
 
-def test_amd_is_refused_and_apple_is_told(machine, monkeypatch, caplog):
+def test_amd_is_refused_and_apple_is_told_and_the_cpu_serves(machine, monkeypatch):
     machine((9, 4))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match="AMD's GPUs aren't supported"):
@@ -87,12 +87,9 @@ def test_amd_is_refused_and_apple_is_told(machine, monkeypatch, caplog):
     machine()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert choose_device() == torch.device("cpu")
-    assert any("Apple's GPU" in note for note in diagnose(None, None).notes)
-
-
-def test_without_a_gpu_the_cpu_serves(machine):
-    machine()
-    (device,) = diagnose(None, None).devices
+    found = diagnose(None, None)
+    assert any("Apple's GPU" in note for note in found.notes)
+    (device,) = found.devices
     assert (device.device, device.sampler) == ("CPU", "eager sampler, for small models")
     assert "TorchLinear" in device.products
     assert "PyTorch" in device.attention

@@ -68,22 +68,28 @@ def test_every_run_has_a_unique_folder_name():
         assert ("adapter.rank4" in name) != ("adapter.rank8" in name)
 
 
+EQUAL = [{"schedule": "linear", "stages": 5}] * 2
+SAME = "arms.b has the same settings as the arm a"
+
+
 @pytest.mark.parametrize(
-    ("grid", "sentence"),
+    ("experiment", "sentence"),
     [
-        ({"adapter.rank": []}, "grid.adapter.rank is empty"),
-        ({"adapter.rnk": [4]}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
-        ({"adapter.targets": [["q_proj"], "q_proj"]}, "`experiments.e.grid.adapter.targets` must be a list"),
+        ({"grid": {"adapter.rank": []}}, "grid.adapter.rank is empty"),
+        ({"grid": {"adapter.rnk": [4]}}, "unknown key `experiments.e.grid.adapter.rnk`; did you mean `"),
+        ({"grid": {"adapter.targets": [["q_proj"], "q_proj"]}}, "`experiments.e.grid.adapter.targets` must be a list"),
+        ({"grid": {"noise": EQUAL}}, "twice; keep one of the equal"),
         (
-            {"noise": [{"schedule": "linear", "stages": 5}, {"schedule": "linear", "stages": 5}]},
-            "twice; keep one of the equal",
+            {"grid": {"adapter.targets": [["a b"], ["a-b"]]}},
+            "arms of grid values that differ only in special",
         ),
-        ({"adapter.targets": [["a b"], ["a-b"]]}, "make arms of grid values that differ only in special characters"),
+        ({"grid": {"seed": [0, 1]}, "arms": {"a": {}, "b": {}}}, SAME),
+        ({"grid": {"seed": [0, 1]}, "arms": {"a": {"steps": 7}, "b": {"seed": 0, "steps": 7}}}, SAME),
     ],
 )
-def test_a_grid_that_cant_run_is_one_sentence(grid, sentence):
+def test_an_experiment_that_cant_run_is_one_sentence(experiment, sentence):
     with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as error:
-        planned(with_experiment(grid=grid))
+        planned(with_experiment(**experiment))
     assert sentence in str(error.value)
 
 
@@ -175,13 +181,6 @@ def test_a_timed_experiment_is_measured_and_not_trained():
     assert (plan_.runs, plan_.evaluations) == ({}, {})
     points = [(r.arm, r.settings.rollout.group_size, r.settings.seed) for r in plan_.step_bench_runs("b")]
     assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
-
-
-@pytest.mark.parametrize("arms", [{"a": {}, "b": {}}, {"a": {"steps": 7}, "b": {"seed": 0, "steps": 7}}])
-def test_trained_arms_of_equal_settings_are_refused(arms):
-    given = with_experiment(arms=arms, grid={"seed": [0, 1]})
-    with pytest.raises(ConfigError, match=r"arms\.b has the same settings as the arm a"):
-        planned(given)
 
 
 # --- recipes

@@ -60,13 +60,6 @@ def test_a_changed_arm_decides_its_runs_and_what_is_made_of_them():
     } | {("table", "accuracy"), ("gather", "planned"), ("dose", "tiny-0"), ("page", "planned")}
 
 
-def test_what_decides_no_result_changes_nothing():
-    def time_limit(values):
-        values["experiments"]["dose"]["time_limit"] = 1.0
-
-    assert changed(time_limit) == set()
-
-
 @pytest.mark.parametrize(
     ("module", "same"), [("qerl.rl.pretrain", {"data", "pretrain"}), ("qerl.data.sources", {"data"})]
 )
