@@ -1,6 +1,6 @@
 """Recomputes the estimates of docs/results/dose.md from the Parquet files, by pandas and NumPy alone.
 
-    python -m tests.recompute_dose results/reference/dose/3m-assay
+    python -m tests.recompute_dose results/reference/dose/3m-assay results/reference/dose/3m-half
 
 It shares no code with the package: pass@k is the product of the chances to miss, and the bootstrap is a plain loop.
 """
@@ -22,14 +22,18 @@ def pass_at_k(right: np.ndarray, drawn: np.ndarray, k: int) -> np.ndarray:
     return 1 - miss
 
 
-def values(folder: Path) -> pd.DataFrame:
+def values(folders: list[Path]) -> pd.DataFrame:
     """The value of each run and problem: experiment, size, rate, arm, model, seed, problem, measure, value."""
-    runs = pd.read_parquet(folder / "runs.parquet").query("role == 'main' and status == 'ok'")
+
+    def table(name: str) -> pd.DataFrame:
+        return pd.concat([pd.read_parquet(folder / f"{name}.parquet") for folder in folders])
+
+    runs = table("runs").query("role == 'main' and status == 'ok'")
     runs = runs[["run", "experiment", "size", "rate", "arm", "model", "seed"]]
-    steps = pd.read_parquet(folder / "steps.parquet").sort_values("step").groupby("run").tail(1)
+    steps = table("steps").sort_values("step").groupby("run").tail(1)
     found = steps[["run", "discovery"]].rename(columns={"discovery": "value"}).assign(measure="discovery", problem="")
     parts = [runs.merge(found, on="run")]
-    counts = pd.read_parquet(folder / "outcomes.parquet").query("split == 'test'")
+    counts = table("outcomes").query("split == 'test'")
     for k in (1, 256):
         scored = counts.assign(value=pass_at_k(counts["right"].to_numpy(float), counts["drawn"].to_numpy(float), k))
         joined = runs.merge(scored[["run", "temperature", "problem", "value"]], on="run")
@@ -54,10 +58,10 @@ def interval(cells: list[np.ndarray], draws: int) -> tuple[float, float, float]:
     return float(np.mean([cell.mean() for cell in cells])), *np.quantile(means, [0.025, 0.975])
 
 
-def estimates(folder: Path, draws: int = 4000) -> pd.DataFrame:
+def estimates(folders: list[Path], draws: int = 4000) -> pd.DataFrame:
     """One row per experiment and arm: each measure less the base line's, with the ends of its interval."""
     rows = []
-    for experiment, of_experiment in values(folder).groupby("experiment"):
+    for experiment, of_experiment in values(folders).groupby("experiment"):
         line = of_experiment[of_experiment["arm"] == BASE_LINE]
         for arm in sorted(set(of_experiment["arm"]) - {BASE_LINE}):
             row = {"experiment": experiment, "arm": arm}
@@ -73,4 +77,4 @@ def estimates(folder: Path, draws: int = 4000) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    print(estimates(Path(sys.argv[1])).to_string())
+    print(estimates([Path(folder) for folder in sys.argv[1:]]).to_string())

@@ -349,10 +349,11 @@ def test_sleep_is_refused_on_a_cpu(policy):
 
 
 def test_nf4_without_its_plugin_is_refused_before_an_engine_starts():
-    from qerl.rollout.vllm import _check_served
+    from qerl.rollout.vllm import _served_checkpoint
 
-    with pytest.raises(ConfigError, match="vllm-bnb-plugin"):
-        _check_served("nf4")
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="vllm-bnb-plugin"), _served_checkpoint(Path("m"), "nf4", on_a_gpu):
+        pass
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from qerl.memory_model import (
     that_fit,
     weight_bytes,
 )
-from qerl.models.expert_adapters import adapt_experts
-from qerl.models.experts import Experts, GroupedAdapters
+from qerl.models.expert_adapters import AdaptedExperts
+from qerl.models.experts import GroupedAdapters
 from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.structure import empty_model
@@ -225,8 +225,7 @@ def test_what_a_mixture_keeps_for_the_gradients_of_its_adapters(chosen):
     x, kept = torch.randn(1, 50, 64, requires_grad=True), []
     for rank in (0, 4):
         if rank:
-            assert isinstance(mlp.experts, Experts)
-            adapt_experts(mlp, ["gate_proj", "up_proj", "down_proj"], rank, 4)
+            mlp.experts = AdaptedExperts(mlp.experts, ["gate_proj", "up_proj", "down_proj"], rank, 4)
         with saved_for_backward(mlp) as saved:
             _ = mlp(x)
         kept.append(saved.bytes / 50)
