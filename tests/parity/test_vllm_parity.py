@@ -7,6 +7,8 @@ import gc
 import importlib
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
