@@ -29,7 +29,7 @@ from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema import QuantizationReport
 from qerl.results.statistics import Interval
 from qerl.results.store import read
-from qerl.settings.base import ConfigError, parse, parse_yaml
+from qerl.settings.base import ConfigError, parse, parse_yaml, read_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import WeightFormat
 from qerl.settings.run import (
@@ -40,7 +40,8 @@ from qerl.settings.run import (
     RunSettings,
     SamplingSettings,
 )
-from qerl.settings.workflow import EvaluationSettings
+from qerl.settings.workflow import EvaluationSettings, merged, nested
+from qerl.version import VERSION
 
 if TYPE_CHECKING:
     from qerl.doctor import Diagnosis
@@ -65,6 +66,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if get_terminal_size().columns >= _FRAMED else None,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help=__doc__,
 )
 app.command(rich_help_panel=workflow.PANEL)(workflow.rule)
@@ -88,6 +90,28 @@ Instruction = Annotated[
         help="Text after each prompt. Default: the run's; for a model, none in `sample`, the format's in `eval`."
     ),
 ]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def before_each(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `qerl` itself."""
+
+
+@app.command("help", hidden=True)
+def print_help(context: typer.Context) -> None:
+    """Print what `qerl --help` prints."""
+    assert context.parent
+    typer.echo(context.parent.get_help())
 
 
 @app.command()
@@ -115,10 +139,12 @@ def train(
         Path,
         typer.Argument(metavar="RUN.yaml", help="Model, data and settings, see RunFile in config/README.md."),
     ],
+    keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE over those of RUN.yaml: adapter.rank=16.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run. After a kill, the same command continues it."""
-    result = api.train(run, out, log_to_file=True)
+    changed = merged(nested(read_yaml(run)), nested(workflow.values_of(keys))) if keys else run
+    result = api.train(changed, out, log_to_file=True)
     for what, path in {
         "settings": result.folder / RUN_FILE,
         "checkpoint": result.checkpoint,

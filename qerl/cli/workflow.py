@@ -103,14 +103,19 @@ def where(config: Path, keys: Keys = None) -> None:
     typer.echo(_plan(config, keys).folder)
 
 
+def values_of(keys: list[str] | None) -> dict[str, Any]:
+    """The values of KEY=VALUE, read as YAML. Raises `ConfigError` for a word of another form."""
+    if wrong := [key for key in keys or [] if "=" not in key]:
+        raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
+    written = dict(key.split("=", 1) for key in keys or [])
+    return {key: parse_yaml(value, key) if value else value for key, value in written.items()}
+
+
 def _plan(config: Path, keys: list[str] | None) -> Plan:
     from qerl.settings.workflow import merged
     from qerl.workflow.plan import plan_from
 
-    if wrong := [key for key in keys or [] if "=" not in key]:
-        raise ConfigError(f"{wrong[0]!r} is no KEY=VALUE")
-    written = dict(key.split("=", 1) for key in keys or [])
-    typed = {key: parse_yaml(value, key) if value else value for key, value in written.items()}
+    typed = values_of(keys)
     return plan_from(merged(read_yaml(config), typed), config, [config], typed)
 
 

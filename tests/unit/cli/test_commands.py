@@ -75,6 +75,19 @@ def test_a_file_beside_the_configuration_is_not_imported_by_a_rule(tmp_path):
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
 
 
+def test_keys_of_the_command_line_are_over_those_of_the_file(call, folder):
+    call("train", "run.yaml", "rollout.sampling.max_tokens=3", "adapter.rank=4", "--out", "changed")
+    settings = qerl.Run(folder / "changed").settings
+    assert (settings.rollout.sampling.max_tokens, settings.rollout.group_size, settings.adapter.rank) == (3, 2, 4)
+    with pytest.raises(ConfigError, match="'steps' is no KEY=VALUE"):
+        call("train", "run.yaml", "steps")
+
+
+def test_version_and_help(call):
+    assert call("--version").strip() == qerl.__version__
+    assert call("help") == call("-h") == call("--help")
+
+
 @pytest.mark.filterwarnings("ignore:You passed")
 def test_export_writes_what_stock_libraries_load(call, folder, capsys, monkeypatch):
     """The trained policy, and the command that serves it."""
