@@ -28,7 +28,10 @@ def values(folders: list[Path]) -> pd.DataFrame:
     def table(name: str) -> pd.DataFrame:
         return pd.concat([pd.read_parquet(folder / f"{name}.parquet") for folder in folders])
 
-    runs = table("runs").query("role == 'main' and status == 'ok'")
+    runs = table("runs").query("role == 'main'")
+    # A seed with fewer runs than another of its experiment has not run for every arm.
+    counts = runs.groupby(["experiment", "seed"])["run"].transform("count")
+    runs = runs[counts == counts.groupby(runs["experiment"]).transform("max")].query("status == 'ok'")
     runs = runs[["run", "experiment", "size", "rate", "arm", "model", "seed"]]
     steps = table("steps").sort_values("step").groupby("run").tail(1)
     found = steps[["run", "discovery"]].rename(columns={"discovery": "value"}).assign(measure="discovery", problem="")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -147,10 +147,21 @@ def envelope(runs: pd.DataFrame, counts: pd.DataFrame, k: int) -> pd.DataFrame:
     return every[every["temperature"] == best]
 
 
+def of_complete_seeds(study: Study) -> Study:
+    """The study without the seeds that some arm of their experiment lacks on some base: the protocol compares no others.
+
+    A failed run counts as one that has run.
+    """
+    runs = study.runs[study.runs["role"] == MAIN]
+    cells = runs.drop_duplicates(["experiment", "arm", "model"]).groupby("experiment").size()
+    of_seed = runs.groupby(["experiment", "seed"])["run"].transform("size")
+    return replace(study, runs=runs[of_seed == runs["experiment"].map(cells)])
+
+
 def all_outcomes(study: Study) -> list[Outcome]:
     """The outcomes of all experiments that have the base line, its repetition and a positive control."""
     found = []
-    for experiment, runs in study.runs[study.runs["role"] == MAIN].groupby("experiment", sort=False):
+    for experiment, runs in study.runs.groupby("experiment", sort=False):
         if not {BASE_LINE, "bf16-again"} < set(runs["arm"]) or not set(ROLES["positive control"]) & set(runs["arm"]):
             continue
         counts = study.outcomes[study.outcomes["run"].isin(runs["run"]) & (study.outcomes["split"] == "test")]
@@ -211,7 +222,7 @@ the evaluation. A dose is the KL of a completion from the untrained base to the 
 of a token's entropy there. Entropy in training is the mean over all steps, of the policy without noise, in nats a
 token; the nearest control is chosen by it.
 [The protocol](../dose-protocol.md) has the rules. Each run states the SHA-256 of the version that was committed before
-it. An interval is over the seeds that have run: `pairs` in the table counts runs of an arm beside one of bf16."""
+it. An interval is over the seeds that have run for every arm on every base: `pairs` counts runs of an arm beside bf16."""
 
 
 _COMPARED = ["experiment", "size", "rate", "arm", "role", "pairs", "entropy", "dose", "dose_entropy"]
@@ -289,14 +300,15 @@ def write_page(job: PageJob) -> None:
     """
     data, out = job.data, job.out
     study = read_studies(data)
-    primary = all_outcomes(study)
+    compared = of_complete_seeds(study)
+    primary = all_outcomes(compared)
     if not primary:
         folders = " and ".join(map(str, data))
         raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition and a control")
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     tables = {"decisions": decision_table(primary), "doses": dose_table(job.doses, data, sizes)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
-    tables["secondary"] = secondary_table(study, primary)
+    tables["secondary"] = secondary_table(compared, primary)
     runs = study.runs.drop(columns=["settings", "versions"])
     discovery = discovered(study.runs, study.steps)[["run", "value"]].rename(columns={"value": "discovery"})
     tables["runs"] = runs.merge(discovery, on="run", how="left")

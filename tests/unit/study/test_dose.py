@@ -21,6 +21,7 @@ from qerl.study.dose import (
     all_outcomes,
     dose_table,
     envelope,
+    of_complete_seeds,
     secondary_table,
     write_page,
 )
@@ -149,6 +150,15 @@ def test_secondary_measures_are_means_over_their_steps():
     [first] = [name for name in rows if "steps 20 to 22" in name]
     assert rows.loc[["bf16", "aqn-8"], first].tolist() == [2, 4]
     assert set(rows["distinct solutions of a problem"]) == {1}
+
+
+def test_a_seed_counts_once_every_arm_has_it_on_every_base():
+    whole = study(seeds=3)
+    late = whole.runs[whole.runs["run"] != "aqn-8-3m-1-2"]
+    failed = late.assign(status=late["status"].where(late["run"] != "bf16-3m-0-1", "out of memory"))
+    kept = of_complete_seeds(replace(whole, runs=failed)).runs
+    assert set(kept["seed"]) == {0, 1}
+    assert len(kept) == 2 * 3 * len(ARMS)
 
 
 def test_data_without_a_control_are_refused(tmp_path):
