@@ -148,7 +148,7 @@ def envelope(runs: pd.DataFrame, counts: pd.DataFrame, k: int) -> pd.DataFrame:
 
 
 def of_complete_seeds(study: Study) -> Study:
-    """The study without the seeds that some arm of their experiment lacks on some base: the protocol compares no others.
+    """The study without seeds that an arm of their experiment lacks on some base: the protocol compares no others.
 
     A failed run counts as one that has run.
     """
@@ -222,7 +222,7 @@ the evaluation. A dose is the KL of a completion from the untrained base to the 
 of a token's entropy there. Entropy in training is the mean over all steps, of the policy without noise, in nats a
 token; the nearest control is chosen by it.
 [The protocol](../dose-protocol.md) has the rules. Each run states the SHA-256 of the version that was committed before
-it. An interval is over the seeds that have run for every arm on every base: `pairs` counts runs of an arm beside bf16."""
+it. An interval is over the seeds that have run for every arm on every base; `pairs` counts runs beside one of bf16."""
 
 
 _COMPARED = ["experiment", "size", "rate", "arm", "role", "pairs", "entropy", "dose", "dose_entropy"]
