@@ -287,16 +287,21 @@ def measure_dose(
             dtype=dtype,
         )
     rows = [
-        {"weights": weights, "sigma": noise, "completions": dose.completions, "entropy": dose.entropy.mean}
-        | _with_ends("kl", dose.kl)
-        | _with_ends("entropy_change", dose.entropy_change)
+        {
+            "weights": weights,
+            "σ": f"{noise:g}",
+            "completions": dose.completions,
+            "entropy": f"{dose.entropy.mean:.3g}",
+            "KL of a completion": _with_ends(dose.kl),
+            "change of entropy": _with_ends(dose.entropy_change),
+        }
         for noise, dose in doses.items()
     ]
-    print_table(str(model), rows)
+    print_table(f"{model}, in nats with 95 % intervals", rows)
 
 
-def _with_ends(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def _with_ends(interval: Interval) -> str:
+    return f"{interval.mean:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
 
 
 def _check_options(sampling: dict[str, float], seed: int, repeats: int = 1) -> None:
