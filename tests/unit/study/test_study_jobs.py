@@ -54,10 +54,11 @@ def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch
 
 
 def test_doses_are_of_arms_that_change_the_weights_as_their_run_begins(plan):
-    job = Jobs(plan).dose("25m-1")
-    changed = {"nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-8"}
+    job, large = Jobs(plan).dose("3m-1"), Jobs(plan).dose("25m-1")
+    changed = {"nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-6", "aqn-8"}
     assert set(job.arms) == changed | {"aqn-truncated", "aqn-consistent", "paper-aqn"}
-    assert job.arms["aqn-4"].sigma == 0.32
+    assert set(large.arms) == {"nvfp4", "aqn-4", "aqn-6", "aqn-8"}
+    assert (job.arms["aqn-4"].sigma, large.arms["aqn-4"].sigma) == (0.16, 0.32)
     assert job.arms["nvfp4"].sigma == 0
     assert job.arms["random-4"].checkpoint != job.arms["random-16"].checkpoint != job.checkpoint
 
