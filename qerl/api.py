@@ -659,8 +659,8 @@ def _notes(facts: RunFacts) -> list[str]:
 
     base, data = facts.base, facts.data
     notes = {
-        f"the base is told by the name of its folder, {base.name}, without its path": not base.on_hub,
-        f"the data set is told by its name, {data_name(data)}; its problems are not published": data.origin["source"]
+        f"the card names the base by its folder, {base.name}, without the path": not base.on_hub,
+        f"the card names the data set, {data_name(data)}; its problems are not published": data.origin["source"]
         in ("local", "python"),
         f"the licence of {base.name} isn't known here, so the card states none": not base.license,
         "no evaluation of this run was found, so the card has no scores; name one with --evaluation": not facts.scores,

@@ -393,7 +393,7 @@ class PointPart(Part, Generic[W, P]):
     points: list[P]
     """Numbers of sequences, or pairs of prompts and tokens of each; [None] in a file of one point."""
     settings: EngineStep | TrlStep | None
-    """Those of the system, for GRPO steps."""
+    """The system's settings of a GRPO step; None for other workloads."""
 
 
 class PointJob(Job, Generic[W, P]):

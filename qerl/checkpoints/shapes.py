@@ -159,7 +159,7 @@ class ModelShape:
 
     @property
     def net_linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers, of which the last two are narrow."""
+        """[out, in] of a delta net's layers; the last two layers are narrow."""
         return (*self.packable_of_net, *((self.nets.value, self.hidden),) * 2) if self.nets else ()
 
     @property

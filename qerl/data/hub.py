@@ -240,7 +240,7 @@ def hub_files(origin: HubData, locked: LockedRepo | None = None) -> HubFiles:
     splits: dict[Split, list[Path]] = {}
     for split, name in origin.splits.items():
         if name not in of_repo:
-            # Splits that it has, as YAML: those of the settings, and another name for the lacking one.
+            # The message proposes, as YAML, the settings' splits that exist and another name for the missing one.
             present = {split: name for split, name in origin.splits.items() if name in of_repo}
             others = [name for name in of_repo if name not in present.values()]
             possible = present | ({split: others[0]} if others else {})

@@ -93,8 +93,7 @@ def joined(parts: Sequence[Packed]) -> Packed:
 class Codec(Protocol):
     """A format of `FORMATS`: an object with these methods, or a module with these functions, such as `nf4`.
 
-    `shape` is that of the weight, [out, in], of which the format's group divides `in`. Tensors have the names of
-    `Packed`.
+    `shape` is the weight's [out, in]; the format's group size divides `in`. Tensors have the names of `Packed`.
     """
 
     def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:

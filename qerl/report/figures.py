@@ -323,7 +323,6 @@ def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[
 _NAMES = dict(zip(SERVING, ("native", "native, portable kernels", "vLLM", "transformers"), strict=True))
 _LINES = dict(zip(SERVING, ("-", "-.", "--", ":"), strict=True))
 _MARKERS = dict(zip(SERVING, ("o", "D", "s", "^"), strict=True))
-_ENGINE_COLOURS = dict(zip(SERVING, ("#222222", "#2c7fb8", "#b5541c", "#7a7a7a"), strict=True))
 _GREY = "#a8a8a8"
 
 

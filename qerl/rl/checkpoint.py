@@ -266,7 +266,7 @@ def _empty_state(
             yield key, trained[name]
             continue
         parameter, dtype = parameters[int(name.partition("/")[0])], stored.properties.dtype
-        # Some states have the rows of the parameter, of which each process has some.
+        # Some states have a row for each row of the parameter, and a process holds a part of the rows.
         of_rows = len(stored.size) == parameter.ndim and stored.size[0] == parameter.shape[0]
         if isinstance(parameter, DTensor) and of_rows:
             mesh, placements = parameter.device_mesh, parameter.placements

@@ -162,8 +162,8 @@ def _train(
         torch.optim.Muon(projections, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=2 * rate, betas=(0.9, 0.98), weight_decay=0.01),
     ]
-    # Warm-up, then linear decay to zero: at a high rate the shares of the two styles swing from step to step, and the
-    # decay brings them to those of the data.
+    # Warm-up, then linear decay to zero: at a high rate the shares of the two styles swing from step to step, and with
+    # the decay they approach the data's shares.
     steps, warmup = settings.max_steps, max(1, settings.max_steps // 20)
     factor = lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))  # noqa: E731
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]

@@ -103,7 +103,7 @@ def steps_between_looks(weight_bytes: int) -> int:
 class DecodedSequence:
     """An unfinished completion. `tokens` and `logprobs` are those that have arrived on the host.
 
-    `drawn` are the tokens of all launched steps, each of which draws one unless a stop token has ended the completion.
+    `drawn` counts the tokens of all launched steps: one a step, unless a stop token has ended the completion.
     """
 
     index: int

@@ -131,6 +131,14 @@ def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_an_export_keeps_the_modules_that_an_adapter_excludes(sources, tmp_path):
+    perturbed_policy(sources["qwen3_5"]).save(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"exclude_modules": ["o_proj"]}))
+    export(sources["qwen3_5"], tmp_path / "adapter", tmp_path / "out")
+    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["exclude_modules"] == ["o_proj"]
+
+
 def test_the_adapter_of_a_value_function_has_the_names_of_the_whole(sources, tmp_path):
     policy = perturbed_policy(sources["gemma3"])
     add_value(policy, PPOSettings())

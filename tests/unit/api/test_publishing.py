@@ -146,7 +146,7 @@ def test_without_a_network_a_run_is_shown_and_not_uploaded(run, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda *_: pytest.fail("the client was asked"))
     said = qerl.publish(run.folder, REPO, dry_run=True)
     assert (said.url, said.private, set(said.files)) == (None, None, FILES)
-    assert any("tiny-model, without its path" in note for note in said.notes)
+    assert any("tiny-model, without the path" in note for note in said.notes)
     with pytest.raises(ConfigError, match="someone/tiny-policy wasn't uploaded: no connection to X; start again when"):
         qerl.publish(run.folder, REPO)
 

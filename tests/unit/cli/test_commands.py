@@ -122,7 +122,7 @@ def test_publish_shows_what_would_go(call):
     said = call("publish", "run", "someone/tiny", "--dry-run")
     assert "would go to someone/tiny (private" in said
     assert all(name in said for name in ("README.md", "adapter_config.json", "adapter_model.safetensors"))
-    assert "note: the base is told by the name of its folder, model, without its path" in said
+    assert "note: the card names the base by its folder, model, without the path" in said
 
 
 def test_sample_prints_one_json_object_a_completion(call):

@@ -134,6 +134,21 @@ def test_float32_is_as_exact_as_transformers(change, most, times, tokens, heads)
     assert max(ours.values()) < times * max(theirs.values())
 
 
+def test_without_an_initial_state_it_is_zero():
+    *rest, state = inputs(70)
+    out, last = gated_delta_rule(*rest, use_qk_l2norm_in_kernel=True)
+    assert last is None
+    torch.testing.assert_close(out, by_tokens(*rest, torch.zeros_like(state))[0])
+
+
+def test_queries_and_keys_keep_their_lengths_without_the_norm():
+    query, key, *rest = inputs(70)
+    query, key = (x / x.square().sum(-1, keepdim=True).sqrt() for x in (query, key))
+    found = gated_delta_rule(query, key, *rest, output_final_state=True)
+    torch.testing.assert_close(found, by_tokens(query, key, *rest), rtol=0, atol=1e-5)
+    torch.testing.assert_close(gated_delta_rule(2 * query, key, *rest)[0], 2 * found[0])
+
+
 @pytest.mark.parametrize("strength", [20.0, 1000.0])
 def test_strong_decays_of_all_tokens_stay_finite(strength):
     asked = inputs(150)

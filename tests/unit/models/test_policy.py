@@ -126,6 +126,12 @@ def test_a_name_that_the_model_lacks_is_one_sentence(tmp_path, name, target, sen
         made(base(tmp_path, name), target)
 
 
+@pytest.mark.parametrize("target", ["q proj", "a..b", ".*", "experts."])
+def test_what_is_no_end_of_a_name_is_no_target(tmp_path, target):
+    with pytest.raises(ConfigError, match=r"^adapter\.targets has "):
+        made(base(tmp_path, "qwen2"), target)
+
+
 IDS = torch.tensor([[5, 6, 7, 40, 41]])
 
 
