@@ -29,7 +29,7 @@ from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema import QuantizationReport
 from qerl.results.statistics import Interval
 from qerl.results.store import read
-from qerl.settings.base import ConfigError, parse, parse_yaml, read_yaml
+from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import WeightFormat
 from qerl.settings.run import (
@@ -42,6 +42,7 @@ from qerl.settings.run import (
 )
 from qerl.settings.workflow import EvaluationSettings, merged, nested
 from qerl.version import VERSION
+from qerl.workflow.run_folder import file_values
 
 if TYPE_CHECKING:
     from qerl.doctor import Diagnosis
@@ -143,7 +144,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run. After a kill, the same command continues it."""
-    changed = merged(nested(read_yaml(run)), nested(workflow.values_of(keys))) if keys else run
+    changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
     result = api.train(changed, out, log_to_file=True)
     for what, path in {
         "settings": result.folder / RUN_FILE,

@@ -58,6 +58,15 @@ def without_objects(
     return {**values, "dataset": records.values}, records
 
 
+def file_values(file: Path) -> dict[str, Any]:
+    """The values of a run's file. Raises `ConfigError` for the folder of a run and for a workflow's configuration."""
+    if (stored := file / RUN_FILE).is_file():
+        raise ConfigError(f"{file} is the folder of a run; go on with its file: qerl train {stored}")
+    values = read_yaml(file)
+    check_kind(values, str(file), of_run=True)
+    return values
+
+
 def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
     """The settings of a run, given as such, as values or as a file. `out` overrides theirs."""
     if isinstance(run, RunFile):
@@ -65,10 +74,7 @@ def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) 
     elif isinstance(run, Mapping):
         values, where = dict(run), "run"
     elif isinstance(run, (str, PathLike)):
-        if (stored := Path(run) / RUN_FILE).is_file():
-            raise ConfigError(f"{run} is the folder of a run; go on with its file: qerl train {stored}")
-        values, where = read_yaml(Path(run)), str(run)
-        check_kind(values, where, of_run=True)
+        values, where = file_values(Path(run)), str(run)
         # The file that a run keeps in its folder has every key, unlike one that a user wrote.
         beside = Path(run).with_name(INPUTS)
         if Path(run).name == RUN_FILE and beside.is_file() and values.keys() >= RunFile.model_fields.keys():

@@ -79,8 +79,13 @@ def test_keys_of_the_command_line_are_over_those_of_the_file(call, folder):
     call("train", "run.yaml", "rollout.sampling.max_tokens=3", "adapter.rank=4", "--out", "changed")
     settings = qerl.Run(folder / "changed").settings
     assert (settings.rollout.sampling.max_tokens, settings.rollout.group_size, settings.adapter.rank) == (3, 2, 4)
-    with pytest.raises(ConfigError, match="'steps' is no KEY=VALUE"):
-        call("train", "run.yaml", "steps")
+    for words, sentence in {
+        ("run.yaml", "steps"): "'steps' is no KEY=VALUE",
+        ("run", "steps=2"): "is the folder of a run; go on with its file",
+        (str(ROOT / "config/mini.yaml"), "steps=2"): "is a configuration of the workflow",
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            call("train", *words)
 
 
 def test_version_and_help(call):
