@@ -25,18 +25,21 @@ from qerl.host.imports import OPTIONAL, imports
 from qerl.host.lease import devices
 from qerl.host.provenance import writing
 from qerl.jobs import KINDS
-from qerl.results.paths import DATASET, PRETRAIN, REPORT, RESULT, RUN
+from qerl.results.paths import DATASET, PRETRAIN, RESULT, RUN
 from qerl.settings.base import read_yaml
 from qerl.workflow.outputs import FINISHED
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Call, Jobs
 
 #: The file that is written last in the folder of a result; other results are one file.
-LAST = {"data": DATASET, "pretrain": PRETRAIN, "quantize": REPORT, "train": RUN, "evaluate": RESULT}
+LAST = {"data": DATASET, "pretrain": PRETRAIN, "train": RUN, "evaluate": RESULT}
 
 
 def finished(jobs: Jobs, call: Call) -> bool:
-    return (jobs.of(*call).out / LAST[call[0]] if call[0] in LAST else jobs.of(*call).out).is_file()
+    job = jobs.of(*call)
+    # The folder of a base in one format has its report beside it.
+    last = job.report if call[0] == "quantize" else job.out / LAST[call[0]] if call[0] in LAST else job.out
+    return last.is_file()
 
 
 def wanted(jobs: Jobs, targets: list[Call]) -> dict[Call, set[Call]]:
