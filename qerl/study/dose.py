@@ -208,7 +208,7 @@ def doses_of(outcome: Outcome, doses: pd.DataFrame) -> pd.DataFrame:
 # The page.
 
 _SENTENCES: dict[Verdict, str] = {
-    "one seed": "one seed has run for every arm, so an interval says nothing about other seeds, and nothing is concluded",
+    "one seed": "one seed has run for every arm, so an interval says nothing about others, and nothing is concluded",
     "repetition differs": "a run differs from its own repetition, so nothing is concluded",
     "blind": "the assay can't see an effect, because no positive control raises it by {effect} points; so it says "
     "nothing about noise",
@@ -309,7 +309,9 @@ def write_page(job: PageJob) -> None:
     primary = all_outcomes(compared)
     if not primary:
         folders = " and ".join(map(str, data))
-        raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose")
+        raise ResultError(
+            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose"
+        )
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     tables = {"decisions": decision_table(primary), "doses": dose_table(job.doses, data, sizes)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
@@ -423,7 +425,9 @@ def _opening(study: Study, primary: Sequence[Outcome]) -> str:
     if all(map(_blind, decided)):
         control = f"a positive control that raises discovery by {100 * EFFECTS[DISCOVERY]:.0f} points at one rate"
         change = f"{control}, or {change}"
-    return "\n".join([*lines, *_slow(primary), *_missing(study, primary), f"* **What would change this answer**: {change}."])
+    return "\n".join(
+        [*lines, *_slow(primary), *_missing(study, primary), f"* **What would change this answer**: {change}."]
+    )
 
 
 def _largest_effects(primary: Sequence[Outcome]) -> str:
