@@ -57,6 +57,21 @@ def test_decode_speeds_of_the_readme_are_those_of_the_workflow(points, size, cou
     ]
 
 
+@pytest.mark.parametrize(("above", "sizes"), [("Tokens/s (medians", ["7B"]), ("The larger sizes, r16", ["14B", "32B"])])
+def test_decode_tables_of_the_page_of_the_h200_are_those_of_the_workflow(points, above, sizes):
+    page = (ROOT / "docs/results/h200.md").read_text().split(f"\n{above}")[1]
+    head, *rows = page.split("\n\n")[1].splitlines()
+    shown = [re.findall(r"[\d,]+", row.split("|", 2)[2]) for row in rows if re.match(r"\| [^|]*, (NVFP4|BF16) \|", row)]
+    counts, expected = re.findall(r"\d+", head), []
+    for size in sizes:
+        speeds = speed_tables.decode_table(points[points["size"] == size]).set_index(["engine", "weights"])
+        for key in (("native", "nvfp4"), ("native", "bf16"), ("vllm", "nvfp4"), ("vllm", "bf16")):
+            expected.append(
+                [f"{speed:,.0f}" for speed in pd.to_numeric(speeds.loc[key].reindex(counts), "coerce").dropna()]
+            )
+    assert shown == expected
+
+
 @pytest.mark.parametrize(
     ("size", "name"),
     [
