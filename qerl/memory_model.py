@@ -297,8 +297,7 @@ def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.prompts * settings.group
     dim, dtype = shape.query_width // shape.heads, FP8 if settings.kv_cache_dtype == "fp8" else torch.bfloat16
     page = shape.attentions * page_bytes(shape.kv_width // dim, dim, dtype)
-    longest = [[0] * settings.prompt_tokens]
-    alone, wanted = pages_for(longest, settings.max_tokens, sequences)
+    alone, wanted = pages_for(settings.prompt_tokens + settings.max_tokens, sequences)
     return alone * page + 3 * state, wanted * page + (sequences + 2) * state
 
 

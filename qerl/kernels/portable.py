@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from qerl.formats.layouts import Words
+from qerl.kernels.state import RowRuns
 
 #: Registers of a multiprocessor, on all supported GPUs.
 REGISTERS = 64 * 1024
@@ -49,6 +50,8 @@ class PortableOperands:
     bias: Tensor | None  # [rows] float32
     down: Tensor  # [rank, columns] bfloat16, of all layers
     up: Tensor  # [rows, rank] bfloat16, block-diagonal, with the adapters' scales
+    runs: RowRuns | None = None  # of a cohort
+    run_of_rank: Tensor | None = None  # [rank] int32, with `runs`
 
     @property
     def rank(self) -> int:

@@ -38,6 +38,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
     scale = norm.weight.float() if norm.noise is None else norm.weight.float() + norm.noise
     scale = scale + norm.offset if norm.offset else scale
+    scale = scale if norm.runs is None else scale[norm.runs.rows.long()]
     return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps))).to(x.dtype)
 
 
@@ -150,10 +151,14 @@ def draw(
     is the one that stands in `state.tokens` at its place.
     """
     live = state.position[rows] != IDLE
-    rows, scaled = rows[live].long(), logits[live].float() * sampling.scale[0]
-    noisy = scaled + sampling.scale[1] * gumbel(sampling.seed, state.sequence[rows], state.drawn[rows], logits.shape[1])
+    rows = rows[live].long()
+    run = state.run[rows].long()
+    inverse, weight = sampling.scale[run, :, None].unbind(1)
+    scaled = logits[live].float() * inverse
+    noise = gumbel(sampling.seed[run, None], state.sequence[rows], state.drawn[rows], logits.shape[1])
+    noisy = scaled + weight * noise
     if truncated:
-        allowed = logits[live].float() >= threshold(logits[live], sampling)[:, None]
+        allowed = logits[live].float() >= threshold(logits[live], run, sampling)[:, None]
         noisy = noisy.masked_fill(~allowed, -torch.inf)
     token = state.tokens[rows, state.drawn[rows].long()].long() if replayed else noisy.argmax(-1)
     logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
@@ -170,21 +175,22 @@ def _advance(token: Tensor, logprob: Tensor, rows: Tensor, state: DecodeState, s
     state.position[rows] = torch.where(done, IDLE, state.position[rows] + 1).int()
 
 
-def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
-    """The smallest logit [B] that top-k and top-p keep; equal logits are kept or dropped together.
+def threshold(logits: Tensor, run: Tensor, sampling: SamplingState) -> Tensor:
+    """The smallest logit [B] that top-k and top-p of each row's run [B] keep; equal ones are kept or dropped together.
 
     A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p. The
     whole mass is that of the tokens that top-k keeps, as in vLLM and transformers.
     """
     ordered = logits.float().sort(dim=-1, descending=True).values
-    first = torch.arange(logits.shape[1], device=logits.device) < sampling.top_k
-    probs = torch.softmax((ordered * sampling.scale[0]).masked_fill(~first, -torch.inf), dim=-1)
-    allowed = first & ((probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1))
+    inverse, top_k, top_p = sampling.scale[run, :1], sampling.top_k[run, None], sampling.top_p[run, None]
+    first = torch.arange(logits.shape[1], device=logits.device) < top_k
+    probs = torch.softmax((ordered * inverse).masked_fill(~first, -torch.inf), dim=-1)
+    allowed = first & ((probs.cumsum(-1) - probs < top_p) | (top_p >= 1))
     return ordered.gather(-1, allowed.sum(-1, keepdim=True) - 1)[:, 0]
 
 
 def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor:
-    """Gumbel noise [B, width] float32, a function of seed [1], sequence [B], number [B] and the column alone.
+    """Gumbel noise [B, width] float32, a function of seed [B, 1] or [1], sequence [B], number [B] and the column alone.
 
     It uses Philox with ten rounds, keyed by the seed; one counter gives the noise of four columns.
     """

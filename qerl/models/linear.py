@@ -18,7 +18,7 @@ from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_s
 from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
 from qerl.kernels.portable import PortableOperands
-from qerl.kernels.state import Activation, gated
+from qerl.kernels.state import Activation, RowRuns, gated
 from qerl.settings.base import ConfigError
 from qerl.settings.run import Kernels
 
@@ -247,17 +247,46 @@ def embedding_weight(embedding: Any) -> Tensor:
     return weight
 
 
+class Cohort:
+    """Policies of several runs on one base, which a sampler serves together: its modules are those of the first."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.runs = RowRuns(len(models))
+        self._models = models
+        self._names = {module: name for name, module in models[0].named_modules()}
+
+    def of(self, module: nn.Module) -> list[nn.Module]:
+        """The module of each run in the place of a module of the first run."""
+        return [model.get_submodule(self._names[module]) for model in self._models]
+
+
+def adapted_layers(
+    layers: Sequence[nn.Module], cohort: Cohort | None
+) -> tuple[list[nn.Linear | PackedLinear], list[Lora]]:
+    """The base of each layer, and its adapter; in a cohort one adapter of each run, layer by layer."""
+    runs = [[unwrap(one) for one in (cohort.of(layer) if cohort else [layer])] for layer in layers]
+    if not all(one.base is first.base for first, *others in runs for one in others):
+        raise ValueError("the policies of a cohort must share the layers of their base")
+    return [first.base for first, *_ in runs], [one.lora for each in runs for one in each]
+
+
 class StackedLora:
     """Adapters of layers with the same input as one: `down` [R, K], and block-diagonal `up` [N, R].
 
     R is the sum of the ranks; `up` includes the adapters' scales. Both are in `dtype`, and their addresses never
-    change. Those of experts have these as a further, first dimension.
+    change. Those of experts have these as a further, first dimension. With `runs`, each layer has one adapter of each
+    run in turn, and a row of x takes the ranks of its own run (`of_own_run`), which `run_of_rank` [R] names.
     """
 
-    def __init__(self, loras: Sequence[Lora], dtype: torch.dtype) -> None:
+    def __init__(self, loras: Sequence[Lora], dtype: torch.dtype, runs: RowRuns | None = None) -> None:
         *experts, _, columns = loras[0].down.shape
-        self._loras, device = loras, loras[0].down.device
-        self.rank, rows = sum(lora.rank for lora in loras), sum(lora.up.shape[-2] for lora in loras)
+        self._loras, device, self.runs = loras, loras[0].down.device, runs
+        self._each = runs.count if runs else 1  # adapters of a layer
+        self.rank, rows = sum(lora.rank for lora in loras), sum(lora.up.shape[-2] for lora in loras[:: self._each])
+        self.run_of_rank: Tensor | None = None
+        if runs is not None:
+            numbers = torch.arange(len(loras), dtype=torch.int32) % runs.count
+            self.run_of_rank = numbers.repeat_interleave(torch.tensor([lora.rank for lora in loras])).to(device)
         self.down = torch.zeros(*experts, self.rank, columns, dtype=dtype, device=device)
         self.up = torch.zeros(*experts, rows, self.rank, dtype=dtype, device=device)
         self.sync()
@@ -265,11 +294,17 @@ class StackedLora:
     def parts(self, down: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each layer's A and B in tensors of the shapes of `down` and `up`."""
         parts, row, rank = [], 0, 0
-        for lora in self._loras:
+        for number, lora in enumerate(self._loras, 1):
             rows, ranks = slice(row, row + lora.up.shape[-2]), slice(rank, rank + lora.rank)
             parts.append((down[..., ranks, :], up[..., rows, ranks]))
-            row, rank = rows.stop, ranks.stop
+            row, rank = row if number % self._each else rows.stop, ranks.stop
         return parts
+
+    def of_own_run(self, shrunk: Tensor) -> Tensor:
+        """A x [B, R] with 0 at the ranks of other runs than a row's."""
+        if self.runs is None or self.run_of_rank is None:
+            return shrunk
+        return shrunk.masked_fill_(self.runs.rows[:, None] != self.run_of_rank, 0.0)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -288,11 +323,10 @@ class StackedLora:
 class TorchLinear:
     """A `FusedLinear` in plain PyTorch. Packed weights are unpacked in every call."""
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        adapted = [unwrap(layer) for layer in layers]
-        self._bases = [layer.base for layer in adapted]
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        self._bases, loras = adapted_layers(layers, cohort)
         self._dtype = dtype
-        self._adapters = StackedLora([layer.lora for layer in adapted], dtype)
+        self._adapters = StackedLora(loras, dtype, cohort.runs if cohort else None)
         dense = [base for base in self._bases if isinstance(base, nn.Linear)]
         self._weight = stacked(dense) if len(dense) == len(self._bases) else None  # else some layers are packed
         self.out_features = sum(base.out_features for base in self._bases)
@@ -330,7 +364,7 @@ class TorchLinear:
             for part, bias, base in zip(self._parts(out), biases, self._bases, strict=True):
                 self._multiply_base(x, base, bias, part, residual)
         if self._adapters.rank:
-            out.addmm_(x @ self._adapters.down.T, self._adapters.up.T)
+            out.addmm_(self._adapters.of_own_run(x @ self._adapters.down.T), self._adapters.up.T)
 
     def _multiply_base(
         self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
@@ -403,36 +437,40 @@ class W4Linear:
     The layers' weights move into `Tiles`, of which each layer then reads its part, so there is only one copy.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
+    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False, cohort: Cohort | None = None) -> None:
         """With `interleaved`, the layers are gate and up, or one with both as its halves, called with an activation."""
-        adapted = [unwrap(layer) for layer in layers]
-        bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
+        frozen, self._loras = adapted_layers(layers, cohort)
+        bases = [base for base in frozen if isinstance(base, PackedLinear)]
         self.tiles = _tiles_of(bases, interleaved)
         self.out_features = self.tiles.rows
-        device = self.tiles.data.device
-        self._loras = [layer.lora for layer in adapted]
+        device, self._runs = self.tiles.data.device, cohort.runs.count if cohort else 1
         if len(self.tiles.parts) > len(layers):
             # Phi-3's fused gate and up is stored as two layers whose rows alternate, so that the product applies SiLU
             # itself. Both have its A. A x is computed twice, at rank 16 under 0.2 % of the layer's bytes.
-            [lora] = self._loras
-            self._loras = [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]
-        self.rank = -(-max(lora.rank for lora in self._loras) // RANK_STEP) * RANK_STEP
-        shape = (len(self._loras), self.rank, self.tiles.columns)
+            halves = [[Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)] for lora in self._loras]
+            self._loras = [half[part] for part in range(2) for half in halves]
+        #: The ranks of a run's adapter, padded.
+        self._rank = -(-max(lora.rank for lora in self._loras) // RANK_STEP) * RANK_STEP
+        self.rank = self._rank * self._runs
+        shape = (len(self.tiles.parts), self.rank, self.tiles.columns)
         self.operands = Operands(
             tiles=self.tiles,
             bias=_bias(bases, interleaved),
             down=torch.zeros(shape, dtype=torch.bfloat16, device=device),
             ups=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
-            scales=tuple(lora.scale for lora in self._loras),
+            scales=torch.tensor([lora.scale for lora in self._loras], device=device),
+            runs=cohort.runs if cohort else None,
         )
         self.sync()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """The copies of `sync` as (target, source); further ranks of the targets stay zero."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for lora, down, up in zip(self._loras, self.operands.down, self.operands.ups, strict=True):
+        for number, lora in enumerate(self._loras):
+            part, run = divmod(number, self._runs)
             if lora.rank:
-                pairs += [(down[: lora.rank], lora.down), (up[:, : lora.rank], lora.up)]
+                ranks = slice(run * self._rank, run * self._rank + lora.rank)
+                pairs += [(self.operands.down[part, ranks], lora.down), (self.operands.ups[part][:, ranks], lora.up)]
         return pairs
 
     @torch.no_grad()
@@ -488,13 +526,13 @@ class PortableLinear:
     The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        adapted = [unwrap(layer) for layer in layers]
-        self._bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        bases, loras = adapted_layers(layers, cohort)
+        self._bases = [base for base in bases if isinstance(base, PackedLinear)]
         self._words = words_of(self._bases)
         self.out_features = self._words.rows
         self._dtype = dtype
-        self._adapters = StackedLora([layer.lora for layer in adapted], dtype)
+        self._adapters = StackedLora(loras, dtype, cohort.runs if cohort else None)
         rows = [
             torch.full((part,), factor) for part, factor in zip(self._words.parts, self._words.factors, strict=True)
         ]
@@ -506,6 +544,8 @@ class PortableLinear:
             bias=torch.zeros_like(factors) if biased else None,
             down=self._adapters.down,
             up=self._adapters.up,
+            runs=self._adapters.runs,
+            run_of_rank=self._adapters.run_of_rank,
         )
         self.sync()
 
@@ -550,8 +590,8 @@ _MOST_ROWS = 128
 class NarrowLinear(TorchLinear):
     """A `FusedLinear` of dense layers; with few rows in 16 bits, product and adapters are one launch on a GPU."""
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        super().__init__(layers, dtype)
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        super().__init__(layers, dtype, cohort)
         self._fused = self._weight is not None and self._bias is None and dtype.itemsize == 2
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
@@ -562,8 +602,11 @@ class NarrowLinear(TorchLinear):
         from qerl.kernels.triton.linear import narrow_product
 
         assert self._weight is not None
-        rank = self._adapters.rank
-        narrow_product(x, self._weight, *((self._adapters.down, self._adapters.up) if rank else (x[:0], x[:0])), out)
+        lora = self._adapters
+        if lora.rank:
+            narrow_product(x, self._weight, lora.down, lora.up, out, lora.runs, lora.run_of_rank)
+        else:
+            narrow_product(x, self._weight, x[:0], x[:0], out)
 
 
 # Matrix products of a decode step: their protocol, and the choice of an implementation for given layers.
@@ -609,19 +652,25 @@ def product_class(
 
 
 def fuse(
-    layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False, kernels: Kernels = "auto"
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype,
+    gated: bool = False,
+    kernels: Kernels = "auto",
+    cohort: Cohort | None = None,
 ) -> FusedLinear:
     """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
     `dtype` is the activations' dtype. `gated` layers are gate and up, or one with both as its halves, called with
-    an activation. `kernels` is the setting.
+    an activation. `kernels` is the setting. In a `cohort`, each run has its own adapter of these layers.
     """
     bases = [unwrap(layer).base for layer in layers]
     formats = {base.weights_format if isinstance(base, PackedLinear) else "bf16" for base in bases}
     shapes = [(base.out_features, base.in_features) for base in bases]
     # Layers in several formats have no common product.
     kind = product_class(_capability(bases[0]), formats.pop() if len(formats) == 1 else "", shapes, dtype, kernels)
-    return W4Linear(layers, interleaved=gated) if issubclass(kind, W4Linear) else kind(layers, dtype)
+    if issubclass(kind, W4Linear):
+        return W4Linear(layers, gated, cohort)
+    return kind(layers, dtype, cohort)
 
 
 def _capability(base: nn.Linear | PackedLinear) -> tuple[int, int] | None:

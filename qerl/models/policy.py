@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,8 +53,8 @@ from qerl.models.expert_adapters import (
     store_experts,
     take_experts,
 )
-from qerl.models.experts import fuse_mlps
-from qerl.models.linear import POLICY_ADAPTER
+from qerl.models.experts import Experts, Float32Router, fuse_mlps
+from qerl.models.linear import POLICY_ADAPTER, PackedLinear
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.lora import key_dropout, register_lora
 from qerl.models.structure import MISFITS, Structure, structure_of
@@ -398,7 +399,32 @@ def with_adapter(
 
     The layers are those that the settings name, experts' too. Raises `ConfigError` as `lora_config` does.
     """
+    [policy] = with_adapters(checkpoint, [(adapter, seed)], dtype, device)
+    return policy
+
+
+def with_adapters(
+    checkpoint: Path,
+    adapters: Sequence[tuple[AdapterSettings, int]],
+    dtype: str,
+    device: torch.device | None = None,
+) -> list[Policy]:
+    """Policies of several runs on one frozen base, each as `with_adapter` makes it of adapter and seed.
+
+    They share the base's layers, and each has its own adapter, norms and noise.
+    """
     lm, tokenizer = _base(checkpoint, dtype, device)
+    models = [lm, *(_on_same_layers(lm) for _ in adapters[1:])]
+    return [_adapted(one, tokenizer, *adapter) for one, adapter in zip(models, adapters, strict=True)]
+
+
+def _on_same_layers(lm: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a frozen model's structure, whose layers and weights are those of the model."""
+    shared = [m for m in lm.modules() if isinstance(m, (nn.Linear, PackedLinear, nn.Embedding, Experts, Float32Router))]
+    return deepcopy(lm, {id(one): one for one in (*shared, *lm.parameters())})
+
+
+def _adapted(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: AdapterSettings, seed: int) -> Policy:
     torch.manual_seed(seed)
     structure = structure_of(lm.config)
     config, projections = lora_config(adapter, structure)

@@ -45,6 +45,7 @@ from qerl.models.experts import (
 )
 from qerl.models.linear import (
     POLICY_ADAPTER,
+    Cohort,
     FusedLinear,
     NarrowLinear,
     PackedLinear,
@@ -99,12 +100,44 @@ class Download:
         return self._host
 
 
+# Norms and products of a policy's modules; in a cohort each run has its own norms and adapters of them.
+
+
 def norm_of(norm: Any) -> Norm:
     """A norm with its noise; PEFT's trained copy if there is one."""
-    if isinstance(norm, ModulesToSaveWrapper):
-        norm = norm.modules_to_save[POLICY_ADAPTER]
+    norm = _trained(norm)
     offset = norm.offset if isinstance(norm, NoisyRMSNorm) else offset_of(norm)
     return Norm(norm.weight, getattr(norm, "noise", None), epsilon_of(norm), offset or 0.0)
+
+
+def _trained(norm: Any) -> Any:
+    return norm.modules_to_save[POLICY_ADAPTER] if isinstance(norm, ModulesToSaveWrapper) else norm
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What makes the engine's parts of a policy's modules, or of a cohort's, whose modules are those of the first."""
+
+    dtype: torch.dtype
+    kernels: Kernels
+    cohort: Cohort | None
+
+    def fuse(self, layers: Sequence[nn.Module], gated: bool = False) -> FusedLinear:
+        """Layers with the same input as one product."""
+        return fuse(layers, self.dtype, gated, self.kernels, self.cohort)
+
+    def norm(self, norm: Any) -> Norm:
+        """A norm before projections. The runs' weights and noise become views of tensors with a row for each run."""
+        if self.cohort is None or not isinstance(_trained(norm), NoisyRMSNorm):
+            return norm_of(norm)
+        norms = [_trained(one) for one in self.cohort.of(norm)]
+        weights = torch.stack([one.weight.detach() for one in norms])
+        noise = torch.stack([one.noise for one in norms])
+        for one, weight, z in zip(norms, weights, noise, strict=True):
+            one.noise = z
+            if one.weight.requires_grad:  # frozen ones may be one tensor of all runs
+                one.weight.data = weight
+        return replace(norm_of(norm), weight=weights, noise=noise, runs=self.cohort.runs)
 
 
 # The MLP of a block in the engine: gate, up and down as two products, or a mixture of experts as grouped products.
@@ -193,25 +226,26 @@ class SharedMixtureMlp:
 Mlp = DenseMlp | MixtureMlp | SharedMixtureMlp
 
 
-def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:
+def mlp_of(mlp: Any, activation: Activation, parts: Parts) -> Mlp:
     """The MLP of a model's module, which shares its weights. Mixtures have silu, or gpt-oss's clamped gate."""
-    parts = list(mlp.children())
-    routers = [part for part in parts if isinstance(part, Float32Router)]
-    experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
+    routers = [part for part in mlp.children() if isinstance(part, Float32Router)]
+    experts = [part for part in mlp.children() if isinstance(part, (Experts, AdaptedExperts))]
     if not (routers and experts):
-        return _dense_of(mlp, activation, dtype, kernels)
+        return _dense_of(mlp, activation, parts)
     if isinstance(experts[0], AdaptedExperts):
-        mixture = MixtureMlp(routers[0], experts[0].base_layer, dtype, experts[0].lora)
+        if parts.cohort:
+            raise ConfigError("runs with adapters of experts can't train side by side; train them one after another")
+        mixture = MixtureMlp(routers[0], experts[0].base_layer, parts.dtype, experts[0].lora)
     else:
-        mixture = MixtureMlp(routers[0], experts[0], dtype)
+        mixture = MixtureMlp(routers[0], experts[0], parts.dtype)
     if not hasattr(mlp, "shared_expert"):
         return mixture
-    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, dtype, kernels), mlp.shared_expert_gate)
+    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, parts), mlp.shared_expert_gate)
 
 
-def _dense_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
-    gate_up = fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=True, kernels=kernels)
-    return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), activation)
+def _dense_of(mlp: Any, activation: Activation, parts: Parts) -> DenseMlp:
+    gate_up = parts.fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), gated=True)
+    return DenseMlp(gate_up, parts.fuse([mlp.down_proj]), activation)
 
 
 def projections(module: Any, fused: str, *parts: str) -> list[Any]:
@@ -284,9 +318,7 @@ class DeltaNet:
         return mixing.recur(mixed, z, b, a, self.heads, net)
 
 
-def attention_of(
-    attention: Any, config: Any, kind: str | None, window: int | None, dtype: torch.dtype, kernels: Kernels
-) -> Attention:
+def attention_of(attention: Any, config: Any, kind: str | None, window: int | None, parts: Parts) -> Attention:
     """The attention of a block, by transformers' module of it."""
     heads = Heads(
         config.num_attention_heads,
@@ -299,12 +331,12 @@ def attention_of(
     if hasattr(attention, "q_norm"):
         q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
         heads = replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
-    qkv = fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels)
+    qkv = parts.fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"))
     heads = replace(heads, gated=qkv.out_features > heads.width)
-    return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels))
+    return Attention(heads, kind, qkv, parts.fuse([attention.o_proj]))
 
 
-def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
+def delta_net_of(net: Any, parts: Parts) -> DeltaNet:
     """The delta net of a block, by transformers' module of it."""
     heads = DeltaHeads(
         key=net.num_k_heads,
@@ -321,10 +353,11 @@ def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
     widths = [heads.channels, heads.parts[2]], [heads.value] * 2
     if any(isinstance(unwrap(layer).base, PackedLinear) for layer in wide + narrow):
         # Layers in several formats have no common kernel, and b and a are too narrow to be packed.
-        products = [(fuse(wide, dtype, kernels=kernels), widths[0]), (NarrowLinear(narrow, dtype), widths[1])]
+        joint = NarrowLinear(narrow, parts.dtype, parts.cohort)
+        products = [(parts.fuse(wide), widths[0]), (joint, widths[1])]
     else:
-        products = [(fuse(wide + narrow, dtype, kernels=kernels), widths[0] + widths[1])]
-    return DeltaNet(heads, products, fuse([net.out_proj], dtype, kernels=kernels))
+        products = [(parts.fuse(wide + narrow), widths[0] + widths[1])]
+    return DeltaNet(heads, products, parts.fuse([net.out_proj]))
 
 
 # A policy's blocks for prefill and decode steps: fused products on its own weights, with a paged KV cache.
@@ -342,10 +375,16 @@ class _Block:
 
 
 class Decoder:
-    """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`."""
+    """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`.
 
-    def __init__(self, policy: Policy, kernels: Kernels = "auto") -> None:
+    Several policies are those of a cohort's runs, on one base: a row of a pass takes the adapter and norms of its run.
+    """
+
+    def __init__(self, policies: Sequence[Policy], kernels: Kernels = "auto") -> None:
+        policy = policies[0]
         config = policy.lm.config
+        cohort = Cohort([policy.lm for policy in policies]) if len(policies) > 1 else None
+        self._runs = cohort.runs if cohort else None
         if refusal := refused_by_engine(config, packed_format(policy.lm)):
             raise ConfigError(f"{refusal}; the eager sampler serves it")
         self.dtype = policy.lm.dtype
@@ -359,9 +398,9 @@ class Decoder:
         scale: Tensor | None = getattr(embedding, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
         activation: Any = activation_of(config)
+        parts = Parts(self.dtype, kernels, cohort)
         self._blocks = [
-            _block(layer, number, config, activation, self.dtype, kernels)
-            for number, layer in enumerate(self._model.layers)
+            _block(layer, number, config, activation, parts) for number, layer in enumerate(self._model.layers)
         ]
         self._norm = norm_of(self._model.norm)
         self._attentions = [block.mixer for block in self._blocks if isinstance(block.mixer, Attention)]
@@ -374,7 +413,7 @@ class Decoder:
         self.longest = context_length(config.to_dict()) if changes else None
         self._ropes = self._rope_tables(1)
         self._adapted = policy.peft is not None
-        self._parameters = list(policy.lm.parameters())
+        self._parameters = [parameter for policy in policies for parameter in policy.lm.parameters()]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._sync: Callable[[], None] | None = None
         self._copies: Callable[[], None] | None = None
@@ -480,7 +519,8 @@ class Decoder:
             lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits),
             lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
         )
-        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, mixing)
+        runs = state.run[rows] if self._runs else None
+        x = self._through_blocks(self._embedded(state.token[rows]), runs, cache, states, mixing)
         ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
@@ -493,7 +533,7 @@ class Decoder:
             lambda qkv, block, heads, rope: ops.attend_prompts(qkv, block, row, rope, heads),
             lambda mixed, z, b, a, heads, net: ops.delta_prompts(mixed, z, b, a, heads, net, row),
         )
-        return self._through_blocks(self._embedded(row.ids), cache, states, mixing, row.last)
+        return self._through_blocks(self._embedded(row.ids), row.runs, cache, states, mixing, row.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, H] after the last norm."""
@@ -508,12 +548,18 @@ class Decoder:
     def _through_blocks(
         self,
         x: Tensor,
+        runs: Tensor | None,
         cache: KVCache,
         states: DeltaStates | None,
         mixing: Mixing,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x."""
+        """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x.
+
+        `runs` [B] are those of a cohort's rows.
+        """
+        if self._runs and runs is not None:
+            self._runs.rows = runs
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
         following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
         normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
@@ -523,6 +569,8 @@ class Decoder:
             if rows is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
                 x, mixed = x[rows], mixed[rows]
+                if self._runs and runs is not None:
+                    self._runs.rows = runs[rows]
             normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
             normed = self._add(x, block.mlp, normed, block.after_mlp, next_norm)
         return normed
@@ -540,23 +588,21 @@ class Decoder:
         return self.operations.add_normed(to, out, norm, next_norm)
 
 
-def _block(
-    layer: Any, number: int, config: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels
-) -> _Block:
+def _block(layer: Any, number: int, config: Any, activation: Activation, parts: Parts) -> _Block:
     if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
-        mixer: Attention | DeltaNet = delta_net_of(net, dtype, kernels)
+        mixer: Attention | DeltaNet = delta_net_of(net, parts)
     else:
         kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
-        mixer = attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
+        mixer = attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], parts)
     # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
     around = hasattr(layer, "pre_feedforward_layernorm")
     return _Block(
         mixer=mixer,
-        input_norm=norm_of(layer.input_layernorm),
-        after_attention=norm_of(layer.post_attention_layernorm) if around else None,
-        mlp_norm=norm_of(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
-        mlp=mlp_of(layer.mlp, activation, dtype, kernels),
-        after_mlp=norm_of(layer.post_feedforward_layernorm) if around else None,
+        input_norm=parts.norm(layer.input_layernorm),
+        after_attention=parts.norm(layer.post_attention_layernorm) if around else None,
+        mlp_norm=parts.norm(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
+        mlp=mlp_of(layer.mlp, activation, parts),
+        after_mlp=parts.norm(layer.post_feedforward_layernorm) if around else None,
     )
 
 
@@ -659,20 +705,28 @@ class Prefill:
         self._captures = memory is not None and decoder.dtype.itemsize == 2
 
     @torch.no_grad()
-    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
-        """Logits [prompts, V] after each prompt. Writes keys and values to the prompts' `pages` of the cache, states
-        of delta nets to their `slots`, and does not wait for the device.
+    def logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        runs: Sequence[int],
+    ) -> Tensor:
+        """Logits [prompts, V] after each prompt by the policy of its run.
+
+        Writes keys and values to the prompts' `pages` of the cache, states of delta nets to their `slots`, and does not
+        wait for the device.
         """
         lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
         tokens = sum(lengths)
         bucket = prompt_bucket(tokens, len(prompts)) if self._captures else None
         if bucket is None:
-            row = upload(pack(prompts, pages, PAGE, tokens), torch.int32, device)
+            row = upload(pack(prompts, pages, PAGE, tokens, runs=runs), torch.int32, device)
             packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
             placed = PromptRow.of(row, tokens, len(prompts), packing, self._placed(slots, len(slots)))
             hidden = self._decoder.last_hidden(placed, self._cache, self._states)
         else:
-            row = upload(pack(prompts, pages, PAGE, bucket, MOST_PROMPTS), torch.int32, device)
+            row = upload(pack(prompts, pages, PAGE, bucket, MOST_PROMPTS, runs), torch.int32, device)
             placed_slots = self._placed(slots, MOST_PROMPTS)
             graph = self._graphs.at(bucket, lambda: self._capture(bucket, row.clone(), placed_slots))
             graph.row.copy_(row)

@@ -12,7 +12,7 @@ from qerl.kernels.state import FP8, PAGE, DecodeState, SamplingState, page_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
 from qerl.rollout.decoder import DecodeGraphs, Decoder, Prefill
-from qerl.rollout.sampler import Completion, SamplingParams, refuse_nan, refused_fp8_cache, stop_tokens
+from qerl.rollout.sampler import Completion, Request, SamplingParams, refuse_nan, refused_fp8_cache, stop_tokens
 from qerl.rollout.scheduler import Pages, Pool, RolloutPhases, Scheduler, pages_for, slots_for, steps_between_looks
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NativeSettings
@@ -27,18 +27,23 @@ _TO_LOWER = "lower max_tokens or the sequences of a rollout, or raise native.kv_
 class EngineSampler:
     """Samples from the policy's own weights. Cache and CUDA graphs persist between calls until `release`.
 
-    `max_sequences` bounds how many sequences are decoded together; others wait and replace finished ones. Raises
-    ConfigError for a model or a cache that the engine doesn't have on this device.
+    With `others`, the policies of a cohort's further runs on the same base, it serves all of them together; a run's
+    completions are those that it draws alone, but for the rounding of other batch sizes. `max_sequences` bounds how
+    many sequences are decoded together; others wait and replace finished ones. Raises ConfigError for a model or a
+    cache that the engine doesn't have on this device.
     """
 
-    def __init__(self, policy: Policy, settings: NativeSettings, max_sequences: int = 512) -> None:
+    def __init__(
+        self, policy: Policy, settings: NativeSettings, max_sequences: int = 512, others: Sequence[Policy] = ()
+    ) -> None:
         capability = torch.cuda.get_device_capability(policy.device) if policy.device.type == "cuda" else None
         if settings.kv_cache_dtype == "fp8" and (refusal := refused_fp8_cache(capability)):
             raise ConfigError(refusal)
         self.policy = policy
+        self.policies = [policy, *others]
         self.settings = settings
         self.max_sequences = max_sequences
-        self._decoder = Decoder(policy, settings.kernels)
+        self._decoder = Decoder(self.policies, settings.kernels)
         self._pool: Pool | None = None
         #: Whether memory bounds the cache's pages, and the slots of a model with delta nets.
         self._bounded = self._few_slots = False
@@ -79,14 +84,22 @@ class EngineSampler:
         Raises ConfigError if the cache can't hold a sequence. Raises torch.OutOfMemoryError, naming the settings to
         lower, if the GPU's memory doesn't suffice.
         """
-        if not all(len(prompt) for prompt in prompts):
+        [completions] = self.generate_all([Request(prompts, params)])
+        return completions
+
+    def generate_all(self, requests: Sequence[Request]) -> list[list[list[Completion]]]:
+        """The completions of a request of each run, in the order of the policies. A run may have no prompts."""
+        if len(requests) != len(self.policies):
+            raise ValueError(f"{len(requests)} requests for {len(self.policies)} runs")
+        if not all(len(prompt) for request in requests for prompt in request.prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
-        if not prompts or (params.part and not params.part.initial):
-            return [[] for _ in prompts]
+        if not any(len(request.numbers) for request in requests):
+            return [[[] for _ in request.prompts] for request in requests]
         self.sync()
         try:
-            completions = self._generate(prompts, params)
-            refuse_nan(self.policy, prompts, completions)
+            completions = self._generate(requests)
+            for policy, request, drawn in zip(self.policies, requests, completions, strict=True):
+                refuse_nan(policy, request.prompts, drawn)
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):
@@ -101,40 +114,44 @@ class EngineSampler:
         """Whether the cache has all the memory that it may use, and needs more; an update then needs that memory."""
         return self._bounded and self.settings.kv_cache_gib is None
 
-    def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        pool, stops = self._ready_pool(prompts, params), stop_tokens(self.policy, params)
-        pool.sampling.set(
-            temperature=params.temperature,
-            seed=params.seed,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stops=stops,
-        )
+    def _generate(self, requests: Sequence[Request]) -> list[list[list[Completion]]]:
+        pool, stops = self._ready_pool(requests), stop_tokens(self.policy, requests[0].params)
+        for run, request in enumerate(requests):
+            params = request.params
+            pool.sampling.set(
+                temperature=params.temperature,
+                seed=params.seed,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                stops=stops,
+                run=run,
+            )
         prefill_tokens = 1 if self.settings.batch_invariant else PREFILL_TOKENS
-        scheduler = Scheduler(pool, prompts, params, prefill_tokens)
+        scheduler = Scheduler(pool, requests, prefill_tokens)
         completions = scheduler.run(stops)
         self.phases = scheduler.clock.phases()
         if pool.pages.available != pool.pages.count - 1:
             raise RuntimeError("pages of the KV cache are still in use after the rollout: a defect of the engine")
         return completions
 
-    def _ready_pool(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Pool:
+    def _ready_pool(self, requests: Sequence[Request]) -> Pool:
         """The existing pool if it suffices, else a new one."""
         sequences = self.max_sequences
         if not self.settings.batch_invariant:
-            sequences = min(sequences, len(params.part.initial if params.part else prompts) * params.count)
-        longest, most = max(map(len, prompts)) + params.max_tokens, self._decoder.longest
+            sequences = min(sequences, sum(len(request.numbers) * request.params.count for request in requests))
+        tokens = max(request.params.max_tokens for request in requests)
+        longest, most = max(request.longest for request in requests), self._decoder.longest
         if most is not None and longest > most:
-            room = most - longest + params.max_tokens
+            room = most - longest + tokens
             remedy = f"lower max_tokens to {room}" if room > 0 else f"leave out prompts of {most} or more tokens"
             raise ConfigError(
                 f"a sequence may have {longest} tokens, and the model's rotary positions change for all of its tokens "
                 f"after {most}; {remedy}"
             )
-        alone, most_pages = pages_for(prompts, params.max_tokens, sequences)
-        if self._pool is None or not self._serves(self._pool, alone, most_pages, params.max_tokens, sequences):
+        alone, most_pages = pages_for(longest, sequences)
+        if self._pool is None or not self._serves(self._pool, alone, most_pages, tokens, sequences):
             self.release()
-            self._pool = self._new_pool(alone, most_pages, params.max_tokens, sequences)
+            self._pool = self._new_pool(alone, most_pages, tokens, sequences)
         if self._pool.pages.count < alone:
             if self.settings.kv_cache_gib is None:
                 raise torch.OutOfMemoryError(f"a sequence needs {alone} pages, and memory has {self._pool.pages.count}")
@@ -164,7 +181,8 @@ class EngineSampler:
         decoder.reach(pages_each * PAGE)
         decoder.compile_ahead(slots)
         state, states = DecodeState.empty(slots, tokens, pages_each, decoder.device), decoder.new_states(slots)
-        cache, sampling = decoder.new_cache(min(most_pages, affordable), dtype), SamplingState.empty(decoder.device)
+        cache = decoder.new_cache(min(most_pages, affordable), dtype)
+        sampling = SamplingState.empty(decoder.device, len(self.policies))
         self.cache_bytes = cache.nbytes + (states.nbytes if states else 0)
         self.cache_wanted_bytes = most_pages * page + (sequences + 2) * state_bytes
         # Graphs never run at the same time, so they share one memory pool.

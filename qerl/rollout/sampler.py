@@ -82,6 +82,29 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Request:
+    """Prompts (token ids, no padding) and how to draw their completions; a cohort's sampler gets one of each run."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The prompts to begin with, by their indices."""
+        return self.params.part.initial if self.params.part else range(len(self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence, its prompt included; 0 without prompts."""
+        return max(map(len, self.prompts)) + self.params.max_tokens if self.prompts else 0
+
+    def trace(self, place: int) -> Sequence[int]:
+        """The tokens that replace the drawn ones of a completion, by its place among all."""
+        assert self.params.replay is not None
+        return self.params.replay[place // self.params.count][place % self.params.count]
+
+
+@dataclass(frozen=True)
 class Completion:
     """One completion: tokens (a stop token included), log-probability of each, and whether a stop token ended it.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qerl.kernels.state import IDLE, PAGE, DecodeState, DeltaStates, KVCache, SamplingState, splits_of
 from qerl.rollout.decoder import DecodeGraphs, Decoder, Download, Prefill, bucket_of, upload
-from qerl.rollout.sampler import Completion, SamplingParams
+from qerl.rollout.sampler import Completion, Request
 
 # The KV cache's pages: their reference counts, kept on the host, and the slots that memory has room for.
 
@@ -106,10 +106,13 @@ class DecodedSequence:
     `drawn` counts the tokens of all launched steps: one a step, unless a stop token has ended the completion.
     """
 
-    index: int
+    #: The run, and the place among the completions of its request.
+    index: tuple[int, int]
     key: int
     prompt: list[int]
+    #: Tokens after which it ends, and those after which it may: the host knows only the latter.
     limit: int
+    most: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     slot: int = IDLE
@@ -132,6 +135,7 @@ class WaitingGroup:
     `row` is then that of the delta nets' states after these tokens.
     """
 
+    run: int
     prompt: list[int]
     waiting: deque[DecodedSequence]
     pages: list[int] = field(default_factory=list)
@@ -246,59 +250,66 @@ class Pool:
 
 
 class Scheduler:
-    """One call of `generate`; prompts of up to `prefill_tokens` tokens are computed together."""
+    """Draws the completions of one request of each run of a cohort, or of a single run.
 
-    def __init__(
-        self, pool: Pool, prompts: Sequence[Sequence[int]], params: SamplingParams, prefill_tokens: int
-    ) -> None:
+    Prompts of up to `prefill_tokens` tokens are computed together, also those of several runs.
+    """
+
+    def __init__(self, pool: Pool, requests: Sequence[Request], prefill_tokens: int) -> None:
         self._prefill_tokens = prefill_tokens
         self.clock = PhaseClock(pool.decoder.device)
-        self._pool, self._params = pool, params
-        self._truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
-        self._replayed = params.replay is not None
-        self._splits = splits_of(pool.pages.needed(max(map(len, prompts)) + params.max_tokens))
+        self._pool, self._requests = pool, requests
+        every = [request.params for request in requests]
+        self._truncated = any(params.temperature > 0 and (params.top_p < 1 or params.top_k > 0) for params in every)
+        self._replayed = any(params.replay is not None for params in every)
+        if self._replayed and not all(params.replay is not None for params in every):
+            raise ValueError("tokens replace the drawn ones of all requests or of none")
+        if len(every) > 1 and any(params.part for params in every):
+            raise ValueError("processes share out the prompts of one run, not those of several")
+        self._splits = splits_of(pool.pages.needed(max(request.longest for request in requests)))
         self._active: dict[int, DecodedSequence] = {}
         self._free = list(range(pool.state.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
-        self._done: dict[int, DecodedSequence] = {}
+        self._done: dict[tuple[int, int], DecodedSequence] = {}
         #: Downloads in flight: looks, and the tokens and log-probabilities of sequences.
         self._looks: deque[ProgressLook] = deque()
         self._fetched: deque[tuple[Sequence[DecodedSequence], Download]] = deque()
-        self._prompts = prompts
-        #: Whether groups may wait that no sampler has taken.
-        self._more = params.part is not None
-        groups = map(self._group, params.part.initial if params.part else range(len(prompts)))
+        #: Where groups may wait that no sampler has taken.
+        self._more = requests[0].params.part
+        groups = [self._group(run, number) for run, request in enumerate(requests) for number in request.numbers]
         # The longest prompts first, so that the batch's tail is short.
         self._queue = deque(sorted(groups, key=lambda group: -len(group.prompt)))
 
-    def _group(self, number: int) -> WaitingGroup:
-        prompt, count, first = list(self._prompts[number]), self._params.count, self._params.first * self._params.count
-        places = [(number * count + c, self._params.limit(number, c)) for c in range(count)]
-        return WaitingGroup(
-            prompt, deque(DecodedSequence(place, first + place, prompt, limit) for place, limit in places)
-        )
+    def _group(self, run: int, number: int) -> WaitingGroup:
+        request = self._requests[run]
+        prompt, params = list(request.prompts[number]), request.params
+        places = [(number * params.count + c, params.limit(number, c)) for c in range(params.count)]
+        first, most = params.first * params.count, params.max_tokens
+        sequences = (DecodedSequence((run, place), first + place, prompt, limit, most) for place, limit in places)
+        return WaitingGroup(run, prompt, deque(sequences))
 
     def _waits(self) -> bool:
         """Whether a group waits to enter; without one, a group is taken that waits for any sampler of the batch."""
-        if not self._queue and self._more and self._params.part:
-            numbers = self._params.part.more(1)
-            self._queue.extend(map(self._group, numbers))
-            self._more = len(numbers) > 0
+        if not self._queue and self._more:
+            numbers = self._more.more(1)
+            self._queue.extend(self._group(0, number) for number in numbers)
+            self._more = self._more if numbers else None
         return len(self._queue) > 0
 
     @torch.no_grad()
-    def run(self, stops: frozenset[int]) -> list[list[Completion]]:
-        """Draw all completions, or those of the part; returns them in the order of the prompts."""
+    def run(self, stops: frozenset[int]) -> list[list[list[Completion]]]:
+        """Draw all completions, or those of the part; returns those of each request, in the order of its prompts."""
         while self._active or self._waits():
             self._admit()
             self._decode()
             self._collect()
         self._catch_up()
         self.clock.end("between")
-        groups: list[list[Completion]] = [[] for _ in self._prompts]
-        for index, s in sorted(self._done.items()):
-            groups[index // self._params.count].append(Completion(s.tokens, s.logprobs, s.tokens[-1] in stops))
-        return groups
+        drawn: list[list[list[Completion]]] = [[[] for _ in request.prompts] for request in self._requests]
+        for (run, place), s in sorted(self._done.items()):
+            group = drawn[run][place // self._requests[run].params.count]
+            group.append(Completion(s.tokens, s.logprobs, s.tokens[-1] in stops))
+        return drawn
 
     # --- sequences enter ---
 
@@ -323,7 +334,7 @@ class Scheduler:
             return
         self.clock.end("between")
         for batch in _batches(new_groups, self._prefill_tokens):
-            logits = self._pool.prefill.logits(*zip(*((g.prompt, g.pages, g.row) for g in batch), strict=True))
+            logits = self._pool.prefill.logits(*zip(*((g.prompt, g.pages, g.row, g.run) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
         if copies:
@@ -378,13 +389,13 @@ class Scheduler:
         for sequence in sequences:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
-        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key, s.limit) for s in sequences]
-        rows, position, drawn, key, limit = upload(columns, torch.int64, state.token.device).T
+        columns = [(s.slot, len(s.prompt) + s.drawn - 1, s.drawn, s.key, s.limit, s.index[0]) for s in sequences]
+        rows, position, drawn, key, limit, run = upload(columns, torch.int64, state.token.device).T
         state.position[rows], state.drawn[rows] = position.int(), drawn.int()
-        state.limit[rows], state.sequence[rows] = limit.int(), key
+        state.limit[rows], state.sequence[rows], state.run[rows] = limit.int(), key, run.int()
         self._upload_pages()
         logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
-        if self._params.replay:
+        if self._replayed:
             self._upload_replay(sequences, rows)
         draw = self._pool.decoder.operations.draw
         draw(logits, rows.int(), state, self._pool.sampling, self._truncated, self._replayed)
@@ -393,8 +404,7 @@ class Scheduler:
 
     def _upload_replay(self, sequences: Sequence[DecodedSequence], rows: Tensor) -> None:
         """Put the tokens that are to come into the slots `rows`, where a replayed draw reads them."""
-        assert self._params.replay is not None
-        traces = [self._params.replay[s.index // self._params.count][s.index % self._params.count] for s in sequences]
+        traces = [self._requests[run].trace(place) for run, place in (s.index for s in sequences)]
         most = max(s.limit for s in sequences)
         padded = np.zeros((len(traces), most), dtype=np.int32)
         for row, trace in zip(padded, traces, strict=True):
@@ -413,7 +423,7 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Launch the next steps of all sequences; sequences that then have all their tokens leave."""
-        missing = max((self._params.max_tokens - sequence.drawn for sequence in self._active.values()), default=0)
+        missing = max((sequence.most - sequence.drawn for sequence in self._active.values()), default=0)
         count = min(self._pool.look_every, missing)
         self._grow(count)
         self.clock.end("between")
@@ -421,7 +431,7 @@ class Scheduler:
         self.clock.end("decode", len(self._active), count)
         for sequence in self._active.values():
             sequence.drawn += count
-        self._end([sequence for sequence in self._active.values() if sequence.drawn >= self._params.max_tokens])
+        self._end([sequence for sequence in self._active.values() if sequence.drawn >= sequence.most])
 
     def _grow(self, tokens: int) -> None:
         """Take pages for the tokens that the next steps may draw for each sequence; if too few are free, interrupt the
@@ -429,7 +439,7 @@ class Scheduler:
         """
         pages, grown = self._pool.pages, False
         for sequence in list(self._active.values()):
-            drawn = min(sequence.drawn + tokens, self._params.max_tokens)
+            drawn = min(sequence.drawn + tokens, sequence.most)
             missing = pages.needed(len(sequence.prompt) + drawn - 1) - len(sequence.pages)
             if missing > pages.available:
                 self._catch_up()  # finished sequences free their pages
@@ -451,7 +461,7 @@ class Scheduler:
         self._fetch([sequence])
         self._leave(sequence)
         self._catch_up()
-        self._queue.appendleft(WaitingGroup(sequence.prompt + sequence.tokens, deque([sequence])))
+        self._queue.appendleft(WaitingGroup(sequence.index[0], sequence.prompt + sequence.tokens, deque([sequence])))
 
     # --- sequences leave ---
 
@@ -488,7 +498,7 @@ class Scheduler:
         """Start the download of the sequences' tokens and log-probabilities, before others use their slots."""
         if not sequences:
             return
-        state, most = self._pool.state, min(max(s.drawn for s in sequences), self._params.max_tokens)
+        state, most = self._pool.state, max(min(s.drawn, s.most) for s in sequences)
         rows = upload([s.slot for s in sequences], torch.int64, state.token.device)
         logprobs = state.logprobs[rows, :most].view(torch.int32)
         drawn = torch.cat([state.drawn[rows, None], state.tokens[rows, :most], logprobs], 1)
@@ -525,11 +535,10 @@ def _batches(groups: Sequence[WaitingGroup], most: int) -> Iterator[list[Waiting
         yield batch
 
 
-def pages_for(prompts: Sequence[Sequence[int]], max_tokens: int, sequences: int) -> tuple[int, int]:
-    """Pages that the longest sequence alone needs, and pages with which no sequence ever waits.
+def pages_for(longest: int, sequences: int) -> tuple[int, int]:
+    """Pages that a sequence of `longest` tokens alone needs, and pages with which none of so many ever waits.
 
     Both include page 0 and a page to copy.
     """
-    longest = max(map(len, prompts)) + max_tokens
     each = -(-longest // PAGE)
     return each + 2, (each + 1) * sequences + each + 2
