@@ -90,7 +90,7 @@ def random_operands(shape: Shape, rank: int) -> Operands:
         torch.randn(sum(shape.rows), device=DEVICE) if shape.biased else None,
         down.bfloat16(),
         [(torch.randn(rows, rank, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows],
-        (2.0,) * len(shape.rows),
+        torch.full((len(shape.rows),), 2.0, device=DEVICE),
     )
 
 
