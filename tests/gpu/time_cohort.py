@@ -1,6 +1,6 @@
 """Decoding of several runs in one engine beside the same runs one after another, on random weights of a known shape.
 
-python -m tests.gpu.time_cohort --model qwen2.5-7b --rank 32 --sequences 8 --runs 1 2 4 16
+python -m tests.gpu.time_cohort --model 7B --rank 32 --sequences 8 --runs 1 2 4 16
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qerl.settings.run import NativeSettings
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--model", default="7B")
     parser.add_argument("--weights", default="nvfp4")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--sequences", type=int, default=8)
