@@ -25,6 +25,10 @@ PAGE = 64
 CHUNK = 4096
 
 
+#: Cosines and sines [positions, R / 2] of the R elements of a head that rotate.
+Rope = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Norm:
     """An RMSNorm's tensors, which are the policy's own: (offset + weight + noise) x / rms(x)."""

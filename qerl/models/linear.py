@@ -17,7 +17,6 @@ from qerl.formats import nf4
 from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_specs
 from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
-from qerl.kernels.portable import PortableOperands
 from qerl.kernels.state import Activation, gated
 from qerl.settings.base import ConfigError
 from qerl.settings.run import Kernels
@@ -489,6 +488,8 @@ class PortableLinear:
     """
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        from qerl.kernels.triton.linear import PortableOperands
+
         adapted = [unwrap(layer) for layer in layers]
         self._bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
         self._words = words_of(self._bases)
