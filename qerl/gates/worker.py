@@ -1,4 +1,4 @@
-"""A worker that samples and trains on request and reports times, for one of the two versions that `measure.py` compares.
+"""A worker that samples and trains on request and reports times, for one of the versions that `measure.py` compares.
 
 It runs as a file, with one version of the package first on the import path. It uses only `load`, `sample`, `train` and
 the columns of metrics.jsonl, so that future versions can be compared with today's. Its argument has the checkpoint in
