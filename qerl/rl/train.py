@@ -18,7 +18,7 @@ import torch
 
 from qerl.checkpoints.files import check_checkpoint, usable_length
 from qerl.data.grading import extract, statement
-from qerl.data.inputs import hash_of, model_files
+from qerl.data.hub import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.console import log, showing
 from qerl.host.gpus import peak_memory_bytes, seconds
