@@ -132,7 +132,7 @@ def attention_dropout(attention: nn.Module) -> float:
 
 _TRACED = "qerl-structure"
 #: Weights of the head in that pass. Logits of small products show their factor, those of large ones their cap.
-_PRODUCTS = torch.logspace(-6, 6, 25, dtype=torch.float64)
+_PRODUCTS = torch.logspace(-9, 6, 31, dtype=torch.float64)
 #: The last hidden states of its two tokens.
 _ONE = torch.ones(1, 2, 1, dtype=torch.float64)
 
@@ -203,7 +203,7 @@ def traced(lm: Any, kind: str) -> Trace:
     for parameter in probe.parameters():
         parameter.copy_(_PRODUCTS.view_as(parameter))
     if isinstance(head, nn.Linear):
-        lm.set_submodule(_head_name(lm), probe)
+        lm.set_submodule(_name_of(lm, head), probe)
     misfit: Exception | None = None
     for settings in ({"packing": True}, {}):
         try:
@@ -217,9 +217,10 @@ def traced(lm: Any, kind: str) -> Trace:
 
 def _pass(lm: Any, head: nn.Module, settings: dict[str, Any]) -> Trace:
     # The head reads 1, unless the model computes the last hidden states by other modules than `token_hidden` does.
-    trace = Trace(takes_packed_rows=bool(settings))
+    trace, bases, found = Trace(takes_packed_rows=bool(settings)), [], None
 
-    def ones(_: nn.Module, __: Any, output: Any) -> Any:
+    def ones(base: nn.Module, _: Any, output: Any) -> Any:
+        bases.append(base)
         return type(output)(last_hidden_state=_ONE)
 
     hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
@@ -231,11 +232,15 @@ def _pass(lm: Any, head: nn.Module, settings: dict[str, Any]) -> Trace:
     try:
         with Dropouts() as dropouts:
             output = lm(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **settings)
+        if not output.logits.is_meta:
+            found = _scale_and_cap(head(_ONE)[0, 0], output.logits[0, 0])
+    except MISFITS:
+        if not bases:
+            raise
     finally:
         _TRACE.reset(token)
         for hook in hooks:
             hook.remove()
-    found = None if output.logits.is_meta else _scale_and_cap(head(_ONE)[0, 0], output.logits[0, 0])
     if found is None:
         raise _unsupported(
             lm.config.model_type,
@@ -302,6 +307,8 @@ class Structure:
     """Name of the list of blocks, such as "model.layers"."""
     head: str
     """Name of the output head, such as "lm_head"."""
+    embedding: str
+    """Name of the embedding of tokens, such as "model.embed_tokens"."""
     linears: tuple[str, ...]
     """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them.
 
@@ -396,7 +403,8 @@ def _find(lm: Any) -> Structure:
     return Structure(
         kind=kind,
         blocks=blocks,
-        head=_head_name(lm),
+        head=_name_of(lm, lm.get_output_embeddings()),
+        embedding=_name_of(lm, lm.get_input_embeddings()),
         linears=tuple(name for name in every if name not in experts and _end(name) not in expert_ends),
         experts=experts,
         packed=tuple(tuple(name for name, part in block.items() if part != "delta net") for block in parts),
@@ -423,8 +431,8 @@ def _end(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _head_name(lm: Any) -> str:
-    return next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
+def _name_of(lm: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in lm.named_modules() if module is part)
 
 
 def _reads_each_expert(kind: str) -> bool:
