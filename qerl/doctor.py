@@ -20,8 +20,9 @@ from transformers import PreTrainedConfig
 from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
-from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
+from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.imports import extras, installed_version, requirements
+from qerl.host.lease import Gpu, devices
 from qerl.host.provenance import cache_folder
 from qerl.kernels.operations import operations_name
 from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
@@ -247,15 +248,15 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
 
     `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
     """
-    gpus = visible_gpus()
+    gpus = [*devices().values()]
     served = model or _of_size(_TYPICAL, RunSettings.model_fields["weights"].default)
-    devices = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
+    servings = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
     needed = ["", *(["gpu"] if gpus else [])]
     unfit = [library for extra in needed for library in unfit_libraries(extra)]
     optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
     problems = [_text(library) for library in unfit]
-    notes = [device.unsupported for device in devices if device.unsupported]
-    if gpus and len(notes) == len(devices):
+    notes = [one.unsupported for one in servings if one.unsupported]
+    if gpus and len(notes) == len(servings):
         problems, notes = [*problems, *notes], []
     notes += model.differences if model else ()
     if not gpus and (reason := unsupported_accelerator()):
@@ -285,7 +286,7 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
         memory, sentences = _memory(model, settings, capacity)
         tight = bool(capacity) and memory is not None and memory.verdict == "tight"
         (notes if tight else problems).extend(sentences)
-    return Diagnosis(devices, memory, [*unfit, *optional], places(), problems, notes)
+    return Diagnosis(servings, memory, [*unfit, *optional], places(), problems, notes)
 
 
 def _text(library: Library) -> str:

@@ -572,7 +572,7 @@ class PageJob(Job):
 class NumericsJob(Job):
     """Compare codecs and graders with stored vectors."""
 
-    does: ClassVar[str] = "qerl.gates.numerics:measure_numerics"
+    does: ClassVar[str] = "qerl.gates.measure:measure_numerics"
     kind: Literal["numerics"] = "numerics"
     vectors: Path
 
@@ -580,7 +580,7 @@ class NumericsJob(Job):
 class SpeedJob(Job):
     """Time this code alternately with that of the machine's baseline."""
 
-    does: ClassVar[str] = "qerl.gates.speed:measure_speed"
+    does: ClassVar[str] = "qerl.gates.measure:measure_speed"
     on_gpu: ClassVar[bool] = True
     kind: Literal["speed"] = "speed"
     checkpoint: Path

@@ -34,7 +34,6 @@ from qerl.host.provenance import machine
 from qerl.jobs import WARM_UP, PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
-from qerl.results.paths import METRICS
 from qerl.results.schema import Provenance
 from qerl.results.speeds import (
     SECONDS,
@@ -46,9 +45,8 @@ from qerl.results.speeds import (
     TimedStep,
 )
 from qerl.results.store import read, write
-from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.memory import blocks
-from qerl.rl.rollouts import Collector, Task, problem_index
+from qerl.rl.rollouts import Task, problem_index
 from qerl.rl.train import Trainer, make_trainer, prepared
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
@@ -195,8 +193,7 @@ def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path
     """The timed steps of a policy whose adapter has no trained norms."""
     policy = _policy(base, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
-    collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
-    trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
+    trainer = Trainer(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""), folder)
     steps = []
     for number in range(1, 1 + steps_of(work)):
         watched.warm_up = number <= WARMUP

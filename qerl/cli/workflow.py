@@ -222,9 +222,11 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 @gate_app.command()
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
     """Commit the last measurements of the gates as the baseline of this class of machines."""
-    from qerl.gates.accept import accept
+    from qerl.gates.compare import accept
+    from qerl.workflow.outputs import Files
 
-    typer.echo(accept(_plan(config, keys)))
+    plan = _plan(config, keys)
+    typer.echo(accept(plan.config, Files(plan).gates))
 
 
 @app.command(rich_help_panel=PANEL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from collections import Counter
@@ -259,32 +260,36 @@ def _words(answer: str, units: Collection[str]) -> set[str]:
 # Arithmetic formulas of whole numbers, read strictly: their exact value and a form that equal solutions share.
 #
 # A formula has whole numbers, `+ - * /`, parentheses and spaces, and nothing else: no sign before a number, no
-# decimals, no equality. Completions are untrusted text, so a parser reads them, and no text is ever evaluated as code.
+# decimals, no equality. Completions are untrusted text: Python's parser reads their syntax, and nothing is evaluated.
 
 #: A number, or a sign with its two operands.
 Formula = int | tuple[str, "Formula", "Formula"]
 
 #: The most characters of a formula, which bounds the recursion's depth and the value's size.
 _LONGEST_FORMULA = 100
-_TOKENS = re.compile(r" *(?:(0|[1-9][0-9]{0,5})(?![0-9])|([-+*/()]))")
+#: What Python would read as another expression, such as a number with a leading zero, has other characters or is none.
+_NO_FORMULA = re.compile(r"[^-+*/() 0-9]|[0-9]{7}|(?<![0-9])0[0-9]")
+_SIGN_OF: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _SUM, _PRODUCT = ("+", "-"), ("*", "/")
 
 
 def parse_formula(text: str) -> Formula | None:
     """The formula that the whole text represents, or None."""
     text = text.rstrip(" ")
-    tokens, place = [], 0
-    while place < len(text) <= _LONGEST_FORMULA:
-        match = _TOKENS.match(text, place)
-        if match is None:
-            return None
-        tokens.append(match.group(1) or match.group(2))
-        place = match.end()
-    try:
-        formula, rest = _chain(tokens, 0, _SUM)
-    except (IndexError, ValueError):
+    if len(text) > _LONGEST_FORMULA or _NO_FORMULA.search(text):
         return None
-    return formula if rest == len(tokens) else None
+    try:
+        return _formula(ast.parse(text.lstrip(" "), mode="eval").body)
+    except SyntaxError:
+        return None
+
+
+def _formula(node: ast.expr) -> Formula:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _SIGN_OF:
+        return _SIGN_OF[type(node.op)], _formula(node.left), _formula(node.right)
+    raise SyntaxError("a formula has whole numbers and + - * / alone")
 
 
 def value(formula: Formula) -> Fraction | None:
@@ -297,13 +302,9 @@ def value(formula: Formula) -> Fraction | None:
     return {"+": left.__add__, "-": left.__sub__, "*": left.__mul__, "/": left.__truediv__}[sign](right)
 
 
-def leaves(formula: Formula) -> Iterator[int]:
+def leaves(formula: Formula) -> list[int]:
     """The numbers of the formula from left to right, with repetitions."""
-    if isinstance(formula, int):
-        yield formula
-    else:
-        yield from leaves(formula[1])
-        yield from leaves(formula[2])
+    return [formula] if isinstance(formula, int) else leaves(formula[1]) + leaves(formula[2])
 
 
 def canonical(formula: Formula) -> str:
@@ -313,26 +314,6 @@ def canonical(formula: Formula) -> str:
     """
     sign, key = _signed(formula)
     return key if sign > 0 else f"-{key}"
-
-
-def _chain(tokens: list[str], place: int, signs: tuple[str, str]) -> tuple[Formula, int]:
-    """The sum (or product) that begins at `place`, grouped from the left, and the place after it."""
-    formula, place = _operand(tokens, place, signs)
-    while place < len(tokens) and tokens[place] in signs:
-        right, after = _operand(tokens, place + 1, signs)
-        formula, place = (tokens[place], formula, right), after
-    return formula, place
-
-
-def _operand(tokens: list[str], place: int, signs: tuple[str, str]) -> tuple[Formula, int]:
-    if signs == _SUM:
-        return _chain(tokens, place, _PRODUCT)
-    if tokens[place] != "(":
-        return int(tokens[place]), place + 1
-    formula, place = _chain(tokens, place + 1, _SUM)
-    if tokens[place] != ")":
-        raise ValueError("a parenthesis isn't closed")
-    return formula, place + 1
 
 
 def _signed(formula: Formula) -> tuple[int, str]:

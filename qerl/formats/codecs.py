@@ -4,24 +4,26 @@ A weight W [out_features, in_features] is stored as 4-bit codes and scales (pape
 
 * NVFP4: W = e2m1 * e4m3 / global_scale, one E4M3 scale for 16 weights of a row, one FP32 global scale a tensor;
 * MXFP4: W = e2m1 * 2^(e8m0 - 127), one E8M0 scale for 32 weights of a row;
-* NF4: W = quant_map[code] * absmax, one absmax for 64 weights (`qerl.formats.nf4`; on a GPU by bitsandbytes).
+* NF4: W = quant_map[code] * absmax, one absmax for 64 weights of the flattened tensor; on a GPU by bitsandbytes.
 
-NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
+NVFP4 and MXFP4 follow compressed-tensors: two codes a byte, low nibble first. NF4 is bitsandbytes' 4-bit NormalFloat
+(QLoRA, arXiv 2305.14314): high nibble first.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor
 
-from qerl.formats import nf4
 from qerl.settings.formats import FORMATS, FormatError
 
 #: Formats with packed weights.
@@ -90,34 +92,35 @@ def joined(parts: Sequence[Packed]) -> Packed:
     return Packed(first.weights_format, (rows, first.shape[1]), tensors)
 
 
-class Codec(Protocol):
-    """A format of `FORMATS`: an object with these methods, or a module with these functions, such as `nf4`.
+class Codec(ABC):
+    """A format of `FORMATS`. A `shape` is a weight's [out, in]; tensors have the names of `Packed`."""
 
-    `shape` is the weight's [out, in]; the format's group size divides `in`. Tensors have the names of `Packed`.
-    """
+    #: Name in a checkpoint, without the layer's own, of a tensor that only packed layers have.
+    marker = "weight_packed"
 
+    @abstractmethod
     def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
         """Shape and dtype of each tensor; `nested` (NF4 only): with double quantization."""
 
+    @abstractmethod
     def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
         """The tensors of a contiguous weight in float32 or bfloat16; options are those of `codecs.quantize`."""
 
+    @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The weight [out, in] in `dtype`: computed in float32, rounded once."""
 
+    @abstractmethod
     def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
         """A bound on the weight's magnitudes, NaN if a tensor has NaN, with the name of the tensor that decides it."""
 
+    @abstractmethod
     def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
         """Tensors and shape of a weight from a layer's tensors in a checkpoint."""
 
-    def to_checkpoint(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in metadata, if there are any."""
-
     def checkpoint_name(self, name: str) -> str:
         """Name of a tensor in a checkpoint, without the layer's own."""
+        return name
 
 
 def tensor_specs(weights_format: str, shape: tuple[int, int], nested: bool = True) -> Specs:
@@ -202,16 +205,6 @@ def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packe
     return packed
 
 
-def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in NF4's metadata."""
-    return CODECS[packed.weights_format].to_checkpoint(packed.tensors, packed.shape, dtype)
-
-
-def checkpoint_name(weights_format: str, name: str) -> str:
-    """Name in a checkpoint, without the layer's own name, of a tensor of a `Packed`."""
-    return CODECS[weights_format].checkpoint_name(name)
-
-
 # --- E2M1: NVFP4 and MXFP4, as compressed-tensors stores them --------------------------------------------------------
 
 
@@ -237,7 +230,7 @@ def _e8m0_values(device: torch.device) -> Tensor:
     return torch.tensor([2.0 ** (exponent - _E8M0_BIAS) for exponent in range(256)], dtype=torch.float32, device=device)
 
 
-class _E2m1:
+class _E2m1(Codec):
     """Codes of a row two a byte, low nibble first, and one scale [out, in / group] for each group of them."""
 
     name: ClassVar[str]
@@ -251,14 +244,6 @@ class _E2m1:
     def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
         rows, half = tensors["weight_packed"].shape
         return dict(tensors), (rows, 2 * half)
-
-    def to_checkpoint(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        return dict(tensors)
-
-    def checkpoint_name(self, name: str) -> str:
-        return name
 
     def _groups(self, weight: Tensor) -> Tensor:
         return weight.view(weight.shape[0], -1, FORMATS[self.name].group_size)
@@ -333,4 +318,197 @@ class _Mxfp4(_E2m1):
         return "weight_scale", _E2M1_MAX * 2.0 ** (int(tensors["weight_scale"].max()) - _E8M0_BIAS)
 
 
-CODECS: dict[str, Codec] = {"nvfp4": _Nvfp4(), "mxfp4": _Mxfp4(), "nf4": nf4}
+# --- NF4, as bitsandbytes stores it ----------------------------------------------------------------------------------
+#
+# Double quantization stores absmax in 8 bits: nested_quant_map[code] * nested_absmax + offset, with one nested_absmax
+# for 256 of them. QLoRA defines NF4 with it (4.127 bits per weight). The paper says "default", which in bitsandbytes
+# means without; the codec reads both.
+
+_GROUP_SIZE = FORMATS["nf4"].group_size
+#: Quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, arXiv 2305.14314, Appendix E).
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+#: Blocks of absmax that share one scale under double quantization.
+_NESTED_GROUP_SIZE: Literal[256] = 256
+#: The dtypes of activations that bitsandbytes' kernels support.
+NF4_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Name of an NF4 weight's metadata in a checkpoint.
+_STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
+
+
+@cache
+def _nf4_map(device: torch.device) -> Tensor:
+    return torch.tensor(_NF4, dtype=torch.float32, device=device)
+
+
+@cache
+def _dynamic_map(device: torch.device) -> Tensor:
+    """The 256 values of the signed 8-bit dynamic data type (arXiv 1511.04561): one decade for each exponent."""
+    magnitudes: list[float] = []
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        magnitudes += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+    values = sorted([0.0, 1.0, *magnitudes, *(-magnitude for magnitude in magnitudes)])
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+class _State(BaseModel, strict=True):
+    """The metadata of an NF4 weight that this module decodes."""
+
+    quant_type: Literal["nf4"]
+    blocksize: Literal[64]
+    shape: tuple[PositiveInt, PositiveInt]
+    nested_blocksize: Literal[256] = _NESTED_GROUP_SIZE
+    nested_dtype: Literal["float32"] = "float32"
+    nested_offset: float | None = Field(None, ge=torch.finfo(torch.float32).min, le=torch.finfo(torch.float32).max)
+
+
+def read_nf4_state(tensor: Tensor) -> tuple[tuple[int, int], Tensor | None]:
+    """Shape and offset of an NF4 weight by its metadata, JSON in a uint8 tensor.
+
+    The offset is that of a doubly quantized absmax, float32 [1]; None without double quantization. Raises `FormatError`
+    if this module can't decode the weight.
+    """
+    try:
+        state = _State.model_validate_json(tensor.cpu().numpy().tobytes())
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"])) or "text"
+        raise FormatError(
+            f"NF4 weight has metadata whose {where} is missing, no finite number or of another quantization; quantize "
+            "it again"
+        ) from None
+    offset = state.nested_offset
+    return state.shape, None if offset is None else torch.tensor([offset], dtype=torch.float32, device=tensor.device)
+
+
+class _Nf4(Codec):
+    marker = _STATE_NAME
+
+    def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
+        count = math.prod(shape)
+        blocks = count // _GROUP_SIZE
+        specs: Specs = {
+            "weight_packed": ((count // 2, 1), torch.uint8),
+            "weight_absmax": ((blocks,), torch.uint8 if nested else torch.float32),
+            "weight_quant_map": ((16,), torch.float32),
+        }
+        if nested:
+            specs["weight_nested_absmax"] = ((math.ceil(blocks / _NESTED_GROUP_SIZE),), torch.float32)
+            specs["weight_nested_quant_map"] = ((256,), torch.float32)
+            specs["weight_nested_offset"] = ((1,), torch.float32)
+        return specs
+
+    def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
+        blocks = weight.float().reshape(-1, _GROUP_SIZE)
+        absmax = blocks.abs().amax(-1)
+        table = _nf4_map(weight.device)
+        scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
+        codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8).view(-1)
+        tensors = {"weight_packed": ((codes[::2] << 4) | codes[1::2]).unsqueeze(1)}
+        if not double_quant:
+            return {**tensors, "weight_absmax": absmax, "weight_quant_map": table.clone()}
+        offset = absmax.mean()
+        if offset.isinf():  # the float32 sum of bitsandbytes' mean overflows, though the mean is finite
+            offset = absmax.double().mean().float()
+        nested, nested_absmax = _quantize_dynamic(absmax - offset)
+        return {
+            **tensors,
+            "weight_absmax": nested,
+            "weight_quant_map": table.clone(),
+            "weight_nested_absmax": nested_absmax,
+            "weight_nested_quant_map": _dynamic_map(weight.device).clone(),
+            "weight_nested_offset": offset.reshape(1),
+        }
+
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        if tensors["weight_packed"].is_cuda and dtype in NF4_KERNEL_DTYPES:
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(tensors["weight_packed"], _quant_state(tensors, shape, dtype))
+        absmax = tensors["weight_absmax"]
+        if "weight_nested_absmax" in tensors:
+            scale = tensors["weight_nested_absmax"].repeat_interleave(_NESTED_GROUP_SIZE)[: absmax.numel()]
+            absmax = tensors["weight_nested_quant_map"][absmax.long()] * scale + tensors["weight_nested_offset"]
+        packed = tensors["weight_packed"].view(-1)
+        codes = torch.stack((packed >> 4, packed & 0xF), dim=-1)
+        values = tensors["weight_quant_map"][codes.view(-1, _GROUP_SIZE).int()] * absmax.unsqueeze(-1)
+        return values.view(shape).to(dtype)
+
+    def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+        numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        tops = {name: tensor.double().abs().max().item() for name, tensor in numbers.items()}
+        if "weight_nested_absmax" not in tops:
+            return "weight.absmax", tops["weight_quant_map"] * tops["weight_absmax"]
+        absmax = tops["weight_nested_quant_map"] * tops["weight_nested_absmax"] + tops["weight_nested_offset"]
+        return "weight.absmax", tops["weight_quant_map"] * absmax
+
+    def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        shape, offset = read_nf4_state(tensors[_STATE_NAME])
+        named = tensors if offset is None else {**tensors, _STATE_NAME: offset}
+        specs = self.tensor_specs(shape, nested=offset is not None)
+        return {name: named[self.checkpoint_name(name)] for name in specs}, shape
+
+    def checkpoint_name(self, name: str) -> str:
+        if name == "weight_nested_offset":
+            return _STATE_NAME
+        return "weight" if name == "weight_packed" else name.replace("weight_", "weight.", 1)
+
+
+def _quantize_dynamic(values: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit codes [n] and the largest magnitude of each block of 256, float32 [ceil(n/256)]."""
+    count = values.numel()
+    padded = torch.nn.functional.pad(values, (0, -count % _NESTED_GROUP_SIZE)).view(-1, _NESTED_GROUP_SIZE)
+    absmax = padded.abs().amax(-1)
+    scaled = (padded * (1.0 / absmax).unsqueeze(-1)).view(-1)[:count]
+    # bitsandbytes' CPU code looks the nearest code up on a grid of 2^16 points; a block of zeros has code 0 throughout.
+    scaled = ((scaled + 1) * 0.5 * 65535 + 0.5).floor().nan_to_num(0.0).clamp(0, 65535) * (2 / 65535) - 1
+    table = _dynamic_map(values.device)
+    lower = (torch.searchsorted(table, scaled, right=True) - 1).clamp(0, 254)
+    nearer = (scaled - table[lower + 1]).abs() < (scaled - table[lower]).abs()
+    return (lower + nearer).to(torch.uint8), absmax
+
+
+# NF4 is a baseline here, and QLoRA's users run bitsandbytes' kernels.
+def multiply_nf4(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+    """x [m, in] W^T + bias [out] on a GPU, without gradients, in the dtype of x, one of `NF4_KERNEL_DTYPES`."""
+    from bitsandbytes import matmul_4bit
+
+    with torch.no_grad():
+        return matmul_4bit(x, tensors["weight_packed"], _quant_state(tensors, shape, x.dtype), bias=bias)
+
+
+def _quant_state(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    """bitsandbytes' quantization state of a weight."""
+    from bitsandbytes.functional import QuantState
+
+    state = QuantState(
+        tensors["weight_absmax"], torch.Size(shape), tensors["weight_quant_map"], _GROUP_SIZE, "nf4", dtype
+    )
+    if "weight_nested_absmax" in tensors:
+        state.nested, state.offset = True, tensors["weight_nested_offset"]
+        state.state2 = QuantState(
+            tensors["weight_nested_absmax"],
+            code=tensors["weight_nested_quant_map"],
+            blocksize=_NESTED_GROUP_SIZE,
+            dtype=torch.float32,
+        )
+    return state
+
+
+CODECS: dict[str, Codec] = {"nvfp4": _Nvfp4(), "mxfp4": _Mxfp4(), "nf4": _Nf4()}

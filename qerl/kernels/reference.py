@@ -1,4 +1,8 @@
-"""The kernels' operations in plain PyTorch: decode steps, delta nets and mixtures of experts."""
+"""What samplers and updates compute beside products with packed weights, in plain PyTorch.
+
+These functions define the operations, and CPUs use them. `qerl.kernels.triton` has the same functions for GPUs, which are
+tested against them; `qerl.kernels.operations` chooses.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,15 @@ from qerl.kernels.state import (
     KVCache,
     Norm,
     PromptRow,
+    Rope,
     SamplingState,
     block_size,
     most_blocks,
 )
 
-# Operations of a decode step and of log-probabilities in plain PyTorch.
-#
-# CPUs use them, and the kernels are tested against them.
-
 _WORD = 0xFFFFFFFF
+
+# Norms, gates and attention.
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -58,13 +61,7 @@ def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def attend(
-    qkv: Tensor,
-    cache: KVCache,
-    state: DecodeState,
-    rows: Tensor,
-    rope: tuple[Tensor, Tensor],
-    heads: Heads,
-    splits: int,
+    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, splits: int
 ) -> Tensor:
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
@@ -87,7 +84,7 @@ def attend(
     return out
 
 
-def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: Rope, heads: Heads) -> Tensor:
     """Write keys and values of prompts to the cache and attend within each prompt; returns [n, Hq * D].
 
     qkv is [n, `heads.width`] and may be overwritten; cache and rope are as in `attend`.
@@ -136,13 +133,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, wide[..., rotary:]], dim=-1).to(x.dtype)
 
 
+# Tokens and their log-probabilities.
+
+
 def draw(
-    logits: Tensor,
-    rows: Tensor,
-    state: DecodeState,
-    sampling: SamplingState,
-    truncated: bool,
-    replayed: bool = False,
+    logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool, replayed: bool = False
 ) -> None:
     """Draw a token from logits [B, V] for each slot of `rows` [B] that isn't idle, and advance the slots.
 
@@ -286,9 +281,7 @@ def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]
 
 
-# Gated delta nets of decode steps and prompts in plain PyTorch, token by token (Yang et al. 2025, Eq. 10).
-#
-# CPUs use them, and the kernels of `qerl.kernels.triton.delta` are tested against them. In the shapes n is the number
+# Gated delta nets of decode steps and prompts, token by token (Yang et al. 2025, Eq. 10). In the shapes n is the number
 # of tokens, C channels, H value heads, K and V the features of a key and of a value.
 
 #: What is added to the squares of a query's or key's length before it is divided by the length.
@@ -389,9 +382,7 @@ def _gated_norm(x: Tensor, z: Tensor, heads: DeltaHeads) -> Tensor:
     return ((heads.norm.to(x.dtype) * normed).flatten(1) * silu(z.to(x.dtype))).to(z.dtype)
 
 
-# The operations of a mixture of experts in plain PyTorch.
-#
-# CPUs use them, and the kernels are tested against them.
+# Mixtures of experts.
 
 
 def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

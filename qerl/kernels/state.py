@@ -25,6 +25,10 @@ PAGE = 64
 CHUNK = 4096
 
 
+#: Cosines and sines [positions, R / 2] of the R elements of a head that rotate.
+Rope = tuple[Tensor, Tensor]
+
+
 class RowRuns:
     """The run of each row of x in the present pass of a cohort, whose runs share a base and have adapters of their own.
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,7 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qerl.formats.layouts import KERNEL_FORMATS, Words
 from qerl.kernels import reference
-from qerl.kernels.operations import Operations, operations
+from qerl.kernels.operations import operations
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.models.linear import Lora, PackedLinear, StackedLora, device_of, stacked, words_of
 from qerl.models.lora import products
@@ -120,7 +121,7 @@ class GroupedLinear(Protocol):
     out_features: int
     in_features: int
     #: The same products of dense tensors, for adapters.
-    dense: Operations
+    dense: ModuleType
 
     def sync(self) -> None:
         """Do nothing: adapters are apart."""
@@ -146,7 +147,7 @@ class TorchGroupedLinear:
     It waits for the device, so that no CUDA graph can have it.
     """
 
-    dense: Operations = reference
+    dense: ModuleType = reference
 
     def __init__(self, experts: Sequence[Sequence[Layer]]) -> None:
         self._experts = experts
@@ -191,7 +192,7 @@ class PortableGroupedLinear:
         from qerl.kernels import triton
         from qerl.kernels.triton.experts import GroupedOperands
 
-        self.dense: Operations = triton
+        self.dense: ModuleType = triton
         layers = list(chain.from_iterable(experts))
         self.out_features = sum(layer.out_features for layer in experts[0])
         self.in_features = layers[0].in_features
@@ -298,7 +299,7 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
 class GroupedAdapters(StackedLora):
     """Adapters of a grouped product in the dtype of its activations; A and B are those of every expert."""
 
-    def __init__(self, loras: Sequence[Lora], dense: Operations, dtype: torch.dtype) -> None:
+    def __init__(self, loras: Sequence[Lora], dense: ModuleType, dtype: torch.dtype) -> None:
         super().__init__(loras, dtype)
         self._dense = dense
 

@@ -120,7 +120,7 @@ def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 def check_changes(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
     """Raise `CheckpointError` unless the base has each changed weight among its `weights`, and for itself alone."""
-    if shared := sorted(changed & tied_weights(checkpoint)):
+    if shared := sorted(changed.intersection(tied_weights(checkpoint))):
         raise CheckpointError(
             f"the adapter changes {shared[0]}, and {checkpoint} has one weight for embedding and head; "
             "merge this adapter by PEFT"

@@ -13,11 +13,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qerl.formats import nf4
-from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_specs
+from qerl.formats.codecs import (
+    NF4_KERNEL_DTYPES,
+    Packed,
+    dequantize,
+    joined,
+    multiply_nf4,
+    split_rows,
+    tensor_specs,
+)
 from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
-from qerl.kernels.portable import PortableOperands
 from qerl.kernels.state import Activation, RowRuns, gated
 from qerl.settings.base import ConfigError
 from qerl.settings.run import Kernels
@@ -384,7 +390,7 @@ class BitsandbytesLinear(TorchLinear):
         self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
     ) -> None:
         assert isinstance(base, PackedLinear)
-        product = nf4.multiply(x, base.packed.tensors, (base.out_features, base.in_features), bias)
+        product = multiply_nf4(x, base.packed.tensors, (base.out_features, base.in_features), bias)
         if residual:
             out += product
         else:
@@ -527,6 +533,8 @@ class PortableLinear:
     """
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        from qerl.kernels.triton.linear import PortableOperands
+
         bases, loras = adapted_layers(layers, cohort)
         self._bases = [base for base in bases if isinstance(base, PackedLinear)]
         self._words = words_of(self._bases)
@@ -648,7 +656,7 @@ def product_class(
     fits = Tiles.fits if for_hopper else Words.fits
     if dtype == torch.bfloat16 and fits(weights_format, shapes):
         return W4Linear if for_hopper else PortableLinear
-    return BitsandbytesLinear if weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES else TorchLinear
+    return BitsandbytesLinear if weights_format == "nf4" and dtype in NF4_KERNEL_DTYPES else TorchLinear
 
 
 def fuse(

@@ -10,15 +10,14 @@ import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
 from qerl.checkpoints.files import check_checkpoint, usable_length
 from qerl.data.grading import extract, statement
-from qerl.data.inputs import hash_of, model_files
+from qerl.data.hub import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.console import log, showing
 from qerl.host.gpus import peak_memory_bytes, seconds
@@ -32,21 +31,17 @@ from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weigh
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
 from qerl.results.schema import DIVERGED, NO_MEMORY, Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
 from qerl.results.store import line, write
-from qerl.rl.checkpoint import Checkpoints, ResumeError
+from qerl.rl.checkpoint import Checkpoints, ResumeError, restore, whole_state
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
-from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, RolloutStore, Task
+from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, Task
 from qerl.rl.update import Choices, DivergedError, Updater
 from qerl.rl.value import add_value
-from qerl.rollout.factory import make_sampler
-from qerl.rollout.sampler import NotFiniteError
+from qerl.rollout.factory import ShardedSampler, make_sampler
+from qerl.rollout.sampler import NotFiniteError, Sampler
 from qerl.settings.base import UserError
 from qerl.settings.run import UNDECIDING, RunSettings
 from qerl.trackers import Record, Trackers
-
-if TYPE_CHECKING:
-    from qerl.rl.checkpoint import ShardedCheckpoints
-
 
 # Warnings about rewards that give no gradient, with a completion as an example.
 
@@ -188,23 +183,18 @@ def headline(row: Mapping[str, float]) -> str:
 class Trainer:
     """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer.
 
-    `metrics` is the file of the metrics.
+    `work` gets metrics, stored rollouts and checkpoints, which have the `fingerprint`.
     """
 
     def __init__(
-        self,
-        settings: RunSettings,
-        policy: Policy,
-        collector: Collector,
-        checkpoints: Checkpoints,
-        metrics: Path,
+        self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task, work: Path, fingerprint: str = ""
     ) -> None:
         self.processes = Processes()
         self.settings = settings
         self.policy = policy
-        self.collector = collector
-        self.checkpoints = checkpoints
-        self.metrics = metrics
+        self.work = work
+        self.collector = Collector(settings, policy, sampler, task)
+        self.checkpoints = Checkpoints(work, fingerprint)
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
         #: The ids of the problems that some completion has solved.
@@ -222,7 +212,7 @@ class Trainer:
         """
         rows = self._resume()
         watch = Watch(self.settings, self.collector.task)
-        store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
+        store = self.work / ROLLOUTS
         if trackers:  # rows that a kill kept from them
             trackers.log(rows)
         writes, last = self.processes.writes, self.settings.steps
@@ -256,12 +246,10 @@ class Trainer:
             "time_limit of its experiment to continue"
         )
 
-    def step(
-        self, step: int, position: int, watch: Watch | None = None, store: RolloutStore | None = None
-    ) -> dict[str, float]:
+    def step(self, step: int, position: int, watch: Watch | None = None, store: Path | None = None) -> dict[str, float]:
         """Do one rollout and its updates, and return the metrics; earlier steps have used `position` problems.
 
-        `watch` and `store` see the rollout; benches, which call this, have neither.
+        `watch` sees the rollout, and the folder `store` gets it; benches, which call this, have neither.
         """
         with seconds() as total, self.noise.at(step, self.settings.steps) as report:
             with seconds() as sync_time:
@@ -275,16 +263,17 @@ class Trainer:
             # the other mode it has the rollout's noise, so that both compute the same probabilities.
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
-            self.updater.weights.end_rollout(self.collector.sampler)
+            if self.policy.root is not None:
+                cast(ShardedSampler, self.collector.sampler).end_rollout()
             self.solved |= {group.problem.id for group in rollout.groups if group.solved}
-            stored = store.begin(step, rollout) if store else None
+            stored = self.collector.to_store(step, rollout) if store else None
             with seconds() as update_time:
                 try:
                     update = self.updater.update(step, rollout.samples, stored)
                 except torch.OutOfMemoryError as error:
                     raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
-            if stored:
-                stored.write()
+            if stored and store:
+                stored.write(store)
         completed = rollout.metrics["completion_tokens"]
         read = sum(s.length for s in rollout.samples) * self.settings.loss.updates_per_rollout
         return {
@@ -316,65 +305,40 @@ class Trainer:
 
     def trained_policy(self) -> Policy:
         """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
-        return self.updater.weights.whole_policy(self.collector.sampler)
+        if self.policy.root is None:
+            return self.policy
+        return cast(ShardedSampler, self.collector.sampler).whole_policy()
 
     # --- state ---
 
-    @cached_property
-    def _shared(self) -> ShardedCheckpoints | None:
-        """The checkpoints of a policy that is trained in full, which have shards of all processes."""
-        if self.policy.peft is not None:
-            return None
-        from qerl.rl.checkpoint import ShardedCheckpoints
-
-        return ShardedCheckpoints(self.checkpoints.folder, self.checkpoints.fingerprint, self.processes)
-
     def _save(self, rows: list[dict[str, float]]) -> None:
         """Save a checkpoint. Every process calls this, because each may have a part of the state."""
-        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
-        progress = {"rows": rows, "solved": sorted(self.solved)}
-        if self._shared:
-            self._shared.save(len(rows), trained, optimizer, progress)
-        elif self.processes.writes:
-            weights = {name: parameter.detach() for name, parameter in trained.items()}
+        state = whole_state(dict(self.policy.trainable()), self.updater.optimizer)
+        if self.processes.writes:
             choices = self.updater.choices and asdict(self.updater.choices)
-            state = {"trained": weights, "optimizer": optimizer.state_dict(), **progress, "choices": choices}
-            self.checkpoints.save(len(rows), state)
+            progress = {"rows": rows, "solved": sorted(self.solved), "choices": choices}
+            self.checkpoints.save(len(rows), {**state, **progress})
 
     def _resume(self) -> list[dict[str, float]]:
-        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
-        progress = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
-        rows: list[dict[str, float]] = progress["rows"] if progress else []
-        self.solved = set(progress["solved"] if progress else ())
+        """Continue from the newest checkpoint, and return the metrics of the steps before; none without one."""
+        newest = self.checkpoints.load() if self.processes.writes else None
+        state = restore(newest, dict(self.policy.trainable()), self.updater.optimizer, self.processes)
+        if state is None:
+            return []
         # Passes compute with rounded copies of weights that are trained in 16 bits; the checkpoint has the exact ones.
         self.policy.use_trained()
-        if rows and self.processes.writes:
-            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
-        return rows
-
-    def _restore(
-        self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any] | None:
-        # Machines need not share the folder of checkpoints, so where there are several it is the first process's.
-        if self.settings.nodes == 1:
-            state = self.checkpoints.load(self.policy.device)
-        else:
-            first = self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None
-            state = self.processes.from_first(first)
-        if state is None:
-            return None
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(state["trained"][name])
-        optimizer.load_state_dict(state["optimizer"])
         # What free memory decided at first holds for the whole run: it changes the last bits.
         self.updater.choices = state["choices"] and Choices(**state["choices"])
-        return state
+        self.solved = set(state["solved"])
+        rows: list[dict[str, float]] = state["rows"]
+        if self.processes.writes:
+            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
+        return rows
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
         self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
-        write_text(self.metrics, "".join(self._lines))
+        write_text(self.work / METRICS, "".join(self._lines))
 
 
 # A run, from and to files.
@@ -406,9 +370,7 @@ def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path
     policy = make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
-    checkpoints = Checkpoints(work, fingerprint)
-    collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    return Trainer(settings, policy, collector, checkpoints, work / METRICS)
+    return Trainer(settings, policy, make_sampler(policy, settings.rollout), task, work, fingerprint)
 
 
 def _state_folder(job: TrainJob) -> Path:
@@ -524,8 +486,8 @@ def _save(policy: Policy, trainer: Trainer, out: Path, base: Base | None) -> Non
             f"can't write the trained policy to {out} ({error.strerror}); make room and start again: the run continues "
             "from its last checkpoint"
         ) from error
-    shutil.copyfile(trainer.metrics, out / METRICS)
-    _copy_rollouts(trainer.metrics.parent, out)
+    shutil.copyfile(trainer.work / METRICS, out / METRICS)
+    _copy_rollouts(trainer.work, out)
     flush(out / POLICY)
     flush(out / METRICS)
 

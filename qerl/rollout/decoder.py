@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
-from qerl.kernels.operations import Rope, operations
+from qerl.kernels.operations import operations
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
     PAGE,
@@ -27,6 +27,7 @@ from qerl.kernels.state import (
     KVCache,
     Norm,
     PromptRow,
+    Rope,
     SamplingState,
     captured,
     pack,

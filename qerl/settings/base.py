@@ -148,7 +148,7 @@ def _without_truth(value: Any) -> Any:
 
 # The base class of all settings, errors of one sentence, and types of values.
 
-S = TypeVar("S", bound="Settings")
+S = TypeVar("S", bound=BaseModel)
 T = TypeVar("T")
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qerl import jobs
-from qerl.data.inputs import content_of, hash_of
+from qerl.data.hub import content_of, hash_of
 from qerl.results.paths import METRICS, POLICY, PRETRAIN, REPORT, RESULT, RUN, SAMPLES_PAGE, VERDICT
 from qerl.settings.base import ConfigError
 from qerl.settings.models import Base, HubModel, LocalModel, PretrainSettings

@@ -133,9 +133,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_as_good(tmp_path, k
     newest = tmp_path / "step-000002.pt"
     newest.write_bytes(DAMAGE[kind](newest.read_bytes()))
     with pytest.raises(ResumeError, match=r"step-000002\.pt is damaged; delete it to continue from the previous"):
-        store.load(CPU)
+        store.load()
     newest.unlink()
-    assert store.load(CPU)["trained"]["a"].eq(1.0).all()
+    assert store.load()["trained"]["a"].eq(1.0).all()
 
 
 def test_an_unreadable_checkpoint_is_named(public):
@@ -143,7 +143,7 @@ def test_an_unreadable_checkpoint_is_named(public):
     store.save(1, {})
     (public / "step-000001.pt").chmod(0)
     with ordinary_user(), pytest.raises(ResumeError, match=r"can't be read \(Permission denied\); delete it"):
-        store.load(CPU)
+        store.load()
 
 
 def test_incomplete_metrics_are_rewritten_when_the_run_continues(run, whole):
@@ -197,7 +197,7 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_reported(tmp_path):
 
     assert forked(save) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["step-000001.pt"]
-    assert store.load(CPU)["a"].eq(1).all()
+    assert store.load()["a"].eq(1).all()
 
 
 def test_a_disk_full_at_the_end_costs_no_step(run, whole, monkeypatch):

@@ -21,9 +21,8 @@ from qerl.data.records import Problem
 from qerl.models.export import export, merge
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise
-from qerl.rl.rollouts import Collector, Task
+from qerl.rl.rollouts import Task
 from qerl.rl.train import Trainer
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.factory import make_sampler
@@ -316,9 +315,7 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
         settings = parse(RunSettings, values, "test")
         policy = with_adapter(checkpoint, settings.adapter, "float32", settings.seed, CPU)
         sampler = make_sampler(policy, settings.rollout)
-        collector = Collector(settings, policy, sampler, Task(problems, "gsm8k", ""))
-        work = tmp_path / engine
-        rows[engine] = Trainer(settings, policy, collector, Checkpoints(work, "t"), work / "m.jsonl").run()
+        rows[engine] = Trainer(settings, policy, sampler, Task(problems, "gsm8k", ""), tmp_path / engine).run()
     sampler.close()
     assert max(abs(row["mismatch/kl"]) for row in rows["vllm"] if not row["noise/sigma"]) < 1e-6
     last = {engine: np.array([row["reward"] for row in found[-8:]]) for engine, found in rows.items()}

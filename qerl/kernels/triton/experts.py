@@ -12,17 +12,9 @@ from torch import Tensor
 
 from qerl.formats.layouts import BLOCK_COLUMNS, Words
 from qerl.kernels import reference
-from qerl.kernels.portable import (
-    GradientTile,
-    Tile,
-    gradient_tile_for,
-    grouped_tile_for,
-    ranks_at_once,
-    weight_gradient_tile_for,
-)
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.kernels.triton.launch import begin, dependent
-from qerl.kernels.triton.linear import wait_for_products, weight_values
+from qerl.kernels.triton.linear import Tile, ranks_at_once, rows_of_tile, store_tile, wait_for_products, weight_values
 
 # Groups of more pairs than one launch can hold, in Triton: their number for each expert, then their places.
 #
@@ -385,11 +377,7 @@ def _strips_product(
 ):  # fmt: skip
     """One program's part of `grouped_product`, of the first COUNT strips of a block."""
     slot, r = tl.arange(0, M), tl.arange(0, N)
-    if SILU:
-        n = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
-    else:
-        n = tl.minimum(tile * N + r, width - 1)
-    n += expert * rows
+    n = expert * rows + rows_of_tile(tile, r, width, N, SILU)
     # Pairs that don't exist are read as the last one, and not written.
     rows_of_x = ()
     for strip in tl.static_range(COUNT):
@@ -411,9 +399,9 @@ def _strips_product(
         if SILU:
             gate, above = tl.split(y.reshape(2, N // 2, M).permute(1, 2, 0))
             gated = gate * tl.sigmoid(gate) * above
-            _store(gated, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width, False)
+            store_tile(gated, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width, False)
         else:
-            _store(y, out, tile * N + r, pair, pairs, width, False)
+            store_tile(y, out, tile * N + r, pair, pairs, width, False)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -444,16 +432,6 @@ def grouped_product(
                     pairs, fan, rows, all_rows, columns, width,
                     GROUPS, MULTIPLIER, OFFSET, TAIL, BIASED, RANK, RANKS, SILU, N, M, count, STAGES,
                 )  # fmt: skip
-
-
-@triton.jit
-def _store(y, out, n, pair, pairs, width, ADD: tl.constexpr):
-    """Write y [N, M] to out [pairs, width], or add it."""
-    place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
-    inside = (n < width)[:, None] & (pair < pairs)[None, :]
-    if ADD:
-        y += tl.load(place, inside, other=0.0).to(tl.float32)
-    tl.store(place, y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -494,7 +472,7 @@ def grouped_input_gradient(
                 inside = (column < columns)[None, :]
                 weight = tl.load(codes + n.to(tl.int64)[:, None] * columns + column[None, :], inside, other=0.0)
             total = tl.dot(tl.trans(weight), d, total, input_precision="ieee")
-        _store(total * factor, out, column, pair, pairs, columns, ADD)
+        store_tile(total * factor, out, column, pair, pairs, columns, ADD)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -524,6 +502,63 @@ def grouped_weight_gradient(
 
 
 # Launches of grouped products, for the weights of all experts of a mixture in one tensor a layer.
+
+
+@dataclass(frozen=True)
+class GradientTile:
+    """The rows of W that a program of a grouped input gradient reads at a time, its warps and pipeline stages."""
+
+    n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class WeightGradientTile:
+    """The part of an expert's gradient that a program sums, its warps and pipeline stages."""
+
+    n: int  # rows
+    columns: int
+    warps: int
+    stages: int
+
+
+#: Of grouped products, by the pairs of a block; `m` are those of a strip. They are the fastest, or nearly so, of those
+#: timed with the shapes of Qwen3-30B-A3B and gpt-oss-20b on an H200 (docs/lab/mixtures.md). For strips of 8 pairs the
+#: compiler takes mma.sync on Hopper, too. There is no product for Hopper alone: one was built and was slower, and this
+#: one takes at most 1.12 times as long as a copy of the experts' weights at 8 and 32 tokens.
+_GROUPED = {
+    8: Tile(128, 8, 4, 4),
+    16: Tile(128, 8, 4, 4),
+    32: Tile(128, 8, 4, 3),
+    64: Tile(128, 8, 4, 3),
+    128: Tile(128, 128, 8, 3),
+}
+_GRADIENT = GradientTile(64, 4, 3)
+
+
+def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
+    """The tile of a grouped product whose blocks have this many pairs.
+
+    `itemsize` is that of x: float32 takes twice the shared memory, so that it has small tiles and no pipeline.
+    """
+    tile = _GROUPED[pairs]
+    return tile if itemsize == 2 else replace(tile, n=min(tile.n, 64), stages=1)
+
+
+def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
+    """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
+    # Sums and operands in float32 of 128 pairs take more registers than four warps have.
+    return _GRADIENT if itemsize == 2 else replace(_GRADIENT, warps=max(_GRADIENT.warps, pairs // 16), stages=1)
+
+
+def weight_gradient_tile_for(rows: int, columns: int, pairs: int, itemsize: int = 2) -> WeightGradientTile:
+    """The tile of a grouped gradient [rows, columns] of an expert's adapter, by blocks of so many pairs.
+
+    One of both sizes is a rank. `itemsize` is that of the activations. Not timed on a GPU yet.
+    """
+    n, wide = (min(max(1 << (size - 1).bit_length(), 16), 64) for size in (rows, columns))
+    return WeightGradientTile(n, wide, 4, 2 if itemsize == 2 and pairs < 128 else 1)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,9 +13,84 @@ from triton.language.extra.cuda import num_warps
 from triton.language.target_info import cuda_capability_geq
 
 from qerl.formats.layouts import BLOCK_COLUMNS, Words
-from qerl.kernels.portable import PortableOperands, Tile, ranks_at_once, tile_for
 from qerl.kernels.state import COEFFICIENTS, Activation, RowRuns, workspace
 from qerl.kernels.triton.launch import begin, dependent, let_next_start, wait_for_earlier
+
+# Operands of the portable products, and how these are divided among programs: by rows of x and by layer size. The
+# choice depends on nothing measured at run time, so that equal inputs give equal bits in every run on a kind of GPU.
+
+#: Registers of a multiprocessor, on all supported GPUs.
+REGISTERS = 64 * 1024
+#: The fewest blocks of columns of a split, and the most splits.
+_LEAST_SPAN, _MOST_SPLITS = 2, 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a product that one program computes."""
+
+    n: int  # rows of W
+    m: int  # rows of x
+    warps: int
+    stages: int  # of the pipeline
+    #: Programs that fit a multiprocessor, up to which W's columns are divided. Grouped products never divide them.
+    programs: int = 1
+
+    def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
+        """The number of parts of W's columns, of which `blocks` blocks exist."""
+        tiles = -(-rows_of_w // self.n) * -(-rows // self.m)
+        most = self.programs * processors // tiles
+        return max(1, min(most, blocks // _LEAST_SPAN, _MOST_SPLITS))
+
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread with which `programs` fit a multiprocessor."""
+        return min(REGISTERS // (self.programs * self.warps * 32) // 8 * 8, 255)
+
+
+@dataclass(frozen=True)
+class PortableOperands:
+    """Weights of layers with the same input, with their biases and adapters."""
+
+    words: Words
+    factors: Tensor  # [rows] float32, of each row of W
+    bias: Tensor | None  # [rows] float32
+    down: Tensor  # [rank, columns] bfloat16, of all layers
+    up: Tensor  # [rows, rank] bfloat16, block-diagonal, with the adapters' scales
+    runs: RowRuns | None = None  # of a cohort
+    run_of_rank: Tensor | None = None  # [rank] int32, with `runs`
+
+    @property
+    def rank(self) -> int:
+        """The sum of the layers' ranks."""
+        return len(self.down)
+
+
+def ranks_at_once(rank: int, most: int) -> int:
+    """The ranks of an adapter that a program multiplies at a time: a power of two, no fewer than an instruction."""
+    return min(max(1 << (rank - 1).bit_length(), 16), most)
+
+
+#: By the most rows of x: the fastest of those timed with 7B's shapes on an H200 (docs/lab/portable.md). With two warps,
+#: the compiler takes mma.sync on Hopper, too, and no two warps decode the same weights.
+_TILES = {
+    8: Tile(64, 8, 4, 7, programs=5),
+    16: Tile(64, 16, 2, 6, programs=4),
+    32: Tile(64, 32, 2, 4, programs=4),
+    64: Tile(64, 64, 4, 3, programs=3),
+}
+_MANY = Tile(64, 128, 4, 3, programs=2)
+
+
+def tile_for(rows: int) -> Tile:
+    """The tile of a product with `rows` rows of x."""
+    return next((tile for most, tile in _TILES.items() if rows <= most), _MANY)
+
+
+def tiles() -> list[Tile]:
+    """All tiles that `tile_for` gives."""
+    return [*_TILES.values(), _MANY]
+
 
 # Decoding of `qerl.formats.layouts.Words` in Triton, and the kernel that unpacks a layer for products by cuBLAS.
 
@@ -170,7 +246,7 @@ def _product(
 
 
 @triton.jit
-def _row(tile, r, width, N: tl.constexpr, GATED: tl.constexpr):
+def rows_of_tile(tile, r, width, N: tl.constexpr, GATED: tl.constexpr):
     """The rows of W that are rows r of a tile; with GATED, half of them are gate's and half are up's.
 
     Rows that don't exist are read as the last one, and not written.
@@ -188,7 +264,7 @@ def _prefetch(codes, tile, rows_of_w, first, last, width, N: tl.constexpr, GATED
     lines: tl.constexpr = N // 2  # of a block; a row has 64 bytes
     line = tl.arange(0, EARLY_BLOCKS * lines)
     block = tl.minimum(first + line // lines, last - 1)
-    row = _row(tile, line % lines * 2, width, N, GATED)
+    row = rows_of_tile(tile, line % lines * 2, width, N, GATED)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(codes + (block * rows_of_w + row) * 16).to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -248,7 +324,7 @@ def _scaled(total, factors, bias, n, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _store(y, out, n, m, rows, width, RESIDUAL: tl.constexpr):
+def store_tile(y, out, n, m, rows, width, RESIDUAL: tl.constexpr):
     """Write y [N, M] to out [rows, width], or add it."""
     place = out + m.to(tl.int64)[None, :] * width + n[:, None]
     inside = (n < width)[:, None] & (m < rows)[None, :]
@@ -315,9 +391,11 @@ def _finish(
         inner = gate
         if ACTIVATION == "gelu_pytorch_tanh":
             inner = gate * (gate * gate * _GELU_B + _GELU_A)
-        _store(gate * tl.sigmoid(inner) * above, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL)
+        store_tile(
+            gate * tl.sigmoid(inner) * above, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL
+        )
     else:
-        _store(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
+        store_tile(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "tiles", "span", "row_blocks"])
@@ -355,7 +433,7 @@ def fused_product(
             _prefetch(codes, tile, rows_of_w, first, last, width, N, ACTIVATION != "")
         wait_for_earlier(PDL)
         r = tl.arange(0, N)
-        n = _row(tile, r, width, N, ACTIVATION != "")
+        n = rows_of_tile(tile, r, width, N, ACTIVATION != "")
         total = _product(
             codes, scales, x, n, m_read, rows_of_w, columns, first, last, GROUPS, MULTIPLIER, OFFSET, STAGES
         )

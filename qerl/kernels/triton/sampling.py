@@ -138,12 +138,7 @@ def _choose(
 # only `native.batch_invariant` makes the logits independent of the batch, except for a sequence that was evicted: its
 # cache is rounded like a prompt's.
 def draw(
-    logits: Tensor,
-    rows: Tensor,
-    state: DecodeState,
-    sampling: SamplingState,
-    truncated: bool,
-    replayed: bool = False,
+    logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool, replayed: bool = False
 ) -> None:
     """See `reference.draw`."""
     batch, width = logits.shape

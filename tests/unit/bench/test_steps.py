@@ -47,12 +47,13 @@ def recorded(patch) -> list:
     """The rollouts of all steps from now on."""
     rollouts = []
 
-    class Kept(Collector):
-        def collect(self, *arguments):
-            rollouts.append(super().collect(*arguments))
-            return rollouts[-1]
+    collect = Collector.collect
 
-    patch.setattr(grpo_step, "Collector", Kept)
+    def kept(*arguments):
+        rollouts.append(collect(*arguments))
+        return rollouts[-1]
+
+    patch.setattr(Collector, "collect", kept)
     return rollouts
 
 

@@ -102,12 +102,12 @@ ONE_FILE = [
     *((cut(keep), r"model\.safetensors is not a whole safetensors file") for keep in (4, 100, -1)),
     (write("adapter_config.json", "{}"), "holds a model and an adapter"),
     (config(transformers_weights="other.safetensors"), r"transformers_weights='other\.safetensors', which names other"),
-    (config(model_type=None), "has no model_type"),
+    (config(model_type=None), "`model_type` must be a string, not null"),
     # Gemma 3n states them, as transformers writes its configuration.
-    (config(intermediate_size=[128, 64]), "has a list of intermediate_size.*blocks of one size are supported"),
+    (config(intermediate_size=[128, 64]), r"config\.json: `intermediate_size` must be a whole number, not \[128, 64\]"),
     (config(layer_types=["full_attention"] * 3), "3 layer_types for num_hidden_layers=2"),
-    (config(layer_types="full"), "that are no list"),
-    (config(layer_types=["full_attention", "odd"]), "has 'odd' in layer_types; a layer is full_attention or sliding_"),
+    (config(layer_types="full"), "`layer_types` must be a list"),
+    (config(layer_types=["full_attention", "odd"]), r"`layer_types\[1\]` must be 'full_attention', .*, not 'odd'"),
     # Sizes are refused before anything is built.
     *(
         (config(**{key: size}), key)

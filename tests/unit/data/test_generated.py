@@ -7,7 +7,8 @@ from fractions import Fraction
 import pytest
 import sympy
 
-from qerl.data.generated import LARGEST_COUNT, generate_arithmetic, generate_comparisons, generate_countdown
+from qerl.data.generated import LARGEST_COUNT
+from qerl.data.generated import generate as generate_splits
 from qerl.data.grading import extract, is_correct, well_formed
 from qerl.data.records import DataError, detect_format, parse_record
 from qerl.settings.base import parse
@@ -20,12 +21,8 @@ COUNTDOWN = CountdownData(source="countdown", train=400, validation=30, test=30)
 
 def generate(name, **changes):
     """The records of each split of a generator, with other settings than those above."""
-    if name in ("comparisons", "countdown"):
-        one, settings = (
-            (generate_comparisons, COMPARISONS) if name == "comparisons" else (generate_countdown, COUNTDOWN)
-        )
-        return one(settings.model_copy(update=changes))
-    return generate_arithmetic(name, ARITHMETIC.model_copy(update=changes))
+    settings = {"comparisons": COMPARISONS, "countdown": COUNTDOWN}.get(name, ARITHMETIC)
+    return generate_splits(settings.model_copy(update=changes), GENERATORS[name])
 
 
 #: The name of each generator, with the format of its records.

@@ -131,12 +131,12 @@ def test_levels_filter_training_only(tmp_path):
         (
             "HuggingFaceH4/aime_2024",
             {"origin": {}},
-            r"no split 'test'; set origin\.splits, .* to \{train: train\}, or to \{test: train\} for test alone",
+            r"no split 'test' \(it has train\); set origin\.splits to .* such as \{test: train\}",
         ),
         (
             "openai/gsm8k",
             {"origin": {"subset": "main", "splits": {"train": "train", "test": "dev"}}},
-            r"to \{train: train, test: test\} \(",
+            r"subset main, has no split 'dev' \(it has train, test\); set origin\.splits",
         ),
         (BIG_MATH, {"columns": {}}, r"train-00000-of-00001\.parquet, record 1 has no `problem`; its columns: prompt,"),
         (BIG_MATH, {"columns": {"problem": "question"}}, "has no `question`, which `columns` names for `problem`; its"),
@@ -195,7 +195,7 @@ def test_files_as_locked_are_accepted_and_recorded(locked, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": {}}, "is not in the lock file; renew the lock file"),
+        ({"files": {}}, "is not the locked file .* locked nothing.*; fetch .* or renew the lock file"),
         ({"revision": "f" * 40}, f"origin.revision {COMMIT} is not the locked {'f' * 40}"),
         ({}, r"^main/test-00000-of-00001\.parquet of openai/gsm8k is not the locked file"),
     ],

@@ -13,9 +13,8 @@ from transformers.activations import ACT2FN
 
 from qerl.formats.codecs import dequantize, nvfp4_global_scale, quantize
 from qerl.formats.layouts import Words
-from qerl.kernels.portable import Tile, tile_for
 from qerl.kernels.state import Activation, workspace
-from qerl.kernels.triton.linear import dense, multiply
+from qerl.kernels.triton.linear import Tile, dense, multiply, tile_for
 from qerl.models.linear import PackedLinear, PortableLinear
 from qerl.models.lora import register_lora
 from tests.conftest import NIGHTLY

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from qerl.kernels.portable import tile_for, tiles
 from qerl.models.linear import product_class
+
+pytest.importorskip("triton")
+
+from qerl.kernels.triton.linear import tile_for, tiles
 
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]

@@ -11,7 +11,6 @@ from triton.compiler.errors import CompilationError
 
 from qerl.formats.codecs import quantize
 from qerl.formats.layouts import Words
-from qerl.kernels.portable import PortableOperands, tiles
 from qerl.kernels.state import (
     BLOCK_SIZES,
     FP8,
@@ -29,7 +28,7 @@ from qerl.kernels.state import (
     pack,
 )
 from qerl.kernels.triton import attention, delta, experts, linear, norms, prompt_attention, sampling
-from qerl.kernels.triton.linear import dense, multiply
+from qerl.kernels.triton.linear import PortableOperands, dense, multiply, tiles
 from tests.conftest import NIGHTLY
 from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 from tests.unit.kernels.machine_code import loops_with_products, machine_code, overwritten

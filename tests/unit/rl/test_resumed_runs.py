@@ -12,6 +12,7 @@ from qerl.host.process import Interrupted, announced, interruptible
 from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
+from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rewards import reward_parts
 from qerl.rl.update import Choices
 from tests.unit.rl.tiny_trainer import EXPERTS, PPO, PROBLEMS, kill_at, trainer, untimed, weights
@@ -41,10 +42,18 @@ def test_a_killed_run_continues_bit_for_bit(request, tmp_path, monkeypatch, capl
         rows = continued.run()
     assert "continuing from step 2 of 5" in caplog.text
     assert untimed(rows) == untimed(expected)
-    lines = (tmp_path / "killed/m.jsonl").read_text().splitlines()
+    lines = (tmp_path / "killed/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
+
+
+def test_two_checkpoints_are_kept_and_those_of_other_settings_refused(tmp_path):
+    for step in (1, 2, 3):
+        Checkpoints(tmp_path, "these").save(step, {})
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["step-000002.pt", "step-000003.pt"]
+    with pytest.raises(ResumeError, match=r"step-000003\.pt belongs to a run with other settings; delete"):
+        Checkpoints(tmp_path, "those").load()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +107,7 @@ def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_p
     assert left.value.code == 128 + announcement
     assert capsys.readouterr().err.endswith("qerl: interrupted; run the same command to continue\n")
     continued = begin("ended")
-    assert len((tmp_path / "ended/m.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "ended/metrics.jsonl").read_text().splitlines()) == 3
     assert untimed(continued.run()) == untimed(expected)
 
 
@@ -119,7 +128,7 @@ def test_a_second_signal_does_not_wait_for_the_step(checkpoints, tmp_path, monke
     with pytest.raises(Interrupted), announced() as end:
         ended.run(end=end)
     assert reached == ["after the first"]
-    assert [len(line) > 0 for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [True]
+    assert [len(line) > 0 for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [True]
 
 
 def test_a_signal_in_the_last_step_ends_nothing_early(checkpoints, tmp_path, monkeypatch):

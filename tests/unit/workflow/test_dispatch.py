@@ -23,13 +23,13 @@ ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 PLANNING = ("checks", "costs", "grid", "outputs", "plan", "runs", "stages")
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
-    *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
+    *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
     "qerl.bench.trace",
     "qerl.report.summary",
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
-BY_NAME = {"qerl.gates.speed": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
+BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
 
 
 @pytest.fixture(scope="module")
