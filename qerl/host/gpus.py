@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,15 +51,27 @@ class Seconds:
     value: float = 0.0
 
 
+class _LeftOut(threading.local):
+    seconds = 0.0
+
+
+_LEFT_OUT = _LeftOut()
+
+
+def leave_out(taken: float) -> None:
+    """Leave seconds that were somebody else's out of the blocks that this thread measures now."""
+    _LEFT_OUT.seconds += taken
+
+
 @contextmanager
 def seconds() -> Iterator[Seconds]:
-    """Measure the wall-clock seconds of a block, including its work on the GPU."""
+    """Measure the wall-clock seconds of a block, including its work on the GPU, without those of `leave_out`."""
     elapsed = Seconds()
     _synchronise()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _LEFT_OUT.seconds
     yield elapsed
     _synchronise()
-    elapsed.value = time.perf_counter() - start
+    elapsed.value = time.perf_counter() - start - (_LEFT_OUT.seconds - before)
 
 
 def _synchronise() -> None:

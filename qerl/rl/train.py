@@ -364,13 +364,25 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
     return policy
 
 
-def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
+@dataclass(frozen=True)
+class Place:
+    """What a run in a cohort shares with others (`qerl.rl.cohort`): its policy's base, the sampler and the end."""
+
+    policy: Policy
+    sampler: Sampler
+    end: Announcement
+
+
+def make_trainer(
+    settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "", place: Place | None = None
+) -> Trainer:
     """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint."""
     Processes()  # selects this process's GPU before anything is allocated on one
-    policy = make_policy(settings, checkpoint)
+    policy = place.policy if place else make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
-    return Trainer(settings, policy, make_sampler(policy, settings.rollout), task, work, fingerprint)
+    sampler = place.sampler if place else make_sampler(policy, settings.rollout)
+    return Trainer(settings, policy, sampler, task, work, fingerprint)
 
 
 def _state_folder(job: TrainJob) -> Path:
@@ -384,7 +396,7 @@ def _state_folder(job: TrainJob) -> Path:
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def train_run(job: TrainJob) -> None:
+def train_run(job: TrainJob, place: Place | None = None) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
@@ -399,9 +411,9 @@ def train_run(job: TrainJob) -> None:
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     nodes, timeout = job.settings.nodes, job.settings.node_timeout
     try:
-        if not start_processes(job.settings.processes, _train, job, state, nodes=nodes, node_timeout=timeout):
+        if not start_processes(job.settings.processes, _train, job, state, place, nodes=nodes, node_timeout=timeout):
             with connected(nodes, timeout):
-                _train(job, state)
+                _train(job, state, place)
     except (RuntimeError, MemoryError, ValueError):
         # Only failures that the processes noted can be rows: a defect or a full disk isn't a result.
         cause = failure(job.work)
@@ -429,15 +441,15 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     log.warning("%s: %s (%s)", job.id, status, cause.reason)
 
 
-def _train(job: TrainJob, state: Path) -> None:
+def _train(job: TrainJob, state: Path, place: Place | None) -> None:
     """Train in one process of a run; the first process writes the results."""
     with ExitStack() as last:
         with noted(state.parent, job.time_limit):
-            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name)
+            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, place)
             # Closed after the results are written: a tracker's library may wait for its server.
             trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.
-            end = last.enter_context(announced(alone=trainer.processes.count == 1))
+            end = place.end if place else last.enter_context(announced(alone=trainer.processes.count == 1))
             rows = trainer.run(job.time_limit, end, trackers)
         # Before the whole policy is gathered, whose memory isn't that of training.
         peak = trainer.processes.max(peak_memory_bytes())

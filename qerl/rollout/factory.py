@@ -116,12 +116,15 @@ def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[
     return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else EagerSampler
 
 
-def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
+def make_sampler(
+    policy: Policy, settings: EngineSettings, max_sequences: int = 512, others: Sequence[Policy] = ()
+) -> Sampler:
     """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
 
     `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that these decode together;
-    `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole ones. Raises
-    `ConfigError` for a model that vLLM doesn't sample for, and for a KV cache in FP8 where the eager sampler is chosen.
+    `vllm.max_sequences` does so for vLLM. With `others`, of runs on the same base, the engine serves these, too. A
+    policy with sharded weights gets a sampler of whole ones. Raises `ConfigError` for a model that vLLM doesn't sample
+    for, and for a KV cache in FP8 where the eager sampler is chosen.
     """
     config = policy.lm.config
     check_served(config, settings)
@@ -133,7 +136,7 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         sleep = settings.native.sleep
         return ShardedSampler(policy, lambda copy: make_sampler(copy, settings, max_sequences), sleep)
     if issubclass(kind := native_class(policy.device.type == "cuda", config, packed_format(policy.lm)), EngineSampler):
-        return kind(policy, settings.native, max_sequences)
+        return kind(policy, settings.native, max_sequences, others)
     if settings.native.kv_cache_dtype != "auto":
         raise ConfigError(
             f"rollout.native.kv_cache_dtype={settings.native.kv_cache_dtype} is an option of the engine on a GPU, and "
