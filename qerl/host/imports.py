@@ -17,7 +17,6 @@ from functools import partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -122,54 +121,31 @@ _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 def load(path: str) -> Callable[..., Any]:
     """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
 
-    Errors of the module during its import propagate, with a note that names the module.
+    Errors of the module during its import propagate, with a note that names the function.
     """
     module_name, _, name = path.partition(":")
     # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
     # can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    module = _imported(module_name, path)
+    try:
+        module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ConfigError(f"{path}: the module ends the process; it must only define functions") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path}: there is no module {module_name}; put {module_name.replace('.', '/')}.py into the working "
+                "directory, or install it"
+            ) from None
+        error.add_note(f"importing {path} raised this error; correct the module, and start again")
+        raise
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
     if not callable(function):
         raise ConfigError(f"{path}: {name} is of type {type(function).__name__}, not a function; name a function")
     return function  # type: ignore[no-any-return]
-
-
-def _imported(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{path}: {_place(error)} imports {error.name}, which isn't installed; install it, or correct "
-                "the import"
-            ) from error
-        raise ConfigError(
-            f"{path}: there is no module {name}; put {name.replace('.', '/')}.py into the working directory, or "
-            "install it"
-        ) from None
-    except ImportError as error:
-        raise ConfigError(f"{path}: {_place(error)}: {error}; correct the import") from error
-    except SyntaxError as error:
-        where = error.filename if error.lineno is None else f"{error.filename}, line {error.lineno}"
-        raise ConfigError(f"{path}: {where}: {error.msg}; correct the line") from None
-    except SystemExit as error:
-        raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
-    except Exception as error:
-        error.add_note(f"importing {path} raised this error; correct the module, and start again")
-        raise
-
-
-def _place(error: BaseException) -> str:
-    """The file and line in the user's code at which an error was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    # Libraries may replace functions that end the process: importing wandb wraps `sys.exit`.
-    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
-    return f"{frame.filename}, line {frame.lineno}"
 
 
 def check(path: str, key: str) -> None:
@@ -234,8 +210,7 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
         ) from error
     except SystemExit as error:
         raise ConfigError(
-            f"{key} {path} ended the process with code {error.code!r} ({_place(error)}); raise an error there, or "
-            "return a value"
+            f"{key} {path} ended the process with code {error.code!r}; raise an error there, or return a value"
         ) from error
     except Exception as error:
         error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")

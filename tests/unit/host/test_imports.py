@@ -48,7 +48,6 @@ def test_a_job_of_a_policy_imports_what_it_needs():
     )
     assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found
     assert not LARGE & found
-    assert "torch._inductor.compile_fx" not in found
 
 
 @pytest.mark.parametrize(
@@ -206,10 +205,7 @@ def test_a_function_of_the_working_directory_and_of_a_package_is_found(folder):
         ("mine_gone.sub:f", "", "no module mine_gone.sub; put mine_gone/sub.py"),
         ("mine:gone", "", r"module mine \(.*mine.py\) has no function gone"),
         ("mine:f", "f = 1", "f is of type int, not a function"),
-        ("mine:f", "x = 1\ndef f(:\n", r"mine:f: .*mine\.py, line 2: invalid syntax; correct the line"),
-        ("mine:f", "import json\nimport mine_gone\n", r"mine\.py, line 2 imports mine_gone, which isn't installed"),
-        ("mine:f", "from json import gone", r"mine\.py, line 1: cannot import name 'gone'.*; correct the import"),
-        ("mine:f", "import sys\nsys.exit(3)", r"mine\.py, line 2 ends the process"),
+        ("mine:f", "import sys\nsys.exit(3)", "mine:f: the module ends the process"),
     ],
 )
 def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
@@ -219,11 +215,19 @@ def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
     assert "\n" not in str(error.value)
 
 
-def test_what_the_module_raises_is_passed_on_with_its_name(folder):
-    (folder / "mine.py").write_text("import math\nmath.sqrt(-1)")
-    with pytest.raises(ValueError, match="math domain error") as error:
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import math\nmath.sqrt(-1)", ValueError),
+        ("def f(:", SyntaxError),
+        *((text, ImportError) for text in ("import mine_gone", "from json import gone")),
+    ],
+)
+def test_what_the_module_raises_is_passed_on_with_its_name(folder, text, error):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(error) as raised:
         load("mine:f")
-    assert error.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
+    assert raised.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
 
 
 ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\); write `def f\(answer, problem\)`"
@@ -450,5 +454,5 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
 
 
 def test_a_reward_that_ends_the_process_is_reported(reward):
-    with pytest.raises(ConfigError, match=r"own_faults:leaves ended the process with code 3 \(.*own_faults\.py, line "):
+    with pytest.raises(ConfigError, match="own_faults:leaves ended the process with code 3; "):
         reward("leaves")
