@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from qerl.host.provenance import hash_of_code, of_this_package
+from qerl.host.provenance import hash_of_code, installed_version, of_this_package
 from qerl.settings.base import ConfigError
 from qerl.settings.run import EngineSettings
 
@@ -61,14 +61,6 @@ def requirements(extra: str = "") -> list[Requirement]:
     if not extra:
         return [one for one in declared if one.marker is None or one.marker.evaluate({"extra": ""})]
     return [one for one in declared if one.marker and one.marker.evaluate({"extra": extra})]
-
-
-def installed_version(library: str) -> str | None:
-    """The installed version of a library, or None."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_engine(settings: EngineSettings, key: str) -> None:
