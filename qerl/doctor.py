@@ -21,9 +21,9 @@ from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_co
 from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
 from qerl.host.gpus import too_old, unsupported_accelerator
-from qerl.host.imports import extras, installed_version, requirements
+from qerl.host.imports import extras, requirements
 from qerl.host.lease import Gpu, devices
-from qerl.host.provenance import cache_folder
+from qerl.host.provenance import cache_folder, installed_version
 from qerl.kernels.operations import operations_name
 from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
 from qerl.models.expert_adapters import refused_expert_adapters

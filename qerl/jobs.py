@@ -7,13 +7,13 @@ because every call of Snakemake reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from qerl.host.imports import OPTIONAL, source_version
+from qerl.host.imports import source_version
 from qerl.host.lease import own_lock
 from qerl.host.provenance import code_version
 from qerl.settings.base import ConfigError
@@ -53,8 +53,6 @@ class Job(Part):
     on_gpu: ClassVar[bool] = False
     #: Whether the process runs only on the CPU cores that belong to its GPUs.
     own_cores: ClassVar[bool] = False
-    #: Optional libraries that the job doesn't need, and whose import, which takes seconds, is prevented.
-    without: ClassVar[Collection[str]] = ()
 
     out: Path
     """The path of the result: a file, or a folder of files."""
@@ -134,7 +132,6 @@ class CheckJob(Job):
     """Check settings, tokenizer and problems with the model, before any long work."""
 
     does: ClassVar[str] = "qerl.workflow.preflight:check_problems"
-    without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["check"] = "check"
     model: Path
     runs: list[RunSettings]
@@ -148,7 +145,6 @@ class PretrainJob(Job):
     """Train the miniature base policy from scratch."""
 
     does: ClassVar[str] = "qerl.rl.pretrain:pretrain_base"
-    without: ClassVar[Collection[str]] = OPTIONAL
     on_gpu: ClassVar[bool] = True
     kind: Literal["pretrain"] = "pretrain"
     settings: PretrainSettings
@@ -173,7 +169,7 @@ class FetchJob(Job):
 class QuantizeJob(Job):
     """Make a base in one weight format, with a report on size and error; `out` is the folder of the checkpoint."""
 
-    does: ClassVar[str] = "qerl.workflow.bases:quantize_base"
+    does: ClassVar[str] = "qerl.workflow.bases:make_checkpoint"
     on_gpu: ClassVar[bool] = True
     kind: Literal["quantize"] = "quantize"
     base: Base
@@ -198,7 +194,6 @@ class TrainJob(Job):
     """Train one run. A killed run continues from its last checkpoint in `work`."""
 
     does: ClassVar[str] = "qerl.rl.train:train_run"
-    without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["train"] = "train"
     id: str
     experiment: str
@@ -281,7 +276,6 @@ class EvaluateJob(Job):
     """Score a base or a trained policy on every task."""
 
     does: ClassVar[str] = "qerl.evals.evaluate:evaluate_policy"
-    without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["evaluate"] = "evaluate"
     policy: PlannedPolicy | StoredPolicy
     settings: EvaluationSettings
@@ -314,7 +308,6 @@ class RolloutJob(Job):
     """Measure rollout throughput by weight format and LoRA rank."""
 
     does: ClassVar[str] = "qerl.bench.rollouts:bench_rollout"
-    without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["rollout"] = "rollout"
     bench: str
     settings: RolloutBench
@@ -342,7 +335,6 @@ class StepJob(Job):
     """Measure the time of a training step of several runs."""
 
     does: ClassVar[str] = "qerl.bench.steps:bench_step"
-    without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["step"] = "step"
     bench: str
     settings: StepBench

@@ -11,36 +11,23 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
-from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from qerl.host.provenance import hash_of_code, of_this_package
+from qerl.host.provenance import hash_of_code, installed_version, of_this_package
 from qerl.settings.base import ConfigError
 from qerl.settings.run import EngineSettings
 
 # Faster imports of large libraries, and clear errors for missing ones.
 
 DISTRIBUTION = "qerl"
-
-#: Libraries that transformers, PEFT and accelerate import if they are installed, for functions that no job of a policy
-#: calls: assisted generation (sklearn), object detection (scipy), layers of bitsandbytes, SageMaker (boto3).
-OPTIONAL = ("sklearn", "scipy", "bitsandbytes", "boto3")
-#: The versions that are known to work without these libraries; with other versions nothing is hidden.
-DO_WITHOUT = {
-    "transformers": SpecifierSet("~=5.17.0"),
-    "peft": SpecifierSet("~=0.21.2"),
-    "accelerate": SpecifierSet("~=1.15"),
-}
 
 
 def check_installed(extra: str) -> None:
@@ -76,14 +63,6 @@ def requirements(extra: str = "") -> list[Requirement]:
     return [one for one in declared if one.marker and one.marker.evaluate({"extra": extra})]
 
 
-def installed_version(library: str) -> str | None:
-    """The installed version of a library, or None."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_engine(settings: EngineSettings, key: str) -> None:
     """Raise `ConfigError` if the settings under `key` select vLLM in this process and it isn't installed."""
     if settings.engine == "vllm" and importlib.util.find_spec("vllm") is None:
@@ -103,61 +82,22 @@ def check_trackers(names: Iterable[str], key: str) -> None:
             )
 
 
-# The garbage collector would scan a million objects of modules repeatedly, and once more at the end. Without it a
-# training's imports take 7 s of CPU time instead of 10, an evaluation's 7 to 9 instead of 11. Only the project's own
-# processes do so: in a notebook `gc.freeze` would keep garbage forever.
 @contextmanager
-def imports(without: Collection[str] = ()) -> Iterator[None]:
+def imports() -> Iterator[None]:
     """A context for the imports at the start of a process, whose objects are exempted from garbage collection.
 
     Modules are a million objects that stay until the process ends. The collector would scan them repeatedly during the
     imports, and once more at the end: 3 of the 10 s of CPU time of a training's imports. Functions of a library must
     not use it, because all other objects of the process would then never be collected either.
-
-    Within the context, the libraries `without` seem not to be installed. Afterwards they can be imported.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with absent(without):
-            yield
+        yield
     finally:
         gc.freeze()
         if collects:
             gc.enable()
-
-
-def begin(functions: Sequence[str], without: Collection[str], *arguments: Any) -> None:
-    """Begin another process: load functions, as `module:name`, and call the first with the others and `arguments`.
-
-    Python itself would load their modules ahead of any context. The libraries `without` are those of `imports`.
-    """
-    with imports(without):
-        pairs = [function.partition(":") for function in functions]
-        first, *others = [attrgetter(name)(importlib.import_module(module)) for module, _, name in pairs]
-    first(*others, *arguments)
-
-
-@contextmanager
-def absent(libraries: Collection[str]) -> Iterator[None]:
-    """A context in which libraries that aren't imported yet seem not to be installed.
-
-    It sets None in `sys.modules`, as Python documents (The import system, "The module cache"). With other versions than
-    `DO_WITHOUT` nothing is hidden, because they may not work without these libraries.
-    """
-    known = all(metadata.version(name) in versions for name, versions in DO_WITHOUT.items())
-    hidden = [name for name in libraries if name not in sys.modules] if known else []
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        yield
-        if "bitsandbytes" in hidden and "peft" in sys.modules:
-            # PEFT also checks for bitsandbytes when it makes an adapter, and caches its first result.
-            from peft.import_utils import is_bnb_4bit_available
-
-            is_bnb_4bit_available()
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 # User functions that a configuration names by import path (`module:function`): rewards and data sets.
@@ -173,54 +113,31 @@ _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 def load(path: str) -> Callable[..., Any]:
     """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
 
-    Errors of the module during its import propagate, with a note that names the module.
+    Errors of the module during its import propagate, with a note that names the function.
     """
     module_name, _, name = path.partition(":")
     # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
     # can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    module = _imported(module_name, path)
+    try:
+        module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ConfigError(f"{path}: the module ends the process; it must only define functions") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path}: there is no module {module_name}; put {module_name.replace('.', '/')}.py into the working "
+                "directory, or install it"
+            ) from None
+        error.add_note(f"importing {path} raised this error; correct the module, and start again")
+        raise
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
     if not callable(function):
         raise ConfigError(f"{path}: {name} is of type {type(function).__name__}, not a function; name a function")
     return function  # type: ignore[no-any-return]
-
-
-def _imported(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{path}: {_place(error)} imports {error.name}, which isn't installed; install it, or correct "
-                "the import"
-            ) from error
-        raise ConfigError(
-            f"{path}: there is no module {name}; put {name.replace('.', '/')}.py into the working directory, or "
-            "install it"
-        ) from None
-    except ImportError as error:
-        raise ConfigError(f"{path}: {_place(error)}: {error}; correct the import") from error
-    except SyntaxError as error:
-        where = error.filename if error.lineno is None else f"{error.filename}, line {error.lineno}"
-        raise ConfigError(f"{path}: {where}: {error.msg}; correct the line") from None
-    except SystemExit as error:
-        raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
-    except Exception as error:
-        error.add_note(f"importing {path} raised this error; correct the module, and start again")
-        raise
-
-
-def _place(error: BaseException) -> str:
-    """The file and line in the user's code at which an error was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    # Libraries may replace functions that end the process: importing wandb wraps `sys.exit`.
-    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
-    return f"{frame.filename}, line {frame.lineno}"
 
 
 def check(path: str, key: str) -> None:
@@ -285,8 +202,7 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
         ) from error
     except SystemExit as error:
         raise ConfigError(
-            f"{key} {path} ended the process with code {error.code!r} ({_place(error)}); raise an error there, or "
-            "return a value"
+            f"{key} {path} ended the process with code {error.code!r}; raise an error there, or return a value"
         ) from error
     except Exception as error:
         error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,6 @@ from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError, Sto
 from qerl.checkpoints.layouts import own_name
 from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import visible
-from qerl.host.process import SECONDS, patterns_end
 from qerl.models.structure import MISFITS
 from qerl.settings.formats import FORMATS
 
@@ -53,13 +52,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def adapter_config(folder: Path, names: Iterable[str]) -> LoraConfig:
-    """PEFT's configuration of a stored adapter, for a model whose modules have these `names`.
-
-    Raises `CheckpointError` as `adapter_values` does, and for regular expressions that are invalid or have no end.
-    """
-    values = adapter_values(folder)
-    _check_patterns(folder / ADAPTER_CONFIG, values, names)
+def adapter_config(folder: Path) -> LoraConfig:
+    """PEFT's configuration of a stored adapter. Raises `CheckpointError` as `adapter_values` does."""
+    adapter_values(folder)
     try:
         return cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
     except MISFITS as error:
@@ -105,21 +100,6 @@ def misfit(folder: Path, error: Exception) -> CheckpointError:
         f"{folder} holds an adapter that doesn't fit the model ({' '.join(str(error).split())[:300]}); give the model "
         "that it was trained on"
     )
-
-
-def _check_patterns(path: Path, values: dict[str, Any], names: Iterable[str]) -> None:
-    """Raise `CheckpointError` for a regular expression that is invalid, or takes PEFT too long."""
-    parts = values.get("layers_pattern") or []
-    patterns = [value for key in ("target_modules", "exclude_modules") if isinstance(value := values.get(key), str)]
-    patterns += [rf".*\.{part}\.(\d+)\." for part in ([parts] if isinstance(parts, str) else parts)]
-    patterns += [
-        rf"(.*\.)?({key})$" for option in ("rank_pattern", "alpha_pattern") for key in values.get(option) or ()
-    ]
-    if patterns and not patterns_end(patterns, names):
-        raise CheckpointError(
-            f"{path} has a regular expression among {', '.join(patterns)[:200]!r} that is invalid, or isn't done with "
-            f"the names of the model's layers after {SECONDS} s; list the last parts of the names instead"
-        )
 
 
 def check_taken(model: PeftModel, tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -34,7 +34,6 @@ from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import converted, stream
 from qerl.formats.codecs import CODECS, Packed, check_scales, from_checkpoint, read_nf4_state
 from qerl.host.console import log
-from qerl.host.process import SECONDS, template_ends
 from qerl.models.blocks import use_attend
 from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear
@@ -162,21 +161,13 @@ def tied_weights(folder: Path) -> tuple[str, ...]:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
-    Raises CheckpointError if it needs code from the checkpoint, or has a chat template without an end.
+    Raises CheckpointError if it needs code from the checkpoint.
     """
     check_files(folder)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
-    templates = tokenizer.chat_template
-    tokens = tuple(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
-    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
-        if not template_ends(template, tokens):
-            raise CheckpointError(
-                f"{folder} has a chat template that isn't done with a short chat after {SECONDS} s, or needs too much "
-                "memory for it; use the template of another checkpoint"
-            )
     return tokenizer
 
 

@@ -9,20 +9,17 @@ import sys
 import time
 import tomllib
 from contextlib import suppress
-from importlib import import_module, metadata
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from qerl import __main__, api
 from qerl.cli import commands as cli
 from qerl.data.records import Problem
-from qerl.host import imports as module
-from qerl.host.imports import OPTIONAL, absent, check, imports, load, source_version
+from qerl.host.imports import check, imports, load, source_version
 from qerl.rl.rewards import Answer, reward_parts
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings, RunSettings
@@ -33,7 +30,7 @@ from tests.tiny import tiny_qwen2, write_template
 ROOT = Path(__file__).parents[3]
 
 #: By which a job is slow to start, each a second or so of CPU time, and which none of them needs to start.
-LARGE = {*OPTIONAL, "datasets", "lighteval", "llmcompressor", "lm_eval", "matplotlib", "networkx", "pandas", "vllm"}
+LARGE = {"datasets", "lighteval", "llmcompressor", "lm_eval", "matplotlib", "vllm"}
 
 
 def imported(code: str) -> set[str]:
@@ -47,14 +44,10 @@ def test_a_job_of_a_policy_imports_what_it_needs():
     """What training, evaluation and benches import as `qerl rule` does; the clock is not asked."""
     found = imported(
         "import qerl.cli.commands\n"
-        "from qerl.host.imports import OPTIONAL, imports\n"
-        "with imports(without=OPTIONAL):\n"
-        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts\n"
-        "    import qerl.workflow.preflight\n"
+        "import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts, qerl.workflow.preflight\n"
     )
     assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found
     assert not LARGE & found
-    assert "torch._inductor.compile_fx" not in found
 
 
 @pytest.mark.parametrize(
@@ -71,21 +64,7 @@ def test_a_job_of_a_policy_imports_what_it_needs():
 def test_what_reads_a_configuration_imports_neither_torch_nor_tables(code):
     found = imported(code)
     assert "qerl.settings.base" in found
-    assert not (LARGE | {"torch", "transformers"}) & found
-
-
-def test_a_hidden_library_is_absent_only_within_the_block(monkeypatch):
-    name = "this"  # of the standard library, and imported by nobody
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with absent([name, "json"]):
-        assert find_spec(name) is None
-        with pytest.raises(ModuleNotFoundError):
-            import_module(name)
-        assert sys.modules["json"] is json  # was there before
-    assert find_spec(name) is not None
-    monkeypatch.setitem(module.DO_WITHOUT, "transformers", SpecifierSet("<1"))
-    with absent([name]):
-        assert find_spec(name) is not None
+    assert not (LARGE | {"pandas", "torch", "transformers"}) & found
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -226,10 +205,7 @@ def test_a_function_of_the_working_directory_and_of_a_package_is_found(folder):
         ("mine_gone.sub:f", "", "no module mine_gone.sub; put mine_gone/sub.py"),
         ("mine:gone", "", r"module mine \(.*mine.py\) has no function gone"),
         ("mine:f", "f = 1", "f is of type int, not a function"),
-        ("mine:f", "x = 1\ndef f(:\n", r"mine:f: .*mine\.py, line 2: invalid syntax; correct the line"),
-        ("mine:f", "import json\nimport mine_gone\n", r"mine\.py, line 2 imports mine_gone, which isn't installed"),
-        ("mine:f", "from json import gone", r"mine\.py, line 1: cannot import name 'gone'.*; correct the import"),
-        ("mine:f", "import sys\nsys.exit(3)", r"mine\.py, line 2 ends the process"),
+        ("mine:f", "import sys\nsys.exit(3)", "mine:f: the module ends the process"),
     ],
 )
 def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
@@ -239,11 +215,19 @@ def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
     assert "\n" not in str(error.value)
 
 
-def test_what_the_module_raises_is_passed_on_with_its_name(folder):
-    (folder / "mine.py").write_text("import math\nmath.sqrt(-1)")
-    with pytest.raises(ValueError, match="math domain error") as error:
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import math\nmath.sqrt(-1)", ValueError),
+        ("def f(:", SyntaxError),
+        *((text, ImportError) for text in ("import mine_gone", "from json import gone")),
+    ],
+)
+def test_what_the_module_raises_is_passed_on_with_its_name(folder, text, error):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(error) as raised:
         load("mine:f")
-    assert error.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
+    assert raised.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
 
 
 ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\); write `def f\(answer, problem\)`"
@@ -470,5 +454,5 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
 
 
 def test_a_reward_that_ends_the_process_is_reported(reward):
-    with pytest.raises(ConfigError, match=r"own_faults:leaves ended the process with code 3 \(.*own_faults\.py, line "):
+    with pytest.raises(ConfigError, match="own_faults:leaves ended the process with code 3; "):
         reward("leaves")
