@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import usable_length
-from qerl.data.grading import Verdict, extract, solution_key, verdict
+from qerl.data.grading import Verdict, solution_key
 from qerl.data.prompts import prompts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
@@ -56,11 +56,10 @@ def grader_verdicts(
     completions: Iterable[Drawn], problem: Problem, dataset: EvaluationSet
 ) -> Iterator[tuple[str | None, Verdict]]:
     """The answer that each completion of a problem states, and the verdict on it; equal texts are graded once."""
-    form = (dataset.format, dataset.answer, dataset.units)
     known: dict[str, tuple[str | None, Verdict]] = {}
     for text in (drawn.text for drawn in completions):
         if text not in known:
-            known[text] = extract(text, *form), verdict(text, problem.answer, *form)
+            known[text] = dataset.read(text), dataset.judge(text, problem)
         yield known[text]
 
 

@@ -121,7 +121,11 @@ def test_equal_groups_mixed_lengths_and_trl_without_its_correction_are_points_of
         ("decode", DECODE | {"engine": "vllm", "weights": ["mxfp4"]}, "vllm doesn't support mxfp4"),
         ("decode", DECODE | {"engine": "transformers", "weights": ["nvfp4"]}, "transformers doesn't support nvfp4"),
         ("decode", DECODE | {"engine": "transformers", "sizes": ["mistral-7b"]}, "no random bf16 weights of mistral"),
-        ("decode", DECODE | {"engine": "vllm", "sizes": ["phi-4"], "weights": ["nf4"]}, "no random nf4 weights of phi"),
+        (
+            "decode",
+            DECODE | {"engine": "vllm", "sizes": ["mistral-7b"], "weights": ["nf4"]},
+            "no random nf4 weights of mis",
+        ),
         ("decode", DECODE | {"engine": "vllm", "kernels": ["portable"]}, "vllm has no portable kernels"),
         ("decode", DECODE | {"ranks": [4, 4]}, "occurs twice"),
         ("decode", DECODE | {"weights": ["nvfp4"], "pack_delta_nets": True}, "in tiny; remove pack_delta_nets there"),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.checkpoints.files import CheckpointError, check_checkpoint, check_tokenizer, weights_format_of
+from qerl.checkpoints.files import CheckpointError, check_checkpoint, check_tokenizer
 from qerl.data.prompts import check_template
 from qerl.data.records import DataError
 from qerl.models.loading import load_model, load_tokenizer
@@ -153,29 +153,6 @@ def test_both_the_cheap_check_and_loading_refuse_with_one_sentence(request, of, 
 def test_a_folder_of_another_kind(tmp_path, name, match):
     (tmp_path / name).write_text("{}")
     cheap_error(tmp_path, match)
-
-
-#: Published schemes: activations, keys and values in fewer bits, and further layers in FP8.
-PUBLISHED = {
-    "plain": NVFP4,
-    "W4A4": NVFP4
-    | {"config_groups": {"0": NVFP4["config_groups"]["group_0"] | {"input_activations": {"num_bits": 4}}}},
-    "8-bit cache": NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
-    "mixed": NVFP4 | {"format": "mixed-precision", "config_groups": {"0": FP8_GROUP, **NVFP4["config_groups"]}},
-    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0*"]},
-    "ModelOpt, nested": {"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
-    "ModelOpt, mixed": {
-        "quant_method": "modelopt",
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}},
-    },
-}
-
-
-@pytest.mark.parametrize(("scheme", "expected"), [(NF4, "nf4"), *((scheme, "nvfp4") for scheme in PUBLISHED.values())])
-def test_weights_format_of(folder, scheme, expected):
-    edit_config(folder, quantization_config=scheme)
-    assert weights_format_of(folder) == expected
 
 
 def logits(model):

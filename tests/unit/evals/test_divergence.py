@@ -77,7 +77,7 @@ def odd(policy, completion):
 
 
 def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, monkeypatch):
-    monkeypatch.setattr("qerl.evals.divergence.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
+    monkeypatch.setattr("qerl.evals.policy.verdict", lambda text, *_: "right" if len(set(text)) % 2 else "wrong")
     loss = merge_loss(*policies, data, SETTINGS, most=3)
     problems, instruction = read_split(data, "test")[:3], read_meta(data).instruction
     prompts = [prompt_ids(policies[0].tokenizer, problem.question, instruction) for problem in problems]
