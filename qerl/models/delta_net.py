@@ -359,17 +359,9 @@ def _similar(packing: Packing) -> list[list[int]]:
     return [[place for place, one in enumerate(kinds) if one == kind] for kind in sorted(set(kinds))]
 
 
-class PackedQwen3_5DeltaNet(PackedDeltaNet, Qwen3_5GatedDeltaNet):
-    """The gated delta net of Qwen3.5."""
-
-
-class PackedQwen3_5MoeDeltaNet(PackedDeltaNet, Qwen3_5MoeGatedDeltaNet):
-    """The gated delta net of Qwen3.5 with experts, which computes the same."""
-
-
 _PACKED: dict[type, type[PackedDeltaNet]] = {
-    Qwen3_5GatedDeltaNet: PackedQwen3_5DeltaNet,
-    Qwen3_5MoeGatedDeltaNet: PackedQwen3_5MoeDeltaNet,
+    kind: type(f"Packed{kind.__name__}", (PackedDeltaNet, kind), {})
+    for kind in (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
 }
 
 

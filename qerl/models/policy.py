@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,22 +37,20 @@ from qerl.host.provenance import share
 from qerl.models.adapter_files import (
     PREFIX,
     Base,
+    adapt_experts,
     adapter_config,
     check_taken,
+    fill_experts,
     misfit,
     name_for_stock,
-    read_adapter,
-    write_card,
-)
-from qerl.models.blocks import fuse_attentions, make_noisy
-from qerl.models.expert_adapters import (
-    adapt_experts,
-    fill_experts,
     projections_of,
+    read_adapter,
     refused_expert_adapters,
     store_experts,
     take_experts,
+    write_card,
 )
+from qerl.models.blocks import fuse_attentions, make_noisy
 from qerl.models.experts import fuse_mlps
 from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.loading import load_model, load_tokenizer
@@ -446,7 +445,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = register_lora(adapter_config(trained, (name for name, _ in lm.named_modules())))
+    config = register_lora(adapter_config(trained))
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     config.inference_mode, config.base_model_name_or_path = True, None
@@ -459,7 +458,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
         set_peft_model_state_dict(peft, others)
     except CheckpointError:
         raise
-    except MISFITS as error:
+    except (*MISFITS, re.error) as error:
         raise misfit(trained, error) from None
     check_taken(peft, others, trained)
     return peft.eval().requires_grad_(False)

@@ -95,7 +95,7 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     headers = read_headers(source)
     layers = {f"{layer}.weight" for layer in linear_layers(source, pack_delta_nets)}
     others = _other_matrices(source, headers, layers)
-    packer = _CompressedTensors(scheme, others) if (scheme := FORMATS[weights_format].scheme) else _NF4(others)
+    packer = _CompressedTensors(weights_format, others) if FORMATS[weights_format].scheme else _NF4(others)
     partners = {name: packer.partners(name) & layers for name in layers}
     members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,11 +128,11 @@ def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[st
 
 
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
-    """Write into the new folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
+    """Write into the folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
 
     The files have the names of those of `headers`, so that stock classes read them.
     """
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     shards, named = by_shard(headers), names_in_files(headers)
     weight_map: dict[str, str] = {}
     size = 0
@@ -182,17 +182,28 @@ def _own(expert: re.Match[str] | None, name: str) -> str:
     return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
 
 
+def compressed_config(weights_format: str, ignore: list[str]) -> Any:
+    """compressed-tensors' configuration of a checkpoint whose linear layers are packed, but for those to `ignore`."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+
+    packed = FORMATS[weights_format]
+    scheme = preset_name_to_scheme(packed.scheme, ["Linear"])
+    scheme.format = packed.layout
+    status = QuantizationStatus.COMPRESSED
+    groups = {"group_0": scheme}
+    return QuantizationConfig(config_groups=groups, ignore=ignore, format=packed.layout, quantization_status=status)
+
+
 class _CompressedTensors:
     """A scheme of weights alone by llmcompressor's quantization without a model."""
 
-    def __init__(self, name: str, ignore: list[str]) -> None:
+    def __init__(self, weights_format: str, ignore: list[str]) -> None:
         quiet()
-        # The imports take seconds, so only a process that quantizes pays for them.
-        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+        # The import takes seconds, so only a process that quantizes pays for it.
         from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
-        scheme = preset_name_to_scheme(name, ["Linear"])
-        self._converter = ModelFreePtqConverter(QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignore))
+        self._config = compressed_config(weights_format, ignore)
+        self._converter = ModelFreePtqConverter(self._config)
 
     def partners(self, name: str) -> set[str]:
         expert = _EXPERT.search(name)
@@ -204,9 +215,8 @@ class _CompressedTensors:
         return {_own(expert, name): tensor for name, tensor in packed.items()}
 
     def describe(self) -> dict[str, Any]:
-        described = self._converter.update_config(None).model_dump(mode="json")
-        named = {"quant_method": "compressed-tensors", "version": version("compressed-tensors")}
-        return {**described, **named, "transform_config": {}}
+        named = {"version": version("compressed-tensors"), "transform_config": {}}
+        return self._config.model_dump(mode="json") | named
 
 
 class _NF4:

@@ -30,7 +30,6 @@ from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, lora_config, use_own_modules
 from qerl.models.structure import empty_model, structure_of
-from qerl.settings.formats import FORMATS
 from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
 
@@ -169,32 +168,6 @@ def write_checkpoint(folder: Path, size: str, texts: Sequence[str], shard_bytes:
 def random_config(size: str) -> PreTrainedConfig:
     """The configuration of a size of Qwen2.5 or of a published model."""
     return AutoConfig.for_model(**config_of(size))
-
-
-#: `quantization_config` of a checkpoint in NVFP4, as llmcompressor writes it.
-QUANTIZATION: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "format": "nvfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "tensor_group",
-                "group_size": FORMATS["nvfp4"].group_size,
-                "symmetric": True,
-                "dynamic": False,
-            },
-        }
-    },
-}
 
 
 # Models of known shapes with random weights: any decoder whose structure the package reads.
