@@ -40,7 +40,7 @@ from qerl.checkpoints.tensors import converted, finite, stream, write_tensors
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
-from qerl.formats.codecs import Packed, check_magnitudes, dequantize, tensor_specs
+from qerl.formats.codecs import check_magnitudes, dequantize, tensor_specs
 from qerl.host.console import track
 from qerl.host.provenance import put
 from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
@@ -269,31 +269,27 @@ def write_random_error(source: Path, target: Path, error: RandomErrorSettings) -
         write_packed(source, packed, error.of)
         rounded = dict(read_packed(read_headers(packed), error.of))
     headers = read_headers(source)
-    write_shards(headers, target, lambda name: {name: _with_error(name, headers[name], rounded, error)})
+
+    def with_error(name: str) -> dict[str, Tensor]:
+        [(_, stored)] = stream({name: headers[name]})
+        dense = converted(headers[name], stored, DENSE)
+        packed = rounded.get(name.removesuffix(".weight"))
+        if packed is None:
+            return {name: dense}
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        generator = np.random.Generator(np.random.Philox(key=np.array([error.seed or 0, key], dtype=np.uint64)))
+        normal = torch.from_numpy(generator.standard_normal(tuple(dense.shape), dtype=np.float32))
+        drawn = group_error(dense.float(), dequantize(packed, torch.float32), FORMATS[error.of].group_size, normal)
+        return {name: (dense.float() + math.sqrt(error.variance) * drawn).to(DENSE)}
+
+    write_shards(headers, target, with_error)
     write_config(source, target)
-
-
-def _with_error(name: str, info: TensorInfo, rounded: dict[str, Packed], error: RandomErrorSettings) -> Tensor:
-    [(_, weight)] = stream({name: info})
-    dense = converted(info, weight, DENSE)
-    packed = rounded.get(name.removesuffix(".weight"))
-    if packed is None:
-        return dense
-    normal = _standard_normal(name, error.seed or 0, dense.shape)
-    drawn = group_error(dense.float(), dequantize(packed, torch.float32), FORMATS[error.of].group_size, normal)
-    return (dense.float() + math.sqrt(error.variance) * drawn).to(DENSE)
 
 
 def group_error(weight: Tensor, rounded: Tensor, group: int, normal: Tensor) -> Tensor:
     """`normal` draws scaled in each group of a row to the mean square of rounding's error; all [out, in]."""
     squares = (rounded - weight).square().unflatten(-1, (-1, group)).mean(-1, keepdim=True)
     return (normal.unflatten(-1, (-1, group)) * squares.sqrt()).flatten(-2)
-
-
-def _standard_normal(name: str, seed: int, shape: torch.Size) -> Tensor:
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, key], dtype=np.uint64)))
-    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))
 
 
 # AWQ (arXiv 2306.00978) by llmcompressor: equalise a dense model so that rounding it to 4 bits costs less.
@@ -388,6 +384,8 @@ def _modifier() -> Any:
     from llmcompressor.pipelines.cache import IntermediatesCache
 
     host = torch.device("cpu")
+    if torch.accelerator.is_available():
+        return AWQModifier(offload_device=host)
 
     class Unpinned(IntermediatesCache):
         def pin_memory(self, *_: Any) -> None: ...
@@ -400,8 +398,7 @@ def _modifier() -> Any:
             for module in self._parent_args_cache:
                 self._parent_args_cache[module] = Unpinned(None, host)
 
-    modifier = AWQModifier if torch.accelerator.is_available() else CPUModifier
-    return modifier(offload_device=host)
+    return CPUModifier(offload_device=host)
 
 
 # Quantize dense checkpoints: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, as these libraries save them.
@@ -507,25 +504,22 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 def _relative_errors(
     dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
 ) -> dict[str, float]:
-    if weights_format == "bf16":
-        stored: Iterable[tuple[str, Tensor]] = ((layer, _weight(layer, headers).float()) for layer in sorted(layers))
-    else:
+    def weight_of(layer: str, infos: dict[str, TensorInfo]) -> Tensor:
+        [(_, weight)] = stream({f"{layer}.weight": infos[f"{layer}.weight"]})
+        return weight
+
+    def squares(values: Tensor) -> float:
+        return torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2
+
+    stored: Iterable[tuple[str, Tensor]] = ((layer, weight_of(layer, headers).float()) for layer in sorted(layers))
+    if weights_format != "bf16":
         packed = read_packed(headers, weights_format)
         stored = ((layer, dequantize(weight, torch.float32)) for layer, weight in packed)
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     for layer, rounded in stored:
-        kind, weight = layer.rpartition(".")[2], _weight(layer, dense)
-        error[kind] += _squares(rounded.sub_(weight))
-        norm[kind] += _squares(weight)
+        kind, weight = layer.rpartition(".")[2], weight_of(layer, dense)
+        error[kind] += squares(rounded.sub_(weight))
+        norm[kind] += squares(weight)
     # Weights of zero are packed without an error.
     return {kind: math.sqrt(error[kind] / (norm[kind] or 1.0)) for kind in sorted(error)}
-
-
-def _weight(layer: str, headers: dict[str, TensorInfo]) -> Tensor:
-    [(_, weight)] = stream({f"{layer}.weight": headers[f"{layer}.weight"]})
-    return weight
-
-
-def _squares(values: Tensor) -> float:
-    return torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2
