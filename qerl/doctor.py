@@ -26,7 +26,7 @@ from qerl.host.lease import Gpu, devices
 from qerl.host.provenance import cache_folder, installed_version
 from qerl.kernels.operations import operations_name
 from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
-from qerl.models.expert_adapters import refused_expert_adapters
+from qerl.models.adapter_files import refused_expert_adapters
 from qerl.models.linear import BitsandbytesLinear, PortableLinear, TorchLinear, W4Linear, product_class
 from qerl.models.loading import checkpoint_structure, config_of, has_packed_delta_nets
 from qerl.models.policy import DTYPES, refused_train_norms

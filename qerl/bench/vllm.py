@@ -19,7 +19,8 @@ from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.tensors import write_tensors
 from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import choose_device
-from qerl.models.random import QUANTIZATION, TEXTS, random_config, write_checkpoint
+from qerl.models.quantize import compressed_config
+from qerl.models.random import TEXTS, random_config, write_checkpoint
 from qerl.models.structure import empty_model, structure_of
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding, Mix
@@ -98,7 +99,7 @@ def _content(base: Base) -> dict[str, Any]:
     content["architectures"] = [architecture]
     if base.weights == "nvfp4":
         nets = _NARROW_OF_NETS if base.packed_nets else _DENSE_NETS
-        content["quantization_config"] = QUANTIZATION | {"ignore": [*_DENSE, nets]}
+        content["quantization_config"] = compressed_config("nvfp4", [*_DENSE, nets]).model_dump(mode="json")
     elif base.weights == "mxfp4":
         content["quantization_config"] = {"quant_method": "mxfp4"}
     return content

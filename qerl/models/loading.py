@@ -179,7 +179,12 @@ def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator
 
 def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of each layer with packed weights, by the layer's name and their own; none of a dense checkpoint."""
-    layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
+    if weights_format == "bf16":
+        return {}
+    marker = f".{CODECS[weights_format].marker}"
+    layers: dict[str, dict[str, TensorInfo]] = {
+        name.removesuffix(marker): {} for name in headers if name.endswith(marker)
+    }
     for name, info in headers.items():
         layer, separator, _ = name.rpartition(".weight")
         if separator and layer in layers:
@@ -196,20 +201,12 @@ def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) ->
         raise CheckpointError(f"{next(iter(infos.values())).shard}: {layer}: {error}") from None
 
 
-def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
-    """The names of the layers with packed weights."""
-    if weights_format == "bf16":
-        return []
-    marker = f".{CODECS[weights_format].marker}"
-    return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
-
-
 def has_packed_delta_nets(folder: Path) -> bool:
     """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
     nets = checkpoint_structure(folder).layers_of_delta_nets()
     if not nets or not any(folder.glob("*.safetensors")):
         return False
-    return not nets.isdisjoint(packed_layers(read_headers(folder), weights_format_of(folder)))
+    return not nets.isdisjoint(packed_tensors(read_headers(folder), weights_format_of(folder)))
 
 
 def _insert_packed(
@@ -218,7 +215,7 @@ def _insert_packed(
     """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
     expert_prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
-    for layer in packed_layers(headers, weights_format):
+    for layer in packed_tensors(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,22 +37,20 @@ from qerl.host.provenance import share
 from qerl.models.adapter_files import (
     PREFIX,
     Base,
+    adapt_experts,
     adapter_config,
     check_taken,
+    fill_experts,
     misfit,
     name_for_stock,
-    read_adapter,
-    write_card,
-)
-from qerl.models.blocks import fuse_attentions, make_noisy
-from qerl.models.expert_adapters import (
-    adapt_experts,
-    fill_experts,
     projections_of,
+    read_adapter,
     refused_expert_adapters,
     store_experts,
     take_experts,
+    write_card,
 )
+from qerl.models.blocks import fuse_attentions, make_noisy
 from qerl.models.experts import fuse_mlps
 from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.loading import load_model, load_tokenizer
@@ -362,30 +360,32 @@ def _lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
     The seven targets of the default together mean all linear layers of the blocks. Others mean the layers whose names
     end so, or the fused layer that has all of its parts among them. Raises `ConfigError` if the model lacks a target.
     """
-    targets = adapter.beside_experts
+    targets, found = adapter.beside_experts, list[str]()
     if set(targets) == set(LAYERS) != set(structure.targets):
         return list(structure.targets)
-    return list(dict.fromkeys(name for target in targets for name in _layers_of(target, targets, structure)))
-
-
-def _layers_of(target: str, targets: Sequence[str], structure: Structure) -> list[str]:
-    if any(_ends(name, target) for name in structure.linears):
-        # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
-        return [name for name in structure.targets if _ends(name, target)] or [target]
-    for fused, parts in _FUSED.items():
-        if target in parts and fused in structure.targets:
+    for target in targets:
+        fused = [name for name, parts in _FUSED.items() if target in parts and name in structure.targets]
+        if any(_ends(name, target) for name in structure.linears):
+            # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
+            found += [name for name in structure.targets if _ends(name, target)] or [target]
+        elif fused:
+            parts = _FUSED[fused[0]]
             if missing := [part for part in parts if part not in targets]:
                 raise ConfigError(
-                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused}; "
+                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused[0]}; "
                     f"name all of {', '.join(parts)}, or none"
                 )
-            return [fused]
-    experts_have_it = any(_ends(name, target) for name in structure.experts)
-    hint = f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
-    raise ConfigError(
-        f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
-        f"adapter.targets out to adapt all of them{hint}"
-    )
+            found += fused
+        else:
+            experts_have_it = any(_ends(name, target) for name in structure.experts)
+            hint = (
+                f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
+            )
+            raise ConfigError(
+                f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
+                f"adapter.targets out to adapt all of them{hint}"
+            )
+    return list(dict.fromkeys(found))
 
 
 def _ends(name: str, end: str) -> bool:

@@ -343,9 +343,13 @@ class Structure:
     @property
     def targets(self) -> tuple[str, ...]:
         """Ends of the linear layers' names, such as "q_proj", or "shared_expert.up_proj" beside experts' "up_proj"."""
-        expert_ends = set(map(_end, self.experts))
-        parts = (name.split(".") for name in self.linears)
-        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in expert_ends else part[-1:]) for part in parts))
+        experts, parts = self.expert_layers, (name.split(".") for name in self.linears)
+        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in experts else part[-1:]) for part in parts))
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Last parts of the names of each expert's layers, in order, such as "up_proj"."""
+        return tuple(dict.fromkeys(map(_end, self.experts)))
 
     def noisy_norms(self) -> dict[str, tuple[int, str]]:
         """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""

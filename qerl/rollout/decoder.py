@@ -35,8 +35,8 @@ from qerl.kernels.state import (
 )
 from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.delta_net import PackedDeltaNet
-from qerl.models.expert_adapters import AdaptedExperts
 from qerl.models.experts import (
+    AdaptedExperts,
     ExpertLora,
     Experts,
     Float32Router,

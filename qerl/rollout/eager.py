@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from qerl.models.linear import PackedLinear, dense_weights
-from qerl.models.lora import constant_adapters
+from qerl.models.lora import SharedCasts
 from qerl.models.policy import Policy
 from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, refuse_nan, stop_tokens
 
@@ -158,7 +158,7 @@ class EagerSampler:
         stride = max(self.max_sequences // params.count, 1)
         part = params.part or BatchPart(range(len(prompts)), lambda most: ())
         lm = self.policy.lm
-        with dense_weights(lm, lm.dtype), constant_adapters(lm), self.policy.autocast():
+        with dense_weights(lm, lm.dtype), SharedCasts(lm, every=True).unchanged(), self.policy.autocast():
             for numbers in part.batches(stride):
                 drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
                 for number, group in zip(numbers, drawn, strict=True):

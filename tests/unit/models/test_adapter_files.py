@@ -45,9 +45,9 @@ def changed(adapter, folder, **changes):
 REFUSED = {
     "a rank that memory doesn't hold": ({"r": 10**9}, "has the rank 1000000000, and the matrices of .* at most 4"),
     "a lower rank": ({"r": 2}, "doesn't fit the model .*size mismatch"),
-    "no rank": ({"r": 0}, "has the rank 0"),
-    "a rank that is a text": ({"r": "4"}, "has the rank 4"),
-    "a scale that is no number": ({"lora_alpha": float("nan")}, "lora_alpha=nan, which is no finite number"),
+    "no rank": ({"r": 0}, "has r=0, which isn't supported; save"),
+    "a rank that is a text": ({"r": "4"}, "has r=4, which"),
+    "a scale that is no number": ({"lora_alpha": float("nan")}, "has lora_alpha=nan, which"),
     "a copy of a module without one in the file": ({"modules_to_save": ["lm_head"]}, "doesn't fit the model"),
     "a copy of the model": ({"modules_to_save": ["model"]}, "doesn't fit the model"),
     "targets of another model": (
@@ -55,12 +55,12 @@ REFUSED = {
         "doesn't fit the model .Target modules .'c_attn'. not found",
     ),
     "targets that aren't linear": ({"target_modules": ["mlp"]}, "doesn't fit the model .*is not supported"),
-    "targets that are numbers": ({"target_modules": [3]}, "lists no names"),
+    "targets that are numbers": ({"target_modules": [3]}, r"has target_modules=\[3\], which"),
     "some of the targets": ({"target_modules": ["q_proj"]}, "holds .*lora_A.weight, which adapter_config.json"),
     "targets that aren't in the file": ({"target_modules": [*LAYERS, "lm_head"]}, "lacks lm_head.lora_A.weight"),
-    "an invalid expression": ({"target_modules": "(q_proj"}, "doesn't fit the model .missing"),
+    "an invalid expression": ({"target_modules": "(q_proj"}, "doesn't fit the model"),
     "layers that the model doesn't have": ({"layers_to_transform": [99]}, "doesn't fit the model"),
-    "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication, which isn't supported"),
+    "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication=.*, which isn't supported"),
 }
 
 
@@ -83,7 +83,7 @@ def test_an_adapter_that_fits_loads(base, adapter, tmp_path, changes):
 
 @pytest.mark.parametrize("changes", [{"r": 0}, {"r": 10**9}, {"lora_alpha": "x"}])
 def test_a_merge_refuses_the_same_values(base, adapter, tmp_path, changes):
-    with pytest.raises(CheckpointError, match=r"has the rank|lora_alpha="):
+    with pytest.raises(CheckpointError, match=r"has the rank|has r=|lora_alpha="):
         write_merged(base, changed(adapter, tmp_path / "foreign", **changes), tmp_path / "out")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError
-from qerl.models.expert_adapters import adapted_experts
+from qerl.models.experts import adapted_experts
 from qerl.models.export import export, write_dense, write_merged
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import load_policy, with_adapter

@@ -22,8 +22,7 @@ from qerl.memory_model import (
     that_fit,
     weight_bytes,
 )
-from qerl.models.expert_adapters import AdaptedExperts
-from qerl.models.experts import GroupedAdapters
+from qerl.models.experts import AdaptedExperts, GroupedAdapters
 from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.structure import empty_model
