@@ -17,9 +17,8 @@ from qerl.models.logprobs import COLUMNS, ROWS
 from qerl.rl.memory import USABLE, recomputed_blocks
 from qerl.rl.packing import Sample, row_tokens, split
 from qerl.rollout.decoder import PROMPT_BUCKETS, bucket_of
-from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS
+from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS, pages_for
 from qerl.rollout.sampler import Completion
-from qerl.rollout.scheduler import pages_for
 from qerl.settings.run import KvCacheDtype, NativeSettings, OptimizerSettings, RunSettings
 
 # Bytes per token that a block keeps for its backward pass on a GPU, without adapters.
