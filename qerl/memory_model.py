@@ -14,12 +14,11 @@ from qerl.formats.layouts import BLOCK_COLUMNS
 from qerl.kernels.packed_sequences import SINK_FEATURES
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.logprobs import COLUMNS, ROWS
-from qerl.rl.memory import USABLE, recomputed_blocks
 from qerl.rl.packing import Sample, row_tokens, split
+from qerl.rl.passes import USABLE, recomputed_blocks
 from qerl.rollout.decoder import PROMPT_BUCKETS, bucket_of
-from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS
+from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS, pages_for
 from qerl.rollout.sampler import Completion
-from qerl.rollout.scheduler import pages_for
 from qerl.settings.run import KvCacheDtype, NativeSettings, OptimizerSettings, RunSettings
 
 # Bytes per token that a block keeps for its backward pass on a GPU, without adapters.
@@ -365,7 +364,7 @@ def longest_row(settings: StepSettings) -> int:
 def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tuple[int, int]:
     """Bytes of an update's activations at their peak, and the number of blocks that it recomputes.
 
-    `usable` bytes decide both for `auto`, as in `qerl.rl.memory.Recomputation`.
+    `usable` bytes decide both for `auto`, as in `qerl.rl.passes.Recomputation`.
     """
     tokens = longest_row(settings)
     # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.

@@ -26,10 +26,9 @@ from qerl.results.speeds import (
     TraceRow,
 )
 from qerl.results.store import write
-from qerl.rollout.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler, RolloutPhases
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.scheduler import RolloutPhases
 from qerl.settings.run import AdapterSettings, EngineSettings
 from qerl.settings.workflow import RolloutBench
 from qerl.settings.workloads import Mix

@@ -45,7 +45,7 @@ from qerl.results.speeds import (
     TimedStep,
 )
 from qerl.results.store import read, write
-from qerl.rl.memory import blocks
+from qerl.rl.passes import blocks
 from qerl.rl.rollouts import Task, problem_index
 from qerl.rl.train import Trainer, make_trainer, prepared
 from qerl.rollout.engine import EngineSampler

@@ -262,7 +262,7 @@ class DecodeSeconds(Stored):
 
 
 class PhaseSeconds(Stored):
-    """Seconds of a rollout by phase, as `qerl.rollout.scheduler` measures them on the device."""
+    """Seconds of a rollout by phase, as `qerl.rollout.engine` measures them on the device."""
 
     prefill: float
     prefills: int

@@ -126,7 +126,7 @@ def test_logprobs_behind_prompts_are_those_of_hugging_face(policy, tokens, count
     prompts = prompts_of(tokens, count)
     first = sampler.generate(prompts, params)
     bucket = prompt_bucket(tokens, count)
-    assert set(sampler._pool.prefill._graphs) == ({bucket} if bucket else set())
+    assert set(sampler._pool.prompts) == ({bucket} if bucket else set())
     assert_hugging_faces(policy, prompts, first)
     others = prompts_of(max(tokens - 3, count), count, seed=1)
     assert_hugging_faces(policy, others, sampler.generate(others, params))

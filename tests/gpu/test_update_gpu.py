@@ -9,8 +9,8 @@ from qerl.kernels.packed_sequences import Packing, attend_packed
 from qerl.models.blocks import attend
 from qerl.models.policy import trained_in_full
 from qerl.models.random import random_policy
-from qerl.rl.memory import USABLE, Recomputation, kept_bytes
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.passes import USABLE, Recomputation, kept_bytes
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion
 from qerl.settings.models import Base

@@ -12,10 +12,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels import packed_sequences
-from qerl.rl import graphs, memory
-from qerl.rl.graphs import PassGraphs
-from qerl.rl.memory import Recomputation
+from qerl.rl import passes
 from qerl.rl.packing import PaddedMicroBatch, PaddedSize, micro_batch, padded_tokens, row_tokens, split
+from qerl.rl.passes import PassGraphs, Recomputation
 from tests.conftest import in_nightly
 from tests.unit.rl import tiny_trainer
 
@@ -42,7 +41,7 @@ def attention(monkeypatch):
         return out
 
     monkeypatch.setattr(packed_sequences, "_FlashAttention", SimpleNamespace(apply=attend))
-    monkeypatch.setattr(memory, "allocatable_bytes", lambda: 2**33)
+    monkeypatch.setattr(passes, "allocatable_bytes", lambda: 2**33)
 
 
 #: Groups with prompts of up to 90 tokens, one of them without a gradient.
@@ -137,6 +136,6 @@ def test_rows_of_a_large_batch_have_no_graph_however_few_teach(checkpoints, monk
     captured = in_fixed_rows(made)
     samples = batch(0, advantages=[[0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
     longest = max(row_tokens(samples, row) for row in split(samples, made.settings.micro_batch_tokens))
-    monkeypatch.setattr(graphs, "MOST_BYTES", share * padded_tokens(longest) * made.graphs._token_bytes)
+    monkeypatch.setattr(passes, "MOST_BYTES", share * padded_tokens(longest) * made.graphs._token_bytes)
     made.update(1, samples)
     assert bool(captured) == (share > 1)

@@ -9,9 +9,9 @@ import torch
 from qerl.host.gpus import allocatable_bytes
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import with_adapter
-from qerl.rl import memory
-from qerl.rl.memory import Recomputation, blocks, kept_bytes, recomputed_blocks, saved_for_backward
+from qerl.rl import passes
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
+from qerl.rl.passes import Recomputation, blocks, kept_bytes, recomputed_blocks, saved_for_backward
 from qerl.rollout.sampler import Completion
 from qerl.settings.run import AdapterSettings
 from tests.tiny import random_checkpoint, tiny_qwen2
@@ -89,7 +89,7 @@ def test_less_free_memory_means_more_recomputation_and_the_same_gradients(checkp
     recomputation = Recomputation(policy)
     whole = LAYERS * 200 * kept_bytes(policy)
     for share in (2.0, 1.25, 1.0, 0.0):
-        monkeypatch.setattr(memory, "free_bytes", lambda share=share: share * whole)
+        monkeypatch.setattr(passes, "free_bytes", lambda share=share: share * whole)
         counts.append(recomputation.choose(200))
         policy.lm.zero_grad()
         with saved_for_backward(policy.lm) as saved:
@@ -115,11 +115,11 @@ def test_logits_and_then_weights_are_kept_where_they_fit_beside_all_activations(
     unpacked = sum(2 * module.packed.shape[0] * module.packed.shape[1] for module in packed)
     activations = (len(blocks(policy.lm)) + 2) * tokens * kept_bytes(policy)
     logits = 2 * tokens * policy.lm.config.vocab_size
-    monkeypatch.setattr(memory, "free_bytes", lambda: activations + logits - 1)
+    monkeypatch.setattr(passes, "free_bytes", lambda: activations + logits - 1)
     assert recomputation.fitting_tokens(with_logits=True) == tokens - 1
     assert recomputation.choose(tokens) == 0
     for free, fit in ((activations + logits + unpacked, True), (activations + logits + unpacked - 1, False)):
-        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(passes, "free_bytes", lambda free=free: free)
         assert recomputation.fitting_tokens(with_logits=True) >= tokens
         with recomputation.weights(tokens):
             held = [module._dense for module in packed]

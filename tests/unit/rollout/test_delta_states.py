@@ -8,9 +8,8 @@ import torch
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rollout.engine import EngineSampler
+from qerl.rollout.engine import EngineSampler, Scheduler, slots_for
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.scheduler import Scheduler, slots_for
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_family
 

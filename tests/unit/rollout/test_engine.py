@@ -16,7 +16,7 @@ from qerl.models.policy import load_policy, trained_in_full, weight_bytes, with_
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.train import failure, noted
-from qerl.rollout import scheduler
+from qerl.rollout import engine
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
@@ -202,9 +202,9 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, make):
 def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch, dtype):
     """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
     interrupted = []
-    interrupt = scheduler.Scheduler._interrupt
+    interrupt = engine.Scheduler._interrupt
     monkeypatch.setattr(
-        scheduler.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
+        engine.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
     )
     params = SamplingParams(max_tokens=100, count=2, seed=3)
     plenty = sampler_of(policy, kv_cache_dtype=dtype).generate(PROMPTS, params)
@@ -293,7 +293,7 @@ def test_an_interrupted_rollout_leaves_a_working_sampler(policy, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.Scheduler, "_collect", fails)
+        patch.setattr(engine.Scheduler, "_collect", fails)
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(PROMPTS, params)
     assert sampler.generate(PROMPTS, params) == expected
@@ -398,12 +398,12 @@ def test_completions_end_at_their_lengths(policy, make, room):
 
 @pytest.mark.parametrize(("gigabytes", "steps"), [(0.05, 8), (1.2, 8), (2.2, 5), (5.9, 2), (9.9, 1), (65.0, 1)])
 def test_larger_policies_are_looked_at_after_fewer_steps(gigabytes, steps):
-    assert scheduler.steps_between_looks(int(gigabytes * 1e9)) == steps
+    assert engine.steps_between_looks(int(gigabytes * 1e9)) == steps
 
 
-@pytest.mark.parametrize("every", [1, 3, scheduler.MOST_STEPS])
+@pytest.mark.parametrize("every", [1, 3, engine.MOST_STEPS])
 def test_phases_count_the_steps_of_a_rollout(policy, every, monkeypatch):
-    monkeypatch.setattr(scheduler, "_LOOK_BYTES", every * weight_bytes(policy))
+    monkeypatch.setattr(engine, "_LOOK_BYTES", every * weight_bytes(policy))
     sampler = sampler_of(policy, max_sequences=3)
     with seconds() as elapsed:
         sampler.generate(PROMPTS, SamplingParams(max_tokens=70, count=2, seed=4, lengths=LENGTHS))

@@ -29,7 +29,7 @@ from qerl.models.structure import empty_model
 from qerl.results.schema import OK
 from qerl.results.speeds import GrpoStepResult
 from qerl.results.store import read
-from qerl.rl.memory import saved_for_backward
+from qerl.rl.passes import saved_for_backward
 from qerl.rollout.decoder import Decoder
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.families import FAMILIES
