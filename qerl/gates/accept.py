@@ -6,12 +6,11 @@ import subprocess
 from pathlib import Path
 
 from qerl.gates.baselines import write_baseline
+from qerl.jobs import Plan, VerdictJob
 from qerl.results.paths import MEASURED
 from qerl.results.schema import GateMeasurements
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
-from qerl.workflow.outputs import Files
-from qerl.workflow.runs import Plan
 
 
 def accept(plan: Plan) -> Path:
@@ -19,7 +18,7 @@ def accept(plan: Plan) -> Path:
     settings = plan.config.gates
     if settings is None:
         raise ConfigError(f"configuration {plan.config.name} has no `gates`; use config/ci.yaml")
-    file = Files(plan).gates / MEASURED
+    file = VerdictJob.path(plan, file=MEASURED)
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
     measured = read(GateMeasurements, file)

@@ -11,12 +11,11 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
+from qerl.jobs import EvaluateJob, Plan, PlannedRun, TrainJob
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
-from qerl.workflow.outputs import Files
-from qerl.workflow.runs import Plan, PlannedRun
 
 # GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
 #
@@ -315,14 +314,13 @@ def _columns(phase: str, hours: Hours) -> dict[str, Any]:
 
 
 def _done(plan: Plan, run: PlannedRun) -> str:
-    files = Files(plan)
-    trained = files.run(run.id) / RUN
+    trained = TrainJob.path(plan, run.id, RUN)
     if not trained.is_file():
         return ""
     status = read(RunResult, trained).status
     if status != OK:
         return status
-    return "trained, evaluated" if (files.evaluation(run.id) / RESULT).is_file() else "trained"
+    return "trained, evaluated" if EvaluateJob.path(plan, run.id, RESULT).is_file() else "trained"
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:
