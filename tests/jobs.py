@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
-from qerl.jobs import KINDS, PointJob, TrainJob
+from qerl.jobs import KINDS, TrainJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Workload
 from tests.tiny import tiny_qwen2, write_template
 
 #: The functions of all jobs, as `module:name`.
-FUNCTIONS = [kind.does for kind in KINDS.values() if kind is not PointJob]
+FUNCTIONS = [kind.does for kind in KINDS.values() if hasattr(kind, "does")]
 FUNCTIONS += [path for work in Workload.__subclasses__() for path in work.does.values()]
 #: A run of a tiny policy with a checkpoint after each step, without a reward that its random completions differ in.
 SETTINGS: dict[str, Any] = {

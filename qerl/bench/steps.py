@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench.timing import Point, nbytes, optimizer_bytes, run_points
+from qerl.bench.timing import WARM_UP, Point, nbytes, optimizer_bytes, run_points
 from qerl.bench.workloads import (
     WARMUP,
     MeasuredSteps,
@@ -31,7 +31,7 @@ from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import WARM_UP, PointJob, PointPart, StepJob, TimedRun
+from qerl.jobs import PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.results.schema import Provenance

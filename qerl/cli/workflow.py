@@ -21,7 +21,7 @@ from qerl.cli.console import console, print_error, print_table, show
 from qerl.host.imports import imports
 from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
 from qerl.host.provenance import check_writable, writing
-from qerl.jobs import Job, KilledError, parse_job
+from qerl.jobs import Job, KilledError, PointJob, parse_job
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
@@ -30,7 +30,7 @@ from qerl.settings.workflow import Config
 if TYPE_CHECKING:
     import pandas as pd
 
-    from qerl.workflow.runs import Plan
+    from qerl.jobs import Plan
 
 
 # `qerl rule`: what the workflow's rules call.
@@ -191,13 +191,12 @@ def grid(
 ) -> None:
     """List the jobs of a configuration's `shapes` with their state."""
     from qerl.workflow.grid import point_jobs, remaining, state
-    from qerl.workflow.outputs import Files
 
     plan = _plan(config, None)
     shapes = plan.config.shapes
     if shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    jobs = point_jobs(shapes, Files(plan).points)
+    jobs = point_jobs(plan.points, PointJob.path(plan).parent)
     left = {id: job for id, one in jobs.items() if (job := remaining(one, shapes))}
     if missing:
         commands = [["python", "-P", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
@@ -223,10 +222,10 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
     """Commit the last measurements of the gates as the baseline of this class of machines."""
     from qerl.gates.compare import accept
-    from qerl.workflow.outputs import Files
+    from qerl.jobs import VerdictJob
 
     plan = _plan(config, keys)
-    typer.echo(accept(plan.config, Files(plan).gates))
+    typer.echo(accept(plan.config, VerdictJob.path(plan)))
 
 
 @app.command(rich_help_panel=PANEL)

@@ -253,7 +253,7 @@ def evaluate_policy(job: EvaluateJob) -> None:
 
     The result of a failed run has its status and no task.
     """
-    about = job.policy.described
+    about = job.policy
     file = job.trained and job.trained.parent / RUN
     if file and file.is_file() and (status := read(RunResult, file).status) != OK:
         job.out.mkdir(parents=True, exist_ok=True)

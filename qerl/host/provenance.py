@@ -162,8 +162,8 @@ def check_clock(paths: Iterable[Path]) -> None:
 
 PACKAGE = Path(__file__).parents[1]
 
-#: Modules that decide no result, because they only report progress and origin.
-TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.trackers", "qerl.version")
+#: Modules that decide no result, because they only report progress and origin, or plan: the fields of a job decide.
+TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers", "qerl.version")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
 

@@ -1,86 +1,47 @@
-"""Checks of a plan before any job starts, and of models with their problems."""
+"""Checks of a plan before any job starts."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
+import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.files import check_base, check_room, read_config, usable_length
 from qerl.data.hub import check_folder
 from qerl.host.imports import check, check_engine, check_trackers
+from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData
 from qerl.settings.formats import FORMATS
 from qerl.settings.models import LocalModel, PretrainSettings
-from qerl.settings.run import CHECKED, FITTED, RunSettings
-from qerl.settings.workflow import DRIFT_BLOCKS, Config, EvaluationSettings, RolloutBench, TaskSettings, require
-from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, written_as
-
-# The checks of models with their problems that precede any long job.
-
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """The check of a model that this project didn't train with the problems of a run or of an evaluation's tasks."""
-
-    model: str
-    runs: tuple[RunSettings, ...]
-    evaluation: EvaluationSettings
-
-    @property
-    def datasets(self) -> list[str]:
-        """The data sets that are checked."""
-        return sorted({run.dataset for run in self.runs} | {task.dataset for task in self.evaluation.tasks})
-
-    @property
-    def id(self) -> str:
-        """An id from the check's content, so that a changed setting is a new check and leaves other runs' checks
-        valid.
-        """
-        runs = [run.model_dump(mode="json", include=CHECKED) for run in self.runs]
-        content = {
-            "model": self.model,
-            "runs": json.dumps(runs),
-            "evaluation": self.evaluation.model_dump_json(),
-            "datasets": self.datasets,
-        }
-        return f"{self.model}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]}"
-
-
-def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
-    """The check that precedes a run."""
-    settings = RunSettings.model_validate(run.settings.model_dump(include=CHECKED))
-    return _check(plan, settings.model, [settings], [])
-
-
-def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
-    """The check that precedes an evaluation."""
-    tasks = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
-    return _check(plan, evaluation.base.model, [], tasks)
-
-
-def _check(plan: Plan, model: str, runs: list[RunSettings], tasks: list[TaskSettings]) -> ModelCheck:
-    return ModelCheck(model, tuple(runs), plan.config.evaluation.model_copy(update={"tasks": tasks}))
-
-
-def checks(plan: Plan) -> dict[str, ModelCheck]:
-    """All checks by id. The miniature needs none, since this project trains it on these problems."""
-    every = [
-        *(run_check(plan, run) for run in plan.runs.values()),
-        *(evaluation_check(plan, evaluation) for evaluation in plan.evaluations.values()),
-    ]
-    models = plan.config.models
-    return {check.id: check for check in every if not isinstance(models[check.model], PretrainSettings)}
-
+from qerl.settings.run import FITTED
+from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
 
 # Checks of a plan before any job starts.
+
+
+def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
+    """The key in the configuration from which a dotted key of a run's settings comes."""
+    above = f"experiments.{name}"
+    if any(f"{key}.".startswith(f"{varied}.") for varied in experiment.grid):
+        return f"{above}.grid.{key}"
+    if experiment.arms[arm] and (not key or _holds(experiment.arms[arm], key)):
+        return f"{above}.arms.{arm}.{key}".removesuffix(".")
+    return f"{above}.base.{key}".removesuffix(".")
+
+
+def _holds(tree: Any, key: str) -> bool:
+    """Whether a value exists at a dotted key, whose list indices (`[0]`) are ignored."""
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def check_run(run: PlannedRun, config: Config) -> None:

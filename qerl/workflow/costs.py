@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
+from qerl.jobs import EvaluateJob, Plan, PlannedRun, TrainJob
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
-from qerl.workflow.outputs import Files
-from qerl.workflow.runs import Plan, PlannedRun
 
 # GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
 #
@@ -95,157 +94,108 @@ class PlannedWork:
     """The engine of the rollouts, `native` or `vllm`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """A row of speeds.csv."""
-
-    model: str
-    weights: str
-    method: str
-    rank: int
-    engine: str
-    """`native`, or `vllm` for rollouts."""
-    sequences: int
-    tokens: int
-    """Tokens of each sequence, its prompt included."""
-    gradient_checkpointing: Recompute | Literal[""]
-    """Empty for a rollout."""
-    rate: float
-    """Tokens/s of the rollout or the update."""
-
-
 class Costs:
     """The speeds of one machine, and those of a slower one. The machine's own count where both are as near."""
 
     def __init__(self, machine: str) -> None:
-        measured = _rows(SPEEDS)
-        known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
+        if not SPEEDS.is_file():
+            raise ConfigError(f"{SPEEDS} doesn't exist: only the repository has measured speeds; run in a clone of it")
+        speeds = pd.read_csv(SPEEDS, dtype={"gradient_checkpointing": str})
+        known = sorted({*speeds.machine, *PEAK_FLOPS})
         if machine not in known:
             raise ConfigError(f"there are no speeds of the machine {machine!r}; use one of {', '.join(known)}")
-        rows = [row for name in (machine, SLOWER.get(machine)) for row in measured if row["machine"] == name]
+        speeds = pd.concat([speeds[speeds.machine == name] for name in (machine, SLOWER.get(machine))])
         self._rollouts, self._updates = (
-            [_speed(row, phase) for row in rows if row[f"{phase}_tokens_per_second"]] for phase in ("rollout", "update")
+            speeds.assign(rate=speeds[f"{phase}_tokens_per_second"]).dropna(subset="rate")
+            for phase in ("rollout", "update")
         )
         self._peak = PEAK_FLOPS.get(machine, math.nan)
-        self._parameters = {
-            row["model"]: float(row["gigabytes"]) * 1e9 / 2 for row in _rows(SIZES) if row["weights"] == "bf16"
-        }
+        sizes = pd.read_csv(SIZES)
+        self._parameters = sizes[sizes.weights == "bf16"].set_index("model").gigabytes * 1e9 / 2
+        # Runs of many seeds do equal work.
+        self.rollout, self.update = cache(self._rollout), cache(self._update)
+        self.measured_rollout = cache(self._measured_rollout)
 
-    def rollout(self, work: PlannedWork) -> Hours:
+    def _rollout(self, work: PlannedWork) -> Hours:
         """Hours of the completions."""
         speed = self.measured_rollout(work)
         if speed is not None:
             return Hours(measured=_hours(work.drawn, speed.rate))
         return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
 
-    def update(self, work: PlannedWork) -> Hours:
+    def _update(self, work: PlannedWork) -> Hours:
         """Hours of the updates; gradient checkpointing's bound those without it, where the latter aren't measured."""
         work = replace(work, engine="native")  # which trains, whoever draws the completions
-        speeds = [speed for speed in self._updates if speed.method == work.method]
+        speeds = self._updates[self._updates.method == work.method]
         for checkpointing in (work.gradient_checkpointing, "true"):
-            speed = _nearest(work, [s for s in speeds if s.gradient_checkpointing == checkpointing])
+            speed = _nearest(work, speeds[speeds.gradient_checkpointing == checkpointing])
             if speed is not None:
                 return Hours(measured=_hours(work.trained, speed.rate))
         return Hours(estimated=_hours(work.trained, self._update_rate(work)))
 
-    def measured_rollout(self, work: PlannedWork) -> Speed | None:
+    def _measured_rollout(self, work: PlannedWork) -> Any:
         """The measured speed that gives the hours of rollouts, or None.
 
         An adapter slows rollouts, so that speeds with one bound the hours of work without, too.
         """
-        speeds = [s for s in self._rollouts if s.method == "lora" or work.method != "lora"]
-        return _nearest(work, [s for s in speeds if _like_batch(s, work)])
+        speeds = self._like_batch(work)
+        return _nearest(work, speeds[(speeds.method == "lora") | (work.method != "lora")])
+
+    def _like_batch(self, work: PlannedWork) -> pd.DataFrame:
+        """Rollouts whose batch isn't larger than the work's, and not so much smaller that hours would say nothing."""
+        return self._rollouts[self._rollouts.sequences.between(work.sequences * SMALLEST_BATCH, work.sequences)]
 
     def _rollout_rate(self, work: PlannedWork) -> float:
-        speeds = [s for s in self._rollouts if s.engine == work.engine and _like_batch(s, work)]
-        same = [s for s in speeds if s.weights == work.weights]
-        alike = self._of_nearest_size(work, same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)])
-        if not alike:
+        speeds = self._like_batch(work)
+        speeds = speeds[speeds.engine == work.engine]
+        weights = work.weights if work.weights in {*speeds.weights} else STAND_IN.get(work.weights)
+        alike = self._of_nearest_size(work, speeds[speeds.weights == weights])
+        if alike.empty:
             return math.nan
-        order = {s: (-s.sequences, s.rank < work.rank, abs(s.rank - work.rank), -s.tokens) for s in alike}
-        chosen = min(order, key=order.__getitem__)
-        return chosen.rate * min(1.0, self._parameters[chosen.model] / self._parameters[work.model])
+        chosen = _first(alike, lesser_rank=alike["rank"] < work.rank, distance=(alike["rank"] - work.rank).abs())
+        return float(chosen.rate * min(1.0, self._parameters[chosen.model] / self._parameters[work.model]))
 
     def _update_rate(self, work: PlannedWork) -> float:
         """At the lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
-        alike = [
-            speed
-            for speed in self._updates
-            if speed.method == work.method
-            and speed.gradient_checkpointing != "auto"
-            and speed.sequences <= work.sequences
-        ]
-        largest = {
-            (speed.weights, speed.gradient_checkpointing): speed
-            for speed in sorted(self._of_nearest_size(work, alike), key=lambda speed: speed.sequences)
-        }
+        speeds = self._updates[(self._updates.method == work.method) & (self._updates.sequences <= work.sequences)]
+        alike = self._of_nearest_size(work, speeds[speeds.gradient_checkpointing != "auto"])
+        largest = alike.sort_values("sequences", kind="stable").groupby(["weights", "gradient_checkpointing"]).tail(1)
         shares = (
-            speed.rate * _operations(speed.gradient_checkpointing) * self._parameters[speed.model] / self._peak
-            for speed in largest.values()
+            row["rate"] * _operations(row["gradient_checkpointing"]) * self._parameters[row["model"]] / self._peak
+            for row in largest.to_dict("records")
         )
         operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
         return min(shares, default=UTILIZATION) * self._peak / operations
 
-    def _of_nearest_size(self, work: PlannedWork, speeds: Iterable[Speed]) -> list[Speed]:
+    def _of_nearest_size(self, work: PlannedWork, speeds: pd.DataFrame) -> pd.DataFrame:
         """Those speeds whose model has a size next to the work's; none if its size isn't known."""
-        size = self._parameters.get(work.model)
-        known = [speed for speed in speeds if speed.model in self._parameters]
-        if size is None or not known:
-            return []
-        nearest = min({s.model for s in known}, key=lambda name: (abs(math.log(self._parameters[name] / size)), name))
-        return [speed for speed in known if speed.model == nearest]
+        sizes = self._parameters.reindex(sorted({*speeds.model} & {*self._parameters.index}))
+        if work.model not in self._parameters or sizes.empty:
+            return speeds.iloc[:0]
+        return speeds[speeds.model == np.log(sizes / self._parameters[work.model]).abs().idxmin()]
 
 
 def _operations(gradient_checkpointing: str) -> int:
     return FLOPS if gradient_checkpointing == "false" else FLOPS_CHECKPOINTING
 
 
-def _like_batch(speed: Speed, work: PlannedWork) -> bool:
-    """Whether a rollout's batch isn't larger than the work's, and not so much smaller that hours would say nothing."""
-    return work.sequences * SMALLEST_BATCH <= speed.sequences <= work.sequences
-
-
-def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
-    """The measured speed of this model, weights and engine with the largest fitting batch and nearest rank.
+def _nearest(work: PlannedWork, speeds: pd.DataFrame) -> Any:
+    """The measured speed of this model, weights and engine with the largest fitting batch and nearest rank, or None.
 
     No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits. The
     batch counts first, because rates of batches differ by factors, and those of ranks by percents. Of speeds that
     differ in lengths alone, that of the longest counts, because long contexts are slow.
     """
-    same = [
-        speed
-        for speed in speeds
-        if (speed.model, speed.weights, speed.engine) == (work.model, work.weights, work.engine)
-        and speed.sequences <= work.sequences
-    ]
-    return min(same, key=lambda speed: (-speed.sequences, abs(speed.rank - work.rank), -speed.tokens), default=None)
+    same = (speeds.model == work.model) & (speeds.weights == work.weights) & (speeds.engine == work.engine)
+    fitting = speeds[same & (speeds.sequences <= work.sequences)]
+    return None if fitting.empty else _first(fitting, distance=(fitting["rank"] - work.rank).abs())
 
 
-def _rows(file: Path) -> list[dict[str, str]]:
-    if not file.is_file():
-        raise ConfigError(f"{file} doesn't exist: only the repository has measured speeds; run in a clone of it")
-    with file.open(newline="", encoding="utf-8") as rows:
-        return list(csv.DictReader(rows))
-
-
-def _speed(row: dict[str, str], phase: str) -> Speed:
-    rate = float(row[f"{phase}_tokens_per_second"])
-    checkpointing = row["gradient_checkpointing"]
-    if phase == "update" and checkpointing not in get_args(Recompute):
-        raise ConfigError(
-            f"{SPEEDS.name}: the update of {row['source']!r} doesn't say gradient_checkpointing true, false or auto"
-        )
-    return Speed(
-        model=row["model"],
-        weights=row["weights"],
-        method=row["method"],
-        rank=int(row["rank"]),
-        engine=row["engine"],
-        sequences=int(row["sequences"]),
-        tokens=int(row["tokens"]),
-        gradient_checkpointing=checkpointing,  # type: ignore[arg-type]
-        rate=rate,
-    )
+def _first(speeds: pd.DataFrame, **least: pd.Series) -> Any:
+    """The row of the largest batch, then of the least values, then of the longest sequences."""
+    keys = ["sequences", *least, "tokens"]
+    ascending = [False, *(True for _ in least), False]
+    return next(speeds.assign(**least).sort_values(keys, ascending=ascending, kind="stable").itertuples())
 
 
 def _hours(tokens: float, rate: float) -> float:
@@ -315,14 +265,13 @@ def _columns(phase: str, hours: Hours) -> dict[str, Any]:
 
 
 def _done(plan: Plan, run: PlannedRun) -> str:
-    files = Files(plan)
-    trained = files.run(run.id) / RUN
+    trained = TrainJob.path(plan, run.id, RUN)
     if not trained.is_file():
         return ""
     status = read(RunResult, trained).status
     if status != OK:
         return status
-    return "trained, evaluated" if (files.evaluation(run.id) / RESULT).is_file() else "trained"
+    return "trained, evaluated" if EvaluateJob.path(plan, run.id, RESULT).is_file() else "trained"
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:

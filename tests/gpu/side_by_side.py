@@ -24,10 +24,9 @@ from pathlib import Path
 from qerl.host.imports import OPTIONAL, imports
 from qerl.host.lease import devices
 from qerl.host.provenance import writing
-from qerl.jobs import KINDS
+from qerl.jobs import FINISHED, KINDS, listed_results
 from qerl.results.paths import DATASET, PRETRAIN, REPORT, RESULT, RUN
 from qerl.settings.base import read_yaml
-from qerl.workflow.outputs import FINISHED
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Call, Jobs
 
@@ -139,12 +138,12 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     failed = do(jobs, targets, options.at_once, deadline, logs)
     if plan.config.study:
-        gather = jobs.gather(FINISHED)
+        gather = jobs.of("gather", FINISHED)
         gather.results.parent.mkdir(parents=True, exist_ok=True)
-        gather.results.write_text("".join(f"{file}\n" for file in jobs.listed))
+        gather.results.write_text("".join(f"{file}\n" for file in listed_results(plan)))
         import_module("qerl.study.gather").gather_study(gather)
         shutil.copytree(gather.out, options.out, dirs_exist_ok=True)
-        for file in jobs.files.all_doses(FINISHED):
+        for file in jobs.of("page", FINISHED).doses:
             shutil.copy(file, options.out)
     if failed:
         log = logs / f"{'-'.join(failed[0])}.log"

@@ -127,10 +127,10 @@ def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path, monk
     tree = copy_tree(tmp_path / "tree")
     plan_ = plan(parse(Config, values, "small"))
     jobs, results = Jobs(plan_), plan_.folder
-    targets = [*jobs.files.stored, f"{results}/tables/table1.csv", f"{results}/figures/figure4.png"]
+    targets = [*map(str, plan_.results), f"{results}/tables/table1.csv", f"{results}/figures/figure4.png"]
     tree.snakemake("--configfile", str(tmp_path / "small.yaml"), "--", *targets)
     monkeypatch.chdir(tree.folder)
-    for job in (*map(jobs.table, plan_.tables), *map(jobs.figure, plan_.figures)):
+    for job in (jobs.of(*call) for kind in ("table", "figure") for call in jobs.calls(kind)):
         if not list(job.out.glob(f"{job.name}.*")):
             run_job(job)
     for file in expected(plan_, results):

@@ -13,11 +13,11 @@ import torch
 from qerl.bench import decode, timing
 from qerl.bench import hf as decode_hf
 from qerl.bench import vllm as decode_vllm
-from qerl.bench.timing import Engine, Point, run_points
+from qerl.bench.timing import Engine, Point, enough_runs, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.host.gpus import Seconds
-from qerl.jobs import PointJob, PointPart, enough_runs
+from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.results import speeds

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.cli.commands import app
-from qerl.jobs import parse_job
+from qerl.jobs import measured_files, parse_job
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.report.speed_tables import beside_printed
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import ShapesSettings
-from qerl.workflow.grid import measured_files, point_jobs, remaining, state
+from qerl.workflow.grid import point_jobs, point_parts, remaining, state
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Jobs
 from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
@@ -35,7 +35,7 @@ def grid(*samples, **entries) -> ShapesSettings:
 
 
 def jobs_of(settings):
-    return point_jobs(settings, Path("work"))
+    return point_jobs(point_parts(settings), Path("work"))
 
 
 def files_of(jobs):
@@ -66,7 +66,7 @@ def test_the_content_of_a_trace_decides_its_points(tmp_path):
     mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "trace": str(trace)}]
     values = {"name": "speed", "shapes": {"samples": ["committed"], "decode": [DECODE], "mixes": mixes}}
     jobs = Jobs(plan_from(values, Path("config/mini.yaml")))
-    [replayed, free] = jobs.points
+    [replayed, free] = jobs.plan.points
     assert replayed == "mix-native-tiny-bf16-r32-64x8-logged-seed0"
     contents = []
     for text in ("a", "a", "b"):
@@ -195,7 +195,7 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
 def test_points_of_this_machine_come_first_then_those_of_the_first_folder_with_the_file(tmp_path):
     own, first, second = (tmp_path / name for name in ("own", "z", "a"))
     settings = grid(first, second, decode=[DECODE | {"ranks": [0, 4, 8, 16]}])
-    [(id, job)] = point_jobs(settings, own).items()
+    [(id, job)] = point_jobs(point_parts(settings), own).items()
     names = [file.name for file in job.files]
     dropped = [f"decode-dropped-{end}.json" for end in "ab"]
     (own / id).mkdir(parents=True)
@@ -206,12 +206,12 @@ def test_points_of_this_machine_come_first_then_those_of_the_first_folder_with_t
             decode_file(folder, "native", "bf16", points, rank=4, size="tiny").rename(folder / name)
     others = [second / dropped[0], first / dropped[1]]  # whose jobs are no longer in the grid
     found = [first / names[0], own / id / names[1], second / names[2], *others]
-    assert measured_files(settings, own) == found
+    assert measured_files(settings.samples, job.files) == found
     assert state(job, settings) == "committed and measured, 3 of 8 points missing"
     left = remaining(job, settings)
     assert [file.name for file in left.files] == [names[1], names[3]]  # what is committed whole isn't measured again
     nothing = grid(decode=[DECODE]).model_copy(update={"samples": []})  # as on a GPU of which nothing is committed
-    assert [state(job, nothing) for job in point_jobs(nothing, tmp_path / "empty").values()] == ["missing"]
+    assert [state(job, nothing) for job in jobs_of(nothing).values()] == ["missing"]
 
 
 def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path):
@@ -247,7 +247,7 @@ def committed_grid(name="shapes"):
 def test_the_committed_points_are_of_these_gpus(name, gpus, whole):
     """What the README states is committed as a whole."""
     settings = committed_grid(name)
-    files = measured_files(settings, Path("work"))
+    files = measured_files(settings.samples, [file for job in jobs_of(settings).values() for file in job.files])
     labels = [json.loads(file.read_text())["provenance"]["machine"]["label"] for file in files]
     assert {label.split()[2] for label in labels} == set(gpus)
     if whole:

@@ -27,13 +27,12 @@ from qerl.gates.compare import (
     write_verdict,
 )
 from qerl.gates.measure import ANSWERS, VECTORS, measure_numerics, wrong_verdicts
-from qerl.jobs import NumericsJob
+from qerl.jobs import NumericsJob, workload_key
 from qerl.results.schema import Baseline, GateMeasurements, Machine
 from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.workflow import Config
 from qerl.workflow.plan import plan
-from qerl.workflow.stages import workload_key
 from tests.mutations import MUTATIONS, mutated
 from tests.synthetic_results import NO_METRICS, rollout_point, write_bench, write_evaluation, write_json, write_run
 from tests.vectors import vectors

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import ADAPTER_CONFIG
 from qerl.evals import evaluate
-from qerl.jobs import EvaluateJob, StoredPolicy
+from qerl.jobs import EvaluateJob
 from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.export import export, merge, write_dense
 from qerl.models.policy import Masters, load_policy, trained_in_full, with_adapter
@@ -181,7 +181,7 @@ def test_the_evaluation_rule_scores_the_trained_norms(checkpoints, tmp_path, mon
     monkeypatch.setattr(evaluate, "score_policy", lambda policy, *_: scored.append(policy))
     evaluate.evaluate_policy(
         EvaluateJob(
-            policy=StoredPolicy(stored="p"),
+            policy={"stored": "p"},
             settings=EvaluationSettings(tasks=[]),
             checkpoint=checkpoints / "nvfp4",
             trained=tmp_path,

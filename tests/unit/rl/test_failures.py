@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.evals.evaluate import evaluate_policy
-from qerl.jobs import EvaluateJob, PlannedPolicy
+from qerl.jobs import EvaluateJob
 from qerl.report import make as report_job
 from qerl.results import readers
 from qerl.rl.checkpoint import Checkpoints
@@ -75,7 +75,7 @@ def evaluate(folder: Path, name: str | None) -> Path:
     settings = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 4}, "dtype": "float32"}
     row = {"run": name, "arm": name and "bf16-lora", "experiment": name and "e", "varied": {"seed": 0} if name else {}}
     job = EvaluateJob(
-        policy=PlannedPolicy(eval=name or "base", base=Base("tiny", "bf16"), **row),
+        policy={"eval": name or "base", **row, **Base("tiny", "bf16").stored},
         settings=EvaluationSettings(**settings, repeats=1),
         checkpoint=folder / "base",
         trained=folder / "train" / name / "policy" if name else None,

@@ -11,7 +11,7 @@ import torch
 
 from qerl.data.sources import prepare, read_split
 from qerl.evals.evaluate import evaluate_policy
-from qerl.jobs import EvaluateJob, StoredPolicy
+from qerl.jobs import EvaluateJob
 from qerl.models.policy import with_adapter
 from qerl.rl.train import make_trainer
 from qerl.rollout.sampler import Completion
@@ -65,7 +65,7 @@ def test_defect_c_evaluation_applies_the_adapter(base, data, tmp_path):
     texts = {}
     for name, trained in (("base", None), ("trained", tmp_path / "policy")):
         paths = {"checkpoint": base, "trained": trained, "data": {"sums": data}, "out": tmp_path / name}
-        evaluate_policy(EvaluateJob(policy=StoredPolicy(stored=name), settings=settings, **paths))
+        evaluate_policy(EvaluateJob(policy={"stored": name}, settings=settings, **paths))
         rows = [json.loads(line) for line in (tmp_path / name / "samples.jsonl").open()]
         texts[name] = [row["completion"] for row in rows]
     assert len(texts["base"]) == 4

@@ -19,7 +19,6 @@ from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config
 from qerl.settings.workloads import Measured
 from qerl.workflow.plan import plan
-from qerl.workflow.stages import Jobs
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +35,7 @@ def test_every_configuration_of_the_repository_is_valid(file):
     again = yaml.safe_dump(config.model_dump(mode="json"))
     assert parse(Config, parse_yaml(again, "again"), "again") == config
     planned = plan(config)
-    assert planned.runs or Jobs(planned).points
+    assert planned.runs or planned.points
     for function in {run.settings.reward.function for run in planned.runs.values()} - {None}:
         assert not function.startswith("tests"), "a configuration must run without the tests"
         imports.check(function, "reward.function")
