@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from qerl.host.imports import source_version
+from qerl.host.imports import OPTIONAL, source_version
 from qerl.host.lease import own_lock
 from qerl.host.provenance import code_version
 from qerl.results import paths, printed
@@ -235,6 +235,8 @@ class Job(Part):
     on_gpu: ClassVar[bool] = False
     #: Whether the process runs only on the CPU cores that belong to its GPUs.
     own_cores: ClassVar[bool] = False
+    #: Optional libraries that the job doesn't need, and whose import, which takes seconds, is prevented.
+    without: ClassVar[Collection[str]] = ()
 
     kind: str
     """The name by which rules and `qerl rule` find the class."""
@@ -369,6 +371,7 @@ class PretrainJob(Job):
     """Train the miniature base policy from scratch."""
 
     does: ClassVar[str] = "qerl.rl.pretrain:pretrain_base"
+    without: ClassVar[Collection[str]] = OPTIONAL
     place: ClassVar[str] = "models/{pretrained}"
     on_gpu: ClassVar[bool] = True
     kind: str = "pretrain"
@@ -413,6 +416,7 @@ class CheckJob(Job):
 
     does: ClassVar[str] = "qerl.workflow.preflight:check_problems"
     place: ClassVar[str] = "checked/{check}"
+    without: ClassVar[Collection[str]] = OPTIONAL
     kind: str = "check"
     model: Path
     runs: list[RunSettings]
@@ -462,7 +466,7 @@ class CheckJob(Job):
 class QuantizeJob(Job):
     """Make a base in one weight format, with a report on size and error; `out` is the folder of the checkpoint."""
 
-    does: ClassVar[str] = "qerl.workflow.bases:make_checkpoint"
+    does: ClassVar[str] = "qerl.workflow.bases:quantize_base"
     place: ClassVar[str] = "quantize/{checkpoint}"
     writes: ClassVar[tuple[str, ...]] = (paths.CHECKPOINT, paths.REPORT)
     on_gpu: ClassVar[bool] = True
@@ -508,6 +512,7 @@ class TrainJob(Job):
     """Train one run. A killed run continues from its last checkpoint in `work`."""
 
     does: ClassVar[str] = "qerl.rl.train:train_run"
+    without: ClassVar[Collection[str]] = OPTIONAL
     place: ClassVar[str] = "train/{run}"
     writes: ClassVar[tuple[str, ...]] = (paths.POLICY, paths.METRICS, paths.ROLLOUTS, paths.RUN)
     kind: str = "train"
@@ -592,6 +597,7 @@ class EvaluateJob(Job):
     """Score a base or a trained policy on every task."""
 
     does: ClassVar[str] = "qerl.evals.evaluate:evaluate_policy"
+    without: ClassVar[Collection[str]] = OPTIONAL
     place: ClassVar[str] = "evaluate/{evaluation}"
     writes: ClassVar[tuple[str, ...]] = (paths.RESULT, paths.SAMPLES, paths.OUTCOMES)
     kind: str = "evaluate"
@@ -701,6 +707,7 @@ class RolloutJob(ProfileJob):
     """Measure rollout throughput by weight format and LoRA rank."""
 
     does: ClassVar[str] = "qerl.bench.rollouts:bench_rollout"
+    without: ClassVar[Collection[str]] = OPTIONAL
     kind: str = "rollout"
     settings: RolloutBench
     checkpoints: dict[str, Path]
@@ -730,6 +737,7 @@ class StepJob(ProfileJob):
     """Measure the time of a training step of several runs."""
 
     does: ClassVar[str] = "qerl.bench.steps:bench_step"
+    without: ClassVar[Collection[str]] = OPTIONAL
     kind: str = "step"
     settings: StepBench
     runs: list[TimedRun]

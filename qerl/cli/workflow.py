@@ -67,7 +67,7 @@ def run_job(job: Job, gpu_percent: int | None = None) -> None:
         module, _, name = job.function.partition(":")
         if job.joins_free_memory:
             join_free_memory()
-        with imports():
+        with imports(job.without):
             if gpus and percent < WHOLE:
                 from qerl.host.gpus import cap_share  # imports torch, which must not see the other GPUs
 

@@ -11,15 +11,17 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from qerl.host.provenance import hash_of_code, installed_version, of_this_package
 from qerl.settings.base import ConfigError
@@ -28,6 +30,16 @@ from qerl.settings.run import EngineSettings
 # Faster imports of large libraries, and clear errors for missing ones.
 
 DISTRIBUTION = "qerl"
+
+#: Libraries that transformers, PEFT and accelerate import if they are installed, for functions that no job of a policy
+#: calls: assisted generation (sklearn), object detection (scipy), layers of bitsandbytes, SageMaker (boto3).
+OPTIONAL = ("sklearn", "scipy", "bitsandbytes", "boto3")
+#: The versions that are known to work without these libraries; with other versions nothing is hidden.
+DO_WITHOUT = {
+    "transformers": SpecifierSet("~=5.17.0"),
+    "peft": SpecifierSet("~=0.21.2"),
+    "accelerate": SpecifierSet("~=1.15"),
+}
 
 
 def check_installed(extra: str) -> None:
@@ -82,22 +94,61 @@ def check_trackers(names: Iterable[str], key: str) -> None:
             )
 
 
+# The garbage collector would scan a million objects of modules repeatedly, and once more at the end. Without it a
+# training's imports take 7 s of CPU time instead of 10, an evaluation's 7 to 9 instead of 11. Only the project's own
+# processes do so: in a notebook `gc.freeze` would keep garbage forever.
 @contextmanager
-def imports() -> Iterator[None]:
+def imports(without: Collection[str] = ()) -> Iterator[None]:
     """A context for the imports at the start of a process, whose objects are exempted from garbage collection.
 
     Modules are a million objects that stay until the process ends. The collector would scan them repeatedly during the
     imports, and once more at the end: 3 of the 10 s of CPU time of a training's imports. Functions of a library must
     not use it, because all other objects of the process would then never be collected either.
+
+    Within the context, the libraries `without` seem not to be installed. Afterwards they can be imported.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with absent(without):
+            yield
     finally:
         gc.freeze()
         if collects:
             gc.enable()
+
+
+def begin(functions: Sequence[str], without: Collection[str], *arguments: Any) -> None:
+    """Begin another process: load functions, as `module:name`, and call the first with the others and `arguments`.
+
+    Python itself would load their modules ahead of any context. The libraries `without` are those of `imports`.
+    """
+    with imports(without):
+        pairs = [function.partition(":") for function in functions]
+        first, *others = [attrgetter(name)(importlib.import_module(module)) for module, _, name in pairs]
+    first(*others, *arguments)
+
+
+@contextmanager
+def absent(libraries: Collection[str]) -> Iterator[None]:
+    """A context in which libraries that aren't imported yet seem not to be installed.
+
+    It sets None in `sys.modules`, as Python documents (The import system, "The module cache"). With other versions than
+    `DO_WITHOUT` nothing is hidden, because they may not work without these libraries.
+    """
+    known = all(metadata.version(name) in versions for name, versions in DO_WITHOUT.items())
+    hidden = [name for name in libraries if name not in sys.modules] if known else []
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+        if "bitsandbytes" in hidden and "peft" in sys.modules:
+            # PEFT also checks for bitsandbytes when it makes an adapter, and caches its first result.
+            from peft.import_utils import is_bnb_4bit_available
+
+            is_bnb_4bit_available()
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 # User functions that a configuration names by import path (`module:function`): rewards and data sets.

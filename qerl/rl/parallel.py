@@ -26,6 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
 from torch.distributed import DistError, TCPStore
 
+from qerl.host.imports import OPTIONAL, begin
 from qerl.host.lease import by_torchrun, check_torchrun, environment_variables, meeting
 from qerl.host.process import Announcement, Interrupted, handling
 from qerl.jobs import KilledError
@@ -176,7 +177,9 @@ def start_processes(
     config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
         with handling(partial(_pass_on, end)), environment_variables(_ENVIRONMENT):
-            elastic_launch(config, _start)(function, count // nodes, nodes, node_timeout, *arguments)
+            hidden = [name for name in OPTIONAL if name not in sys.modules]
+            functions = [f"{each.__module__}:{each.__qualname__}" for each in (_start, function)]
+            elastic_launch(config, begin)(functions, hidden, count // nodes, nodes, node_timeout, *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None

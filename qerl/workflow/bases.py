@@ -19,10 +19,12 @@ from qerl.checkpoints.files import (
 )
 from qerl.data.hub import CONFIG_FILES, MODEL_FILES, OTHER_FILES, hub_unreachable, read_lock, verify
 from qerl.host.console import console, log
+from qerl.host.imports import OPTIONAL, imports
 from qerl.jobs import FetchJob, QuantizeJob
 from qerl.results.schema import Provenance, QuantizationReport
 from qerl.results.store import write
 from qerl.settings.base import ConfigError
+from qerl.settings.formats import FORMATS
 from qerl.settings.models import LockedRepo
 
 #: The revision of a model of the hub that names none.
@@ -34,6 +36,15 @@ HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 def fetch_base(job: FetchJob) -> None:
     """Download a model of the hub at a pinned revision."""
     fetch_model(job.repo, job.revision, job.out, read_lock(job.lock_file).get(job.repo))
+
+
+def quantize_base(job: QuantizeJob) -> None:
+    """Make a base in one weight format."""
+    if job.data is None:
+        with imports(OPTIONAL):  # rounding to nearest needs no optional package
+            if job.base.rounded in FORMATS and FORMATS[job.base.rounded].scheme:
+                import llmcompressor  # noqa: F401
+    make_checkpoint(job)
 
 
 def fetch_model(

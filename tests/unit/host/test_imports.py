@@ -9,17 +9,20 @@ import sys
 import time
 import tomllib
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from qerl import __main__, api
 from qerl.cli import commands as cli
 from qerl.data.records import Problem
-from qerl.host.imports import check, imports, load, source_version
+from qerl.host import imports as module
+from qerl.host.imports import OPTIONAL, absent, check, imports, load, source_version
 from qerl.rl.rewards import Answer, reward_parts
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings, RunSettings
@@ -30,7 +33,7 @@ from tests.tiny import tiny_qwen2, write_template
 ROOT = Path(__file__).parents[3]
 
 #: By which a job is slow to start, each a second or so of CPU time, and which none of them needs to start.
-LARGE = {"datasets", "lighteval", "llmcompressor", "lm_eval", "matplotlib", "vllm"}
+LARGE = {*OPTIONAL, "datasets", "lighteval", "llmcompressor", "lm_eval", "matplotlib", "networkx", "pandas", "vllm"}
 
 
 def imported(code: str) -> set[str]:
@@ -44,7 +47,10 @@ def test_a_job_of_a_policy_imports_what_it_needs():
     """What training, evaluation and benches import as `qerl rule` does; the clock is not asked."""
     found = imported(
         "import qerl.cli.commands\n"
-        "import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts, qerl.workflow.preflight\n"
+        "from qerl.host.imports import OPTIONAL, imports\n"
+        "with imports(without=OPTIONAL):\n"
+        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts\n"
+        "    import qerl.workflow.preflight\n"
     )
     assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found
     assert not LARGE & found
@@ -64,7 +70,21 @@ def test_a_job_of_a_policy_imports_what_it_needs():
 def test_what_reads_a_configuration_imports_neither_torch_nor_tables(code):
     found = imported(code)
     assert "qerl.settings.base" in found
-    assert not (LARGE | {"pandas", "torch", "transformers"}) & found
+    assert not (LARGE | {"torch", "transformers"}) & found
+
+
+def test_a_hidden_library_is_absent_only_within_the_block(monkeypatch):
+    name = "this"  # of the standard library, and imported by nobody
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with absent([name, "json"]):
+        assert find_spec(name) is None
+        with pytest.raises(ModuleNotFoundError):
+            import_module(name)
+        assert sys.modules["json"] is json  # was there before
+    assert find_spec(name) is not None
+    monkeypatch.setitem(module.DO_WITHOUT, "transformers", SpecifierSet("<1"))
+    with absent([name]):
+        assert find_spec(name) is not None
 
 
 @pytest.mark.parametrize("collects", [True, False])

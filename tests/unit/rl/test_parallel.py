@@ -145,16 +145,21 @@ def test_a_script_that_every_process_would_run_again_is_told_what_to_write(tmp_p
     assert "Traceback" not in done.stderr.partition("ConfigError")[2]
 
 
-def test_processes_of_a_run_import_nothing_from_the_working_directory_first(tmp_path):
+def test_processes_of_a_run_import_nothing_from_the_working_directory_first_and_no_library_that_it_hid(tmp_path):
     (place := tmp_path / "place").mkdir()
     (place / "struct.py").write_text("raise SystemExit('imported from the working directory')")
-    (tmp_path / "job.py").write_text("def say(what):\n    print(what)\n")
+    (tmp_path / "job.py").write_text(
+        "try:\n    import sklearn\nexcept ImportError:\n    sklearn = None\n"
+        "def say(what):\n    print(what, 'with' if sklearn else 'without', 'sklearn')\n"
+    )
     script = (
-        "from job import say\nfrom qerl.rl.parallel import start_processes\n"
-        "if __name__ == '__main__':\n    start_processes(2, say, 'a process of the run')\n"
+        "from qerl.host.imports import OPTIONAL, absent\n"
+        "if __name__ == '__main__':\n    with absent(OPTIONAL):\n        from job import say\n"
+        "        from qerl.rl.parallel import start_processes\n"
+        "    start_processes(2, say, 'a process of the run')\n"
     )
     done = run_script(tmp_path, script, place)
-    assert done.stdout.split("\n").count("a process of the run") == 2, done.stderr
+    assert done.stdout.split("\n").count("a process of the run without sklearn") == 2, done.stderr
 
 
 @pytest.mark.slow

@@ -1,15 +1,21 @@
 """A rule's version covers all code that its job runs."""
 
 import shutil
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import grimp
 import pytest
 
+from qerl.cli.workflow import run_job
 from qerl.host import provenance
+from qerl.host.imports import OPTIONAL
 from qerl.host.provenance import PACKAGE, code_of, decides
-from tests.jobs import FUNCTIONS
+from qerl.jobs import TrainJob
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+from tests.jobs import FUNCTIONS, train_job
 
 #: The module of each rule's job.
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
@@ -47,6 +53,21 @@ def test_every_job_has_a_function():
     for path in FUNCTIONS:
         module, _, name = path.partition(":")
         assert f"\ndef {name}(job: " in Path(find_spec(module).origin).read_text(), path
+
+
+def test_a_training_is_imported_without_the_libraries_that_it_does_without(monkeypatch, tmp_path):
+    seen = []
+
+    @contextmanager
+    def imports(without):
+        seen.append(without)
+        yield
+
+    monkeypatch.setattr("qerl.cli.workflow.imports", imports)
+    monkeypatch.setattr(TrainJob, "does", "builtins:repr")
+    settings = parse(RunSettings, {"model": "m", "dataset": "d"}, "test")
+    run_job(train_job(settings, tmp_path, tmp_path, tmp_path / "work", tmp_path / "out"))
+    assert seen == [OPTIONAL]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
