@@ -451,14 +451,14 @@ class ReportedJob(Job):
 class TableJob(ReportedJob):
     """Make one table."""
 
-    does: ClassVar[str] = "qerl.report.make:write_table"
+    does: ClassVar[str] = "qerl.report.tables:make_table"
     kind: Literal["table"] = "table"
 
 
 class FigureJob(ReportedJob):
     """Make one figure."""
 
-    does: ClassVar[str] = "qerl.report.make:write_figure"
+    does: ClassVar[str] = "qerl.report.figures:make_figure"
     kind: Literal["figure"] = "figure"
 
 
@@ -506,7 +506,7 @@ class ShapesJob(Job):
 class GatherJob(Job):
     """Write the metrics and outcomes of a study's runs to Parquet files."""
 
-    does: ClassVar[str] = "qerl.study.gather:gather_study"
+    does: ClassVar[str] = "qerl.study.data:gather_study"
     kind: Literal["gather"] = "gather"
     study: str
     """The name of the configuration."""

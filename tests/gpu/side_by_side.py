@@ -142,7 +142,7 @@ def main() -> None:
         gather = jobs.gather(FINISHED)
         gather.results.parent.mkdir(parents=True, exist_ok=True)
         gather.results.write_text("".join(f"{file}\n" for file in jobs.listed))
-        import_module("qerl.study.gather").gather_study(gather)
+        import_module("qerl.study.data").gather_study(gather)
         shutil.copytree(gather.out, options.out, dirs_exist_ok=True)
         for file in jobs.files.all_doses(FINISHED):
             shutil.copy(file, options.out)
