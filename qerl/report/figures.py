@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from qerl.report import paper, tables
 from qerl.report.format import stamp_text, training_label, weights_label
 from qerl.results import printed
 from qerl.results.paths import NARROW, training_name, weights_names
-from qerl.results.printed import DECAYS, Panel
+from qerl.results.printed import DECAYS, Series
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
@@ -333,47 +334,44 @@ def curves_beside(name: str, stored: StoredResults, stem: Path) -> None:
 
     The metrics are of the first arm that fits a series. The legend of a panel also names series that were not run.
     """
-    metrics, panels = stored.metrics, printed.CURVE_FIGURES[name]
+    metrics = stored.metrics
+    window = smoothing_window(metrics) if len(metrics) else 1
     points = pd.read_csv(printed.FOLDER / printed.CURVES)
-    points = points[points["figure"] == name]
+    points = points[points["figure"] == name].assign(rank=None, setting=points["data"].map(lambda data: {"data": data}))
     identities = {run.run: paper.identity(run.settings) for _, run in stored.run_results}
     arms = [(identities[group["run"].iloc[0]], group) for _, group in metrics.groupby(_ARM, sort=False)]
-    window = smoothing_window(metrics) if len(metrics) else 1
+    panels = [[*of_panel] for _, of_panel in groupby(printed.CURVE_FIGURES[name], key=lambda one: one.panel)]
     with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
-        for axis, panel in zip(axes, panels, strict=True):
-            found = {
-                one.label: next((group for arm, group in arms if paper.fits(one.asked, arm)), None)
-                for one in panel.series
-            }
+        for axis, series in zip(axes, panels, strict=True):
+            found = {one.label: next((group for arm, group in arms if paper.fits(one, arm)), None) for one in series}
             groups = {label: group for label, group in found.items() if group is not None}
-            _panel_beside(axis, panel, groups, points, window)
+            _panel_beside(axis, series, groups, points, window)
 
 
 def _panel_beside(
-    axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
+    axis: Axes, curves: Sequence[Series], groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
 ) -> None:
-    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in panel.series]
+    arms = [(one.weights, training_name(one.method, one.noise)) for one in curves]
     # The arms' colours, or the palette's if the series differ in something else.
     colours = [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
-    identities = [row | {"rank": None, "setting": {"data": row["data"]}} for row in reference.to_dict("records")]
     handles = []
-    for series, colour in zip(panel.series, colours, strict=True):
-        points = reference[[paper.fits(series.asked, point) for point in identities]]
+    for series, colour in zip(curves, colours, strict=True):
+        points = reference[[paper.fits(series, point) for point in reference.to_dict("records")]]
         if len(points):
             axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
                       label=f"paper: {series.label}")  # fmt: skip
         run = series.label in groups
         if run:
-            _draw_seeds(axis, groups[series.label], panel.metric, colour, window)
+            _draw_seeds(axis, groups[series.label], series.metric, colour, window)
         name = series.label if run else f"{series.label}, not run"
         style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
         handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
     counts = sorted({group["seed"].nunique() for group in groups.values()})
-    parts = [panel.title, *[f"seeds: {' or '.join(map(str, counts))}"] * bool(counts)]
+    parts = [curves[0].panel, *[f"seeds: {' or '.join(map(str, counts))}"] * bool(counts)]
     parts += ["dashed: the paper"] * (len(axis.lines) > len(groups))
     axis.set_title("; ".join(parts), loc="left")
     axis.set_xlabel("step")
-    axis.set_ylabel(_LABELS[panel.metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
+    axis.set_ylabel(_LABELS[curves[0].metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
     axis.margins(x=0)
     if not axis.lines:
         axis.set(xticks=[], yticks=[])

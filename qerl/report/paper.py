@@ -275,7 +275,7 @@ def cells_of(*files: str, kinds: Sequence[str] = ()) -> list[Cell]:
     return [cell for cell in cells if cell.model in models and (not kinds or cell.kind in kinds)]
 
 
-def fits(asked: Asked, result: Mapping[str, Any]) -> bool:
+def fits(asked: Asked, result: Mapping[Any, Any]) -> bool:
     """Whether a mapping with the fields of `Result` matches a cell or a curve."""
     setting = result["setting"]
     same = all(

@@ -136,7 +136,7 @@ def test_schema():
             assert number(row) is not None
         elif row["printed"] == "out of memory":
             assert row["metric"] == "step_speedup"
-    assert {path.stem for path in FOLDER.glob("*.csv")} == {*TABLES, "figure1", "figure11", "text", "curves"}
+    assert {path.stem for path in FOLDER.glob("*.csv")} == {*TABLES, "figure1", "figure11", "text", "curves", "series"}
 
 
 def test_ratios_that_the_paper_does_not_print_are_quotients_of_its_throughputs():
