@@ -179,36 +179,29 @@ NOT_RUN, DIFFERENT_MACHINES = "not run", "different machines"
 
 def caption_text(title: str, records: pd.DataFrame) -> str:
     """The caption of a table of evaluations, runs, points or reports: title, machine, seeds, method and commit."""
-    parts = [title, machine_text(records)]
+    sizes, methods = [], []
     if "dataset" in records:
-        sizes = records[["dataset", "problems", "repeats"]].drop_duplicates().itertuples(index=False)
-        parts.append("Problems x repeats: " + ", ".join(f"{name} {count} x {each}" for name, count, each in sizes))
-    parts += [seeds_text(records)] if "run" in records else []
-    parts += [METHOD] if "dataset" in records else []
-    parts += ["Median [quartiles] of the repeats, all points measured in one process"] if "samples" in records else []
-    return ". ".join([*parts, commit_text(records)]) + "."
+        rows = records[["dataset", "problems", "repeats"]].drop_duplicates().itertuples(index=False)
+        sizes = ["Problems x repeats: " + ", ".join(f"{name} {count} x {each}" for name, count, each in rows)]
+        methods = [METHOD]
+    if "samples" in records:
+        methods = ["Median [quartiles] of the repeats, all points measured in one process"]
+    return f"{title}. " + stamp_text(records, records if "run" in records else records[:0], sizes, methods)
 
 
-def stamp_text(records: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """Machine, seeds per arm if there are runs, and commit, as text."""
-    seeds = [seeds_text(runs)] if len(runs) else []
-    return ". ".join([machine_text(records), *seeds, commit_text(records)]) + "."
+def stamp_text(
+    records: pd.DataFrame, runs: pd.DataFrame, sizes: Sequence[str] = (), methods: Sequence[str] = ()
+) -> str:
+    """Machine, seeds per arm if there are runs, and commit, as text, with `sizes` and `methods` in their places.
 
-
-def machine_text(records: pd.DataFrame) -> str:
-    """The machines on which numbers were measured, as text."""
-    return "Machine: " + "; ".join(dict.fromkeys(records["machine"]))
-
-
-def commit_text(records: pd.DataFrame) -> str:
-    """The commits at which numbers were measured, as text."""
-    return "Commit: " + ", ".join(dict.fromkeys(records["commit"]))
-
-
-def seeds_text(records: pd.DataFrame) -> str:
-    """The number of runs per arm as text, from the columns `run` (empty for untrained bases) and `KEY`."""
-    seeds = sorted(set(records[records["run"] != ""].groupby(KEY)["run"].nunique())) or [0]
-    return f"Seeds per arm: {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "")
+    `run` is empty for untrained bases.
+    """
+    seeds = []
+    if len(runs):
+        counts = sorted(set(runs[runs["run"] != ""].groupby(KEY)["run"].nunique())) or [0]
+        seeds = [f"Seeds per arm: {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")]
+    machines, commits = ("; ".join(dict.fromkeys(records["machine"])), ", ".join(dict.fromkeys(records["commit"])))
+    return ". ".join([f"Machine: {machines}", *sizes, *seeds, *methods, f"Commit: {commits}"]) + "."
 
 
 def write_table(

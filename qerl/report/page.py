@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-from pydantic import BaseModel
 
 from qerl.host.provenance import write_text
 from qerl.jobs import ReportJob
@@ -32,6 +30,9 @@ from qerl.results.paths import KEY, NARROW, RESULT, ROLLOUTS, VERDICT, variant
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
 from qerl.results.store import read
+
+#: Makes the address of samples from the parts of their place.
+Addresses = Callable[..., str]
 
 # How results were made, as tables of text: settings, evaluation, runs and their cost, failures, machines, commits.
 
@@ -70,46 +71,40 @@ def _joined(status: str, reason: str) -> str:
 
 def settings_tables(runs: Sequence[RunResult]) -> dict[str, pd.DataFrame]:
     """The settings in which arms differ, one row per arm, and those that all runs share apart from defaults."""
-    values = [dict(_flat(run.settings)) for run in runs]
-    given = dict.fromkeys(key for run in runs for key in _given(run.settings) if key != "seed")
-    differing = [key for key in given if len({flat.get(key) for flat in values}) > 1]
-    arms: dict[tuple[str, ...], dict[str, str]] = {}
+    values = [dict(_flat(run.settings.model_dump(mode="json"))) for run in runs]
+    given = dict.fromkeys(key for run in runs for key, _ in _flat(run.settings.model_dump(exclude_defaults=True)))
+    differing = {key for key in given if key != "seed" and len({flat.get(key) for flat in values}) > 1}
+    arms = []
     for run, flat in zip(runs, values, strict=True):
         arm = {"experiment": run.experiment, "arm": run.arm, "grid": variant(run.varied)}
-        arms.setdefault(tuple(arm.values()), arm | {key: flat.get(key, "") for key in differing})
-    shared = [{"setting": key, "value": values[0][key]} for key in given if key not in differing]
+        arms.append(arm | {key: flat.get(key, "") for key in given if key in differing})
+    shared = [{"setting": key, "value": values[0][key]} for key in given if key not in differing | {"seed"}]
     return {
-        "Settings by arm; all others are equal": pd.DataFrame(list(arms.values())),
+        "Settings by arm; all others are equal": pd.DataFrame(arms).drop_duplicates(),
         "Settings of all runs; others have their defaults": pd.DataFrame(shared),
     }
 
 
-def _flat(settings: BaseModel, before: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in settings:
-        if isinstance(value, BaseModel):
+def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys, and values as text."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", _text(value)
 
 
-def _given(settings: BaseModel, before: str = "") -> Iterator[str]:
-    """The keys whose value isn't their default."""
-    for name, field in type(settings).model_fields.items():
-        value = getattr(settings, name)
-        if isinstance(value, BaseModel):
-            yield from _given(value, f"{before}{name}.")
-        elif value != field.default:
-            yield f"{before}{name}"
-
-
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
-    return json.dumps(value) if isinstance(value, dict) else "none" if value is None else str(value)
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "on" if value else "off"
+        case float():
+            return f"{value:g}"
+        case list() | tuple():
+            return ", ".join(map(_text, value))
+    return str(value)
 
 
 def scoring_table(results: Iterable[EvaluationResult]) -> pd.DataFrame:
@@ -146,18 +141,22 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{100 * sum(known) / len(known):.1f}" if known else ""
 
 
-def run_cost_table(stored: StoredResults, addresses: Mapping[str, str]) -> pd.DataFrame:
-    """One row per run, whose name leads to its address: state, reward at its start and end, and cost."""
+def run_cost_table(stored: StoredResults, address: Addresses) -> pd.DataFrame:
+    """One row per run: state, reward at its start and end, and cost.
+
+    Its name leads to the `address` of its last stored rollout, or of its other samples if none is stored.
+    """
     metrics, rows = stored.metrics, []
     width = smoothing_window(metrics) if len(metrics) else 1
     rewards = {name: group.sort_values("step")["reward"] for name, group in metrics.groupby("run")}
-    for run in stored.runs.to_dict("records"):
+    for (file, _), run in zip(stored.run_results, stored.runs.to_dict("records"), strict=True):
+        step = [view.step for view in steps_in(file.parent / ROLLOUTS)][-1:]
         done, reward = run["status"] == OK, rewards.get(run["run"])
         cost = {"minutes": run["seconds"] / 60, "rollout tokens/s": run["rollout_tokens_per_second"]} if done else {}
         shown = {MEASURES[name]: run[name] for name in ("step_seconds", "weight_bytes", "peak_memory_bytes") if done}
         rows.append(
             {
-                "run": [Link(run["run"], addresses[run["run"]])],
+                "run": [Link(run["run"], address(run["run"], *step))],
                 "state": "finished" if done else run["status"],
                 "reward at the start": "" if reward is None else f"{reward.head(width).mean():.2f}",
                 "at the end": "" if reward is None else f"{reward.tail(width).mean():.2f}",
@@ -174,53 +173,36 @@ def run_cost_table(stored: StoredResults, addresses: Mapping[str, str]) -> pd.Da
 _SHOWN = {"accuracy": "accuracy (%)", "delta_format": "gain (points)"}
 
 
-class Samples:
-    """Addresses of samples on the page that shows them; empty without such a page."""
-
-    def __init__(self, page: str, evaluations: pd.DataFrame) -> None:
-        self._page = page
-        self._of: dict[tuple[str, ...], dict[str, str]] = {}
-        for row in evaluations.to_dict("records"):
-            seed = "" if pd.isna(row["seed"]) else f"{row['seed']:.0f}"
-            self._of.setdefault((*(row[key] for key in KEY), row["dataset"]), {})[seed] = row["eval"]
-
-    def address(self, *place: str) -> str:
-        """The address of the samples of a run, or of an evaluation and one of its data sets."""
-        return f"{self._page}#{'/'.join(map(quote, place))}" if self._page else ""
-
-    def by_seed(self, row: Mapping[Any, Any], dataset: str) -> dict[str, str]:
-        """The address of an arm's samples by seed; untrained bases have one, by the empty text."""
-        by_seed = self._of.get((*(row[key] for key in KEY), dataset), {})
-        return {seed: self.address(id, dataset) for seed, id in by_seed.items()}
-
-
-def main_table(caption: str, table: pd.DataFrame, samples: Samples) -> dict[str, Any]:
+def main_table(caption: str, table: pd.DataFrame, evaluations: pd.DataFrame, address: Addresses) -> dict[str, Any]:
     """The accuracy table (`tables.accuracy`) for people: for each arm and data set accuracy and gain over the base.
 
-    Blocks of rows are the untrained bases and the experiments. An accuracy leads to the samples of its first seed, and
-    each seed to its own.
+    Blocks of rows are the untrained bases and the experiments. An accuracy leads to the `address` of the samples of its
+    first seed, and each seed to its own.
     """
     datasets = [str(column).rpartition("/")[0] for column in table if str(column).endswith("/accuracy")]
     named = [key for key in identifying(table) if key not in ("weights", "training")]
+    links: dict[Any, dict[int, str]] = {}  # of an arm on a data set, by seed; -1 of an untrained base
+    for row in evaluations.fillna({"seed": -1}).to_dict("records"):
+        of_arm = links.setdefault((*(row[key] for key in KEY), row["dataset"]), {})
+        of_arm.setdefault(int(row["seed"]), address(row["eval"], row["dataset"]))
     rows = []
     for row in table.to_dict("records"):
         untrained = row["training"] == "none"
         training = "untrained" if untrained else training_label(row["training"])
         cells: dict[tuple[str, str], str | list[Link]] = {("", key): f"{row[key]}" for key in named}
         cells["", "weights and training"] = f"{weights_label(row['weights'])} {training}"
-        seeds: dict[str, str] = {}
+        seeds: dict[int, str] = {}
         for dataset in datasets:
-            addresses = samples.by_seed(row, dataset)
-            seeds = addresses | seeds
+            of_arm = links.get((*(row[key] for key in KEY), dataset), {})
+            seeds = of_arm | seeds
             for measure, heading in _SHOWN.items():
                 text = cell_text(row, f"{dataset}/{measure}", MEASURES[measure][1])
-                cells[dataset, heading] = [Link(text, next(iter(addresses.values()), ""))]
+                cells[dataset, heading] = [Link(text, next(iter(of_arm.values()), ""))]
         notes = dict.fromkeys(row[f"{dataset}/note"] for dataset in datasets)
-        cells["", "seeds"] = [] if untrained else [Link(seed, seeds[seed]) for seed in sorted(seeds, key=int)]
+        cells["", "seeds"] = [] if untrained else [Link(str(seed), seeds[seed]) for seed in sorted(seeds)]
         cells["", "note"] = "; ".join(note for note in notes if isinstance(note, str) and note)
         rows.append(cells)
-    blocks = table["model"] + "/" + table["experiment"]
-    return html_table(caption, pd.DataFrame(rows), blocks)
+    return html_table(caption, pd.DataFrame(rows), table["model"] + "/" + table["experiment"])
 
 
 # The report: one page that opens on the main table and its figures, and has everything else below.
@@ -236,14 +218,18 @@ def write_report(job: ReportJob) -> None:
     stored = StoredResults(listed(job.results))
     figures = [_figure(stem) for stem in _stems(job.figures)]
     first = figures[:_FIRST] if job.main else []
-    samples = Samples(job.samples, stored.evaluations if job.main else pd.DataFrame())
+
+    def address(*place: str) -> str:
+        """The address of the samples of a run, or of an evaluation and one of its data sets; empty without a page."""
+        return f"{job.samples}#{'/'.join(map(quote, place))}" if job.samples else ""
+
     main, methods = None, {}
     if job.main:
         table = pd.read_csv(job.main, dtype=dict.fromkeys(KEY, str)).fillna(dict.fromkeys(KEY, ""))
-        main = main_table("Accuracy by weight format and training", table, samples)
+        main = main_table("Accuracy by weight format and training", table, stored.evaluations, address)
         methods["Evaluation"] = scoring_table(result for _, result in stored.evaluation_results)
     methods |= settings_tables([run for _, run in stored.run_results])
-    missing, runs = missing_table(stored, job.omitted), run_cost_table(stored, _last_rollouts(stored, samples))
+    missing, runs = missing_table(stored, job.omitted), run_cost_table(stored, address)
     pages = [page for path in job.tables for page in (sorted(path.glob("*.html")) if path.is_dir() else [path])]
     values: dict[str, Any] = {
         "name": job.name,
@@ -272,12 +258,6 @@ def write_report(job: ReportJob) -> None:
     titles = {**made, **shown} if main else {**shown, **made}
     parts = {id: title for id, title in titles.items() if values[id]}
     write_text(job.out, rendered("report.j2", **values, parts=parts))
-
-
-def _last_rollouts(stored: StoredResults, samples: Samples) -> dict[str, str]:
-    """The address of each run's last stored rollout, or of its other samples if none is stored."""
-    last = {run.run: [view.step for view in steps_in(path.parent / ROLLOUTS)][-1:] for path, run in stored.run_results}
-    return {run: samples.address(run, *step) for run, step in last.items()}
 
 
 def _state(stored: StoredResults, missing: int) -> str:
