@@ -889,7 +889,7 @@ class ReportedJob(Job):
 class TableJob(ReportedJob):
     """Make one table in the folder `out`."""
 
-    does: ClassVar[str] = "qerl.report.make:write_table"
+    does: ClassVar[str] = "qerl.report.tables:make_table"
     place: ClassVar[str] = "tables"
     writes: ClassVar[tuple[str, ...]] = tuple(f"{{table}}.{end}" for end in ("csv", "md", "tex", "html", "txt"))
     kind: str = "table"
@@ -898,7 +898,7 @@ class TableJob(ReportedJob):
 class FigureJob(ReportedJob):
     """Make one figure in the folder `out`."""
 
-    does: ClassVar[str] = "qerl.report.make:write_figure"
+    does: ClassVar[str] = "qerl.report.figures:make_figure"
     place: ClassVar[str] = "figures"
     writes: ClassVar[tuple[str, ...]] = tuple(f"{{figure}}{end}" for end in (".png", ".svg", paths.NARROW, ".txt"))
     kind: str = "figure"
@@ -996,7 +996,7 @@ def compared_runs(plan: Plan) -> list[PlannedRun]:
 class GatherJob(Job):
     """Write the metrics and outcomes of a study's runs to Parquet files."""
 
-    does: ClassVar[str] = "qerl.study.gather:gather_study"
+    does: ClassVar[str] = "qerl.study.data:gather_study"
     place: ClassVar[str] = "study/{scope}/data"
     writes: ClassVar[tuple[str, ...]] = paths.STUDY_FILES
     kind: str = "gather"

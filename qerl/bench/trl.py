@@ -48,8 +48,7 @@ from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, write_checkpoint
-from qerl.results.floor import byte_parts
-from qerl.results.speeds import StepMemory, TimedStep
+from qerl.results.speeds import StepMemory, TimedStep, byte_parts
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings
 from qerl.settings.workloads import StepWork, TrlStep

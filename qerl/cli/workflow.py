@@ -210,7 +210,7 @@ def grid(
 def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
     """Print the verdicts; the exit code is 0 only if every gate passes."""
     from qerl.gates.compare import read_verdicts, sentence, verdict_table
-    from qerl.report.summary import rich_table
+    from qerl.report.format import rich_table
 
     verdicts = read_verdicts(verdict)
     show(rich_table("", verdict_table(verdicts)))
@@ -231,7 +231,7 @@ def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
 @app.command(rich_help_panel=PANEL)
 def summary(root: Path) -> None:
     """Print the main table of a folder of results, and the paths of all results."""
-    from qerl.report.summary import print_summary
+    from qerl.report.format import print_summary
 
     print_summary(root)
 

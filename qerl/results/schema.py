@@ -110,6 +110,21 @@ class Provenance(Stored):
         return self.commit[:12] + (" (modified)" if self.dirty else "")
 
 
+class Head(Stored):
+    """What result files share, whatever else they have. A bench's own has its name as `bench`, and a `kind`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    bench: str = ""
+    kind: str = ""
+    provenance: Provenance | None = None
+
+    @property
+    def of_bench(self) -> str:
+        """What was measured, a key of `qerl.results.speeds.SCHEMAS`."""
+        return self.kind or self.bench
+
+
 class Quartiles(Stored):
     """Median and quartiles of samples, in their unit."""
 

@@ -19,17 +19,9 @@ from qerl.report.figures import PALETTE, figure_axes
 from qerl.report.format import cell_text, three_digits
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.schema import DoseReport
+from qerl.results.statistics import ALPHA, PairedDifference, holm, paired_difference
 from qerl.results.store import ResultError, read
-from qerl.results.study_data import MAIN, Study, read_studies
-from qerl.study.outcomes import (
-    LEVEL,
-    PairedDifference,
-    differences,
-    holm,
-    means,
-    outcomes,
-    paired_difference,
-)
+from qerl.study.data import MAIN, Study, differences, means, outcomes, read_studies
 
 Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.
@@ -63,7 +55,7 @@ class Comparison:
     @property
     def rises(self) -> bool:
         """Whether the difference is above 0 after correction."""
-        return self.difference.interval.mean > 0 and self.p < LEVEL
+        return self.difference.interval.mean > 0 and self.p < ALPHA
 
 
 @dataclass(frozen=True)

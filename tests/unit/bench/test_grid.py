@@ -14,7 +14,7 @@ from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.cli.commands import app
 from qerl.jobs import measured_files, parse_job
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.report.speed_tables import beside_printed
+from qerl.report.paper import beside, cells_of
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
@@ -261,7 +261,7 @@ def test_the_committed_grid_has_all_that_the_papers_tables_ask_for():
     decodes = {(part.file, count) for id, part in parts if id.startswith("decode-") for count in part.points}
     names, asked = (*(f"table{n}" for n in (3, 5, 6, 7, 8, 9)), "figure1", "figure11"), set()
     for name in names:
-        for cell in beside_printed([name], ["rollout", "step"], []).to_dict("records"):
+        for cell in beside(cells_of(name, kinds=["rollout", "step"]), []).to_dict("records"):
             size, setting = cell["model"].removeprefix("qwen2.5-").upper(), cell["setting"]
             batch = int(setting.partition("bs=")[2].partition(";")[0])
             for factor, engine in product((1, 8), ("native", "vllm")):
