@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import check_base, check_room, read_config, usable_length
+from qerl.checkpoints.files import check_base, read_config
 from qerl.data.hub import check_folder
 from qerl.host.imports import check, check_engine, check_trackers
 from qerl.jobs import Plan, PlannedRun
@@ -100,7 +100,6 @@ def check_inputs(plan_: Plan) -> None:
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
-    _check_lengths(plan_)
     _check_test_splits(plan_)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
@@ -108,21 +107,6 @@ def check_inputs(plan_: Plan) -> None:
 
         for dataset in local:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns, dataset.units)  # type: ignore[union-attr]
-
-
-def _check_lengths(plan_: Plan) -> None:
-    """Check that completions leave room for a prompt in the context of local checkpoints."""
-    folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
-    for run in plan_.runs.values():
-        if folder := folders.get(run.settings.model):
-            rollout, where = run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}"
-            context = usable_length(read_config(folder), rollout)
-            check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
-    settings = plan_.config.evaluation
-    for name in dict.fromkeys(evaluation.base.model for evaluation in plan_.evaluations.values()):
-        for task in settings.tasks if name in folders else ():
-            context = usable_length(read_config(folders[name]), settings)
-            check_room(context, settings.sampling_of(task).max_tokens, f"evaluation on {task.label}: max_tokens")
 
 
 def _check_test_splits(plan_: Plan) -> None:

@@ -224,20 +224,6 @@ def planned(values: dict):
     return plan_from(values, Path("configuration"))
 
 
-def test_the_plan_knows_the_context_of_local_models(configuration):
-    assert planned(configuration).runs
-    base = configuration["experiments"]["main"]["base"]
-    base["rollout.sampling.max_tokens"] = CONTEXT
-    with pytest.raises(
-        ConfigError, match=r"experiment main, arm nvfp4-lora: rollout.sampling.max_tokens=256 leaves no"
-    ):
-        planned(configuration)
-    base["rollout.sampling.max_tokens"] = 8
-    configuration["evaluation"]["sampling"] = {"max_tokens": 1000}
-    with pytest.raises(ConfigError, match=r"evaluation on arithmetic: max_tokens=1000 leaves no room"):
-        planned(configuration)
-
-
 def test_the_plan_knows_test_splits(configuration, tmp_path):
     file = tmp_path / "problems/train.jsonl"
     origin = {"source": "local", "path": str(file), "test_fraction": 0}
