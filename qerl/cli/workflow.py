@@ -26,8 +26,6 @@ from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from qerl.jobs import Plan
 
 
@@ -137,7 +135,7 @@ def show_plan(
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
         return
     # The columns that distinguish the runs, and their cost; --csv prints all columns.
-    hours = {f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")}
+    hours = {name: runs[name].map(_rounded) for name in ("rollout_hours", "update_hours")}
     print_table(plan_.folder, runs.assign(**hours)[list(_SHEET)].rename(columns=_SHEET).to_dict("records"))
     print_table("Checkpoints on disk", disk(plan_))
     for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
@@ -154,12 +152,6 @@ _SHEET = {
     "update_hours": "updates, h",
     "done": "done",
 }
-
-
-def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
-    """Hours by measured speeds, or else marked estimates."""
-    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
-    return hours.map(_rounded).where(estimates.isna(), "~" + estimates.map(_rounded))
 
 
 def _rounded(hours: float | str) -> str:
