@@ -50,6 +50,11 @@ def check_run(run: PlannedRun, config: Config) -> None:
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
     require(settings.model, config.models, written("model"), "models")
     require(settings.dataset, config.datasets, written("dataset"), "datasets")
+    if config.drift and config.experiments[run.experiment].train and settings.steps < DRIFT_BLOCKS:
+        raise ConfigError(
+            f"{written('steps')}={settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; "
+            "raise it"
+        )
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
@@ -61,16 +66,6 @@ def check_run(run: PlannedRun, config: Config) -> None:
                     f"{written('weights')}: {key}={width} is not a multiple of {group}, the group size of "
                     f"weights={base.rounded}"
                 )
-
-
-def check_drift(plan_: Plan) -> None:
-    """Check that each run whose drift is reported has enough steps."""
-    for run in plan_.runs.values() if plan_.config.drift else ():
-        if run.settings.steps < DRIFT_BLOCKS:
-            key = written_as(run.experiment, plan_.config.experiments[run.experiment], run.arm, "steps")
-            raise ConfigError(
-                f"{key}={run.settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; raise it"
-            )
 
 
 def _widths(model: Any) -> dict[str, int]:
