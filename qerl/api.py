@@ -166,14 +166,15 @@ def sample(
     seed: int = 0,
     instruction: str | None = None,
     date: datetime.date | None = None,
+    dtype: Dtype | None = None,
     **sampling: float,
 ) -> list[list[Drawn]]:
     """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
 
-    `policy` is what `load` returns, or the model or run that `load` takes. A prompt becomes a user's message, with
-    `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default today's). The
-    defaults of both are those of the run, if `policy` is the folder of one. In `text`, thinking stands between
-    `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
+    `policy` is what `load` returns, or the model or run that `load` takes, with `dtype`. A prompt becomes a user's
+    message, with `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default
+    today's). The defaults of both are those of the run, if `policy` is the folder of one. In `text`, thinking is
+    between `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
     `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings, such as chats.
     """
     from qerl.data.prompts import prompt_ids
@@ -197,7 +198,7 @@ def sample(
         form = form_of(policy)
         added = form.get("instruction", "") if instruction is None else added
         date = date or form.get("date")
-        policy = load(policy)
+        policy = load(policy, dtype)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, added, date) for prompt in texts]
@@ -265,11 +266,12 @@ def evaluate(
     thinking: Sequence[str] | None = None,
     date: datetime.date | None = None,
     task: StockTask | TaskSettings | None = None,
+    dtype: Dtype | None = None,
     **sampling: float,
 ) -> Evaluation:
     """Score a policy by the harness of the record format: lm-eval (gsm8k), lighteval (math, aime) or the own grader.
 
-    `policy` is what `sample` takes.
+    `policy` and `dtype` are what `sample` takes.
 
     `task` names a stock task of the harness, with its prompt, gold answer and metric. As `TaskSettings`, it may also
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
@@ -303,12 +305,12 @@ def evaluate(
     check_evaluation(problems, folder, task)
     if isinstance(policy, (str, Path)):
         form = form if task and task.task else {**form_of(policy), **form}
-        policy = load(policy)
+        policy = load(policy, dtype)
     with writing(folder):
         data = _problem_folder(problems, form, folder)
-    dtype = str(policy.lm.dtype).removeprefix("torch.")
+    computed = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
-    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
+    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, computed, sampling)
     row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
     row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
     with writing(folder):

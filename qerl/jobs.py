@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,23 +138,19 @@ class Plan:
     @property
     def tables(self) -> list[str]:
         """The names of the tables for which this configuration has results."""
-        benches = self._for_benches({"step": "memory_speed", "rollout": "throughput"})
-        return ["accuracy", "quantization", *benches, *self._drift, *printed.tables_fed(self._covered)]
+        kinds = {bench.kind for bench in self.config.benches.values()}
+        measured = {"memory_speed": "step" in kinds, "throughput": "rollout" in kinds, "drift": self.config.drift}
+        made = {"accuracy": True, "quantization": True, **measured}
+        return [*(name for name, exists in made.items() if exists), *printed.tables_fed(self._covered)]
 
     @property
     def figures(self) -> list[str]:
         """The names of the figures for which this configuration has results."""
         noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
-        curves = ["accuracy", "reward", "entropy", "completion_length", *["noise"] * noisy, *self._drift]
-        return [*curves, *self._for_benches({"rollout": "throughput"}), *printed.figures_fed(self._covered)]
-
-    @property
-    def _drift(self) -> list[str]:
-        return ["drift"] * self.config.drift
-
-    def _for_benches(self, names: Mapping[str, str]) -> list[str]:
-        kinds = {bench.kind for bench in self.config.benches.values()}
-        return [name for kind, name in names.items() if kind in kinds]
+        drawn = any(isinstance(bench, RolloutBench) for bench in self.config.benches.values())
+        made = dict.fromkeys(("accuracy", "reward", "entropy", "completion_length"), True)
+        made |= {"noise": noisy, "drift": self.config.drift, "throughput": drawn}
+        return [*(name for name, exists in made.items() if exists), *printed.figures_fed(self._covered)]
 
     @property
     def _covered(self) -> set[tuple[str, str]]:
@@ -163,14 +159,16 @@ class Plan:
         evaluated = {(task.dataset, model) for task in self.config.evaluation.tasks for model in models}
         settings = [run.settings for run in self.runs.values()]
         trained = {(kind, one.model) for one in settings for kind in ("run", f"data={one.dataset}")}
-        timed = {
-            (bench.kind, run.settings.model)
+        measured = {
+            (bench.kind, model)
             for bench in self.config.benches.values()
-            if isinstance(bench, StepBench)
-            for run in self.timed_by(bench)
+            for model in (
+                [bench.model]
+                if isinstance(bench, RolloutBench)
+                else [run.settings.model for run in self.timed_by(bench)]
+            )
         }
-        drawn = {(b.kind, b.model) for b in self.config.benches.values() if isinstance(b, RolloutBench)}
-        return evaluated | trained | timed | drawn
+        return evaluated | trained | measured
 
     def timed_by(self, bench: StepBench) -> list[PlannedRun]:
         """The runs that a step bench times: the first seed of each arm and point of its experiment's grid."""

@@ -25,7 +25,7 @@ def print_error(sentence: object) -> None:
     typer.echo(f"qerl: {visible(str(sentence))}", err=True)
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+def print_table(title: str, rows: list[dict[Any, Any]]) -> None:
     """Print rows, whose keys are the columns, under a title."""
     import pandas as pd
 

@@ -14,8 +14,6 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from qerl.cli.console import console, print_error, print_table, show
 from qerl.host.imports import imports
@@ -28,8 +26,6 @@ from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from qerl.jobs import Plan
 
 
@@ -139,13 +135,8 @@ def show_plan(
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
         return
     # The columns that distinguish the runs, and their cost; --csv prints all columns.
-    table = Table(title=plan_.folder, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in _SHEET.values():
-        table.add_column(name, no_wrap=name == "run", justify="left" if name in ("run", "done") else "right")
-    hours = {f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")}
-    for row in runs.assign(**hours)[list(_SHEET)].itertuples(index=False):
-        table.add_row(*map(str, row))
-    show(table)
+    hours = {name: runs[name].map(_rounded) for name in ("rollout_hours", "update_hours")}
+    print_table(plan_.folder, runs.assign(**hours)[list(_SHEET)].rename(columns=_SHEET).to_dict("records"))
     print_table("Checkpoints on disk", disk(plan_))
     for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
         console().print(line, soft_wrap=True)
@@ -161,12 +152,6 @@ _SHEET = {
     "update_hours": "updates, h",
     "done": "done",
 }
-
-
-def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
-    """Hours by measured speeds, or else marked estimates."""
-    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
-    return hours.map(_rounded).where(estimates.isna(), "~" + estimates.map(_rounded))
 
 
 def _rounded(hours: float | str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import check_base, check_room, read_config, usable_length
+from qerl.checkpoints.files import check_base, read_config
 from qerl.data.hub import check_folder
 from qerl.host.imports import check, check_engine, check_trackers
 from qerl.jobs import Plan, PlannedRun
@@ -50,6 +50,11 @@ def check_run(run: PlannedRun, config: Config) -> None:
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
     require(settings.model, config.models, written("model"), "models")
     require(settings.dataset, config.datasets, written("dataset"), "datasets")
+    if config.drift and config.experiments[run.experiment].train and settings.steps < DRIFT_BLOCKS:
+        raise ConfigError(
+            f"{written('steps')}={settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; "
+            "raise it"
+        )
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
@@ -61,16 +66,6 @@ def check_run(run: PlannedRun, config: Config) -> None:
                     f"{written('weights')}: {key}={width} is not a multiple of {group}, the group size of "
                     f"weights={base.rounded}"
                 )
-
-
-def check_drift(plan_: Plan) -> None:
-    """Check that each run whose drift is reported has enough steps."""
-    for run in plan_.runs.values() if plan_.config.drift else ():
-        if run.settings.steps < DRIFT_BLOCKS:
-            key = written_as(run.experiment, plan_.config.experiments[run.experiment], run.arm, "steps")
-            raise ConfigError(
-                f"{key}={run.settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; raise it"
-            )
 
 
 def _widths(model: Any) -> dict[str, int]:
@@ -100,7 +95,6 @@ def check_inputs(plan_: Plan) -> None:
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
-    _check_lengths(plan_)
     _check_test_splits(plan_)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
@@ -108,21 +102,6 @@ def check_inputs(plan_: Plan) -> None:
 
         for dataset in local:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns, dataset.units)  # type: ignore[union-attr]
-
-
-def _check_lengths(plan_: Plan) -> None:
-    """Check that completions leave room for a prompt in the context of local checkpoints."""
-    folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
-    for run in plan_.runs.values():
-        if folder := folders.get(run.settings.model):
-            rollout, where = run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}"
-            context = usable_length(read_config(folder), rollout)
-            check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
-    settings = plan_.config.evaluation
-    for name in dict.fromkeys(evaluation.base.model for evaluation in plan_.evaluations.values()):
-        for task in settings.tasks if name in folders else ():
-            context = usable_length(read_config(folders[name]), settings)
-            check_room(context, settings.sampling_of(task).max_tokens, f"evaluation on {task.label}: max_tokens")
 
 
 def _check_test_splits(plan_: Plan) -> None:

@@ -71,35 +71,26 @@ def point_jobs(parts: dict[str, list[PointPart]], folder: Path) -> dict[str, Poi
 
 def state(job: PointJob, settings: ShapesSettings) -> str:
     """The state of a job as text, by the points of this machine or by committed ones."""
-    missing, asked = len(_missing(job, settings)), len([*_asked(job)])
-    if missing == asked:
+    missing, points = sum(_missing(job, settings).values()), sum(len(part.points) for part in job.parts)
+    if missing == points:
         return MISSING
     files = [(file, measured_file(settings.samples, file)) for file in job.files]
     where = dict.fromkeys("measured" if file == one else "committed" for file, one in files if one)
-    return " and ".join(where) + (f", {missing} of {asked} points {MISSING}" if missing else "")
+    return " and ".join(where) + (f", {missing} of {points} points {MISSING}" if missing else "")
 
 
 def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
     """The job without the files that have all its points, or None if no file is left."""
-    left = {file for file, _ in _missing(job, settings)}
-    return job.model_copy(update={"parts": [p for p in job.parts if job.out / p.file in left]}) if left else None
+    missing = _missing(job, settings)
+    left = [part for part in job.parts if missing[part.file]]
+    return job.model_copy(update={"parts": left}) if left else None
 
 
-def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object]]:
-    """The points of a job that no file has, each with its file."""
-    files = [(job.out / part.file, part) for part in job.parts]
-    done = {
-        (file, key)
-        for file, part in files
-        if (one := measured_file(settings.samples, file))
-        for key in _keys(part, one)
-    }
-    return [point for point in _asked(job) if point not in done]
-
-
-def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
-    """The points of a job, each with its file and its key in there."""
-    return ((job.out / part.file, key) for part in job.parts for key in part.points)
+def _missing(job: PointJob, settings: ShapesSettings) -> dict[str, int]:
+    """How many points no file has, by the name of their file."""
+    found = {part.file: measured_file(settings.samples, job.out / part.file) for part in job.parts}
+    measured = {part.file: _keys(part, file) if (file := found[part.file]) else [] for part in job.parts}
+    return {part.file: sum(point not in measured[part.file] for point in part.points) for part in job.parts}
 
 
 # Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with

@@ -23,7 +23,7 @@ from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
-from qerl.workflow.checks import check_drift, check_inputs, check_run, written_as
+from qerl.workflow.checks import check_inputs, check_run, written_as
 from qerl.workflow.grid import point_parts
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
@@ -273,9 +273,7 @@ def plan(config: Config) -> Plan:
             raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
         evaluations[evaluation.id] = evaluation
     points = point_parts(config.shapes) if config.shapes else {}
-    result = Plan(config, trained, timed, checkpoints, evaluations, points)
-    check_drift(result)
-    return result
+    return Plan(config, trained, timed, checkpoints, evaluations, points)
 
 
 def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:

@@ -155,15 +155,6 @@ def test_eval_asks_what_was_held_out_of_the_run(call, folder):
     assert all("Bebrief." in "".join(prompt.split()) for prompt in outcome.samples["prompt"])
 
 
-def test_eval_asks_other_problems_as_the_run_asks_its_own(call, folder):
-    call("eval", "run", "--out", "others", "--problems", "sums.jsonl", "--repeats", "1", "--max-tokens", "3")
-    about, own = (json.loads((folder / name / "data/dataset.json").read_text()) for name in ("others", "run"))
-    assert about["rows"]["test"] == 30
-    for key in ("instruction", "answer", "units"):
-        assert about[key] == own[key], key
-    assert own["units"] == ["plums"]
-
-
 def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
     arguments = ("--repeats", "1", "--max-tokens", "3", "--task", "gsm8k", "--fewshot", "2")
     call("eval", "run", "--out", "stock", *arguments)
