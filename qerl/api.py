@@ -83,8 +83,7 @@ from qerl.settings.base import (
     path_argument,
 )
 from qerl.settings.data import AnswerForm, DatasetSettings, Split
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import Base, MergedFormat, PackedFormat
+from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
 from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint

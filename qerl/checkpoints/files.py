@@ -25,7 +25,7 @@ from qerl.checkpoints.layouts import (
     unpacked_layers,
 )
 from qerl.settings.base import ConfigError, UserError
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 from qerl.settings.run import EngineSettings
 
 #: The supported values of `layer_types` in config.json.

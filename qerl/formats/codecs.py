@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import nf4
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: Formats with packed weights.
 PACKED_FORMATS = tuple(FORMATS)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: bitsandbytes' blocks.
 GROUP_SIZE = FORMATS["nf4"].group_size

@@ -20,7 +20,7 @@ from qerl.checkpoints.layouts import own_name
 from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import visible
 from qerl.models.structure import MISFITS
-from qerl.settings.formats import FORMATS
+from qerl.settings.models import FORMATS
 
 # Files of an adapter in PEFT's layout, by the names with which stock PEFT loads it on its base.
 #

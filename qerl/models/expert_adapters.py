@@ -20,8 +20,7 @@ from qerl.models.adapter_files import check_plain
 from qerl.models.experts import ExpertLora, Experts, Layer
 from qerl.models.linear import POLICY_ADAPTER, Lora, device_of
 from qerl.models.structure import Structure
-from qerl.settings.base import ConfigError
-from qerl.settings.errors import nearest
+from qerl.settings.base import ConfigError, nearest
 from qerl.settings.run import AdapterSettings
 
 # LoRA on the experts of a mixture: each expert has an adapter of its own for each projection.

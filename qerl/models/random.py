@@ -30,8 +30,7 @@ from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, lora_config, use_own_modules
 from qerl.models.structure import empty_model, structure_of
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import Base
+from qerl.settings.models import FORMATS, Base
 from qerl.settings.run import LAYERS, AdapterSettings
 
 # Random weights for models that have none.

@@ -26,7 +26,7 @@ from qerl.results.paths import NARROW, training_name
 from qerl.results.printed import DECAYS, Panel
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
-from qerl.settings.formats import FORMATS
+from qerl.settings.models import FORMATS
 from qerl.settings.run import NoiseSettings
 
 # Shared parts of all figures: style, colours of arms, axes saved as files, and curves over seeds.

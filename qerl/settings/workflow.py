@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
+from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveInt, Seed, Settings, nearest
 from qerl.settings.data import DatasetSettings, RecordFormat, Split
-from qerl.settings.errors import nearest
 from qerl.settings.models import ModelSettings, PretrainSettings, WeightFormat
 from qerl.settings.run import EngineSettings, SamplingSettings, TrackerName
 from qerl.settings.workloads import ShapesSettings

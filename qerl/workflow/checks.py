@@ -17,8 +17,7 @@ from qerl.data.hub import check_folder
 from qerl.host.imports import check, check_engine, check_trackers
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import LocalModel, PretrainSettings
+from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
 from qerl.settings.run import CHECKED, FITTED, RunSettings
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, EvaluationSettings, RolloutBench, TaskSettings, require
 from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, written_as
