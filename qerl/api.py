@@ -74,10 +74,10 @@ from qerl.results.schema import (
 )
 from qerl.results.store import read, read_rows, write
 from qerl.settings.base import (
+    SEEDS,
     ConfigError,
     PathLike,
     check_count,
-    check_seed,
     check_unicode,
     parse,
     path_argument,
@@ -225,7 +225,7 @@ def sample(
     check_unicode(instruction or "", "instruction")
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
-    check_seed(seed)
+    check_count(seed, "seed", 0, SEEDS)
     added = "" if instruction is None else instruction
     if isinstance(policy, (str, Path)):
         form = form_of(policy)

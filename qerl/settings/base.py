@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import operator
 import os
 import re
@@ -408,16 +409,18 @@ def _is_a_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_is_a_name)]
 
 
-def check_seed(seed: Any) -> None:
-    """Raise `ConfigError` unless every consumer of seeds accepts `seed`."""
-    if not _is_whole(seed) or not 0 <= seed < SEEDS:
-        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed!r}")
+def check_count(count: Any, key: str, least: int = 1, end: float = math.inf) -> None:
+    """Raise `ConfigError` unless a function's argument is a whole number, of Python or numpy, from `least` below `end`.
 
-
-def check_count(count: Any, key: str) -> None:
-    """Raise `ConfigError` unless the argument `key` of a function is a whole number above 0."""
-    if not _is_whole(count) or count < 1:
-        raise ConfigError(f"`{key}` must be a whole number above 0, not {count!r}")
+    True and false are none.
+    """
+    try:
+        taken = not isinstance(count, bool) and least <= operator.index(count) < end
+    except TypeError:
+        taken = False
+    if not taken:
+        wanted = f"above {least - 1}" if end == math.inf else f"from {least} to {end - 1}"
+        raise ConfigError(f"`{key}` must be a whole number {wanted}, not {count!r}")
 
 
 def check_unicode(text: str, what: str) -> None:
@@ -428,15 +431,6 @@ def check_unicode(text: str, what: str) -> None:
         raise ConfigError(
             f"{what} has half of a surrogate pair at character {error.start}, which is no character; correct the text"
         ) from None
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether a value is a whole number of Python or numpy. True and false are none."""
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
 
 
 #: A path as an argument of the library.
@@ -507,19 +501,7 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is nested too deeply; write it with fewer levels") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = f"{error.problem or error.context}{_hidden(text, error)}"
-        raise ConfigError(f"{where}{line}: this is not valid YAML: {problem}") from None
+        raise ConfigError(f"{where}{line}: this is not valid YAML: {error.problem or error.context}") from None
     # Impossible dates, numbers with thousands of digits and invalid bytes raise ValueError, not YAMLError.
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
-
-
-def _hidden(text: str | bytes, error: yaml.MarkedYAMLError) -> str:
-    """The invisible characters in the lines of an error, as the end of its sentence."""
-    marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
-    if not marks:
-        return ""
-    readable = text.decode(errors="replace") if isinstance(text, bytes) else text
-    wrong = "".join(readable.split("\n")[min(marks) : max(marks) + 1])
-    escapes = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
-    return f"; there are invisible characters here: {' '.join(escapes)}" if escapes else ""
