@@ -59,10 +59,9 @@ from qerl.results.schema import (
     SampleRow,
 )
 from qerl.results.store import read, read_rows, write
-from qerl.settings.base import ConfigError, PathLike, check_count, check_seed, check_unicode, parse, path_argument
+from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, check_unicode, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings, Split
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import Base, MergedFormat, PackedFormat
+from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
 from qerl.workflow import run_folder
@@ -192,7 +191,7 @@ def sample(
     check_unicode(instruction or "", "instruction")
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
-    check_seed(seed)
+    check_count(seed, "seed", 0, SEEDS)
     added = "" if instruction is None else instruction
     if isinstance(policy, (str, Path)):
         form = form_of(policy)

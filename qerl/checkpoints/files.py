@@ -26,7 +26,7 @@ from qerl.checkpoints.layouts import (
     unpacked_layers,
 )
 from qerl.settings.base import ConfigError, UserError, parse
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 from qerl.settings.run import EngineSettings
 
 CONFIG = "config.json"

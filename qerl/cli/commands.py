@@ -18,7 +18,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from qerl import api
+from qerl import __version__, api
 from qerl.checkpoints.files import RUN_FILE
 from qerl.cli import workflow
 from qerl.cli.console import console, print_error, print_table
@@ -41,7 +41,6 @@ from qerl.settings.run import (
     SamplingSettings,
 )
 from qerl.settings.workflow import EvaluationSettings, merged, nested
-from qerl.version import VERSION
 from qerl.workflow.run_folder import file_values
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ Instruction = Annotated[
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(VERSION)
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qerl import __version__
 from qerl.checkpoints.files import usable_length
 from qerl.data.grading import Verdict, solution_key
 from qerl.data.prompts import prompts_ids
@@ -34,7 +35,6 @@ from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
-from qerl.version import VERSION
 
 # Evaluation of data sets of every format by the grader and the prompt of training.
 
@@ -140,7 +140,7 @@ def _score(
     right = [outcome.right for outcome in outcomes]
     return TaskScore(
         harness=task.harness,
-        harness_version=VERSION if task.harness == "qerl" else version(task.harness),
+        harness_version=__version__ if task.harness == "qerl" else version(task.harness),
         problems=len(outcomes),
         repeats=len(repeats),
         accuracy=fmean(row.correct for row in rows),

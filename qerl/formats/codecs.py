@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor
 
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: Formats with packed weights.
 PACKED_FORMATS = tuple(FORMATS)

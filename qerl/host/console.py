@@ -100,7 +100,7 @@ def quiet(log_file: Path | None = None) -> Iterator[None]:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") if log_file else TemporaryFile() as file:
         try:
-            with _redirected(file) as number, _shown_on(number):
+            with _redirected(file):
                 yield
         except (ValueError, OSError):  # of which the command line says one sentence
             raise
@@ -112,13 +112,27 @@ def quiet(log_file: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _redirected(file: IO[bytes]) -> Iterator[int]:
-    """Point standard output and error to a file, and yield a descriptor of what standard error was."""
+def _redirected(file: IO[bytes]) -> Iterator[None]:
+    """Point standard output and error to a file; progress and the project's log stay on what standard error was.
+
+    Processes that start now open the screen anew. Where it is a file, neither may overwrite what the other wrote.
+    """
+    global _console
     before = {number: os.dup(number) for number in (1, 2)}
     _point({number: file.fileno() for number in before})
+    screen = before[2]
+    fcntl.fcntl(screen, fcntl.F_SETFL, fcntl.fcntl(screen, fcntl.F_GETFL) | os.O_APPEND)
+    os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{screen}"
     try:
-        yield before[2]
+        with os.fdopen(os.dup(screen), "w", buffering=1, errors=UNKNOWN) as stream:
+            handler = _show(stream)
+            try:
+                yield
+            finally:
+                _console = None
+                log.removeHandler(handler)
     finally:
+        del os.environ[SCREEN]
         _point(before)
         for number in before.values():
             os.close(number)
@@ -131,24 +145,8 @@ def _point(descriptors: dict[int, int]) -> None:
         os.dup2(target, number)
 
 
-@contextmanager
-def _shown_on(number: int) -> Iterator[None]:
-    """Show progress and the project's log on the screen behind a descriptor, here and in processes that start now."""
-    global _console
-    # They open the screen anew. Where it is a file, neither may overwrite what the other wrote.
-    fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
-    os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{number}"
-    with os.fdopen(os.dup(number), "w", buffering=1, errors=UNKNOWN) as stream:
-        handler = _show(stream)
-        try:
-            yield
-        finally:
-            _console = None
-            log.removeHandler(handler)
-            del os.environ[SCREEN]
-
-
 def _show(stream: TextIO) -> ScreenHandler:
+    """Show progress and the project's log on a stream."""
     global _console
     _console = VisibleConsole(file=stream)
     handler = ScreenHandler(_console)

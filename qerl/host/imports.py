@@ -42,18 +42,16 @@ DO_WITHOUT = {
 }
 
 
-def check_installed(extra: str) -> None:
-    """Raise `ConfigError` unless the libraries of an extra of this package are installed, before any long work.
-
-    If the package itself isn't installed, as in a working tree on PYTHONPATH, its extras are unknown and nothing is
-    checked.
-    """
-    for requirement in requirements(extra):
-        if installed_version(requirement.name) is None:
-            raise ConfigError(
-                f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
-                f"pip install '{DISTRIBUTION}[{extra}]'"
-            )
+def requirements(extra: str = "") -> list[Requirement]:
+    """What an extra of this package requires, or with none the package itself; none if it isn't installed."""
+    try:
+        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    except metadata.PackageNotFoundError:  # as in a working tree on PYTHONPATH
+        return []
+    marked = [(one, one.marker.evaluate({"extra": ""}) if one.marker else True) for one in declared]
+    if not extra:
+        return [one for one, always in marked if always]
+    return [one for one, always in marked if not always and one.marker and one.marker.evaluate({"extra": extra})]
 
 
 def extras() -> list[str]:
@@ -64,15 +62,14 @@ def extras() -> list[str]:
         return []
 
 
-def requirements(extra: str = "") -> list[Requirement]:
-    """What an extra of this package requires, or with none the package itself; none if it isn't installed."""
-    try:
-        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
-    except metadata.PackageNotFoundError:
-        return []
-    if not extra:
-        return [one for one in declared if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return [one for one in declared if one.marker and one.marker.evaluate({"extra": extra})]
+def check_installed(extra: str) -> None:
+    """Raise `ConfigError` unless the libraries of an extra of this package are installed, before any long work."""
+    for requirement in requirements(extra):
+        if installed_version(requirement.name) is None:
+            raise ConfigError(
+                f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
+                f"pip install '{DISTRIBUTION}[{extra}]'"
+            )
 
 
 def check_engine(settings: EngineSettings, key: str) -> None:
@@ -205,21 +202,18 @@ def check(path: str, key: str) -> None:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
         return
-    if not _accepts(signature, arguments):
-        name, asked = path.partition(":")[2], ", ".join(arguments)
-        raise ConfigError(
-            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({asked}); "
-            f"write `def {name}({asked})`"
-        )
-
-
-def _accepts(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
     try:
         signature.bind(*arguments)
+        # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
+        accepts = not {"prompts", "completions"} & set(signature.parameters)
     except TypeError:
-        return False
-    # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
-    return not {"prompts", "completions"} & set(signature.parameters)
+        accepts = False
+    if not accepts:
+        name, given = path.partition(":")[2], ", ".join(arguments)
+        raise ConfigError(
+            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({given}); "
+            f"write `def {name}({given})`"
+        )
 
 
 def path_of(function: Callable[..., Any], key: str) -> str:
@@ -294,12 +288,12 @@ def source_version(path: str) -> str:
     source = inspect.getsourcefile(sys.modules[name]) if getattr(sys.modules[name], "__file__", None) else None
     if source is None:
         raise ConfigError(f"{path}: the module has no source file to hash; use a module with Python source")
-    file, depth = Path(source), name.count(".")
+    file, depth, top = Path(source), name.count("."), name.partition(".")[0]
     root = file.parents[depth + (file.name == "__init__.py")]
-    top = name.partition(".")[0]
+    installed = {"site-packages", "dist-packages"} & set(root.parts) or root == Path(sysconfig.get_path("stdlib"))
 
     def counts(other: str) -> bool:
-        return other.partition(".")[0] == top or not (_is_installed(root) or of_this_package(other))
+        return other.partition(".")[0] == top or not (installed or of_this_package(other))
 
     # Importing a module of a package also runs the package and its parents.
     packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
@@ -316,7 +310,3 @@ def check_unchanged(path: str) -> None:
     if spec is seen_spec and version != seen_version:
         raise ConfigError(f"{path} has changed since this process imported it; start Python anew, or reload its module")
     _SEEN[path] = (spec, version)
-
-
-def _is_installed(root: Path) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(root.parts)) or root == Path(sysconfig.get_path("stdlib"))

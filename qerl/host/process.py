@@ -1,4 +1,4 @@
-"""What ends a process: Ctrl-C, the signals by which a cluster announces the end of a job, and full memory.
+"""What ends a process: Ctrl-C, and the signals by which a cluster announces the end of a job.
 
 The entry point imports this module ahead of everything else, so it must import nothing slow.
 """
@@ -84,23 +84,3 @@ def handling(handle: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-#: How the loader of libraries, the system and PyTorch state that memory is full.
-_FULL = ("failed to map segment", "Cannot allocate memory", "can't allocate memory", "std::bad_alloc")
-
-
-@contextmanager
-def within_memory() -> Iterator[None]:
-    """Leave the process with a sentence where the block needs more memory than there is, or than it may have."""
-    try:
-        yield
-    except (MemoryError, ImportError, OSError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _FULL):
-            raise
-        print(
-            "qerl: this machine's memory is full, or a limit of this process is reached (ulimit -v, a container's); "
-            "make room, raise the limit or take a smaller model, and start again: what is finished stays",
-            file=sys.stderr,
-        )
-        sys.exit(2)

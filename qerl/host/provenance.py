@@ -25,8 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from qerl import __version__
 from qerl.settings.base import ConfigError
-from qerl.version import VERSION
 
 # Files that are written completely or not at all, and checks for a clock that was set back.
 
@@ -163,7 +163,7 @@ def check_clock(paths: Iterable[Path]) -> None:
 PACKAGE = Path(__file__).parents[1]
 
 #: Modules that decide no result, because they only report progress and origin, or plan: the fields of a job decide.
-TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers", "qerl.version")
+TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
 
@@ -348,7 +348,7 @@ def code_state() -> dict[str, Any]:
     """
     commit = os.environ.get("QERL_COMMIT")
     checkout = {"commit": commit, "dirty": None} if commit else _checkout()
-    return {**checkout, "version": VERSION, "files": _hash_of_files(PACKAGE)}
+    return {**checkout, "version": __version__, "files": _hash_of_files(PACKAGE)}
 
 
 def machine() -> dict[str, Any]:

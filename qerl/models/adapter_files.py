@@ -25,9 +25,8 @@ from qerl.host.console import visible
 from qerl.models.experts import AdaptedExperts, Experts, adapted_experts
 from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.structure import MISFITS, Structure
-from qerl.settings.base import ConfigError
-from qerl.settings.errors import nearest
-from qerl.settings.formats import FORMATS
+from qerl.settings.base import ConfigError, nearest
+from qerl.settings.models import FORMATS
 from qerl.settings.run import AdapterSettings
 
 # Files of an adapter in PEFT's layout, by the names with which stock PEFT loads it on its base.

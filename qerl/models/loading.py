@@ -39,7 +39,7 @@ from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.structure import MISFITS, Structure, StructureError, empty_model, structure_of
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FormatError
+from qerl.settings.models import FormatError
 
 _GENERATION = "generation_config.json"
 

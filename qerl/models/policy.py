@@ -56,8 +56,7 @@ from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.lora import key_dropout, register_lora
 from qerl.models.structure import MISFITS, Structure, structure_of
-from qerl.settings.base import ConfigError
-from qerl.settings.errors import nearest
+from qerl.settings.base import ConfigError, nearest
 from qerl.settings.run import LAYERS, AdapterSettings
 
 # Float32 copies of a policy's 16-bit weights, which the optimizer updates while passes compute with the weights.

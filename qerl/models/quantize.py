@@ -46,8 +46,7 @@ from qerl.host.provenance import put
 from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FORMATS, FormatError
-from qerl.settings.models import CalibrationSettings, RandomErrorSettings
+from qerl.settings.models import FORMATS, CalibrationSettings, FormatError, RandomErrorSettings
 from qerl.settings.run import LAYERS
 
 # Writing of a dense checkpoint in 4 bits, shard by shard, so that memory never has the whole model.

@@ -17,8 +17,7 @@ from qerl.host.imports import check, check_engine, check_trackers
 from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import LocalModel, PretrainSettings
+from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
 from qerl.settings.run import FITTED
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
 

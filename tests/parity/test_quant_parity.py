@@ -17,7 +17,7 @@ from qerl.formats.codecs import PACKED_FORMATS, nvfp4_global_scale, quantize
 from qerl.models.linear import PackedLinear, dense_weights
 from qerl.models.loading import load_model
 from qerl.models.quantize import quantization_report, quantize_checkpoint
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 from tests.parity.test_codec_parity import LIBRARY, assert_bits_equal
 from tests.tiny import tiny_llama, tiny_qwen2, tiny_qwen3
 

@@ -21,7 +21,7 @@ from qerl.formats.codecs import (
     tensor_specs,
 )
 from qerl.models.quantize import quantize_checkpoint
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 from tests.bits import bits_per_weight
 from tests.parity.test_codec_parity import assert_bits_equal
 from tests.properties.values import refused_in_one_sentence

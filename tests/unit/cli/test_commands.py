@@ -314,20 +314,3 @@ def test_a_deleted_working_directory_and_a_full_output_are_sentences(tmp_path):
         left = installed("where", MINI, cwd=tmp_path, stdout=full)
     assert left.returncode == 2
     assert re.fullmatch(r"qerl: No space left on device: the output.*\n", left.stderr)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-        OSError(12, "Cannot allocate memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-    ],
-)
-def test_full_memory_is_a_sentence(monkeypatch, capsys, error):
-    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(error))
-    with pytest.raises(SystemExit) as left:
-        __main__.main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("qerl: this machine's memory is full, or a limit of this process ")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -279,12 +279,6 @@ def test_a_reward_takes_an_answer_and_a_problem_and_returns(folder, text, messag
         check("mine:f", "reward.function")
 
 
-@pytest.mark.parametrize("path", ["mine", ":f", "mine.f", "mine:f()", "mine.py:f", "../mine:f"])
-def test_an_invalid_import_path_is_an_error_of_the_configuration(path):
-    with pytest.raises(ConfigError, match=r"`function`.*is not an import path; write `module:function`"):
-        parse(RewardSettings, {"function": path}, "test")
-
-
 def changed(folder, file: str, path: str) -> bool:
     """Whether a change of the file, and not of its comments, counts as a change of the function."""
 
@@ -363,34 +357,30 @@ def test_a_change_of_the_function_changes_the_code_of_a_run(folder):
     assert len(set(codes)) == 3
 
 
-def test_functions_are_imported_before_any_job_starts(folder):
+@pytest.mark.parametrize(
+    ("reward", "rows", "message"),
+    [
+        ("f", "rows", None),
+        *(("gone", "rows", "has no function gone"), ("f", "gone", "has no function gone")),
+        *(("one", "rows", "reward.function mine:one is defined as"), ("f", "one", "origin.function mine:one is def")),
+    ],
+)
+def test_functions_are_imported_before_any_job_starts(folder, reward, rows, message):
     (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []\ndef one(x): return []")
-
-    def planned(reward: str, rows: str) -> None:
-        origin = {"source": "python", "function": f"mine:{rows}"}
-        base = {"model": "tiny", "dataset": "sums", "reward": {"function": f"mine:{reward}"}}
-        values = {
-            "name": "own",
-            "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
-            "datasets": {"sums": {"format": "gsm8k", "origin": origin}},
-            "experiments": {"only": {"base": base}},
-            "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
-        }
+    values = {
+        "name": "own",
+        "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
+        "datasets": {"sums": {"format": "gsm8k", "origin": {"source": "python", "function": f"mine:{rows}"}}},
+        "experiments": {"only": {"base": {"model": "tiny", "dataset": "sums", "reward.function": f"mine:{reward}"}}},
+        "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
+    }
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         plan_from(values, Path("unused"))
-
-    planned("f", "rows")
-    for name, message in (("gone", "has no function gone"), ("one", r"\.function mine:one is defined as one\(x\)")):
-        for functions in ((name, "rows"), ("f", name)):
-            with pytest.raises(ConfigError, match=message):
-                planned(*functions)
 
 
 PROBLEM = Problem("7", "6 * 3?", "#### 18", "18", None)
 MODULE = """
-import re, socket, sys, time
-
-def sleeps(answer, problem):
-    time.sleep(3600)
+import re, sys, time
 
 def spins(answer, problem):
     while True:
@@ -404,10 +394,6 @@ def swallows(answer, problem):
 
 def backtracks(answer, problem):
     return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
-
-def waits_for_an_answer(answer, problem):
-    here, there = socket.socketpair()
-    return float(here.recv(1))
 
 def quick(answer, problem):
     return 1.0
@@ -435,7 +421,7 @@ def reward(tmp_path, monkeypatch):
     return reward
 
 
-@pytest.mark.parametrize("function", ["sleeps", "spins", "swallows", "backtracks", "waits_for_an_answer"])
+@pytest.mark.parametrize("function", ["spins", "swallows", "backtracks"])
 def test_a_reward_that_hangs_is_stopped_with_its_place(reward, function):
     """None of them returns within the test's own limit."""
     with pytest.raises(ConfigError, match=rf"reward.function own_faults:{function} wasn't done after 0\.1 s") as error:
