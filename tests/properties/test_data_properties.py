@@ -88,8 +88,7 @@ def test_any_bytes_are_problems_or_one_sentence_with_the_files_name(folder, suff
 def test_any_json_records_are_problems_or_one_sentence_with_the_files_name(folder, suffix, rows, bad):
     path = folder / f"rows{suffix}"
     rows = [*rows, json.loads(json.dumps(bad, default=str, skipkeys=True))]
-    lines = (json.dumps(row) + "\n" for row in rows)
-    path.write_text("".join(lines) if suffix == ".jsonl" else json.dumps(rows))
+    path.write_text("\n".join(map(json.dumps, rows)) if suffix == ".jsonl" else json.dumps(rows))
     assert taken(path) == all_are_problems(rows)
 
 
