@@ -113,8 +113,8 @@ def write_tokenizer(folder: Path, texts: Sequence[str], known: int = VOCABULARY 
     vocabulary, merges = learned["vocab"], [tuple(pair) for pair in learned["merges"]]
     size = min(known - len(ADDED), VOCABULARY)
     letters = [*ascii_lowercase, *ascii_uppercase]
-    # Merges build every string of letters from the one that is a letter shorter. The id of a token is 256 and the rank of
-    # its merge.
+    # Merges build every string of letters from the one that is a letter shorter. The id of a token is 256 and the rank
+    # of its merge.
     pairs = (("".join(stem), letter) for n in count(2) for *stem, letter in product(letters, repeat=n))
     for pair in pairs:
         if len(vocabulary) == size:

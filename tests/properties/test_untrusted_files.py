@@ -233,7 +233,7 @@ def test_an_adapter_cannot_name_modules_to_import(folder, tmp_path, canary, monk
     path.write_text(json.dumps(told | {"auto_mapping": auto}))
     assert load_policy(folder, trained, "float32").peft is not None
     path.write_text(json.dumps(told | {"megatron_config": {"a": 1}, "megatron_core": "evil"}))
-    with pytest.raises(CheckpointError, match="megatron_config=.*, which isn't supported"):
+    with pytest.raises(CheckpointError, match=r"megatron_config=.*, which isn't supported"):
         load_policy(folder, trained, "float32")
     path.write_text(json.dumps(told | {"peft_type": "XLORA"}))
     with pytest.raises(CheckpointError, match="only LORA"):
