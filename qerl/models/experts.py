@@ -30,9 +30,9 @@ from qerl.models.linear import (
     PackedLinear,
     StackedLora,
     device_of,
+    shared_weights,
     stacked,
     weight_of,
-    words_of,
 )
 from qerl.models.lora import products
 
@@ -204,7 +204,7 @@ class PortableGroupedLinear(GroupedLinear):
         layers = list(chain.from_iterable(experts))
         packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
         dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        weights: Words | Tensor = words_of(packed) if packed else stacked(dense)
+        weights: Words | Tensor = shared_weights(packed, Words) if packed else stacked(dense)
         factors = None
         if isinstance(weights, Words):
             parts = torch.tensor(weights.parts)

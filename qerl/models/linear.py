@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -157,6 +157,7 @@ class PackedLinear(nn.Module):
 
 #: A frozen layer.
 Layer = nn.Linear | PackedLinear
+Layout = TypeVar("Layout", Tiles, Words)
 
 
 def weight_of(layer: Layer, dtype: torch.dtype) -> Tensor:
@@ -401,6 +402,23 @@ def _adjacent(weights: Sequence[Tensor]) -> bool:
 # Linear layers with 4-bit weights and LoRA that run as one product on a Hopper GPU.
 
 
+def shared_weights(bases: Sequence[PackedLinear], layout: type[Layout], interleaved: bool = False) -> Layout:
+    """The tiles or words that these layers already share, or new ones, which replace the layers' packed tensors.
+
+    With `interleaved`, the layers are gate and up, or one with both as its halves.
+    """
+    weights = bases[0].tiles
+    if not isinstance(weights, layout):
+        packed, options = [base.packed for base in bases], {"interleaved": True} if interleaved else {}
+        if interleaved and len(bases) == 1:
+            packed = split_rows(packed[0], bases[0].out_features // 2)
+        weights = layout.pack(packed, **options)
+        parts = len(packed) // len(bases)
+        for number, base in enumerate(bases):
+            base.use_tiles(weights, *range(number * parts, (number + 1) * parts))
+    return weights
+
+
 def is_hopper(capability: tuple[int, int] | None) -> bool:
     """Whether a GPU of this compute capability (None: the CPU) has the instructions of `W4Linear`."""
     return capability is not None and capability[0] == 9
@@ -416,7 +434,7 @@ class W4Linear:
         """With `interleaved`, the layers are gate and up, or one with both as its halves, called with an activation."""
         adapted = [unwrap(layer) for layer in layers]
         bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
-        self.tiles = _tiles_of(bases, interleaved)
+        self.tiles = shared_weights(bases, Tiles, interleaved)
         self.out_features = self.tiles.rows
         device = self.tiles.data.device
         self._loras = [layer.lora for layer in adapted]
@@ -461,19 +479,6 @@ class W4Linear:
             multiply(self.operands, x, out, Mode.RESIDUAL if residual else Mode.PLAIN)
 
 
-def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
-    """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
-    tiles = bases[0].tiles
-    if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
-        tiles = Tiles.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
-        bases[0].use_tiles(tiles, 0, 1)
-    elif not isinstance(tiles, Tiles):
-        tiles = Tiles.pack([base.packed for base in bases], interleaved)
-        for part, base in enumerate(bases):
-            base.use_tiles(tiles, part)
-    return tiles
-
-
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
     """The biases in float32, in the order of the tiles' rows; None without biases."""
     biases = [base.bias.data.float() for base in bases if base.bias is not None]
@@ -499,7 +504,7 @@ class PortableLinear(TorchLinear):
         from qerl.kernels.triton.linear import PortableOperands
 
         super().__init__(layers, dtype)
-        words = words_of([base for base in self._bases if isinstance(base, PackedLinear)])
+        words = shared_weights([base for base in self._bases if isinstance(base, PackedLinear)], Words)
         rows = [torch.full((part,), factor) for part, factor in zip(words.parts, words.factors, strict=True)]
         self.operands = PortableOperands(
             words=words,
@@ -525,16 +530,6 @@ def _check_activations(
         raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
     if any(tensor.dtype != dtype or not tensor.is_contiguous() for tensor in (x, out)):
         raise ValueError(f"activations must be contiguous {dtype}")
-
-
-def words_of(bases: Sequence[PackedLinear]) -> Words:
-    """The words that these layers already share, or new ones, which replace the layers' tensors."""
-    words = bases[0].tiles
-    if not isinstance(words, Words):
-        words = Words.pack([base.packed for base in bases])
-        for part, base in enumerate(bases):
-            base.use_tiles(words, part)
-    return words
 
 
 # Dense layers with few outputs and their adapters, as one launch on a GPU.

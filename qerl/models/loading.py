@@ -109,7 +109,13 @@ def load_model(
         slot = slots[name]
         wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
-    _check_scales(model, headers)
+    for layer, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            try:
+                check_scales(module.packed)
+            except FormatError as error:
+                shard = headers[f"{layer}.{CODECS[module.weights_format].marker}"].shard
+                raise CheckpointError(f"{shard}: {layer}: {error}") from None
     if tied := tied_weights(folder):
         if tied[0] in headers:
             _check_tied([model.get_parameter(name) for name in tied], headers[tied[0]])
@@ -307,17 +313,6 @@ def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
         f"{info.shard} holds {name} as {info.dtype} {list(info.shape)}, but config.json calls for "
         f"{target.dtype} {list(target.shape)}; check that config.json belongs to these weights"
     )
-
-
-def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
-    """Raise `CheckpointError` if scales of a packed layer make infinity or NaN of codes."""
-    for layer, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            try:
-                check_scales(module.packed)
-            except FormatError as error:
-                shard = headers[f"{layer}.{CODECS[module.weights_format].marker}"].shard
-                raise CheckpointError(f"{shard}: {layer}: {error}") from None
 
 
 def _check_tied(weights: Sequence[Tensor], info: TensorInfo) -> None:

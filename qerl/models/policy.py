@@ -75,14 +75,14 @@ class Masters:
             name: nn.Parameter(values[name].detach().to(weight.device, torch.float32, copy=True))
             for name, weight in self._weights.items()
         }
-        for name, weight in self._weights.items():
-            weight.register_post_accumulate_grad_hook(partial(self._move_gradient, self._masters[name]))
 
-    @staticmethod
-    def _move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        gradient, weight.grad = weight.grad.float(), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        def move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            gradient, weight.grad = weight.grad.float(), None
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+        for name, weight in self._weights.items():
+            weight.register_post_accumulate_grad_hook(partial(move_gradient, self._masters[name]))
 
     def of(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters, with a master in place of each weight that has one."""
