@@ -157,12 +157,6 @@ def _first_not_finite(policy: Policy, tokens: Sequence[int]) -> str | None:
     return names[0] if names else None
 
 
-def refuse_lengths(params: SamplingParams) -> None:
-    """Raise ValueError if `params` sets lengths or tokens; for samplers that don't support them."""
-    if params.lengths is not None or params.replay is not None:
-        raise ValueError("this sampler supports no lengths or tokens of completions; use the native engine")
-
-
 def stop_tokens(policy: Policy, params: SamplingParams) -> frozenset[int]:
     """The tokens that end a completion."""
     return frozenset() if params.ignore_eos else frozenset(policy.stop_token_ids)

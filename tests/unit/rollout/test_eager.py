@@ -10,7 +10,7 @@ from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rollout.eager import EagerSampler, draw
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.sampler import NotFiniteError, SamplingParams, refuse_lengths
+from qerl.rollout.sampler import NotFiniteError, SamplingParams
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
 from tests.tiny import tiny_qwen2
@@ -105,12 +105,6 @@ def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint,
     assert sampler.generate(PROMPTS, params) == clean
     after = policy.lm.state_dict()
     assert all(torch.equal(state[name].view(torch.uint8), after[name].view(torch.uint8)) for name in state)
-
-
-def test_a_sampler_with_one_limit_refuses_lengths():
-    refuse_lengths(SamplingParams(max_tokens=12))
-    with pytest.raises(ValueError, match="supports no lengths"):
-        refuse_lengths(SamplingParams(max_tokens=12, lengths=((3,),)))
 
 
 #: Changes of a weight by its name, and the layer whose output is the first that they spoil.
