@@ -13,6 +13,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import NotFiniteError, SamplingParams
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
+from tests.parity.family_models import assert_drawn_by
 from tests.tiny import tiny_qwen2
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 8, 9]]
@@ -24,29 +25,12 @@ def checkpoint(tmp_path_factory):
     return tiny_qwen2(tmp_path_factory.mktemp("dense"))
 
 
-@pytest.fixture(scope="module")
-def policy(checkpoint):
-    """A policy whose adapter has an effect."""
-    policy = with_adapter(checkpoint, AdapterSettings(rank=4), "float32", seed=0, device=CPU)
-    torch.manual_seed(1)
-    for name, parameter in policy.trainable():
-        parameter.data += 0.1 * torch.randn_like(parameter) if "lora" in name else 0.0
-    return policy
-
-
-def full_logprobs(policy, prompt, completion, temperature=1.0):
-    """Log-probabilities of the completion's tokens from one Hugging Face forward pass without a cache."""
-    with torch.no_grad():
-        logits = policy.lm(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-
-
 def test_an_adapter_on_one_of_two_layers_that_share_an_input_samples(checkpoint):
     policy = with_adapter(checkpoint, AdapterSettings(rank=2, targets=["gate_proj"]), "float32", seed=0, device=CPU)
     for name, parameter in policy.trainable():
         parameter.data += 0.1 if "lora" in name else 0.0
     [[completion]] = EagerSampler(policy).generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
-    np.testing.assert_allclose(completion.logprobs, full_logprobs(policy, PROMPTS[0], completion.token_ids), atol=1e-5)
+    assert_drawn_by(policy.lm, [[completion]], 1e-5, PROMPTS[:1])
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.2, 3.0, 30.0], ids=["all equal", "flat", "peaked", "certain"])
