@@ -533,7 +533,7 @@ class EngineSampler:
         self.sync()
         try:
             completions = self._generate(prompts, params)
-            refuse_nan(self.policy, prompts, completions)
+            refuse_nan(completions)
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):

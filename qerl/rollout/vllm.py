@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from qerl.checkpoints.files import left_out, weights_format_of
 from qerl.host.console import log
-from qerl.host.gpus import memory_share, seconds
+from qerl.host.gpus import memory_share
 from qerl.models.blocks import noisy_norms
 from qerl.models.export import lora_room, write_dense
 from qerl.models.linear import POLICY_ADAPTER
@@ -77,15 +76,6 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """One sync: seconds, bytes sent, and the checksum on which policy and engine agree."""
-
-    seconds: float
-    bytes: int
-    checksum: str
-
-
 def _import_vllm() -> Any:
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -132,7 +122,8 @@ class VllmSampler:
         self.weights = weights_format_of(folder)
         with _served_checkpoint(folder, self.weights, policy) as (served, self.weights), self._no_compiler():
             self.engine = self._vllm.LLM(model=str(served), **self._engine_arguments())
-        self.last_sync: SyncReport
+        #: That of the adapter and norms on which policy and engine agree since the latest sync.
+        self.checksum = ""
         self.kernel: str = self._call("qerl_prepare")
         self.sync()
         log.info("completions come from %s", self.served)
@@ -216,7 +207,7 @@ class VllmSampler:
             self.engine.sleep(level=1)
             self._asleep = True
         groups = [[_completion(choice) for choice in output.outputs] for output in outputs]
-        refuse_nan(self.policy, prompts, groups)
+        refuse_nan(groups)
         # vLLM refuses to draw the same greedy completion several times.
         return groups if params.temperature else [group * params.count for group in groups]
 
@@ -245,22 +236,18 @@ class VllmSampler:
         from qerl.rollout.vllm_worker import checksum
 
         self._wake()
-        with seconds() as elapsed:
-            config, norms = adapter_config(self.policy), norm_weights(self.policy)
-            lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
-            targets = sorted(config.target_modules or []) if config else []
-            if self.settings.tensor_parallel > 1:  # the other ranks are processes with their own GPUs
-                lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
-            pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
-            sent = checksum({**norms, **lora})
-            if different := [name for name in sent if sent[name] != pushed[name]]:
-                raise RuntimeError(f"{different[0]} differs between vLLM and the policy after a sync: a defect of qerl")
-            if not self.engine.reset_prefix_cache():
-                raise RuntimeError("vLLM didn't reset its prefix cache, because requests are still running")
-        size = sum(t.numel() * t.element_size() for t in (*norms.values(), *lora.values()))
-        digest = sha256(repr(sorted(sent.items())).encode()).hexdigest()[:16]
-        self.last_sync = SyncReport(elapsed.value, size, digest)
-        log.debug("sync: %.1f ms, %d bytes, checksum %s", 1e3 * elapsed.value, size, digest)
+        config, norms = adapter_config(self.policy), norm_weights(self.policy)
+        lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
+        targets = sorted(config.target_modules or []) if config else []
+        if self.settings.tensor_parallel > 1:  # the other ranks are processes with their own GPUs
+            lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
+        pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
+        sent = checksum({**norms, **lora})
+        if different := [name for name in sent if sent[name] != pushed[name]]:
+            raise RuntimeError(f"{different[0]} differs between vLLM and the policy after a sync: a defect of qerl")
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM didn't reset its prefix cache, because requests are still running")
+        self.checksum = sha256(repr(sorted(sent.items())).encode()).hexdigest()[:16]
 
     def close(self) -> None:
         """Stop the engine and release its memory."""

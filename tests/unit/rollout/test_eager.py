@@ -91,28 +91,10 @@ def test_aqn_reaches_the_sampler_of_any_format_and_never_accumulates(checkpoint,
     assert all(torch.equal(state[name].view(torch.uint8), after[name].view(torch.uint8)) for name in state)
 
 
-#: Changes of a weight by its name, and the layer whose output is the first that they spoil.
-SPOILED = {
-    "model.layers.1.mlp.down_proj": ("weight", float("nan"), r"model\.layers\.1\.mlp"),
-    "model.layers.1.input_layernorm": ("weight", float("inf"), r"model\.layers\.1\.input_layernorm"),
-    "lm_head": ("weight", float("nan"), "lm_head"),
-}
-
-
 @pytest.mark.parametrize("sampler", [EagerSampler, lambda policy: EngineSampler(policy, NativeSettings())])
-@pytest.mark.parametrize("layer", SPOILED)
-def test_logprobs_that_are_nan_are_refused_with_the_layer(tmp_path, sampler, layer):
+@pytest.mark.parametrize(("layer", "number"), [("model.layers.1.mlp.down_proj", torch.nan), ("lm_head", torch.inf)])
+def test_logprobs_that_are_nan_are_refused(tmp_path, sampler, layer, number):
     policy = load_policy(tiny_qwen2(tmp_path / "dense", tie_word_embeddings=False), None, "float32", CPU)
-    name, number, first = SPOILED[layer]
-    policy.lm.get_submodule(layer).get_parameter(name).data[..., :5] = number
-    with pytest.raises(NotFiniteError, match=rf"are NaN, first in {first}\b"):
+    policy.lm.get_submodule(layer).weight.data[..., :5] = number
+    with pytest.raises(NotFiniteError, match=r"not finite.*lower optimizer\.learning_rate"):
         sampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4, count=2))
-
-
-def test_an_adapter_that_is_nan_is_named(checkpoint):
-    policy = with_adapter(checkpoint, AdapterSettings(rank=2, targets=["q_proj"]), "float32", seed=0, device=CPU)
-    for name, parameter in policy.trainable():
-        if "lora_B" in name:
-            parameter.data.fill_(float("nan"))
-    with pytest.raises(NotFiniteError, match=r"first in model\.layers\.0\.self_attn\.q_proj.*lora_B"):
-        EagerSampler(policy).generate(PROMPTS, SamplingParams(max_tokens=4))
