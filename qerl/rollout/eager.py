@@ -118,7 +118,7 @@ class EagerSampler:
                 drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
                 for number, group in zip(numbers, drawn, strict=True):
                     completions[number] = group
-        refuse_nan(self.policy, prompts, completions)
+        refuse_nan(completions)
         return completions
 
     def _generate_batch(

@@ -533,20 +533,16 @@ class EngineSampler:
         self.sync()
         try:
             completions = self._generate(prompts, params)
-            refuse_nan(self.policy, prompts, completions)
+            refuse_nan(completions)
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {_TO_LOWER}") from error
             raise
-        if self.settings.sleep or self._scarce:
+        # A cache that has all the memory that it may use, and needs more, leaves none for the update.
+        if self.settings.sleep or (self._bounded and self.settings.kv_cache_gib is None):
             self.release()
         return completions
-
-    @property
-    def _scarce(self) -> bool:
-        """Whether the cache has all the memory that it may use, and needs more; an update then needs that memory."""
-        return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         pool, stops = self._ready_pool(prompts, params), stop_tokens(self.policy, params)
@@ -579,9 +575,13 @@ class EngineSampler:
                 f"after {most}; {remedy}"
             )
         alone, most_pages = pages_for(prompts, params.max_tokens, sequences)
-        if self._pool is None or not self._serves(self._pool, alone, most_pages, params.max_tokens, sequences):
-            self.release()
-            self._pool = self._new_pool(alone, most_pages, params.max_tokens, sequences)
+        if (pool := self._pool) is not None:
+            state = pool.state
+            fits = state.tokens.shape[1] >= params.max_tokens and state.pages.shape[1] >= alone - 2
+            enough = (state.count >= sequences or self._few_slots) and (self._bounded or pool.pages.count >= most_pages)
+            if not (fits and enough):
+                self.release()
+        self._pool = self._pool or self._new_pool(alone, most_pages, params.max_tokens, sequences)
         if self._pool.pages.count < alone:
             if self.settings.kv_cache_gib is None:
                 raise torch.OutOfMemoryError(f"a sequence needs {alone} pages, and memory has {self._pool.pages.count}")
@@ -590,12 +590,6 @@ class EngineSampler:
                 f"{self._pool.pages.count}; lower max_tokens or raise native.kv_cache_gib"
             )
         return self._pool
-
-    def _serves(self, pool: Pool, alone: int, most_pages: int, max_tokens: int, sequences: int) -> bool:
-        state = pool.state
-        fits = state.tokens.shape[1] >= max_tokens and state.pages.shape[1] >= alone - 2
-        enough = state.count >= sequences or self._few_slots
-        return fits and enough and (self._bounded or pool.pages.count >= most_pages)
 
     def _new_pool(self, alone: int, most_pages: int, max_tokens: int, sequences: int) -> Pool:
         decoder, heads = self._decoder, self._decoder.heads

@@ -17,7 +17,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings, NoiseSettings, RunSettings
 from tests.gpu.backends import kernels_of, with_portable
-from tests.unit.rl.test_graphs import batch
+from tests.unit.rl.test_passes import batch
 
 DEVICE = torch.device("cuda")
 
