@@ -313,7 +313,7 @@ class EvaluateJob(Job):
 class RolloutJob(Job):
     """Measure rollout throughput by weight format and LoRA rank."""
 
-    does: ClassVar[str] = "qerl.bench.rollouts:bench_rollout"
+    does: ClassVar[str] = "qerl.bench.native:bench_rollout"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: Literal["rollout"] = "rollout"
     bench: str

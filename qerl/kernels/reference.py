@@ -1,6 +1,6 @@
 """What samplers and updates compute beside products with packed weights, in plain PyTorch.
 
-These functions define the operations, and CPUs use them. `qerl.kernels.triton` has the same functions for GPUs, which are
+These functions define the operations, and CPUs use them. `qerl.kernels.triton` has the same functions for GPUs, and is
 tested against them; `qerl.kernels.operations` chooses.
 """
 

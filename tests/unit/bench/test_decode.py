@@ -10,9 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.bench import decode, timing
-from qerl.bench import hf as decode_hf
-from qerl.bench import vllm as decode_vllm
+from qerl.bench import native, peers, timing
 from qerl.bench.timing import Engine, Point, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
@@ -27,6 +25,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding
 from tests.families import FAMILIES
+from tests.jobs import do
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
 NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance"}
@@ -71,11 +70,11 @@ def clock(monkeypatch):
     return draw
 
 
-def measure(module, out, sequences, engine="native", weights="nvfp4", **changes):
+def measure(out, sequences, engine="native", weights="nvfp4", **changes):
     """Do a job on the tiny shape."""
     work = Decoding(engine=engine, weights=weights, **SETTINGS | changes)
     part = PointPart(file=out.name, work=work, points=sequences, settings=None)
-    module.measure_points(PointJob(parts=[part], out=out.parent))
+    do(PointJob(parts=[part], out=out.parent))
 
 
 def read(out):
@@ -100,7 +99,7 @@ def assert_job(result, engine, weights, sequences):
 @pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
 def test_a_job_of_the_native_engine(tmp_path, weights):
     out = tmp_path / "out.json"
-    measure(decode, out, [1], weights=weights)
+    measure(out, [1], weights=weights)
     result = read(out)
     assert set(result) == NAMES | {"sync_seconds"}
     assert_job(result, "native", weights, [1])
@@ -114,7 +113,7 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(speeds, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
     for file, packed in zip(files, (False, True), strict=True):
-        measure(decode, file, [2], size="hybrid", pack_delta_nets=packed)
+        measure(file, [2], size="hybrid", pack_delta_nets=packed)
     dense, packed = map(read, files)
     numbers = 64 * (96 + 64) + 64 * 64
     saved = dense["points"][0]["weight_bytes"] - packed["points"][0]["weight_bytes"]
@@ -128,30 +127,30 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
 
 def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
-    measure(decode, out, [2])
+    measure(out, [2])
     first = read(out)["points"]
-    measure(decode, out, [2, 1, 2])
+    measure(out, [2, 1, 2])
     assert_job(read(out), "native", "nvfp4", [1, 2])
     assert read(out)["points"][1:] == first
     text = out.read_text()
-    monkeypatch.setattr(decode, "random_policy", None)
-    measure(decode, out, [1, 2])
+    monkeypatch.setattr(native, "random_policy", None)
+    measure(out, [1, 2])
     assert out.read_text() == text
 
 
 def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, monkeypatch):
     """Each file is as if its points had been measured alone: rank 0 has no adapter, and no longer one of rank 4."""
     made = []
-    monkeypatch.setattr(decode, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
+    monkeypatch.setattr(native, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
     asked = [(4, 4), (0, 4), (8, 4), (8, 6)]
     works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
     parts = [
         PointPart(file=f"{work.rank}-{work.prompt}.json", work=work, points=[1, 2], settings=None) for work in works
     ]
-    decode.measure_points(PointJob(parts=parts[:2], out=tmp_path))
+    native.measure_points(PointJob(parts=parts[:2], out=tmp_path))
     assert [rank for _, rank, _ in made] == [0]
     first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
-    decode.measure_points(PointJob(parts=parts, out=tmp_path))
+    native.measure_points(PointJob(parts=parts, out=tmp_path))
     assert len(made) == 2  # no more than once for each call
     assert {name: (tmp_path / name).read_text() for name in first} == first
     for part in parts:
@@ -194,7 +193,7 @@ def test_points_of_other_settings_or_machines_are_refused(tmp_path, monkeypatch)
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measured = tmp_path / "out.json", [], decode.engine_of
+    out, held, measured = tmp_path / "out.json", [], native.engine_of
 
     def scarce(policy, work, sequences):
         if sequences == 1:
@@ -208,8 +207,8 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
                 raise
             raise RuntimeError("lower max_tokens") from error
 
-    monkeypatch.setattr(decode, "engine_of", scarce)
-    measure(decode, out, [3, 2, 1])
+    monkeypatch.setattr(native, "engine_of", scarce)
+    measure(out, [3, 2, 1])
     last, *failed = read(out)["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
         (2, "out of memory", []),
@@ -249,7 +248,7 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
 
     monkeypatch.setattr(EngineSampler, "generate", seen)
     monkeypatch.setattr(timing, "WARM_UP", 3)
-    measure(decode, tmp_path / "out.json", [2])
+    measure(tmp_path / "out.json", [2])
     whole = SETTINGS["tokens"] + 1
     assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
 
@@ -257,7 +256,7 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
 @pytest.mark.parametrize("weights", ["bf16", "nf4"])
 def test_a_job_of_transformers(tmp_path, weights):
     out = tmp_path / "out.json"
-    measure(decode_hf, out, [2], "transformers", weights)
+    measure(out, [2], "transformers", weights)
     result = read(out)
     assert set(result) == NAMES
     assert_job(result, "transformers", weights, [2])
@@ -266,13 +265,13 @@ def test_a_job_of_transformers(tmp_path, weights):
 
 def test_weights_of_transformers_are_in_the_format_that_was_asked_for():
     cpu = torch.device("cpu")
-    dense, nf4 = (decode_hf.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
+    dense, nf4 = (peers.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
     # Half a byte a weight and a float32 scale for 64, instead of two bytes.
     saved = PROJECTIONS * 2 - PROJECTIONS // 2 - 4 * PROJECTIONS // 64
-    assert decode_hf.weight_bytes(dense) - decode_hf.weight_bytes(nf4) == saved
-    adapted = decode_hf.random_model("tiny", "nf4", 4, cpu)
+    assert peers.weight_bytes(dense) - peers.weight_bytes(nf4) == saved
+    adapted = peers.random_model("tiny", "nf4", 4, cpu)
     adapter = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
-    assert decode_hf.weight_bytes(adapted) - decode_hf.weight_bytes(nf4) == 2 * adapter
+    assert peers.weight_bytes(adapted) - peers.weight_bytes(nf4) == 2 * adapter
     layer = adapted.model.layers[0].mlp.down_proj.base_layer.weight
     assert layer.quant_state.quant_type == "nf4"
     assert not layer.quant_state.nested
@@ -284,7 +283,7 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
-    measure(decode_vllm, tmp_path / "out.json", [1], "vllm")
+    measure(tmp_path / "out.json", [1], "vllm")
     [point] = read(tmp_path / "out.json")["points"]
     assert point["status"] == "out of memory"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = sorted(Path(__file__).parent.glob("*_cases.py"))
+CASES = sorted(set(Path("tests/gpu").glob("test_*.py")) - set(Path("tests/gpu").glob("test_*_gpu.py")))
 
 
 @pytest.mark.slow

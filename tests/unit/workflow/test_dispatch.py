@@ -25,7 +25,6 @@ PLANNING = ("checks", "costs", "grid", "outputs", "plan", "runs", "stages")
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.gates.accept", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
-    "qerl.bench.trace",
     "qerl.report.summary",
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
