@@ -13,15 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qerl.bench.timing import (
-    DecodePoints,
-    Engine,
-    Point,
-    Start,
-    gpu_state,
-    run_points,
-    unless_out_of_memory,
-)
+from qerl.bench.timing import DecodePoints, Engine, Point, Start, gpu_state, run_points, unless_out_of_memory
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track

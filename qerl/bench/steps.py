@@ -35,15 +35,7 @@ from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.results.paths import METRICS
 from qerl.results.schema import Provenance
-from qerl.results.speeds import (
-    SECONDS,
-    GivenUp,
-    GrpoStepResult,
-    StepBenchResult,
-    StepMemory,
-    StepPoint,
-    TimedStep,
-)
+from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
 from qerl.results.store import read, write
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.memory import blocks

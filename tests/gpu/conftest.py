@@ -1,7 +1,7 @@
 """Every test of this folder needs a CUDA device and Triton.
 
-Files without `_gpu` in their names have kernels' cases that Triton's interpreter runs on a CPU, too, in float32 and on
-smaller shapes (`tests/unit/kernels/test_interpreter.py`).
+Some files have cases of kernels that Triton's interpreter runs on a CPU, too, in float32 and on smaller shapes
+(`tests/unit/kernels/test_interpreter.py`).
 """
 
 from importlib.util import find_spec

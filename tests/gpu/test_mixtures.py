@@ -12,13 +12,7 @@ from qerl.kernels import reference
 from qerl.kernels.state import BLOCK_SIZES, Groups, block_size, captured
 from qerl.kernels.triton import experts
 from qerl.kernels.triton.experts import GroupedOperands, multiply
-from qerl.models.experts import (
-    GroupedAdapters,
-    PortableGroupedLinear,
-    TorchGroupedLinear,
-    grouped,
-    grouped_product,
-)
+from qerl.models.experts import GroupedAdapters, PortableGroupedLinear, TorchGroupedLinear, grouped, grouped_product
 from qerl.models.linear import Lora, PackedLinear
 from tests.conftest import in_nightly
 from tests.gpu.exact import DEVICE, DTYPES, INTERPRETED, assert_near

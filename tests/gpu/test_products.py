@@ -61,16 +61,19 @@ def shapes_of(kind, size):
 
 
 def layers_of(kind, size, weights_format, rank=0):
-    """The layers of a product. In the interpreter the third has its own scale and rank, and the second no adapter."""
-    weights = [torch.randn(shape, device=DEVICE) * 0.02 for shape in shapes_of(kind, size)]
+    return random_layers(shapes_of(kind, size), weights_format, kind == "qkv", rank)
+
+
+def random_layers(shapes, weights_format, biased, rank):
+    """Layers of these shapes. In the interpreter the third has its own scale and rank, and the second no adapter."""
+    weights = [torch.randn(shape, device=DEVICE) * 0.02 for shape in shapes]
     scale = nvfp4_global_scale(*weights[: 2 if INTERPRETED else None]) if weights_format == "nvfp4" else None
     model = nn.Module()
     # PEFT reads the device from a model's first parameter; packed layers have buffers alone.
     model.register_parameter("anchor", nn.Parameter(torch.zeros(1, device=DEVICE)))
     for i, weight in enumerate(weights):
-        shared = scale if i < 2 or not INTERPRETED else None
-        packed = quantize(weight, weights_format, global_scale=shared)
-        bias = torch.randn(len(weight), device=DEVICE) if kind == "qkv" else None
+        packed = quantize(weight, weights_format, global_scale=None if INTERPRETED and i > 1 else scale)
+        bias = torch.randn(len(weight), device=DEVICE) if biased else None
         model.add_module(f"part{i}", PackedLinear.from_packed(packed, bias))
     if rank:
         uneven = {"rank_pattern": {"part2": 2}} if INTERPRETED else {}
