@@ -704,7 +704,7 @@ class ProfileJob(Job):
 class RolloutJob(ProfileJob):
     """Measure rollout throughput by weight format and LoRA rank."""
 
-    does: ClassVar[str] = "qerl.bench.rollouts:bench_rollout"
+    does: ClassVar[str] = "qerl.bench.native:bench_rollout"
     without: ClassVar[Collection[str]] = OPTIONAL
     kind: str = "rollout"
     settings: RolloutBench

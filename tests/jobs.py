@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
-from qerl.jobs import KINDS, TrainJob
+from qerl.jobs import KINDS, PointJob, TrainJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Workload
@@ -50,6 +51,12 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
     }
     paths = {"checkpoint": checkpoint, "data": data, "work": work, "tracked": out / "tracked", "out": out}
     return TrainJob(settings=settings, **{**values, **paths, **changes})
+
+
+def do(job: PointJob) -> None:
+    """Call the function of a job of the speed grid."""
+    module, _, name = job.function.partition(":")
+    getattr(import_module(module), name)(job)
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:

@@ -15,8 +15,6 @@ import psutil
 import pytest
 import torch
 
-from qerl.bench import rollouts
-from qerl.bench import vllm as bench_vllm
 from qerl.data.records import Problem
 from qerl.models.export import export, merge
 from qerl.models.policy import load_policy, with_adapter
@@ -422,7 +420,7 @@ def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
 def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path, monkeypatch):
     """Both measurements check each completion's length."""
     monkeypatch.setenv("QERL_COMMIT", "test")
-    ours, theirs = measured(tmp_path, rollouts), measured(tmp_path, bench_vllm, engine="vllm")
+    ours, theirs = measured(tmp_path), measured(tmp_path, engine="vllm")
     assert theirs.sampler.startswith("vLLM")
     assert theirs.status == ours.status == "ok"
     assert theirs.completion_tokens == ours.completion_tokens

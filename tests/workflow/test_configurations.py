@@ -159,7 +159,7 @@ def test_points_are_measured_once_and_tables_use_existing_points(tmp_path):
     for file in results.glob("points/*/*.json"):
         shutil.move(file, tree.folder / "committed")
     shutil.rmtree(results / "points")
-    code = tree.folder / "qerl/bench/decode.py"
+    code = tree.folder / "qerl/bench/native.py"
     code.write_text(code.read_text() + "\n_CHANGED = 1\n")
     assert tree.planned(*ARGUMENTS) == {
         **{"default": 1, "shapes": 1, "list_results": 1, "collect_results": 1, "write_report": 1}

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from qerl.bench.rollouts import bench_rollout
+from qerl.bench.native import bench_rollout
 from qerl.bench.steps import bench_step
 from qerl.data.sources import prepare
 from qerl.jobs import RolloutJob, StepJob, TimedRun
@@ -107,7 +107,7 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("qerl.bench.steps.make_trainer", fails)
-    monkeypatch.setattr("qerl.bench.rollouts.make_sampler", fails)
+    monkeypatch.setattr("qerl.bench.native.make_sampler", fails)
     out, runs = bases / "failed.json", [timed_run(bases, "bf16", *GRID[0])]
     bench_step(StepJob(bench="s", settings=StepBench(kind="step", experiment="e"), runs=runs, out=out))
     assert load([out], "step")["status"].tolist() == ["out of memory"]

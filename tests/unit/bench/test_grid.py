@@ -53,7 +53,7 @@ def test_ranks_of_a_size_and_format_share_a_job_and_vllm_starts_for_each_rank():
     work = {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, "kernels": "auto", "prompt": 128}
     assert one.parts[1].work.model_dump() == work | {"tokens": 256, "pack_delta_nets": False}
     assert (one.parts[1].points, one.out) == ([1, 2], Path("work/decode-native-tiny-nvfp4"))
-    assert one.function == "qerl.bench.decode:measure_points"
+    assert one.function == "qerl.bench.native:measure_points"
     vllm = [DECODE | {"engine": "vllm", "ranks": r, "prompt": p} for r, p in (([4, 8], [8]), ([4], [16]))]
     assert {id: [part.work.prompt for part in job.parts] for id, job in jobs_of(grid(decode=vllm)).items()} == {
         "decode-vllm-tiny-bf16-r4": [8, 16],

@@ -49,7 +49,7 @@ def test_a_job_of_a_policy_imports_what_it_needs():
         "import qerl.cli.commands\n"
         "from qerl.host.imports import OPTIONAL, imports\n"
         "with imports(without=OPTIONAL):\n"
-        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts\n"
+        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.native\n"
         "    import qerl.workflow.preflight\n"
     )
     assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found

@@ -25,7 +25,6 @@ PLANNING = ("checks", "costs", "grid", "plan", "stages")
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
-    "qerl.bench.trace",
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
 BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
