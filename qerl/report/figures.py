@@ -68,6 +68,11 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.2,
     "svg.fonttype": "none",
     "svg.hashsalt": "qerl",
+    # Grey ink without a ground reads on light pages and on dark ones.
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#767676"),
+    "savefig.transparent": True,
+    "grid.color": "#767676",
+    "grid.alpha": 0.3,
 }
 
 
