@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from qerl.formats.codecs import PACKED_FORMATS
-from qerl.models.expert_adapters import refused_expert_adapters
+from qerl.models.adapter_files import refused_expert_adapters
 from qerl.models.quantize import refused_by_awq
 from qerl.models.structure import StructureError, structure_of
 from qerl.rollout.sampler import refused_by_engine, refused_by_vllm

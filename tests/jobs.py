@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from qerl.settings.workloads import Workload
 from tests.tiny import tiny_qwen2, write_template
 
 #: The functions of all jobs, as `module:name`.
-FUNCTIONS = [kind.does for kind in KINDS.values() if kind is not PointJob]
+FUNCTIONS = [kind.does for kind in KINDS.values() if hasattr(kind, "does")]
 FUNCTIONS += [path for work in Workload.__subclasses__() for path in work.does.values()]
 #: A run of a tiny policy with a checkpoint after each step, without a reward that its random completions differ in.
 SETTINGS: dict[str, Any] = {
@@ -50,6 +51,12 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
     }
     paths = {"checkpoint": checkpoint, "data": data, "work": work, "tracked": out / "tracked", "out": out}
     return TrainJob(settings=settings, **{**values, **paths, **changes})
+
+
+def do(job: PointJob) -> None:
+    """Call the function of a job of the speed grid."""
+    module, _, name = job.function.partition(":")
+    getattr(import_module(module), name)(job)
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:

@@ -1,6 +1,6 @@
 """Recomputes the estimates of docs/results/dose.md from the Parquet files, by pandas and NumPy alone.
 
-    python -m tests.recompute_dose results/reference/dose/3m-assay results/reference/dose/3m-half
+    python -m tests.recompute_dose results/reference/dose/*/
 
 It shares no code with the package: pass@k is the product of the chances to miss, and the bootstrap is a plain loop.
 """
@@ -29,9 +29,10 @@ def values(folders: list[Path]) -> pd.DataFrame:
         return pd.concat([pd.read_parquet(folder / f"{name}.parquet") for folder in folders])
 
     runs = table("runs").query("role == 'main'")
-    # A seed with fewer runs than another of its experiment has not run for every arm.
+    # A seed with fewer runs than another of its experiment has not run for every arm; nor has one without a dose.
     counts = runs.groupby(["experiment", "seed"])["run"].transform("count")
     runs = runs[counts == counts.groupby(runs["experiment"]).transform("max")].query("status == 'ok'")
+    runs = runs[runs["experiment"].isin(runs.loc[runs["arm"] == "nvfp4", "experiment"])]
     runs = runs[["run", "experiment", "size", "rate", "arm", "model", "seed"]]
     steps = table("steps").sort_values("step").groupby("run").tail(1)
     found = steps[["run", "discovery"]].rename(columns={"discovery": "value"}).assign(measure="discovery", problem="")

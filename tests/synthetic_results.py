@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from qerl.results.printed import FOLDER
+from qerl.jobs import FigureJob, TableJob
+from qerl.report.figures import make_figure
+from qerl.report.tables import make_table
 from qerl.results.schema import StepMetrics
 from qerl.settings.workloads import Decoding
 
@@ -38,6 +40,23 @@ ARMS = {
     "nvfp4-lora": ("nvfp4", "lora", "off"),
     "nvfp4-lora-aqn": ("nvfp4", "lora", "exponential"),
 }
+
+
+def listing(paths: list[Path], folder: Path) -> Path:
+    """A file that lists results, as jobs read it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.txt").write_text("".join(f"{path}\n" for path in paths))
+    return folder / "results.txt"
+
+
+def write_table(name: str, paths: list[Path], out: Path) -> None:
+    """Do the job of a table."""
+    make_table(TableJob(name=name, results=listing(paths, out), out=out))
+
+
+def write_figure(name: str, paths: list[Path], out: Path) -> None:
+    """Do the job of a figure."""
+    make_figure(FigureJob(name=name, results=listing(paths, out), out=out))
 
 
 def write_json(path: Path, value: dict) -> Path:
@@ -295,7 +314,7 @@ def write_tree(root: Path, seeds: int = 3) -> dict[str, list[Path]]:
 
 
 def write_paper_tree(root: Path, seeds: int = 2) -> list[Path]:
-    """Results of the paper's 7B and 14B models, some failed and many not run; with the files of config/paper."""
+    """Results of the paper's 7B and 14B models, some failed and many not run."""
     scores = {
         "math500": (0.75, 100),
         "aime24": (0.15, 30),
@@ -322,7 +341,7 @@ def write_paper_tree(root: Path, seeds: int = 2) -> list[Path]:
             paths.append(write_evaluation(root, f"base-{model}-{weights}", correct, weights, model=model))
         paths.append(write_quantization(root, "nvfp4", 4.5, {"q_proj": 0.1}, model))
         paths += _paper_benches(root, model)
-    return [*paths, *sorted(FOLDER.glob("*.csv"))]
+    return paths
 
 
 def _paper_benches(root: Path, model: str) -> list[Path]:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench.timing import Point, nbytes, optimizer_bytes, run_points
+from qerl.bench.timing import WARM_UP, Point, nbytes, optimizer_bytes, run_points
 from qerl.bench.workloads import (
     WARMUP,
-    MeasuredSteps,
     check_drawn,
     completion_lengths,
     equal_prompts,
@@ -31,21 +30,13 @@ from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import WARM_UP, PointJob, PointPart, StepJob, TimedRun
+from qerl.jobs import PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
 from qerl.results.schema import Provenance
-from qerl.results.speeds import (
-    SECONDS,
-    GivenUp,
-    GrpoStepResult,
-    StepBenchResult,
-    StepMemory,
-    StepPoint,
-    TimedStep,
-)
+from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
 from qerl.results.store import read, write
-from qerl.rl.memory import blocks
+from qerl.rl.passes import blocks
 from qerl.rl.rollouts import Task, problem_index
 from qerl.rl.train import Trainer, make_trainer, prepared
 from qerl.rollout.engine import EngineSampler
@@ -189,8 +180,8 @@ def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
     )
 
 
-def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path) -> MeasuredSteps:
-    """The timed steps of a policy whose adapter has no trained norms."""
+def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """The timed steps of a policy whose adapter has no trained norms, as fields of the result."""
     policy = _policy(base, settings, folder)
     watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
     trainer = Trainer(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""), folder)
@@ -201,7 +192,8 @@ def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path
     timed = steps[WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     memory = _memory(trainer, peak, watched.cache_bytes(part))
-    return MeasuredSteps(watched.served, tuple(timed), memory, _given_up(trainer, watched.sampler))
+    given_up = _given_up(trainer, watched.sampler)
+    return {"sampler": watched.served, "steps": tuple(timed), "memory": memory, "given_up": given_up}
 
 
 def measure_steps(job: PointJob[StepWork, None]) -> None:
@@ -235,7 +227,7 @@ def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], o
     nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
 
-    def measure() -> MeasuredSteps:
+    def measure() -> dict[str, Any]:
         shared = base()
         torch.manual_seed(0)  # adapters are those of a part alone
         with TemporaryDirectory() as folder, with_random_adapter(shared, work.rank, train_norms=False) as policy:

@@ -26,7 +26,7 @@ from qerl.checkpoints.layouts import (
     unpacked_layers,
 )
 from qerl.settings.base import ConfigError, UserError, parse
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 from qerl.settings.run import EngineSettings
 
 CONFIG = "config.json"
@@ -114,37 +114,29 @@ def check_base(folder: Path) -> None:
 
 def check_tokenizer(folder: Path) -> None:
     """Raise `CheckpointError` unless there is a tokenizer with a chat template, whose ids all have an embedding."""
+    from tokenizers import Tokenizer
+
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file() or not (folder / TOKENIZER).is_file():
         raise CheckpointError(f"{folder} has no tokenizer: {TOKENIZER} and tokenizer_config.json are needed")
     if "chat_template" not in _read_json(tokenizer) and not (folder / "chat_template.jinja").is_file():
         raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
-    tokens, rows = _vocabulary(folder / TOKENIZER), read_config(folder)["vocab_size"]
-    token = max(tokens, key=lambda token: tokens[token])
-    if tokens[token] >= rows:
-        raise CheckpointError(
-            f"{folder / TOKENIZER} has the token {token[:40]!r} with the id {tokens[token]}, but {folder / CONFIG} has "
-            f"vocab_size={rows}: ids go up to {rows - 1}; give the model its own tokenizer, or resize its embedding"
-        )
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """All tokens of plain text with their ids.
-
-    Special tokens aren't among them, because models may have unused ones. `qerl.data.prompts.check_template` checks the
-    chat template.
-    """
-    from tokenizers import Tokenizer
-
+    path, rows = folder / TOKENIZER, read_config(folder)["vocab_size"]
     try:
         read = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:
         raise CheckpointError(f"{path} holds no tokenizer; copy {TOKENIZER} from where the model comes from") from error
+    # Models may have unused special tokens; `qerl.data.prompts.check_template` checks those of the chat template.
     special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
-    tokens = {token: id for token, id in read.get_vocab().items() if token not in special}
-    if not tokens:
+    ids = {id: token for token, id in read.get_vocab().items() if token not in special}
+    if not ids:
         raise CheckpointError(f"{path} holds no token; copy {TOKENIZER} from where the model comes from")
-    return tokens
+    highest = max(ids)
+    if highest >= rows:
+        raise CheckpointError(
+            f"{path} has the token {ids[highest][:40]!r} with the id {highest}, but {folder / CONFIG} has "
+            f"vocab_size={rows}: ids go up to {rows - 1}; give the model its own tokenizer, or resize its embedding"
+        )
 
 
 def check_adapter(folder: Path) -> None:

@@ -15,7 +15,7 @@ from qerl.checkpoints.files import CheckpointError, by_shard
 from qerl.checkpoints.layouts import FP8_BLOCK, TensorInfo, scale_grid
 from qerl.formats.codecs import dequantize, from_checkpoint
 from qerl.host.provenance import share
-from qerl.settings.formats import FormatError
+from qerl.settings.models import FormatError
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def console() -> Console:
     """The terminal at its width; a file or pipe at the width of tables."""
-    from qerl.report.summary import WIDTH
+    from qerl.report.format import WIDTH
 
     return VisibleConsole(width=None if Console().is_terminal else WIDTH)
 
@@ -25,18 +25,18 @@ def print_error(sentence: object) -> None:
     typer.echo(f"qerl: {visible(str(sentence))}", err=True)
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+def print_table(title: str, rows: list[dict[Any, Any]]) -> None:
     """Print rows, whose keys are the columns, under a title."""
     import pandas as pd
 
-    from qerl.report.summary import rich_table
+    from qerl.report.format import rich_table
 
     show(rich_table(title, pd.DataFrame(rows)))
 
 
 def show(table: Table) -> None:
     """Print a table, or its cells line by line where the terminal is too narrow for it."""
-    from qerl.report.summary import fitting
+    from qerl.report.format import fitting
 
     screen = console()
     screen.print(fitting(table, screen))

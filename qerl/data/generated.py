@@ -1,16 +1,14 @@
-"""Seeded problems that are generated: arithmetic, word problems with comparisons, and countdown."""
+"""Seeded problems that are generated: arithmetic and countdown."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
 
 from qerl.data.grading import Goal
 from qerl.data.records import DataError, Record
-from qerl.settings.data import ComparisonData, CountdownData, Generated, GeneratedSplits, RecordFormat, Split
+from qerl.settings.data import CountdownData, Generated, GeneratedSplits, RecordFormat, Split
 
 # Splits of generated problems, without repeated questions, and without a problem of another split in another guise.
 
@@ -36,8 +34,7 @@ def generate(settings: GeneratedSplits, record_format: RecordFormat) -> dict[Spl
     No two records share a question. No record of one split has the core of a record of another split, and no two
     records for testing or validation have one core. Training may have a core again, as it may in real data.
     """
-    kind = settings.source if isinstance(settings, (ComparisonData, CountdownData)) else record_format
-    rng = random.Random(f"{settings.seed} {kind}")
+    rng = random.Random(f"{settings.seed} {record_format}")
     seen: set[object] = set()
     held_out: set[object] = set()
     sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
@@ -56,19 +53,10 @@ def generate(settings: GeneratedSplits, record_format: RecordFormat) -> dict[Spl
 
 
 def _draw(settings: GeneratedSplits, record_format: RecordFormat, rng: random.Random) -> Draw:
-    if isinstance(settings, ComparisonData):
-        return _comparisons(settings, rng)
     if isinstance(settings, CountdownData):
         return _countdown(settings, rng)
     assert isinstance(settings, Generated)
     return _arithmetic(record_format, settings.terse, rng)
-
-
-def _apply(left: int, sign: str, right: int) -> int | None:
-    """The result of an operation; None for a division with a remainder."""
-    if sign == "/":
-        return left // right if left % right == 0 else None
-    return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 # Seeded arithmetic problems with worked solutions, in the three record formats.
@@ -173,90 +161,6 @@ _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {
 }
 
 
-# Seeded word problems in which the obvious short way is wrong: chains of comparisons, some of them turned around.
-#
-# "Mia has 12 plums. Mia has 4 more than Tom. How many plums has Tom?" asks for 12-4, and its words suggest 12+4. A
-# hasty solution computes a turned comparison in the order of its words. A training solution does so at each turned
-# comparison with probability `hasty`, and is right only if it never does. A policy that imitates such solutions knows
-# both ways at each step, and reinforcement learning can find that the careful one is rewarded.
-
-#: The largest number of a problem, on the careful and on the hasty way.
-LARGEST_COUNT = 60
-
-_NOUNS = ["plums", "books", "coins", "cards", "shells", "pens", "beads", "stamps"]
-#: The operation that the words of a comparison suggest.
-_SIGNS = {"more": "+", "fewer": "-", "twice": "*", "half": "/"}
-_UNDONE = {"+": "-", "-": "+", "*": "/", "/": "*"}
-
-
-@dataclass(frozen=True)
-class Clause:
-    """A comparison of a person with the previous one, by `word` and `amount`; `turned` names the previous one first."""
-
-    word: str
-    amount: int
-    turned: bool
-
-    def text(self, before: str, after: str) -> str:
-        """The sentence, from the person whose number is known to the one whose number is asked."""
-        first, second = (before, after) if self.turned else (after, before)
-        if self.word in ("more", "fewer"):
-            return f"{first} has {self.amount} {self.word} than {second}."
-        return f"{first} has {self.word} as many as {second}."
-
-    def sign(self, hasty: bool) -> str:
-        """The operation on the known number: the right one, or the one that the order of words suggests."""
-        sign = _SIGNS[self.word]
-        return _UNDONE[sign] if self.turned and not hasty else sign
-
-
-def _solve(
-    start: int, names: Sequence[str], clauses: Sequence[Clause], hasty: Sequence[bool]
-) -> tuple[list[str], int] | None:
-    """The steps and their result; None unless all results are whole numbers from 1 to `LARGEST_COUNT`."""
-    steps, value = list[str](), start
-    for name, clause, is_hasty in zip(names[1:], clauses, hasty, strict=True):
-        sign = clause.sign(is_hasty)
-        result = _apply(value, sign, clause.amount)
-        if result is None or not 0 < result <= LARGEST_COUNT:
-            return None
-        steps.append(f"{name} {value}{sign}{clause.amount}={result}")
-        value = result
-    return steps, value
-
-
-def _comparisons(settings: ComparisonData, rng: random.Random) -> Draw:
-    while True:
-        clauses = [_clause(settings.turned, rng) for _ in range(rng.choice(settings.clauses))]
-        names, noun = rng.sample(_NAMES, len(clauses) + 1), rng.choice(_NOUNS)
-        start = rng.randint(2, LARGEST_COUNT)
-        solve = partial(_solve, start, names, clauses)
-        ways = [solve(hasty) for hasty in product((False, True), repeat=len(clauses))]
-        careful, short = ways[0], ways[-1]
-        # Every way can be computed, and the short one ends elsewhere than the careful one.
-        if None not in ways and careful and short and careful[1] != short[1]:
-            break
-    pairs = zip(names, names[1:], clauses, strict=False)
-    sentences = [clause.text(before, after) for before, after, clause in pairs]
-    question = " ".join([f"{names[0]} has {start} {noun}.", *sentences, f"How many {noun} has {names[-1]}?"])
-
-    def record(split: Split) -> Record:
-        share = settings.hasty if split == "train" else 0.0
-        right, written = (solve([rng.random() < p for _ in clauses]) for p in (0.0, share))
-        assert right
-        assert written
-        solution = "\n".join([*written[0], f"\\boxed{{{written[1]}}}"])
-        level = f"Level {len(clauses)}"
-        return {"problem": question, "answer": str(right[1]), "solution": solution, "level": level}
-
-    return Draw(question, (start, tuple(clauses)), record)
-
-
-def _clause(turned: float, rng: random.Random) -> Clause:
-    word = rng.choice(list(_SIGNS))
-    return Clause(word, 2 if word in ("twice", "half") else rng.randint(2, 9), rng.random() < turned)
-
-
 # Seeded countdown problems: reach a target from given numbers, which most targets allow in several ways.
 #
 # A training solution writes its steps and then the formula ("8-3=5", "5*4=20", "#### (8-3)*4"). For the share `missed`
@@ -293,8 +197,10 @@ def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) ->
     while len(results) > 1:
         (left, one), (right, other) = (results.pop(rng.randrange(len(results))) for _ in range(2))
         sign = rng.choice("+-*/")
-        value = _apply(left, sign, right)
-        if value is None or not 0 < value <= settings.largest_target:
+        if sign == "/" and left % right:
+            return None
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
+        if not 0 < value <= settings.largest_target:
             return None
         lines.append(f"{left}{sign}{right}={value}")
         results.append((value, sign.join(part if part.isdigit() else f"({part})" for part in (one, other))))

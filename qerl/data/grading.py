@@ -471,14 +471,7 @@ def extract(
     `units` may follow a number besides `UNITS`. A number with units is returned without them, any
     other answer as written, without delimiters.
     """
-    spoken = after_thinking(text)
-    if form == "tags":
-        return _tagged(spoken, record_format, units)
-    if record_format in ("gsm8k", "countdown"):
-        answer = _after_hashes(spoken, record_format)
-        return answer[0] if answer else None
-    boxed = _last_boxed(spoken)
-    return _in_format(boxed[0].strip(), record_format, units) if boxed else None
+    return _find(text, record_format, form, units)[0]
 
 
 def boxed(text: str) -> str | None:
@@ -533,41 +526,41 @@ def well_formed(
     With tags, the text has each of the four tags once, in their order, with only white space outside. Inside the
     answer's tags stands only the answer. Prose such as `I do not know` isn't an answer.
     """
-    answer = extract(text, record_format, form, units)
+    answer, is_alone = _find(text, record_format, form, units)
     if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
         return False
-    if form == "tags":
-        before, box, _ = _content(text).partition(_BOXED)
-        is_alone = not box or _BEFORE_BOX.fullmatch(before) is not None
-        return all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None and is_alone
+    return is_alone
+
+
+def _find(text: str, record_format: RecordFormat, form: AnswerForm, units: Collection[str]) -> tuple[str | None, bool]:
+    """The answer that a completion states, None if it states none, and whether it stands there as it should."""
     spoken = after_thinking(text)
-    if record_format in ("gsm8k", "countdown"):
-        after = _after_hashes(spoken, record_format)
-        return after is not None and spoken.count("####") == 1 and not spoken[after[1] :].strip()
-    boxed = _last_boxed(spoken)
-    return boxed is not None and spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, boxed[1]) is not None
-
-
-def _after_hashes(spoken: str, record_format: RecordFormat) -> tuple[str, int] | None:
-    """The number of the first `#### n`, or the formula up to the end of its line, and the index after it."""
+    if form == "tags":
+        content = _content(spoken)
+        before, box, _ = content.partition(_BOXED)
+        is_alone = all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None
+        is_alone = is_alone and (not box or _BEFORE_BOX.fullmatch(before) is not None)
+        if record_format == "countdown":
+            formula = content.strip()
+            return (formula if parse_formula(formula) is not None else None), is_alone
+        answer = _bare(content) or None
+        if answer is not None and record_format != "math":
+            amount = read_amount(answer, units)
+            answer = None if amount is None else _in_format(amount, record_format, units)
+        return answer, is_alone
+    if record_format in ("math", "aime"):
+        found = _last_boxed(spoken)
+        if found is None:
+            return None, False
+        is_alone = spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, found[1]) is not None
+        return _in_format(found[0].strip(), record_format, units), is_alone
     match = (_HASHES if record_format == "gsm8k" else _FORMULA).search(spoken)
     if match is None:
-        return None
-    if record_format == "countdown":
-        return (match.group(1).strip(), match.end()) if parse_formula(match.group(1)) is not None else None
-    number = match.group(1).rstrip(".,")
-    return (number, match.start(1) + len(number)) if _number(number, "gsm8k") is not None else None
-
-
-def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) -> str | None:
-    if record_format == "countdown":
-        formula = _content(spoken).strip()
-        return formula if parse_formula(formula) is not None else None
-    answer = _bare(_content(spoken))
-    if not answer or record_format == "math":
-        return answer or None
-    amount = read_amount(answer, units)
-    return None if amount is None else _in_format(amount, record_format, units)
+        return None, False
+    stated = match.group(1).rstrip(".,") if record_format == "gsm8k" else match.group(1)
+    is_answer = (_number(stated, "gsm8k") if record_format == "gsm8k" else parse_formula(stated)) is not None
+    is_alone = spoken.count("####") == 1 and not spoken[match.start(1) + len(stated) :].strip()
+    return (stated.strip() if is_answer else None), is_alone
 
 
 def _content(spoken: str) -> str:

@@ -109,37 +109,11 @@ def detect_format(record: Mapping[str, Any], where: str = "the record") -> Recor
         # MATH-500 has an `answer` beside its boxed solution; AIME's solution is optional and AIME has no level.
         is_math = "level" in record or _get(record, "answer") is None
         return "math" if is_math else "aime"
-    raise DataError(f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); {_mapping(record)}")
-
-
-#: Names of questions and answers in other data sets, such as those for TRL.
-_QUESTIONS = ("prompt", "query", "input", "instruction", "text")
-_ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", "response", "output", "target", "label")
-
-
-def _mapping(record: Mapping[str, Any]) -> str:
-    """The hint that `columns` can map a record's own names to those of a format."""
-    # Alpaca's records have an `input` that is mostly empty beside their `instruction`.
-    question = next((name for name in _QUESTIONS if name in record and str(record[name]).strip()), None)
-    chat = next((name for name, value in record.items() if _is_chat(value)), None)
-    if chat is not None and question in (None, chat):
-        return f"its `{chat}` is a list, such as a chat: give the question as text, in a column of its own"
-    answer = next((name for name in _ANSWERS if name in record and str(record[name]).strip()), None)
-    if question is None or answer is None:
-        return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
-    if not isinstance(record[question], str):
-        return f"its `{question}` is a {type(record[question]).__name__}: give the question as text"
-    stated = str(record[answer])
-    if gold(stated, "gsm8k") is not None:
-        record_format, columns = "gsm8k", {"question": question, "answer": answer}
-    else:
-        record_format, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
-    named = ", ".join(f"{name}: {column}" for name, column in columns.items() if name != column)
-    return f"write its own names as `dataset: {{format: {record_format}, columns: {{{named}}}, origin: ...}}`"
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    raise DataError(
+        f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); its keys are "
+        f"{', '.join(map(str, record)) or 'none'}; name those of question and answer, which are text, as `dataset: "
+        "{format: math, columns: {problem: NAME, answer: NAME}, origin: ...}`"
+    )
 
 
 def parse_record(

@@ -272,8 +272,9 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> dict[Split, list[R
         return parse_records(located, settings.format, columns, settings.units)[1]
 
     if not isinstance(data, list):
-        for name in {"validation_fraction", "test_fraction"} & type(origin).model_fields.keys():
-            if getattr(origin, name) != type(origin).model_fields[name].default:
+        fields = type(origin).model_fields
+        for name in ("validation_fraction", "test_fraction"):
+            if name in fields and getattr(origin, name) != fields[name].default:
                 raise DataError(
                     f"origin.{name} divides one list of records, and these come in splits already; remove it, or name "
                     "one file"

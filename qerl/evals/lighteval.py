@@ -26,7 +26,7 @@ from lighteval.models.model_output import ModelResponse
 from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
 from lighteval.tasks.requests import Doc
 
-from qerl.data.grading import after_thinking, boxed, extract
+from qerl.data.grading import after_thinking, boxed
 from qerl.data.prompts import plain_ids, prompt_text, prompts_ids
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 from qerl.settings.workflow import StockTask
@@ -53,17 +53,11 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     with a box, lighteval would first take what follows "final answer is".
     """
 
-    def of_tags(text: str) -> str:
-        answer = extract(text, dataset.format, dataset.answer, dataset.units)
-        return "" if answer is None else _boxed(answer)
+    def read(text: str) -> str:
+        answer = dataset.read(text) or "" if dataset.answer == "tags" else boxed(text)
+        return after_thinking(text) if answer is None else answer and _boxed(answer)
 
-    def of_box(text: str) -> str:
-        answer = boxed(text)
-        return after_thinking(text) if answer is None else _boxed(answer) if answer else ""
-
-    if dataset.stock:
-        return after_thinking
-    return of_tags if dataset.answer == "tags" else of_box
+    return after_thinking if dataset.stock else read
 
 
 def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:

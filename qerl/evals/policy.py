@@ -11,6 +11,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import check_room
+from qerl.data.grading import Verdict, extract, verdict
 from qerl.data.prompts import Thinking, check_lengths
 from qerl.data.records import Problem
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
@@ -82,6 +83,14 @@ class EvaluationSet:
     stock: Stock | None = None
     thinking: tuple[str, str] | None = None
     date: datetime.date | None = None
+
+    def read(self, text: str) -> str | None:
+        """The answer that the grader of training reads in a completion; None if it states none."""
+        return extract(text, self.format, self.answer, self.units)
+
+    def judge(self, text: str, problem: Problem) -> Verdict:
+        """The verdict of the grader of training on a completion."""
+        return verdict(text, problem.answer, self.format, self.answer, self.units)
 
 
 @dataclass(frozen=True)

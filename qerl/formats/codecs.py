@@ -4,7 +4,8 @@ A weight W [out_features, in_features] is stored as 4-bit codes and scales (pape
 
 * NVFP4: W = e2m1 * e4m3 / global_scale, one E4M3 scale for 16 weights of a row, one FP32 global scale a tensor;
 * MXFP4: W = e2m1 * 2^(e8m0 - 127), one E8M0 scale for 32 weights of a row;
-* NF4: W = quant_map[code] * absmax, one absmax for 64 weights of the flattened tensor; on a GPU by bitsandbytes.
+* NF4: W = quant_map[code] * absmax, one absmax for 64 weights of the flattened tensor. bitsandbytes rounds to it, and
+  unpacks on a GPU.
 
 NVFP4 and MXFP4 follow compressed-tensors: two codes a byte, low nibble first. NF4 is bitsandbytes' 4-bit NormalFloat
 (QLoRA, arXiv 2305.14314): high nibble first.
@@ -24,7 +25,7 @@ import torch
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor
 
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: Formats with packed weights.
 PACKED_FORMATS = tuple(FORMATS)
@@ -325,47 +326,12 @@ class _Mxfp4(_E2m1):
 # means without; the codec reads both.
 
 _GROUP_SIZE = FORMATS["nf4"].group_size
-#: Quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, arXiv 2305.14314, Appendix E).
-_NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 #: Blocks of absmax that share one scale under double quantization.
 _NESTED_GROUP_SIZE: Literal[256] = 256
 #: The dtypes of activations that bitsandbytes' kernels support.
 NF4_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Name of an NF4 weight's metadata in a checkpoint.
 _STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
-
-
-@cache
-def _nf4_map(device: torch.device) -> Tensor:
-    return torch.tensor(_NF4, dtype=torch.float32, device=device)
-
-
-@cache
-def _dynamic_map(device: torch.device) -> Tensor:
-    """The 256 values of the signed 8-bit dynamic data type (arXiv 1511.04561): one decade for each exponent."""
-    magnitudes: list[float] = []
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        magnitudes += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-    values = sorted([0.0, 1.0, *magnitudes, *(-magnitude for magnitude in magnitudes)])
-    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 class _State(BaseModel, strict=True):
@@ -415,26 +381,17 @@ class _Nf4(Codec):
         return specs
 
     def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
-        blocks = weight.float().reshape(-1, _GROUP_SIZE)
-        absmax = blocks.abs().amax(-1)
-        table = _nf4_map(weight.device)
-        scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-        codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8).view(-1)
-        tensors = {"weight_packed": ((codes[::2] << 4) | codes[1::2]).unsqueeze(1)}
-        if not double_quant:
-            return {**tensors, "weight_absmax": absmax, "weight_quant_map": table.clone()}
-        offset = absmax.mean()
-        if offset.isinf():  # the float32 sum of bitsandbytes' mean overflows, though the mean is finite
-            offset = absmax.double().mean().float()
-        nested, nested_absmax = _quantize_dynamic(absmax - offset)
-        return {
-            **tensors,
-            "weight_absmax": nested,
-            "weight_quant_map": table.clone(),
-            "weight_nested_absmax": nested_absmax,
-            "weight_nested_quant_map": _dynamic_map(weight.device).clone(),
-            "weight_nested_offset": offset.reshape(1),
-        }
+        from bitsandbytes.functional import quantize_4bit
+
+        codes, state = quantize_4bit(weight, blocksize=_GROUP_SIZE, quant_type="nf4", compress_statistics=double_quant)
+        tensors = {"weight_packed": codes, "weight_absmax": state.absmax, "weight_quant_map": state.code}
+        if double_quant:
+            tensors |= {
+                "weight_nested_absmax": state.state2.absmax,
+                "weight_nested_quant_map": state.state2.code,
+                "weight_nested_offset": state.offset.reshape(1),
+            }
+        return tensors
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         if tensors["weight_packed"].is_cuda and dtype in NF4_KERNEL_DTYPES:
@@ -468,20 +425,6 @@ class _Nf4(Codec):
         if name == "weight_nested_offset":
             return _STATE_NAME
         return "weight" if name == "weight_packed" else name.replace("weight_", "weight.", 1)
-
-
-def _quantize_dynamic(values: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit codes [n] and the largest magnitude of each block of 256, float32 [ceil(n/256)]."""
-    count = values.numel()
-    padded = torch.nn.functional.pad(values, (0, -count % _NESTED_GROUP_SIZE)).view(-1, _NESTED_GROUP_SIZE)
-    absmax = padded.abs().amax(-1)
-    scaled = (padded * (1.0 / absmax).unsqueeze(-1)).view(-1)[:count]
-    # bitsandbytes' CPU code looks the nearest code up on a grid of 2^16 points; a block of zeros has code 0 throughout.
-    scaled = ((scaled + 1) * 0.5 * 65535 + 0.5).floor().nan_to_num(0.0).clamp(0, 65535) * (2 / 65535) - 1
-    table = _dynamic_map(values.device)
-    lower = (torch.searchsorted(table, scaled, right=True) - 1).clamp(0, 254)
-    nearer = (scaled - table[lower + 1]).abs() < (scaled - table[lower]).abs()
-    return (lower + nearer).to(torch.uint8), absmax
 
 
 # NF4 is a baseline here, and QLoRA's users run bitsandbytes' kernels.

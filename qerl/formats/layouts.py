@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats.codecs import Packed
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: Formats that have kernels of their own.
 KERNEL_FORMATS = ("nvfp4", "mxfp4")

@@ -257,13 +257,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _by_piece(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     if query.is_cuda:  # fused kernels take a mask only with as many key as query heads; others keep all weights
         key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))

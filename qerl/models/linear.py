@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -155,6 +155,21 @@ class PackedLinear(nn.Module):
         return super()._apply(move, recurse)
 
 
+#: A frozen layer.
+Layer = nn.Linear | PackedLinear
+Layout = TypeVar("Layout", Tiles, Words)
+
+
+def weight_of(layer: Layer, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a layer in `dtype`, unpacked if it is packed."""
+    return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
+
+
+def device_of(layer: Layer) -> torch.device:
+    """The device of a layer's weights."""
+    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
+
+
 def packed_format(model: nn.Module) -> str | None:
     """The weight format of a model's packed layers; None of a dense model."""
     layers = (module for module in model.modules() if isinstance(module, PackedLinear))
@@ -212,11 +227,10 @@ class Lora:
         return self.down.shape[-2]
 
 
-@dataclass(frozen=True)
-class Adapted:
+class Adapted(NamedTuple):
     """A base layer with the policy's adapter."""
 
-    base: nn.Linear | PackedLinear
+    base: Layer
     lora: Lora
 
 
@@ -238,11 +252,6 @@ def unwrap(layer: nn.Module) -> Adapted:
             torch.empty(0, layer.in_features, device=device), torch.empty(layer.out_features, 0, device=device), 0.0
         )
     return Adapted(layer, lora)
-
-
-def device_of(layer: nn.Linear | PackedLinear) -> torch.device:
-    """The device of a layer's weights."""
-    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
 
 
 def embedding_weight(embedding: Any) -> Tensor:
@@ -329,6 +338,9 @@ class StackedLora:
 class TorchLinear:
     """A `FusedLinear` in plain PyTorch. Packed weights are unpacked in every call."""
 
+    #: The dtype of the joint bias; None for that of activations.
+    _BIAS_DTYPE: torch.dtype | None = None
+
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
         self._bases, loras = adapted_layers(layers, cohort)
         self._dtype = dtype
@@ -336,12 +348,10 @@ class TorchLinear:
         dense = [base for base in self._bases if isinstance(base, nn.Linear)]
         self._weight = stacked(dense) if len(dense) == len(self._bases) else None  # else some layers are packed
         self.out_features = sum(base.out_features for base in self._bases)
-        biases = [base.bias for base in self._bases]
+        biased = [base.bias for base in self._bases if base.bias is not None]
         self._bias = None
-        if any(bias is not None for bias in biases):
-            self._bias = torch.zeros(
-                self.out_features, dtype=dtype, device=next(b for b in biases if b is not None).device
-            )
+        if biased:
+            self._bias = torch.zeros(self.out_features, dtype=self._BIAS_DTYPE or dtype, device=biased[0].device)
         self.sync()
 
     @torch.no_grad()
@@ -372,11 +382,8 @@ class TorchLinear:
         if self._adapters.rank:
             out.addmm_(self._adapters.of_own_run(x @ self._adapters.down.T), self._adapters.up.T)
 
-    def _multiply_base(
-        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
-    ) -> None:
-        weight = base.dense_weight(self._dtype) if isinstance(base, PackedLinear) else base.weight
-        _multiply(x, weight, bias, out, residual)
+    def _multiply_base(self, x: Tensor, base: Layer, bias: Tensor | None, out: Tensor, residual: bool) -> None:
+        _multiply(x, weight_of(base, self._dtype), bias, out, residual)
 
     def _parts(self, joint: Tensor) -> tuple[Tensor, ...]:
         """The columns of each layer's output."""
@@ -386,9 +393,7 @@ class TorchLinear:
 class BitsandbytesLinear(TorchLinear):
     """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
 
-    def _multiply_base(
-        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
-    ) -> None:
+    def _multiply_base(self, x: Tensor, base: Layer, bias: Tensor | None, out: Tensor, residual: bool) -> None:
         assert isinstance(base, PackedLinear)
         product = multiply_nf4(x, base.packed.tensors, (base.out_features, base.in_features), bias)
         if residual:
@@ -432,6 +437,23 @@ def _adjacent(weights: Sequence[Tensor]) -> bool:
 # Linear layers with 4-bit weights and LoRA that run as one product on a Hopper GPU.
 
 
+def shared_weights(bases: Sequence[PackedLinear], layout: type[Layout], interleaved: bool = False) -> Layout:
+    """The tiles or words that these layers already share, or new ones, which replace the layers' packed tensors.
+
+    With `interleaved`, the layers are gate and up, or one with both as its halves.
+    """
+    weights = bases[0].tiles
+    if not isinstance(weights, layout):
+        packed, options = [base.packed for base in bases], {"interleaved": True} if interleaved else {}
+        if interleaved and len(bases) == 1:
+            packed = split_rows(packed[0], bases[0].out_features // 2)
+        weights = layout.pack(packed, **options)
+        parts = len(packed) // len(bases)
+        for number, base in enumerate(bases):
+            base.use_tiles(weights, *range(number * parts, (number + 1) * parts))
+    return weights
+
+
 def is_hopper(capability: tuple[int, int] | None) -> bool:
     """Whether a GPU of this compute capability (None: the CPU) has the instructions of `W4Linear`."""
     return capability is not None and capability[0] == 9
@@ -447,7 +469,7 @@ class W4Linear:
         """With `interleaved`, the layers are gate and up, or one with both as its halves, called with an activation."""
         frozen, self._loras = adapted_layers(layers, cohort)
         bases = [base for base in frozen if isinstance(base, PackedLinear)]
-        self.tiles = _tiles_of(bases, interleaved)
+        self.tiles = shared_weights(bases, Tiles, interleaved)
         self.out_features = self.tiles.rows
         device, self._runs = self.tiles.data.device, cohort.runs.count if cohort else 1
         if len(self.tiles.parts) > len(layers):
@@ -487,30 +509,13 @@ class W4Linear:
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous bfloat16."""
-        m, columns = x.shape
-        width = self.tiles.rows // 2 if activation else self.tiles.rows
-        if bool(activation) != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
-        for tensor in (x, out):
-            if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-                raise ValueError("activations must be contiguous bfloat16")
+        if bool(activation) != self.tiles.interleaved:
+            raise ValueError(f"this layer is interleaved for an activation: {self.tiles.interleaved} ({activation=})")
+        _check_activations(x, out, self.tiles, torch.bfloat16, activation)
         if activation:
             multiply(self.operands, x, out, Mode.GATED, activation)
         else:
             multiply(self.operands, x, out, Mode.RESIDUAL if residual else Mode.PLAIN)
-
-
-def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
-    """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
-    tiles = bases[0].tiles
-    if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
-        tiles = Tiles.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
-        bases[0].use_tiles(tiles, 0, 1)
-    elif not isinstance(tiles, Tiles):
-        tiles = Tiles.pack([base.packed for base in bases], interleaved)
-        for part, base in enumerate(bases):
-            base.use_tiles(tiles, part)
-    return tiles
 
 
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
@@ -526,67 +531,46 @@ def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
 # Linear layers with 4-bit weights and LoRA that run as one product on any supported GPU, by kernels in Triton.
 
 
-class PortableLinear:
+class PortableLinear(TorchLinear):
     """A `FusedLinear` of NVFP4 or MXFP4 layers.
 
     The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
     """
 
+    _BIAS_DTYPE = torch.float32
+
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
         from qerl.kernels.triton.linear import PortableOperands
 
-        bases, loras = adapted_layers(layers, cohort)
-        self._bases = [base for base in bases if isinstance(base, PackedLinear)]
-        self._words = words_of(self._bases)
-        self.out_features = self._words.rows
-        self._dtype = dtype
-        self._adapters = StackedLora(loras, dtype, cohort.runs if cohort else None)
-        rows = [
-            torch.full((part,), factor) for part, factor in zip(self._words.parts, self._words.factors, strict=True)
-        ]
-        factors = torch.cat(rows).to(self._words.data.device)
-        biased = any(base.bias is not None for base in self._bases)
+        super().__init__(layers, dtype, cohort)
+        words = shared_weights([base for base in self._bases if isinstance(base, PackedLinear)], Words)
+        rows = [torch.full((part,), factor) for part, factor in zip(words.parts, words.factors, strict=True)]
         self.operands = PortableOperands(
-            words=self._words,
-            factors=factors,
-            bias=torch.zeros_like(factors) if biased else None,
+            words=words,
+            factors=torch.cat(rows).to(words.data.device),
+            bias=self._bias,
             down=self._adapters.down,
             up=self._adapters.up,
             runs=self._adapters.runs,
             run_of_rank=self._adapters.run_of_rank,
         )
-        self.sync()
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        """See `FusedLinear`."""
-        self._adapters.sync()
-        if (bias := self.operands.bias) is not None:
-            for part, base in zip(bias.split(self._words.parts), self._bases, strict=True):
-                if base.bias is not None:
-                    part.copy_(base.bias)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous."""
         from qerl.kernels.triton.linear import multiply
 
-        width = self.out_features // 2 if activation else self.out_features
-        if x.shape[1] != self._words.columns or out.shape != (len(x), width):
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
-        for tensor in (x, out):
-            if tensor.dtype != self._dtype or not tensor.is_contiguous():
-                raise ValueError(f"activations must be contiguous {self._dtype}")
+        _check_activations(x, out, self.operands.words, self._dtype, activation)
         multiply(self.operands, x, out, residual, activation)
 
 
-def words_of(bases: Sequence[PackedLinear]) -> Words:
-    """The words that these layers already share, or new ones, which replace the layers' tensors."""
-    words = bases[0].tiles
-    if not isinstance(words, Words):
-        words = Words.pack([base.packed for base in bases])
-        for part, base in enumerate(bases):
-            base.use_tiles(words, part)
-    return words
+def _check_activations(
+    x: Tensor, out: Tensor, weights: Tiles | Words, dtype: torch.dtype, activation: Activation | None
+) -> None:
+    width = weights.rows // 2 if activation else weights.rows
+    if x.shape[1] != weights.columns or out.shape != (len(x), width):
+        raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
+    if any(tensor.dtype != dtype or not tensor.is_contiguous() for tensor in (x, out)):
+        raise ValueError(f"activations must be contiguous {dtype}")
 
 
 # Dense layers with few outputs and their adapters, as one launch on a GPU.
@@ -681,6 +665,6 @@ def fuse(
     return kind(layers, dtype, cohort)
 
 
-def _capability(base: nn.Linear | PackedLinear) -> tuple[int, int] | None:
+def _capability(base: Layer) -> tuple[int, int] | None:
     device = device_of(base)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -34,13 +34,12 @@ from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import converted, stream
 from qerl.formats.codecs import CODECS, Packed, check_scales, from_checkpoint, read_nf4_state
 from qerl.host.console import log
-from qerl.host.process import SECONDS, template_ends
 from qerl.models.blocks import use_attend
 from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.structure import MISFITS, Structure, StructureError, empty_model, structure_of
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FormatError
+from qerl.settings.models import FormatError
 
 _GENERATION = "generation_config.json"
 
@@ -110,7 +109,13 @@ def load_model(
         slot = slots[name]
         wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
-    _check_scales(model, headers)
+    for layer, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            try:
+                check_scales(module.packed)
+            except FormatError as error:
+                shard = headers[f"{layer}.{CODECS[module.weights_format].marker}"].shard
+                raise CheckpointError(f"{shard}: {layer}: {error}") from None
     if tied := tied_weights(folder):
         if tied[0] in headers:
             _check_tied([model.get_parameter(name) for name in tied], headers[tied[0]])
@@ -162,21 +167,13 @@ def tied_weights(folder: Path) -> tuple[str, ...]:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
-    Raises CheckpointError if it needs code from the checkpoint, or has a chat template without an end.
+    Raises CheckpointError if it needs code from the checkpoint.
     """
     check_files(folder)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
-    templates = tokenizer.chat_template
-    tokens = tuple(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
-    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
-        if not template_ends(template, tokens):
-            raise CheckpointError(
-                f"{folder} has a chat template that isn't done with a short chat after {SECONDS} s, or needs too much "
-                "memory for it; use the template of another checkpoint"
-            )
     return tokenizer
 
 
@@ -188,7 +185,12 @@ def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator
 
 def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of each layer with packed weights, by the layer's name and their own; none of a dense checkpoint."""
-    layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
+    if weights_format == "bf16":
+        return {}
+    marker = f".{CODECS[weights_format].marker}"
+    layers: dict[str, dict[str, TensorInfo]] = {
+        name.removesuffix(marker): {} for name in headers if name.endswith(marker)
+    }
     for name, info in headers.items():
         layer, separator, _ = name.rpartition(".weight")
         if separator and layer in layers:
@@ -205,20 +207,12 @@ def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) ->
         raise CheckpointError(f"{next(iter(infos.values())).shard}: {layer}: {error}") from None
 
 
-def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
-    """The names of the layers with packed weights."""
-    if weights_format == "bf16":
-        return []
-    marker = f".{CODECS[weights_format].marker}"
-    return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
-
-
 def has_packed_delta_nets(folder: Path) -> bool:
     """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
     nets = checkpoint_structure(folder).layers_of_delta_nets()
     if not nets or not any(folder.glob("*.safetensors")):
         return False
-    return not nets.isdisjoint(packed_layers(read_headers(folder), weights_format_of(folder)))
+    return not nets.isdisjoint(packed_tensors(read_headers(folder), weights_format_of(folder)))
 
 
 def _insert_packed(
@@ -227,7 +221,7 @@ def _insert_packed(
     """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
     expert_prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
-    for layer in packed_layers(headers, weights_format):
+    for layer in packed_tensors(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
             raise CheckpointError(
@@ -319,17 +313,6 @@ def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
         f"{info.shard} holds {name} as {info.dtype} {list(info.shape)}, but config.json calls for "
         f"{target.dtype} {list(target.shape)}; check that config.json belongs to these weights"
     )
-
-
-def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
-    """Raise `CheckpointError` if scales of a packed layer make infinity or NaN of codes."""
-    for layer, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            try:
-                check_scales(module.packed)
-            except FormatError as error:
-                shard = headers[f"{layer}.{CODECS[module.weights_format].marker}"].shard
-                raise CheckpointError(f"{shard}: {layer}: {error}") from None
 
 
 def _check_tied(weights: Sequence[Tensor], info: TensorInfo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -37,29 +38,26 @@ from qerl.host.provenance import share
 from qerl.models.adapter_files import (
     PREFIX,
     Base,
+    adapt_experts,
     adapter_config,
     check_taken,
+    fill_experts,
     misfit,
     name_for_stock,
-    read_adapter,
-    write_card,
-)
-from qerl.models.blocks import fuse_attentions, make_noisy
-from qerl.models.expert_adapters import (
-    adapt_experts,
-    fill_experts,
     projections_of,
+    read_adapter,
     refused_expert_adapters,
     store_experts,
     take_experts,
+    write_card,
 )
+from qerl.models.blocks import fuse_attentions, make_noisy
 from qerl.models.experts import Experts, Float32Router, fuse_mlps
 from qerl.models.linear import POLICY_ADAPTER, PackedLinear
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.lora import key_dropout, register_lora
 from qerl.models.structure import MISFITS, Structure, structure_of
-from qerl.settings.base import ConfigError
-from qerl.settings.errors import nearest
+from qerl.settings.base import ConfigError, nearest
 from qerl.settings.run import LAYERS, AdapterSettings
 
 # Float32 copies of a policy's 16-bit weights, which the optimizer updates while passes compute with the weights.
@@ -78,14 +76,14 @@ class Masters:
             name: nn.Parameter(values[name].detach().to(weight.device, torch.float32, copy=True))
             for name, weight in self._weights.items()
         }
-        for name, weight in self._weights.items():
-            weight.register_post_accumulate_grad_hook(partial(self._move_gradient, self._masters[name]))
 
-    @staticmethod
-    def _move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        gradient, weight.grad = weight.grad.float(), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        def move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            gradient, weight.grad = weight.grad.float(), None
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+        for name, weight in self._weights.items():
+            weight.register_post_accumulate_grad_hook(partial(move_gradient, self._masters[name]))
 
     def of(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters, with a master in place of each weight that has one."""
@@ -362,30 +360,32 @@ def _lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
     The seven targets of the default together mean all linear layers of the blocks. Others mean the layers whose names
     end so, or the fused layer that has all of its parts among them. Raises `ConfigError` if the model lacks a target.
     """
-    targets = adapter.beside_experts
+    targets, found = adapter.beside_experts, list[str]()
     if set(targets) == set(LAYERS) != set(structure.targets):
         return list(structure.targets)
-    return list(dict.fromkeys(name for target in targets for name in _layers_of(target, targets, structure)))
-
-
-def _layers_of(target: str, targets: Sequence[str], structure: Structure) -> list[str]:
-    if any(_ends(name, target) for name in structure.linears):
-        # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
-        return [name for name in structure.targets if _ends(name, target)] or [target]
-    for fused, parts in _FUSED.items():
-        if target in parts and fused in structure.targets:
+    for target in targets:
+        fused = [name for name, parts in _FUSED.items() if target in parts and name in structure.targets]
+        if any(_ends(name, target) for name in structure.linears):
+            # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
+            found += [name for name in structure.targets if _ends(name, target)] or [target]
+        elif fused:
+            parts = _FUSED[fused[0]]
             if missing := [part for part in parts if part not in targets]:
                 raise ConfigError(
-                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused}; "
+                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused[0]}; "
                     f"name all of {', '.join(parts)}, or none"
                 )
-            return [fused]
-    experts_have_it = any(_ends(name, target) for name in structure.experts)
-    hint = f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
-    raise ConfigError(
-        f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
-        f"adapter.targets out to adapt all of them{hint}"
-    )
+            found += fused
+        else:
+            experts_have_it = any(_ends(name, target) for name in structure.experts)
+            hint = (
+                f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
+            )
+            raise ConfigError(
+                f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
+                f"adapter.targets out to adapt all of them{hint}"
+            )
+    return list(dict.fromkeys(found))
 
 
 def _ends(name: str, end: str) -> bool:
@@ -472,7 +472,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = register_lora(adapter_config(trained, (name for name, _ in lm.named_modules())))
+    config = register_lora(adapter_config(trained))
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     config.inference_mode, config.base_model_name_or_path = True, None
@@ -485,7 +485,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
         set_peft_model_state_dict(peft, others)
     except CheckpointError:
         raise
-    except MISFITS as error:
+    except (*MISFITS, re.error) as error:
         raise misfit(trained, error) from None
     check_taken(peft, others, trained)
     return peft.eval().requires_grad_(False)

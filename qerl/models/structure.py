@@ -122,12 +122,6 @@ def check_dropout(lm: nn.Module, kind: str) -> None:
                 )
 
 
-def attention_dropout(attention: nn.Module) -> float:
-    """The probability that a module of attention passes on. Persimmon has a module of that name, and GLM takes null."""
-    dropout = getattr(attention, "attention_dropout", 0.0)
-    return dropout if isinstance(dropout, float) else 0.0
-
-
 # What a forward pass of a decoder calls, on the meta device, where it has no weights. Its head reads numbers.
 
 _TRACED = "qerl-structure"
@@ -343,9 +337,13 @@ class Structure:
     @property
     def targets(self) -> tuple[str, ...]:
         """Ends of the linear layers' names, such as "q_proj", or "shared_expert.up_proj" beside experts' "up_proj"."""
-        expert_ends = set(map(_end, self.experts))
-        parts = (name.split(".") for name in self.linears)
-        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in expert_ends else part[-1:]) for part in parts))
+        experts, parts = self.expert_layers, (name.split(".") for name in self.linears)
+        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in experts else part[-1:]) for part in parts))
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Last parts of the names of each expert's layers, in order, such as "up_proj"."""
+        return tuple(dict.fromkeys(map(_end, self.experts)))
 
     def noisy_norms(self) -> dict[str, tuple[int, str]]:
         """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""
@@ -390,6 +388,8 @@ def _find(lm: Any) -> Structure:
     _check_windows(lm.config, windows, kind)
     if not trace.takes_packed_rows and any(_within(block, PackedDeltaNet) for block in layers):
         raise _unsupported(kind, "its delta nets need packed rows")
+    # Persimmon has a module of that name, and GLM takes null.
+    dropouts = (getattr(module, "attention_dropout", None) for module in trace.attention)
     norms = [dict(_norms(block, trace)) for block in layers]
     if any(one != norms[0] for one in norms):
         raise StructureError(f"model_type={kind!r} has blocks that differ in their norms, which isn't supported")
@@ -415,7 +415,7 @@ def _find(lm: Any) -> Structure:
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
-        attention_dropout=max(attention_dropout(module) for module in trace.attention),
+        attention_dropout=max((one for one in dropouts if isinstance(one, float)), default=0.0),
         takes_packed_rows=trace.takes_packed_rows,
         logit_scale=trace.logit_scale,
         logit_cap=trace.logit_cap,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from qerl.settings.models import Base, Recipe, WeightFormat
 
-# Names of the files and folders of results; `qerl.workflow.outputs` has the paths of a configuration's results.
+# Names of the files and folders of results; `qerl.jobs` has the paths of a configuration's results.
 
 DATASET = "dataset.json"
 RUN = "run.json"

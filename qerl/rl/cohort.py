@@ -111,7 +111,7 @@ class Seat:
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Drawn:
         """See `Sampler`. It waits until the other runs ask, too."""
         drawn = self.meeting.generate(self.run, Request(prompts, params))
-        refuse_nan(self.policy, prompts, drawn)
+        refuse_nan(drawn)
         return drawn
 
 

@@ -34,7 +34,7 @@ from qerl.results.store import line, write
 from qerl.rl.checkpoint import Checkpoints, ResumeError, restore, whole_state
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
-from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, Task
+from qerl.rl.rollouts import Collector, Perturb, Rollout, Task
 from qerl.rl.update import Choices, DivergedError, Updater
 from qerl.rl.value import add_value
 from qerl.rollout.factory import ShardedSampler, make_sampler
@@ -61,8 +61,9 @@ class Watch:
     def __init__(self, settings: RunSettings, task: Task) -> None:
         self.settings = settings
         self.task = task
-        self._steps = 0
-        self._flat = 0
+        reward = settings.reward
+        self._grades_answers = reward.function is None and bool(reward.correct or reward.format)
+        self._steps = self._flat = 0
         self._warned = False
 
     def observe(self, step: int, rollout: Rollout, writes: bool = True) -> None:
@@ -75,32 +76,30 @@ class Watch:
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
         if self._warned:
             return
-        if self._steps == 1 and self._grades_answers and not any(map(self._readable, rollout.groups)):
-            self._warn(f"step {step}: no completion states an answer that the grader reads", rollout, writes)
+        if self._steps == 1 and self._grades_answers and not self._reads_any(rollout):
+            what = "no completion states an answer that the grader reads"
         elif self._flat == PATIENCE:
-            what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps"
-            self._warn(f"step {step}: {what}, which teaches nothing", rollout, writes)
-
-    @property
-    def _grades_answers(self) -> bool:
-        reward = self.settings.reward
-        return reward.function is None and bool(reward.correct or reward.format)
-
-    def _readable(self, group: Group) -> bool:
-        task = self.task
-        return any(extract(text, task.format, task.answer, task.units) is not None for text in group.texts)
-
-    def _warn(self, what: str, rollout: Rollout, writes: bool) -> None:
+            what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps, "
+            what += "which teaches nothing"
+        else:
+            return
         self._warned = True
         group = rollout.groups[0]
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
         wanted = statement(group.problem.answer, self.task.format, self.task.answer)
-        message = f"{what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
+        message = (
+            f"step {step}: {what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
+        )
         if self.settings.on_no_signal == "stop":
             raise NoSignalError(message)
         if writes:
             log.warning("%s", message)
+
+    def _reads_any(self, rollout: Rollout) -> bool:
+        """Whether the grader reads an answer in some completion."""
+        form = self.task.format, self.task.answer, self.task.units
+        return any(extract(text, *form) is not None for group in rollout.groups for text in group.texts)
 
     def _remedy(self, rollout: Rollout) -> str:
         limit, metrics = self.settings.rollout.sampling.max_tokens, rollout.metrics
@@ -109,7 +108,7 @@ class Watch:
             return f"{cut}: raise rollout.sampling.max_tokens={limit}"
         if not self._grades_answers:
             return "Look at what the run's `reward` gives such completions"
-        if not any(map(self._readable, rollout.groups)):
+        if not self._reads_any(rollout):
             asked = f"now {self.task.instruction!r}" if self.task.instruction else "now empty"
             return f"Change the data set's `instruction` ({asked}), or its `answer` or `format`"
         easy = metrics["reward/correct"] == 1
@@ -295,13 +294,14 @@ class Trainer:
 
     def _perturb(self, step: int) -> Perturb | None:
         """What sets the noise of each completion of a group, if each has its own."""
+        if self.settings.noise.schedule == "off" or self.settings.noise.per == "step":
+            return None
 
         def perturb(completion: int) -> None:
             self.noise.set(step, self.settings.steps, completion)
             self.collector.sampler.sync()
 
-        noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
-        return perturb if noisy else None
+        return perturb
 
     def trained_policy(self) -> Policy:
         """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
@@ -460,19 +460,31 @@ def _train(job: TrainJob, state: Path, place: Place | None) -> None:
 
 def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[dict[str, float]], peak: float) -> None:
     """Write policy, metrics and run.json; `peak` is this attempt's largest memory in any process, in bytes."""
-    trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
-    bytes_of_weights = weight_bytes(trainer.policy)
-    _save(policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
         seconds=sum(row["seconds/step"] for row in rows),
         peak_memory_bytes=max(peak, *(row["memory_bytes"] for row in rows)),
-        trainable_parameters=trained,
-        weight_bytes=bytes_of_weights,
+        trainable_parameters=sum(p.numel() for _, p in trainer.policy.trainable()),
+        weight_bytes=weight_bytes(trainer.policy),
         sampler=trainer.collector.sampler.served,
         **_speeds(rows),
     )
+    # Policy and metrics must be on disk before run.json, which marks the run as finished.
+    try:
+        with writing(job.out):
+            policy.save(job.out / POLICY, Base(job.base.name, job.base.revision) if job.base else None)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ResumeError(
+            f"can't write the trained policy to {job.out} ({error.strerror}); make room and start again: the run "
+            "continues from its last checkpoint"
+        ) from error
+    shutil.copyfile(trainer.work / METRICS, job.out / METRICS)
+    _copy_rollouts(trainer.work, job.out)
+    flush(job.out / POLICY)
+    flush(job.out / METRICS)
     stamped = Provenance.of_now(job.settings.seed)
     write(job.out / RUN, RunResult(**_named(job), summary=summary, provenance=stamped))
     report(rows, job.settings)
@@ -484,24 +496,6 @@ def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractConte
         return nullcontext()
     record = Record(job.experiment, job.id, state, job.tracked, without_folders(whole(job.settings)))
     return Trackers(job.settings.track, record)
-
-
-def _save(policy: Policy, trainer: Trainer, out: Path, base: Base | None) -> None:
-    """Write policy and metrics. They must be on disk before run.json, which marks the run as finished."""
-    try:
-        with writing(out):
-            policy.save(out / POLICY, base)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise ResumeError(
-            f"can't write the trained policy to {out} ({error.strerror}); make room and start again: the run continues "
-            "from its last checkpoint"
-        ) from error
-    shutil.copyfile(trainer.work / METRICS, out / METRICS)
-    _copy_rollouts(trainer.work, out)
-    flush(out / POLICY)
-    flush(out / METRICS)
 
 
 def _copy_rollouts(state: Path, out: Path) -> None:

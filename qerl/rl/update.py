@@ -14,11 +14,10 @@ import torch
 
 from qerl.models.lora import SharedCasts, dropouts, set_keys
 from qerl.models.policy import Policy, ShardedRoot
-from qerl.rl.graphs import PassGraphs, pass_graphs
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
-from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, padded_tokens, row_tokens, split
 from qerl.rl.parallel import Processes
+from qerl.rl.passes import PassGraphs, Recomputation, pass_graphs
 from qerl.rl.rollouts import StoredStep
 from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
 from qerl.rollout.sampler import Completion

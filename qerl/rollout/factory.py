@@ -42,14 +42,13 @@ class ShardedSampler:
     @property
     def served(self) -> str:
         """Description of engine, kernels and weights, which results store."""
-        return f"{self._ready.served}, gathered from shards"
+        return f"{self._ready().served}, gathered from shards"
 
     @property
     def max_sequences(self) -> int:
         """The largest number of sequences that are decoded together."""
-        return self._ready.max_sequences
+        return self._ready().max_sequences
 
-    @property
     def _ready(self) -> Sampler:
         if self._sampler is None:
             self.sync()
@@ -63,18 +62,6 @@ class ShardedSampler:
             parameter.data = parameter.data.new_empty(0)
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Gather the weights, unless this rollout has them, and copy the noise."""
-        if not self._is_current:
-            self._gather()
-        noises = dict(self.policy.lm.named_buffers())
-        for name, buffer in self._copy.lm.named_buffers():
-            if name.endswith(".noise"):
-                buffer.copy_(noises[name])
-        if self._sampler is None:
-            self._sampler = self._make(self._copy)
-        self._sampler.sync()
-
     def _gather(self) -> None:
         weights = dict(self._copy.lm.named_parameters())
         for name, weight in gathered(self.policy.lm, self._dtypes):
@@ -84,9 +71,21 @@ class ShardedSampler:
                 weights[name].data = weight
         self._is_current = True
 
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Gather the weights, unless this rollout has them, and copy the noise."""
+        if not self._is_current:
+            self._gather()
+        noises = dict(self.policy.lm.named_buffers())
+        for name, buffer in self._copy.lm.named_buffers():
+            if name.endswith(".noise"):
+                buffer.copy_(noises[name])
+        self._sampler = self._sampler or self._make(self._copy)
+        self._sampler.sync()
+
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`. The weights are those of the latest `sync`."""
-        return self._ready.generate(prompts, params)
+        return self._ready().generate(prompts, params)
 
     def end_rollout(self) -> None:
         """Expect other weights, and release the copy if it sleeps during updates."""
@@ -94,13 +93,11 @@ class ShardedSampler:
         if self.sleep:
             self._release()
 
-    @torch.no_grad()
     def whole_policy(self) -> Policy:
         """The policy with whole weights, to be saved: vectors in float32, as they are trained. The sampler ends."""
         self._release()
-        self._dtypes = {
-            name: torch.float32 if p.ndim == 1 else self._dtypes[name] for name, p in self.policy.lm.named_parameters()
-        }
+        vectors = {name for name, parameter in self.policy.lm.named_parameters() if parameter.ndim == 1}
+        self._dtypes |= dict.fromkeys(vectors, torch.float32)
         self._gather()
         return self._copy
 

@@ -19,17 +19,9 @@ from qerl.report.figures import PALETTE, figure_axes
 from qerl.report.format import cell_text, three_digits
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.schema import DoseReport
+from qerl.results.statistics import ALPHA, PairedDifference, holm, paired_difference
 from qerl.results.store import ResultError, read
-from qerl.results.study_data import MAIN, Study, read_studies
-from qerl.study.outcomes import (
-    LEVEL,
-    PairedDifference,
-    differences,
-    holm,
-    means,
-    outcomes,
-    paired_difference,
-)
+from qerl.study.data import MAIN, Study, differences, means, outcomes, read_studies
 
 Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.
@@ -45,8 +37,10 @@ BASE_LINE = "bf16"
 DISCOVERY, WIDEST, FIRST = "discovery", "pass@256", "pass@1"
 EFFECTS = {DISCOVERY: 0.03, WIDEST: 0.02, FIRST: 0.02}
 _KS = {WIDEST: 256, FIRST: 1}
+#: An experiment is compared once it has an arm of each of these.
+_NEEDED = ((BASE_LINE,), ROLES["repetition"], ROLES["positive control"], ROLES["dose"])
 
-Verdict = Literal["repetition differs", "blind", "helps", "as entropy", "no help", "undecided"]
+Verdict = Literal["one seed", "repetition differs", "blind", "helps", "as entropy", "no help", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Comparison:
     @property
     def rises(self) -> bool:
         """Whether the difference is above 0 after correction."""
-        return self.difference.interval.mean > 0 and self.p < LEVEL
+        return self.difference.interval.mean > 0 and self.p < ALPHA
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,9 @@ class Outcome:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The first of the protocol's decisions that holds."""
+        """The first of the protocol's decisions that holds; none of them from one seed, which can't show its spread."""
+        if self.frame["seed"].nunique() < 2:
+            return "one seed"
         repetition = self.comparisons["bf16-again"].difference.interval
         if not repetition.low <= 0 <= repetition.high:
             return "repetition differs"
@@ -159,10 +155,10 @@ def of_complete_seeds(study: Study) -> Study:
 
 
 def all_outcomes(study: Study) -> list[Outcome]:
-    """The outcomes of all experiments that have the base line, its repetition and a positive control."""
+    """The outcomes of all experiments that have the base line, its repetition, a positive control and a dose."""
     found = []
     for experiment, runs in study.runs.groupby("experiment", sort=False):
-        if not {BASE_LINE, "bf16-again"} < set(runs["arm"]) or not set(ROLES["positive control"]) & set(runs["arm"]):
+        if not all(set(arms) & set(runs["arm"]) for arms in _NEEDED):
             continue
         counts = study.outcomes[study.outcomes["run"].isin(runs["run"]) & (study.outcomes["split"] == "test")]
         frames = {DISCOVERY: discovered(runs, study.steps)}
@@ -204,6 +200,7 @@ def doses_of(outcome: Outcome, doses: pd.DataFrame) -> pd.DataFrame:
 # The page.
 
 _SENTENCES: dict[Verdict, str] = {
+    "one seed": "one seed has run for every arm, so an interval says nothing about others, and nothing is concluded",
     "repetition differs": "a run differs from its own repetition, so nothing is concluded",
     "blind": "the assay can't see an effect, because no positive control raises it by {effect} points; so it says "
     "nothing about noise",
@@ -304,7 +301,9 @@ def write_page(job: PageJob) -> None:
     primary = all_outcomes(compared)
     if not primary:
         folders = " and ".join(map(str, data))
-        raise ResultError(f"the data in {folders} have no experiment with a base line, its repetition and a control")
+        raise ResultError(
+            f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose"
+        )
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
     tables = {"decisions": decision_table(primary), "doses": dose_table(job.doses, data, sizes)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
@@ -405,8 +404,8 @@ def _interval(one: Comparison) -> str:
     return f"{_points(interval.mean)} [{_points(interval.low)}, {_points(interval.high)}]"
 
 
-def _opening(primary: Sequence[Outcome]) -> str:
-    """What the study says: first the experiments that can see an effect; then the largest effects, and what is open."""
+def _opening(study: Study, primary: Sequence[Outcome]) -> str:
+    """What the study says: first the experiments that can see an effect; then what is slow, missing and open."""
     decided = sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind)
     lines = [
         f"* **{outcome.measure}, {outcome.size} at rate {outcome.rate:g} (`{outcome.experiment}`)**: "
@@ -418,7 +417,9 @@ def _opening(primary: Sequence[Outcome]) -> str:
     if all(map(_blind, decided)):
         control = f"a positive control that raises discovery by {100 * EFFECTS[DISCOVERY]:.0f} points at one rate"
         change = f"{control}, or {change}"
-    return "\n".join([*lines, *_slow(primary), f"* **What would change this answer**: {change}."])
+    return "\n".join(
+        [*lines, *_slow(primary), *_missing(study, primary), f"* **What would change this answer**: {change}."]
+    )
 
 
 def _largest_effects(primary: Sequence[Outcome]) -> str:
@@ -445,7 +446,21 @@ def _largest_effects(primary: Sequence[Outcome]) -> str:
 
 
 def _blind(outcome: Outcome) -> bool:
-    return outcome.verdict in ("blind", "repetition differs")
+    return outcome.verdict in ("one seed", "blind", "repetition differs")
+
+
+def _missing(study: Study, primary: Sequence[Outcome]) -> list[str]:
+    """A line on each experiment that has a repetition, thus is no pilot, but isn't compared yet."""
+    lines = []
+    for experiment, runs in study.runs[study.runs["role"] == MAIN].groupby("experiment", sort=False):
+        if set(ROLES["repetition"]) & set(runs["arm"]) and experiment not in {each.experiment for each in primary}:
+            arms = ", ".join(f"`{arm}`" for arm in runs["arm"].unique())
+            lines.append(
+                f"* **{runs['size'].iloc[0]} at rate {runs['rate'].iloc[0]:g} (`{experiment}`)**: nothing is compared, "
+                f"because no seed has run for every arm: of {runs['seed'].nunique()} seeds there are {len(runs)} runs, "
+                f"of {arms}."
+            )
+    return lines
 
 
 def _slow(primary: Sequence[Outcome]) -> list[str]:
@@ -496,7 +511,7 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
     sections = [
         "# Does an error of the weights help a policy to find solutions?",
         "" if study.header.decides else "**A run of the pipeline on policies too small to decide anything.**",
-        _opening(primary),
+        _opening(study, primary),
         "Differences from bf16 in points, with 95 % intervals:",
         _largest_effects(primary),
         f"![Difference to bf16 by measured dose]({STUDY_PARTS}/response.png)",

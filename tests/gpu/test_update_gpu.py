@@ -6,17 +6,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.host.gpus import allocatable_bytes
 from qerl.kernels.packed_sequences import Packing, attend_packed
-from qerl.models.blocks import attend
+from qerl.models import blocks
+from qerl.models.blocks import attend, rotate
 from qerl.models.policy import trained_in_full
 from qerl.models.random import random_policy
-from qerl.rl.memory import USABLE, Recomputation, kept_bytes
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
+from qerl.rl.passes import USABLE, Recomputation, kept_bytes
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Completion
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
 from tests.gpu.backends import adapted, kernels_of, with_portable
-from tests.tiny import random_checkpoint
+from tests.tiny import random_checkpoint, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.unit.rl.test_packing import samples as samples_of
 
 DEVICE = torch.device("cuda")
 TEMPERATURE = 0.9
@@ -90,6 +92,32 @@ def test_bfloat16_log_probabilities_and_gradients_follow_float32(checkpoint, max
     a, b = (torch.cat(list(gradients.values())) for gradients in (mine, theirs))
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
     assert abs(a.norm() / b.norm() - 1) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_qwen3, tiny_llama])
+def test_a_packed_update_of_a_family_follows_transformers(make, dtype, tmp_path, monkeypatch):
+    """With the kernels of all parts of a block, which transformers' own pass in float32 does without."""
+    calls = []
+    monkeypatch.setattr(blocks, "rotate", lambda query, *others: calls.append(len(query)) or rotate(query, *others))
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 1024}
+    folder = make(tmp_path / "m", **shape)
+    drawn = samples_of(((37, (300, 1, 129, 2)), (1, (65, 64)), (200, (7, 31)), (64, (128,))))
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(len(s.completion.token_ids), generator=generator).to(DEVICE) for s in drawn]
+    ours, theirs = adapted(folder, dtype), adapted(folder, "float32")
+    found = packed(ours, drawn, weights, 700)
+    assert len(calls) >= 2 * 2  # Blocks and micro-batches.
+    del calls[:]
+    expected = one_by_one(theirs, drawn, weights)
+    assert not calls
+    exactly = dtype == "float32"
+    for (a, _), (b, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4 if exactly else 0.03)
+    a, b = (torch.cat(list(of_all(policy).values())) for policy in (ours, theirs))
+    assert torch.cosine_similarity(a, b, dim=0) > 0.999
+    assert abs(a.norm() / b.norm() - 1) < 0.02
+    assert not exactly or (a - b).norm() < 1e-4 * b.norm()
 
 
 @pytest.mark.parametrize("window", [None, 200])

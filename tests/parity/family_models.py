@@ -107,6 +107,30 @@ def updated(policy, samples):
     return logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)[0]
 
 
+def assert_updated_as(policy, models, near, rtol=1e-3, atol=None, renamed=dict):
+    """The log-probabilities of an update, and the gradient of each trained tensor, are those of stock models.
+
+    `near` bounds the log-probabilities' errors. Those of gradients may be `rtol` of a number and `atol`, by default
+    `near`, of the largest one. `renamed` gives a model's gradients the names that they have in the policy.
+    """
+    samples = draw(policy)
+    found = updated(policy, samples)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    (found * weights).sum().backward()
+    ours = {part: parameter.grad for part, parameter in policy.trainable()}
+    for model in models:
+        expected = torch.stack([forced(model, sample.prompt, sample.completion.token_ids) for sample in samples])
+        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=near)
+        (expected * weights).sum().backward()
+        gradients = renamed({part: p.grad for part, p in model.named_parameters() if p.requires_grad})
+        assert ours.keys() == gradients.keys()
+        for part, gradient in gradients.items():
+            assert gradient.any(), part
+            most = (near if atol is None else atol) * gradient.abs().max().item()
+            torch.testing.assert_close(ours[part].double(), gradient.double(), rtol=rtol, atol=most, msg=part)
+    return ours
+
+
 #: The resolution of float32, and how many times over the bounds of `exact` allow for it: a float32 pass rounds after
 #: each operation, of which a tiny model has some dozens in a row.
 EPS, ROUNDINGS = torch.finfo(torch.float32).eps, 16

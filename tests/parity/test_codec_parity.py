@@ -93,16 +93,11 @@ def test_fp4_equals_compressed_tensors(weights_format, dtype, name):
 
 @cases
 @pytest.mark.parametrize("nested", [False, True])
-def test_nf4_equals_bitsandbytes(nested, dtype, name):
+def test_nf4_is_unpacked_as_by_bitsandbytes(nested, dtype, name):
     weight = weights(dtype)[name]
     codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=nested)
     expected = {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-    packed = quantize(weight, "nf4", double_quant=nested)
     read = from_checkpoint("nf4", {"weight": codes, **expected})
-    assert packed.shape == read.shape
-    assert packed.tensors.keys() == read.tensors.keys()
-    for key, tensor in packed.tensors.items():
-        assert_bits_equal(tensor, read.tensors[key])
     for out_dtype in DTYPES:
         state.dtype = out_dtype
         dense = bnb.dequantize_4bit(codes, state)

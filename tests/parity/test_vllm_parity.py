@@ -15,8 +15,6 @@ import psutil
 import pytest
 import torch
 
-from qerl.bench import rollouts
-from qerl.bench import vllm as bench_vllm
 from qerl.data.records import Problem
 from qerl.models.export import export, merge
 from qerl.models.policy import load_policy, with_adapter
@@ -165,12 +163,11 @@ def test_sync_replaces_the_adapter_and_what_was_cached_with_it(sampler, policy):
     prompt = [list(range(5, 69)) * 3]
     params = SamplingParams(max_tokens=8, temperature=0)
     before = sampler.generate(prompt, params)[0][0]
-    assert sampler.last_sync.bytes == sum(p.numel() * p.element_size() for _, p in policy.trainable())
-    checksum = sampler.last_sync.checksum
+    checksum = sampler.checksum
     saved = {name: p.detach().clone() for name, p in policy.trainable()}
     change(policy, seed=7)
     sampler.sync()
-    assert sampler.last_sync.checksum != checksum
+    assert sampler.checksum != checksum
     after = sampler.generate(prompt, params)[0][0]
     with torch.no_grad():
         expected = forced(policy.lm, prompt[0], after.token_ids)
@@ -178,7 +175,7 @@ def test_sync_replaces_the_adapter_and_what_was_cached_with_it(sampler, policy):
     for name, parameter in policy.trainable():
         parameter.data.copy_(saved[name])
     sampler.sync()
-    assert sampler.last_sync.checksum == checksum
+    assert sampler.checksum == checksum
     assert sampler.generate(prompt, params)[0][0] == before
 
 
@@ -223,7 +220,7 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
         sampler.sync()
         sizes.append(resident())
     assert sampler.engine.collective_rpc("list_loras") == [{vllm_worker.ADAPTER_ID}]
-    assert sizes[-1] - sizes[9] < 30 * sampler.last_sync.bytes
+    assert sizes[-1] - sizes[9] < 30 * sum(p.numel() * p.element_size() for _, p in policy.trainable())
     assert_drawn_by(policy.lm, draw(sampler), 1e-4)
 
 
@@ -285,10 +282,10 @@ def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     folder = tiny_qwen3(tmp_path / "m", **heads) if name == "qwen3" else tiny_family(tmp_path / "m", name, **heads)
     policy = load_policy(folder, None, "bfloat16", CPU)
     sampler = VllmSampler(policy, SETTINGS)
-    before = sampler.last_sync.checksum
+    before = sampler.checksum
     Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), seed=0).set(1, 10)
     sampler.sync()
-    assert sampler.last_sync.checksum != before
+    assert sampler.checksum != before
     greedy = SamplingParams(max_tokens=8, temperature=0)
     native = EagerSampler(policy).generate(PROMPTS, greedy)
     for ours, theirs in zip(native, sampler.generate(PROMPTS, greedy), strict=True):
@@ -423,7 +420,7 @@ def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
 def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path, monkeypatch):
     """Both measurements check each completion's length."""
     monkeypatch.setenv("QERL_COMMIT", "test")
-    ours, theirs = measured(tmp_path, rollouts), measured(tmp_path, bench_vllm, engine="vllm")
+    ours, theirs = measured(tmp_path), measured(tmp_path, engine="vllm")
     assert theirs.sampler.startswith("vLLM")
     assert theirs.status == ours.status == "ok"
     assert theirs.completion_tokens == ours.completion_tokens

@@ -15,15 +15,7 @@ from torch import Tensor
 
 from qerl.formats import layouts
 from qerl.formats.layouts import Tiles, Words
-from qerl.kernels.cuda.jit import (
-    address,
-    compile_all,
-    flat_tensor_map,
-    launch,
-    load,
-    params_struct,
-    tensor_map,
-)
+from qerl.kernels.cuda.jit import address, compile_all, flat_tensor_map, launch, load, params_struct, tensor_map
 from qerl.kernels.state import COEFFICIENTS, Activation, RowRuns, Workspace, workspace
 
 # The compiled variants of the decode product, by the rows of x and the size of the layer.

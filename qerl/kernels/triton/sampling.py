@@ -201,17 +201,7 @@ def _statistics(logits, targets, state, first, rows, width, inverse, BLOCK: tl.c
 
 @triton.jit
 def _gradient(
-    logits,
-    targets,
-    lse,
-    grad,
-    entropy,
-    grad_entropy,
-    first,
-    width,
-    inverse,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, targets, lse, grad, entropy, grad_entropy, first, width, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * width

@@ -4,7 +4,6 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-import yaml
 
 from qerl.data.grading import Goal, is_correct
 from qerl.data.records import DataError, detect_format, parse_record, warn_of_notation
@@ -92,33 +91,9 @@ def test_a_bad_record_is_an_error_that_names_its_place_and_key(record, record_fo
         parse_record(record, record_format, "a.jsonl, line 3")
 
 
-@pytest.mark.parametrize(
-    ("record", "mapping"),
-    [
-        ({"prompt": "Two?", "answer": "It is\n#### 2"}, "format: gsm8k, columns: {question: prompt}"),
-        ({"prompt": "Two?", "completion": "#### 2"}, "format: gsm8k, columns: {question: prompt, answer: completion}"),
-        ({"prompt": "Two?", "answer": "\\frac{4}{2}"}, "format: math, columns: {problem: prompt}"),
-        ({"prompt": "Two?", "ground_truth": 2}, "format: math, columns: {problem: prompt, answer: ground_truth}"),
-        ({"query": "Two?", "response": "So \\boxed{2}"}, "format: math, columns: {problem: query, solution: response}"),
-        (
-            {"instruction": "Two?", "input": "", "output": "#### 2"},
-            "format: gsm8k, columns: {question: instruction, answer: output}",
-        ),
-    ],
-)
-def test_the_error_for_other_column_names_suggests_a_mapping(record, mapping):
-    with pytest.raises(DataError, match="line 3 has no key `question`") as error:
-        detect_format(record, "line 3")
-    assert f"write its own names as `dataset: {{{mapping}, origin: ...}}`" in str(error.value)
-    hint = yaml.safe_load(mapping.replace(", columns", "\ncolumns"))
-    renamed = {name: record[own] for name, own in hint["columns"].items()}
-    assert parse_record({**record, **renamed}, hint["format"], "here").answer in ("2", "\\frac{4}{2}")
-
-
-@pytest.mark.parametrize("record", [{"prompt": CHAT, "answer": 2}, {"id": 1, "messages": CHAT}])
-def test_a_chat_is_no_question(record):
-    with pytest.raises(DataError, match=r"its `\w+` is a list, such as a chat: give the question as text, in a column"):
-        detect_format(record)
+def test_the_error_for_other_column_names_says_how_to_name_them():
+    with pytest.raises(DataError, match=r"^line 3 has no key `question`.* are prompt, label; .*{problem: NAME"):
+        detect_format({"prompt": "Two?", "label": 2}, "line 3")
 
 
 def test_the_id_depends_on_the_question_alone():

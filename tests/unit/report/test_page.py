@@ -13,7 +13,7 @@ import pytest
 
 from qerl.gates.compare import read_verdicts, verdict_table
 from qerl.jobs import ReportJob, ShapesJob
-from qerl.report import make, speed_tables
+from qerl.report import speed_tables
 from qerl.report.format import page
 from qerl.report.page import write_report
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
@@ -23,8 +23,10 @@ from tests.synthetic_results import (
     answers,
     decode_file,
     write_evaluation,
+    write_figure,
     write_json,
     write_run,
+    write_table,
     write_tree,
 )
 
@@ -93,7 +95,7 @@ def paths(tmp_path_factory):
 
 
 def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(paths, tmp_path):
-    make.make_table("accuracy", paths, tmp_path)
+    write_table("accuracy", paths, tmp_path)
     text = (tmp_path / "accuracy.html").read_text()
     found = Tables(text)
     assert found.captions == ["Accuracy on arithmetic"]
@@ -140,9 +142,9 @@ def report(tmp_path_factory) -> Path:
         rollout.write_bytes(b"")
     (root / "results.txt").write_text("".join(f"{path}\n" for path in paths))
     for name in TABLES:
-        make.make_table(name, paths, root / "tables")
+        write_table(name, paths, root / "tables")
     for name in FIGURES:
-        make.make_figure(name, paths, root / "figures")
+        write_figure(name, paths, root / "figures")
     asked = ReportJob(
         name="mini",
         results=root / "results.txt",

@@ -5,11 +5,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from qerl.report import tables
-from qerl.report.summary import fitting, print_summary, rich_table
-from qerl.results import readers
+from qerl.report.format import fitting, print_summary, rich_table
 from qerl.results.store import ResultError
-from tests.synthetic_results import answers, write_evaluation, write_run
+from tests.synthetic_results import answers, write_evaluation, write_run, write_table
 
 
 def printed(root) -> str:
@@ -25,10 +23,7 @@ def test_summary_shows_accuracy_and_where_everything_lies(tmp_path):
         write_evaluation(root, "base", {"arithmetic": answers(0.5, 0)}, "nvfp4"),
         write_evaluation(root, "trained", {"arithmetic": answers(0.7, 1)}, "nvfp4", run),
     ]
-    runs = readers.load_runs([run])
-    frame = readers.load_evaluations(evaluations, runs)
-    table = tables.accuracy(tables.accuracy_cells(frame, readers.load_samples(evaluations)), runs)
-    tables.write_table(table, root / "tables" / "accuracy", "caption")
+    write_table("accuracy", [run, *evaluations], root / "tables")
     (root / "report.html").touch()
     text = printed(root)
     assert "mini: accuracy on arithmetic" in text

@@ -12,7 +12,7 @@ from qerl.jobs import PageJob
 from qerl.results.schema import Dose, DoseReport, Machine, Provenance
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
-from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
+from qerl.study.data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 from qerl.study.dose import (
     DISCOVERY,
     FIRST,
@@ -85,6 +85,10 @@ def test_the_decision_is_that_of_the_planted_truth(discovery, entropy, verdict):
         interval = found.comparisons[arm].difference.interval
         assert interval.mean == pytest.approx(effect, abs=0.01)
         assert interval.low < effect < interval.high or abs(interval.mean - effect) < 0.01
+
+
+def test_nothing_is_concluded_from_one_seed():
+    assert discovery_of(study({"entropy": 0.05, "aqn-4": 0.1}, seeds=1)).verdict == "one seed"
 
 
 def test_differences_too_wide_for_a_sentence_are_undecided():
@@ -161,14 +165,28 @@ def test_a_seed_counts_once_every_arm_has_it_on_every_base():
     assert len(kept) == 2 * 3 * len(ARMS)
 
 
-def test_data_without_a_control_are_refused(tmp_path):
-    write_study(tmp_path / "data", study(arms=("bf16", "bf16-again", "nvfp4")))
-    with pytest.raises(ResultError, match="no experiment with a base line, its repetition and a control"):
+@pytest.mark.parametrize("other", ["nvfp4", "entropy"])
+def test_data_without_a_control_or_a_dose_are_refused(tmp_path, other):
+    write_study(tmp_path / "data", study(arms=("bf16", "bf16-again", other)))
+    with pytest.raises(ResultError, match="no experiment with a base line, its repetition, a control and a dose"):
         write_page(PageJob(data=[tmp_path / "data"], doses=[], out=tmp_path / "out"))
 
 
-#: The pilot's arms aren't compared on the page.
-PUBLISHED = sorted(folder for folder in Path("results/reference/dose").glob("*/") if folder.name != "3m-pilot")
+def test_an_experiment_without_a_dose_is_named_and_not_compared(tmp_path):
+    write_study(tmp_path / "early", study({"entropy": 0.05}))
+    late = study({"entropy": 0.05}, seeds=3, arms=("bf16", "bf16-again", "entropy"))
+    tables = [frame.assign(run="late-" + frame["run"]) for frame in late.tables()]
+    runs = tables[0].assign(experiment="assay-25m", size="25m")
+    write_study(tmp_path / "late", Study(late.header, runs, *tables[1:]))
+    write_page(PageJob(data=[tmp_path / "early", tmp_path / "late"], doses=[], out=tmp_path / "out"))
+    page = (tmp_path / "out/dose.md").read_text()
+    [line] = [line for line in page.splitlines() if "assay-25m" in line and not line.startswith("|")]
+    assert "nothing is compared" in line
+    assert "of 3 seeds there are 27 runs, of `bf16`, `bf16-again`, `entropy`" in line
+    assert set(pd.read_csv(tmp_path / "out/dose/comparisons.csv")["experiment"]) == {"dose-3m"}
+
+
+PUBLISHED = sorted(Path("results/reference/dose").glob("*/"))
 
 
 @pytest.mark.parametrize("draws", [1, *in_nightly(4000)])

@@ -14,9 +14,8 @@ from qerl.results.schema import (
     TaskScore,
 )
 from qerl.results.store import ResultError, write, write_rows
-from qerl.results.study_data import read_study
 from qerl.settings.run import RunSettings
-from qerl.study.gather import gather_study, gathered
+from qerl.study.data import gather_study, gathered, read_study
 from tests.synthetic_results import NO_METRICS, write_json, write_lines, write_run
 
 STAMP = Provenance(commit="d" * 40, dirty=False, machine=Machine(label="m"), versions={"torch": "2"}, time="2026")

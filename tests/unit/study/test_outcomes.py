@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qerl.results import statistics
+from qerl.results.statistics import holm, paired_difference
 from qerl.results.store import ResultError
-from qerl.study import outcomes as module
-from qerl.study.outcomes import differences, holm, means, outcomes, paired_difference
+from qerl.study.data import differences, means, outcomes
 
 DRAWN = 8
 
@@ -62,7 +63,7 @@ def test_means_over_steps_are_of_runs_that_ended_well():
 
 @pytest.fixture(autouse=True)
 def fewer_draws(monkeypatch):
-    monkeypatch.setattr(module, "_DRAWS", 400)
+    monkeypatch.setattr(statistics, "_DRAWS", 400)
 
 
 def simulated(generator, bases=3, seeds=4, problems=50, effect=0.0, base_sd=0.0, seed_sd=0.0):

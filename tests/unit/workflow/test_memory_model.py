@@ -22,15 +22,14 @@ from qerl.memory_model import (
     that_fit,
     weight_bytes,
 )
-from qerl.models.expert_adapters import AdaptedExperts
-from qerl.models.experts import GroupedAdapters
+from qerl.models.experts import AdaptedExperts, GroupedAdapters
 from qerl.models.policy import with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.structure import empty_model
 from qerl.results.schema import OK
 from qerl.results.speeds import GrpoStepResult
 from qerl.results.store import read
-from qerl.rl.memory import saved_for_backward
+from qerl.rl.passes import saved_for_backward
 from qerl.rollout.decoder import Decoder
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.families import FAMILIES

@@ -1,4 +1,4 @@
-"""The kernels of delta nets against PyTorch in float64, in Triton's interpreter, which `test_interpreter.py` starts."""
+"""The kernels of delta nets against PyTorch in float64."""
 
 from dataclasses import replace
 
@@ -9,32 +9,32 @@ from qerl.kernels import reference
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import IDLE, PAGE, DecodeState, DeltaHeads, DeltaState, DeltaStates, PromptRow, pack
 from qerl.kernels.triton import delta
-from tests.conftest import in_nightly
+from tests.conftest import NIGHTLY
+from tests.gpu.exact import DEVICE, INTERPRETED
 
-CPU = torch.device("cpu")
 #: Key and value heads, features of each, and taps; powers of two and others, and more columns than a program has.
 SHAPES = [(2, 4, 8, 16, 4), (1, 3, 12, 24, 3), (2, 2, 16, 32, 2)]
 LENGTHS = [1, 6, 2]
-shapes = pytest.mark.parametrize("shape", [*in_nightly((SHAPES[0],)), *SHAPES[1:]], ids=str)
+shapes = pytest.mark.parametrize("shape", SHAPES if NIGHTLY or not INTERPRETED else SHAPES[1:], ids=str)
 
 
 def heads_of(key, value, key_dim, value_dim, taps):
     torch.manual_seed(0)
     channels = 2 * key * key_dim + value * value_dim
     return DeltaHeads(
-        key, value, key_dim, value_dim, torch.randn(channels, taps), torch.randn(value), torch.randn(value),
-        torch.rand(value_dim) + 0.5, 1e-6,
+        key, value, key_dim, value_dim, torch.randn(channels, taps, device=DEVICE), torch.randn(value, device=DEVICE),
+        torch.randn(value, device=DEVICE), torch.rand(value_dim, device=DEVICE) + 0.5, 1e-6,
     )  # fmt: skip
 
 
 def inputs(heads, count):
     """Convolution's inputs, gates of the output, b and a, as columns of one tensor."""
     parts = [heads.channels, heads.parts[2], heads.value, heads.value]
-    return torch.randn(count, sum(parts)).split(parts, 1)
+    return torch.randn(count, sum(parts), device=DEVICE).split(parts, 1)
 
 
 def states(heads, slots):
-    made = DeltaStates.empty(heads, 1, slots, torch.float32, CPU)
+    made = DeltaStates.empty(heads, 1, slots, torch.float32, DEVICE)
     return DeltaState(torch.randn_like(made.recent[0]), torch.randn_like(made.recurrent[0]))
 
 
@@ -55,9 +55,9 @@ def same(found, net, expected, exact, rows):
 @shapes
 def test_steps(shape):
     heads = heads_of(*shape)
-    state, net = DecodeState.empty(5, 1, 1, CPU), states(heads, 5)
-    state.position[:5] = torch.tensor([3, 0, IDLE, 7, 1])
-    exact, rows = wide(net), torch.tensor([3, 2, 0, 4, 5, 5], dtype=torch.int32)
+    state, net = DecodeState.empty(5, 1, 1, DEVICE), states(heads, 5)
+    state.position[:5] = torch.tensor([3, 0, IDLE, 7, 1], device=DEVICE)
+    exact, rows = wide(net), torch.tensor([3, 2, 0, 4, 5, 5], dtype=torch.int32, device=DEVICE)
     for _ in range(2):
         given = inputs(heads, len(rows))
         found = delta.delta_step(*given, heads, net, state, rows)
@@ -66,16 +66,17 @@ def test_steps(shape):
         assert not found[[1, 4, 5]].any()
 
 
-@pytest.mark.parametrize(("shape", "padding"), [*in_nightly((SHAPES[0], 7)), (SHAPES[1], 0), (SHAPES[2], 7)], ids=str)
+@shapes
+@pytest.mark.parametrize("padding", [0, 7])
 def test_prompts(shape, padding):
     """With padding as in a graph: tokens after the prompts, and prompts without tokens."""
     heads, tokens = heads_of(*shape), sum(LENGTHS) + padding
     most = len(LENGTHS) + 2 if padding else None
     packed = pack([[1] * n for n in LENGTHS], [[1]] * len(LENGTHS), PAGE, tokens, most)
     net, slots = states(heads, 5), [4, 0, 2] + [5] * (2 if padding else 0)
-    packing = Packing.of(LENGTHS, [None] * len(LENGTHS), CPU)
-    place = torch.tensor(slots, dtype=torch.int32)
-    row, exact = PromptRow.of(torch.from_numpy(packed), tokens, len(slots), packing, place), wide(net)
+    packing = Packing.of(LENGTHS, [None] * len(LENGTHS), DEVICE)
+    place = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    row, exact = PromptRow.of(torch.from_numpy(packed).to(DEVICE), tokens, len(slots), packing, place), wide(net)
     given = inputs(heads, tokens)
     found = delta.delta_prompts(*given, heads, net, row)
     expected = reference.delta_prompts(*wide(given), wide(heads), exact, row)
