@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from qerl import __version__, api
 from qerl.checkpoints.files import RUN_FILE
 from qerl.cli import workflow
-from qerl.cli.console import console, print_error, print_table
+from qerl.cli.workflow import console, print_error, print_table
 from qerl.host.console import UNKNOWN, configure_logging, quiet
 from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable

@@ -1,4 +1,4 @@
-"""Commands around the workflow: its rules, its plan, its folder, its gates, its speed grid and its state."""
+"""What commands print on, and the commands around the workflow: rules, plan, folder, gates, speed grid and state."""
 
 from __future__ import annotations
 
@@ -14,19 +14,51 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from rich.console import Console
 
-from qerl.cli.console import console, print_error, print_table, show
+from qerl.host.console import VisibleConsole, visible
 from qerl.host.imports import imports
 from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
 from qerl.host.provenance import check_writable, writing
-from qerl.jobs import Job, KilledError, PointJob, parse_job
+from qerl.jobs import Job, KilledError, Plan, PointJob, parse_job
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
 
 if TYPE_CHECKING:
-    from qerl.jobs import Plan
+    from rich.table import Table
+
+# What all commands print on.
+
+
+def console() -> Console:
+    """The terminal at its width; a file or pipe at the width of tables."""
+    from qerl.report.format import WIDTH
+
+    return VisibleConsole(width=None if Console().is_terminal else WIDTH)
+
+
+def print_error(sentence: object) -> None:
+    """Print a sentence for the user on standard error."""
+    typer.echo(f"qerl: {visible(str(sentence))}", err=True)
+
+
+def print_table(title: str, rows: list[dict[Any, Any]]) -> None:
+    """Print rows, whose keys are the columns, under a title."""
+    import pandas as pd
+
+    from qerl.report.format import rich_table
+
+    show(rich_table(title, pd.DataFrame(rows)))
+
+
+def show(table: Table) -> None:
+    """Print a table, or its cells line by line where the terminal is too narrow for it."""
+    from qerl.report.format import fitting
+
+    screen = console()
+    screen.print(fitting(table, screen))
 
 
 # `qerl rule`: what the workflow's rules call.

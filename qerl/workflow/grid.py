@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.jobs import PointJob, PointPart, measured_file
@@ -41,6 +41,7 @@ _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxf
 _QWEN_ALONE = ("transformers", "trl")
 #: Keys of a step that only this project has.
 _ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
+_MICRO_BATCH_TOKENS: int = RunSettings.model_fields["micro_batch_tokens"].default
 
 
 def point_parts(settings: ShapesSettings) -> dict[str, list[PointPart]]:
@@ -168,11 +169,28 @@ def _steps(grid: StepGrid) -> Iterator[tuple[str, str, PointPart[StepWork, None]
         system = with_kernels(grid.system, kernels)
         name = _step_name(system, work, recompute, cap) + ("" if correction else "-no-correction")
         alone = grid.system == "trl" or cap is not None
-        settings = (
-            _trl(grid, work, recompute is True, correction)
-            if grid.system == "trl"
-            else _own(grid, kernels, recompute, cap)
-        )
+        settings: TrlStep | EngineStep
+        if grid.system == "trl":
+            settings = TrlStep(
+                sampler="vllm",
+                micro_batch=min(grid.micro_batch, work.completions),
+                recompute=recompute is True,
+                correction=correction,
+                liger=False,
+                sleep=False,
+                vllm_memory=None,
+                optimizer="adamw_torch_fused",
+            )
+        else:
+            tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else _MICRO_BATCH_TOKENS
+            settings = EngineStep(
+                kernels=kernels,
+                recompute=recompute,
+                micro_batch_tokens=tokens,
+                kv_cache_gib=grid.kv_cache_gib,
+                sleep=grid.sleep,
+                memory_gb=cap,
+            )
         part = PointPart(file=f"{name}.json", work=work, points=[None], settings=settings)
         yield name if alone else f"step-{system}-{base.name}-r{rank}", name, part
 
@@ -194,32 +212,6 @@ def _step_name(system: str, work: StepWork, recompute: bool | str, cap: float | 
 def _bases(grid: DecodeGrid | MixGrid | PromptGrid | StepGrid, packed_nets: bool = False) -> list[Base]:
     """The base of each size and format."""
     return [Base(size, weights, packed_nets=packed_nets) for size, weights in product(grid.sizes, grid.weights)]
-
-
-def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> EngineStep:
-    default: int = RunSettings.model_fields["micro_batch_tokens"].default
-    tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else default
-    return EngineStep(
-        kernels=kernels,
-        recompute=recompute,
-        micro_batch_tokens=tokens,
-        kv_cache_gib=grid.kv_cache_gib,
-        sleep=grid.sleep,
-        memory_gb=cap,
-    )
-
-
-def _trl(grid: StepGrid, work: StepWork, recompute: bool, correction: bool) -> TrlStep:
-    return TrlStep(
-        sampler="vllm",
-        micro_batch=min(grid.micro_batch, work.completions),
-        recompute=recompute,
-        correction=correction,
-        liger=False,
-        sleep=False,
-        vllm_memory=None,
-        optimizer="adamw_torch_fused",
-    )
 
 
 def _check(system: str, base: Base, kernels: Kernels = "auto") -> None:

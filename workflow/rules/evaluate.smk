@@ -12,8 +12,6 @@ use rule gpu_job as evaluate with:
         output_of("evaluate"),
     log:
         "<logs>/evaluate/{evaluation}.log",
-    benchmark:
-        "<benchmarks>/evaluate/{evaluation}.tsv"
     # On GPUs before further trainings, so that results come as they are ready. train.smk says why not on CPUs.
     priority: 1 if devices() else 0
     resources:
@@ -33,8 +31,6 @@ use rule job as profile with:
         output_of("profile"),
     log:
         "<logs>/profile/{bench}.log",
-    benchmark:
-        "<benchmarks>/profile/{bench}.tsv"
     threads: workflow.cores
     resources:
         **gpus("profile"),

@@ -19,8 +19,6 @@ use rule gpu_job as pretrain with:
         directory(output_of("pretrain")),
     log:
         "<logs>/pretrain/{pretrained}.log",
-    benchmark:
-        "<benchmarks>/pretrain/{pretrained}.tsv"
     threads: 2
     params:
         **job_params("pretrain"),
@@ -60,7 +58,5 @@ use rule gpu_job as quantize with:
         report=output_of("quantize", paths.REPORT),
     log:
         "<logs>/quantize/{checkpoint}.log",
-    benchmark:
-        "<benchmarks>/quantize/{checkpoint}.tsv"
     params:
         **job_params("quantize"),

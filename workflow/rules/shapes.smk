@@ -9,8 +9,6 @@ rule shape_point:
         directory(output_of("point")),
     log:
         "<logs>/points/{point}.log",
-    benchmark:
-        "<benchmarks>/points/{point}.tsv"
     conda:
         "../../environment.yml"
     threads: max(1, workflow.cores // max(1, len(devices())))

@@ -16,8 +16,6 @@ rule train:
         run=output_of("train", paths.RUN),
     log:
         "<logs>/train/{run}.log",
-    benchmark:
-        "<benchmarks>/train/{run}.tsv"
     # On CPUs before ready evaluations, which are shorter: at the end, no core waits for a training. Benches, which need all cores,
     # come last. On GPUs a training may take days, so evaluations come first.
     priority: 0 if devices() else 1
