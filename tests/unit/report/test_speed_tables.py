@@ -151,7 +151,7 @@ def test_machines_are_told_apart_by_a_column_and_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("points", "changed", "words"),
     [
-        ({}, {}, "no points of decode speed yet; `qerl grid`"),
+        ({}, {}, "no points of decode yet; `qerl grid`"),
         ({1: [1.0]}, {"size": "9B"}, "work.size '9B' is unknown"),
         ({1: [1.0]}, {"ceilings": {}}, "GPU A.json.*copy"),
         ({1: [1.0]}, {"machine": "GPU B"}, "native 7B nvfp4 rank 16, 1 sequences is in two decode files"),
