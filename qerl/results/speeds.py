@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -84,19 +84,25 @@ class StepPoint(BenchPoint):
     rollout_seconds: list[float] = Field([])
     update_seconds: list[float] = Field([])
 
+    @property
+    def sequences(self) -> int:
+        """Number of completions per step."""
+        return self.prompts * self.group_size
+
 
 class _Bench(Stored):
-    #: What the rows are, and the columns that sort them; none keeps the order of the files.
-    about: ClassVar[str] = "points"
-    order: ClassVar[Sequence[str]] = ()
     bench: str
+    kind: str
+    points: Sequence[RolloutPoint | StepPoint]
     provenance: Provenance
 
-    def _rows(self, points: Sequence[BenchPoint]) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
+        """A row per point, with `samples` in seconds of a step, or in tokens/s of whole rollouts as `rollouts` are."""
         identity = self.model_dump(exclude={"kind", "points", "provenance"}) | self.provenance.columns
-        for point in points:
+        for point in self.points:
             columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
-            yield {**identity, **columns, "weights": point.weights_name}
+            columns |= {"weights": point.weights_name, "sequences": point.sequences, "rollouts": point.samples}
+            yield identity | columns
 
 
 class RolloutBenchResult(_Bench):
@@ -106,22 +112,12 @@ class RolloutBenchResult(_Bench):
     model: str
     points: list[RolloutPoint] = Field(min_length=1)
 
-    def rows(self) -> Iterator[Row]:
-        """A row per point, with `samples` and `rollouts` in tokens/s of whole rollouts."""
-        for row in self._rows(self.points):
-            yield {**row, "rollouts": row["samples"]}
-
 
 class StepBenchResult(_Bench):
     """profile/<bench>.json of kind step; its points may be of several models."""
 
     kind: Literal["step"]
     points: list[StepPoint] = Field(min_length=1)
-
-    def rows(self) -> Iterator[Row]:
-        """A row per point, with `samples` in seconds of a step."""
-        for row in self._rows(self.points):
-            yield {**row, "sequences": row["prompts"] * row["group_size"]}
 
 
 # The speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
@@ -142,9 +138,6 @@ class Measurement(Stored):
     `bench` names the kind, and every kind has its values in fields of its own.
     """
 
-    #: What the rows are, and the columns that sort them; none keeps the order of the files.
-    about: ClassVar[str]
-    order: ClassVar[Sequence[str]] = ()
     bench: str
     work: Workload
     provenance: Provenance
@@ -204,8 +197,6 @@ class DecodePoint(MeasuredPoint):
 class DecodeResult(Measurement):
     """points/decode-*.json, with one file per (engine, kernels, size, weights, rank); a CPU has no ceilings."""
 
-    about: ClassVar[str] = "points of decode speed"
-    order: ClassVar[Sequence[str]] = ("size", *POLICY, *LENGTHS, "sequences")
     bench: Literal["decode"]
     work: Decoding
     sync_seconds: list[float] = Field(default=[])
@@ -273,7 +264,6 @@ class PromptPoint(Stored):
 class PromptsResult(Measurement):
     """points/prompts-*.json, with one file per (size, weights, rank)."""
 
-    about: ClassVar[str] = "times of prompts"
     bench: Literal["prompts"]
     work: Prompting
     sampler: str
@@ -366,8 +356,6 @@ class RolloutMixResult(Measurement):
     until the engine accepts requests, `first_seconds` that of the first rollout, which compiles and captures graphs.
     """
 
-    about: ClassVar[str] = "rollouts of mixed lengths"
-    order: ClassVar[Sequence[str]] = ("size", "engine", "weights")
     bench: Literal["rollout_mix"]
     work: Mix
     prompt_tokens: list[int]
@@ -461,8 +449,6 @@ GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
 class GrpoStepResult(Measurement):
     """points/step-*.json: steps of this project or of TRL; without steps where `status` says why."""
 
-    about: ClassVar[str] = "GRPO steps"
-    order: ClassVar[Sequence[str]] = ("size",)
     bench: Literal["grpo_step"]
     system: str
     work: StepWork
@@ -528,6 +514,12 @@ class GrpoStepResult(Measurement):
         }
 
 
+#: The columns that sort the rows of a bench; others keep the order of the files.
+_ORDER = {
+    "decode": ["size", *POLICY, *LENGTHS, "sequences"],
+    "grpo_step": ["size"],
+    "rollout_mix": ["size", "engine", "weights"],
+}
 #: The model of a file by its `kind`, or else by its `bench`.
 SCHEMAS: dict[str, type[Any]] = {
     "decode": DecodeResult,
@@ -549,14 +541,14 @@ def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
     """
     import pandas as pd  # which the plan, which reads the schemas, is spared
 
-    schema = SCHEMAS[bench]
+    schema, order = SCHEMAS[bench], _ORDER.get(bench, [])
     rows = [row for path in paths for row in read(schema, path).rows()]
     if not rows:
-        raise ResultError(f"there are no {schema.about} yet; `qerl grid` lists the commands that measure")
+        raise ResultError(f"there are no points of {bench} yet; `qerl grid` lists the commands that measure")
     orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
-    rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in schema.order])
+    rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in order])
     for one, row in pairwise(rows) if bench == "decode" else ():
-        if all(one[key] == row[key] for key in schema.order):
+        if all(one[key] == row[key] for key in order):
             name = f"{row['engine']} {row['size']} {row['weights']} rank {row['rank']}, {row['sequences']} sequences"
             raise ResultError(f"{name} is in two decode files; give one of them")
     return pd.DataFrame(rows)
