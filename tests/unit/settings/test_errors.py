@@ -74,7 +74,7 @@ def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, se
     assert sentence in said
 
 
-@pytest.mark.parametrize("word", ["off", "none", "false", "Off", "no", "'off'", "'none'", "'False'", "null", "~"])
+@pytest.mark.parametrize("word", ["off", "none", "Off", "no", "'off'", "'False'", "null"])
 def test_every_word_for_off_is_off(word):
     text = f"{{noise: {{schedule: {word}}}, loss: {{correction: {word}}}, reward: {{preset: {word}, timeout: {word}}}}}"
     run = parse(RunSettings, {"model": "m", "dataset": "d", **parse_yaml(text, "here")}, "here")
@@ -203,19 +203,13 @@ def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "text", "key"),
     [
-        *(
-            (RunSettings, text, "rollout.group_size")
-            for text in ("num_generations: 8", "rollout: {num_generations: 8}")
-        ),
+        (RunSettings, "num_generations: 8", "rollout.group_size"),
         *((RunSettings, text, "adapter.rank") for text in ("r: 16", "adapter: {r: 16}")),
-        *((RunSettings, "load_in_4bit: true", "weights"), (RunSettings, "save_steps: 10", "checkpoint_every")),
-        (RunSettings, "max_completion_length: 512", "rollout.sampling.max_tokens"),
+        (RunSettings, "load_in_4bit: true", "weights"),
         (RunSettings, "rollout: {max_completion_length: 512}", "rollout.sampling.max_tokens"),
-        *((RunSettings, "beta: 0.04", "loss.kl"), (RunSettings, "loss: {beta: 0.04}", "loss.kl")),
-        *((RunSettings, f"{name}: 1e-5", "optimizer.learning_rate") for name in ("learning_rate", "lr")),
+        (RunSettings, "lr: 1e-5", "optimizer.learning_rate"),
         (RunSettings, "loss: {learning_rate: 1e-5}", "loss.ppo.learning_rate"),
-        *((RunFile, "output_dir: x", "out"), (RunFile, "model_name_or_path: x", "model")),
-        (EvaluationSettings, "max_new_tokens: 512", "sampling.max_tokens"),
+        (RunFile, "output_dir: x", "out"),
         (EvaluationSettings, "sampling: {max_new_tokens: 512}", "sampling.max_tokens"),
     ],
 )
