@@ -58,61 +58,21 @@ with lease(int(sys.argv[1]), int(sys.argv[3])) as names:
 NVML = """
 from types import SimpleNamespace
 
+class NVMLError(Exception): pass
+class NVMLError_NotSupported(NVMLError): pass
+class NVMLError_NotFound(NVMLError): pass
+class NVMLError_InvalidArgument(NVMLError): pass
 
-class NVMLError(Exception):
-    pass
+def fail(error): raise error
 
-
-class NVMLError_NotSupported(NVMLError):
-    pass
-
-
-class NVMLError_NotFound(NVMLError):
-    pass
-
-
-NVMLError_InvalidArgument = NVMLError_NotFound
-
-
-def nvmlInit():
-    if not COUNT:
-        raise NVMLError("no driver")
-
-
-def nvmlShutdown():
-    pass
-
-
-def nvmlDeviceGetCount():
-    return COUNT
-
-
-def nvmlDeviceGetHandleByIndex(index):
-    if index not in range(COUNT):
-        raise NVMLError_InvalidArgument
-    return index
-
-
-def nvmlDeviceGetName(index):
-    return f"GPU {index}"
-
-
-def nvmlDeviceGetMemoryInfo(index):
-    return SimpleNamespace(total=2, free=1)
-
-
-def nvmlDeviceGetUUID(index):
-    return f"GPU-{index:04x}-abcd"
-
-
-def nvmlDeviceGetHandleByUUID(uuid):
-    return int(uuid.split("-")[1], 16)
-
-
-def nvmlDeviceGetCudaComputeCapability(index):
-    if CAPABILITIES[index] is None:
-        raise NVMLError_NotSupported
-    return CAPABILITIES[index]
+nvmlInit = lambda: None if COUNT else fail(NVMLError("no driver"))
+nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: COUNT
+nvmlDeviceGetHandleByIndex = lambda index: index if index < COUNT else fail(NVMLError_InvalidArgument)
+nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.split("-")[1], 16)
+nvmlDeviceGetName = nvmlDeviceGetUUID = lambda index: f"GPU-{index:04x}-abcd"
+nvmlDeviceGetMemoryInfo = lambda index: SimpleNamespace(total=2, free=1)
+nvmlDeviceGetCudaComputeCapability = lambda index: CAPABILITIES[index] or fail(NVMLError_NotSupported)
 """
 
 

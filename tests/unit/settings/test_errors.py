@@ -1,6 +1,5 @@
 """Mistakes in settings: one plain line with the key as written, the accepted values and the nearest known key."""
 
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from qerl.settings.run import RunFile, RunSettings
 from qerl.settings.workflow import EvaluationSettings, Experiment
 from qerl.workflow.plan import plan_from
 from tests.properties.values import PHRASES
-from tests.tiny import tiny_qwen2
+from tests.tiny import edit_config, tiny_qwen2
 
 MINI = Path(__file__).parents[3] / "config/mini.yaml"
 WHOLE = MINI.read_text()
@@ -238,17 +237,14 @@ def test_an_invisible_character_of_a_key_is_shown(invisible):
         ("models", "miniature", {"source": "local", "path": "odd"}, "hidden_size=72 is not a multiple of 64"),
         ("models", "miniature", {"source": "local", "path": "mute"}, "has no chat template"),
         ("datasets", "arithmetic", {"origin": {"source": "local", "path": "no/such.jsonl"}}, "no/such.jsonl"),
-        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 2 "),
+        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 1 "),
     ],
 )
 def test_local_files_that_cant_be_used_are_named(tmp_path, monkeypatch, section, name, changes, sentence):
     monkeypatch.chdir(tmp_path)
     tiny_qwen2(tmp_path / "mute")
-    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 100, "num_hidden_layers": 1}
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd/config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4, **sizes}))
-    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "four"}]
-    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit_config(tiny_qwen2(tmp_path / "odd"), hidden_size=72)
+    (tmp_path / "bad.jsonl").write_text('{"question": "2 + 2?", "answer": "four"}\n')
     values = yaml.safe_load(WHOLE)
     values[section][name] = changes if "source" in changes else values[section][name] | changes
     with pytest.raises(UserError, match=re.escape(sentence)):
