@@ -154,6 +154,24 @@ def test_parts_go_to_the_emptiest_gpu_and_a_whole_one_waits_for_all_parts(node, 
     assert held(whole) == {"0"}
 
 
+def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
+    """Else small jobs that follow each other would keep it from ever being free."""
+    node(2)
+    large = hold(1, percent=60)
+    assert held(large) == {"0"}
+    small = hold(1, percent=35)
+    assert held(small) == {"1"}
+    whole = hold(1)
+    assert all(waits(whole) for _ in range(2))  # it has reserved GPU 1, the emptier one
+    assert held(hold(1, percent=40)) == {"0"}
+    waiting = hold(1, percent=5)
+    assert all(waits(waiting) for _ in range(2))
+    small.kill()
+    assert held(whole) == {"1"}
+    large.kill()
+    assert held(waiting) == {"0"}
+
+
 @pytest.mark.parametrize(
     ("count", "total", "each"),
     [
