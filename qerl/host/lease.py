@@ -129,8 +129,9 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
 
     Yields their names; on a machine without GPUs this is an empty list, without waiting. Whole GPUs are taken in their
-    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly.
-    Raises `ConfigError` if the machine has fewer GPUs than requested.
+    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly. A
+    process that waits for whole GPUs reserves the emptiest ones, of which no further parts are leased. Raises
+    `ConfigError` if the machine has fewer GPUs than requested.
     """
     gpus = devices()
     # All if none has kernels, so that the job states the reason.
@@ -143,13 +144,15 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     if not gpus or count == 0:
         yield []
         return
-    waiting = False
-    while not (taken := _take(gpus, count, percent)):
+    waiting, reserved = False, list[FileLock]()
+    while not (taken := _take(gpus, count, percent, reserved)):
         if not waiting:
             part = "" if percent == WHOLE else f"{percent} % of "
             log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(gpus))
             waiting = True
         time.sleep(_POLL_SECONDS)
+    for lock in reserved:
+        lock.release()
     with ExitStack() as held:
         for lock in itertools.chain(*taken.values()):
             held.callback(lock.release)
@@ -157,29 +160,46 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
         yield [*taken]
 
 
-def _take(gpus: Mapping[str, Gpu], count: int, percent: int) -> dict[str, list[FileLock]]:
-    """Names of `count` GPUs with the locks of `percent` of their parts: all at once or none, so none can block others.
+def _take(gpus: Mapping[str, Gpu], count: int, percent: int, reserved: list[FileLock]) -> dict[str, list[FileLock]]:
+    """Names of `count` GPUs with the locks of `percent` of their parts: all or none, so none can block others.
 
-    Locks are files that all users of the node may write.
+    If too few are free, whole ones are `reserved`, or a stream of small jobs would never leave one free.
     """
     folder, needed = Path(tempfile.gettempdir()) / "qerl-gpus", percent // PART
     if not folder.is_dir():
         folder.mkdir(exist_ok=True)
         folder.chmod(0o1777)
     with FileLock(folder / "node.lock", mode=0o666):  # one process at a time looks, or each might get half of the parts
-        free: dict[str, list[FileLock]] = {name: [] for name in gpus}
-        for name, part in itertools.product(gpus, range(WHOLE // PART)):
-            lock = FileLock(folder / f"{gpus[name].uuid}-{part:02}.lock", mode=0o666, timeout=0)
-            with suppress(Timeout):
-                lock.acquire()
-                free[name].append(lock)
-        ordered = [*gpus] if percent == WHOLE else sorted(gpus, key=lambda name: len(free[name]), reverse=True)
+        places = {
+            name: [folder / f"{gpu.uuid}-{n:02}.lock" for n in range(WHOLE // PART)] for name, gpu in gpus.items()
+        }
+        free = {name: [*filter(None, map(_locked, files))] for name, files in places.items()}
+        whole = {name: folder / f"{gpu.uuid}-whole.lock" for name, gpu in gpus.items()}
+        emptiest = sorted(gpus, key=lambda name: len(free[name]), reverse=True)
+        ordered = [*gpus]
+        if percent < WHOLE:
+            probes = {name: lock for name in emptiest if (lock := _locked(whole[name]))}
+            for lock in probes.values():
+                lock.release()
+            ordered = [*probes]
         enough = [name for name in ordered if len(free[name]) >= needed][:count]
         taken = {name: free[name][:needed] for name in enough} if len(enough) == count else {}
         for name, locks in free.items():
             for lock in locks[len(taken.get(name, ())) :]:
                 lock.release()
+        if not taken and percent == WHOLE and not reserved:
+            reserved += filter(None, (_locked(whole[name]) for name in emptiest[:count]))
     return taken
+
+
+def _locked(file: Path) -> FileLock | None:
+    """The lock of a file that all users of the node may write; None if another process has it."""
+    lock = FileLock(file, mode=0o666, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
 
 
 @contextmanager

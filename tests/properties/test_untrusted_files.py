@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -318,15 +317,8 @@ def test_code_in_a_repository_of_data_is_not_run(tmp_path, canary):
     repository.mkdir()
     for name in ("evil_data.py", "__init__.py", "dataset_infos.py"):
         (repository / name).write_text(code(canary))
-    origin = HubData(source="hub", repo="a/evil_data", folder=repository)
     with pytest.raises(DataError, match=r"evil_data\.py"):
-        hub_files(origin)
-    (repository / "evil_data.py").unlink()
-    card = {"configs": [{"config_name": "c", "data_files": [{"split": "train", "path": "train.jsonl"}]}]}
-    (repository / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
-    (repository / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 5"}) + "\n")
-    found = hub_files(HubData(source="hub", repo="a/evil_data", folder=repository, splits={"train": "train"}))
-    assert found.splits["train"] == [repository / "train.jsonl"]
+        hub_files(HubData(source="hub", repo="a/evil_data", folder=repository))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".pkl", ".pt", ".npy", ".csv", ".py"])

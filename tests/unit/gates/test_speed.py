@@ -1,7 +1,7 @@
 """Measurements of this code in turn with another version of it."""
 
-import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,59 +47,35 @@ def test_another_version_than_asked_for_is_not_timed(tmp_path):
         ask("rollout")
 
 
-#: A clock that moves by a millisecond when it is read, and otherwise only where it is told to.
-CLOCK = """
+def test_versions_take_turns_and_the_fastest_repeat_of_each_turn_counts(tmp_path, monkeypatch):
+    asked = []
 
-import time as _time
+    @contextmanager
+    def started(code, commit, checkpoint, folder):
+        def ask(workload):
+            asked.append((folder.name, workload))
+            return [3.0 * len(asked), 2.0 * len(asked)]
 
-_time.passed = 0.0
+        yield ask
 
-
-def _tick() -> float:
-    _time.passed += 0.001
-    return _time.passed
-
-
-_time.perf_counter = _tick
-"""
-
-
-def version(folder: Path, rollout_seconds: float) -> Path:
-    """A copy of the package whose rollouts take a given time on its own clock."""
-    shutil.copytree(PACKAGE, folder / "qerl", ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "qerl/api.py"
-    text = file.read_text()
-    call = "    return EvaluatedPolicy(make_sampler("
-    assert text.count(call) == 1
-    file.write_text(text.replace(call, f"    _time.passed += {rollout_seconds}\n{call}") + CLOCK)
-    return folder
-
-
-def small_worker(file: Path) -> Path:
-    """The worker with less to do: its clock doesn't see how much it is."""
-    text = measure.WORKER.read_text()
-    sizes = '"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}'
-    changes = {
-        "range(2, 34)": "range(2, 6)",
-        "ROLLOUTS = 9": "ROLLOUTS = 3",
-        "    from qerl import api\n": "    import gc\n\n    gc.disable()\n    from qerl import api\n",
-        sizes: '"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}',
-    }
-    for old, new in changes.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    file.write_text(text)
-    return file
+    monkeypatch.setattr(measure, "unpacked", lambda commit, folder: folder)
+    monkeypatch.setattr(measure, "started", started)
+    pairs = measure.compare("c" * 40, POLICY, 2, tmp_path)
+    assert [name for name, _ in asked] == ["baseline", "now"] * 2 + ["now", "baseline"] * 2 + ["baseline", "now"] * 2
+    # The first turn is a warm-up.
+    assert (pairs["rollout"].now, pairs["rollout"].baseline) == ([10.0, 20.0], [12.0, 18.0])
+    assert (pairs["update"].now, pairs["update"].baseline) == ([14.0, 24.0], [16.0, 22.0])
 
 
 @pytest.mark.slow
-def test_a_slower_version_is_seen(tmp_path, monkeypatch):
-    """The baseline's stand-in takes twice as long for every rollout, and for nothing else."""
-    monkeypatch.setattr(measure, "unpacked", lambda *_: version(tmp_path / "slower", 2.0))
-    monkeypatch.setattr(measure, "PACKAGE", version(tmp_path / "now", 1.0) / "qerl")
-    monkeypatch.setattr(measure, "WORKER", small_worker(tmp_path / "worker.py"))
-    pairs = measure.compare("c" * 40, POLICY, 2, tmp_path)
-    rollout, update = (pairs[name] for name in measure.WORKLOADS)
-    assert [len(times) for one in (rollout, update) for times in (one.now, one.baseline)] == [2] * 4
-    assert rollout.now == pytest.approx([seconds / 2 for seconds in rollout.baseline], rel=0.01)
-    assert update.now == pytest.approx(update.baseline)
+def test_a_process_of_its_own_samples_and_trains(tmp_path, monkeypatch):
+    text = measure.WORKER.read_text()
+    sizes = '"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 56}'
+    small = {sizes: '"prompts": 2, "group_size": 2, "sampling": {"max_tokens": 8}', "ROLLOUTS = 9": "ROLLOUTS = 3"}
+    for old, new in small.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "worker.py").write_text(text)
+    monkeypatch.setattr(measure, "WORKER", tmp_path / "worker.py")
+    with measure.started(PACKAGE.parent, "c" * 40, POLICY, tmp_path / "work") as ask:
+        assert [len(ask(name)) for name in measure.WORKLOADS] == [2, 2]

@@ -1,7 +1,6 @@
 """GPU leases between real processes, with a made-up NVML."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -23,13 +22,14 @@ from qerl.host.lease import (
     devices,
     is_first,
     join_free_memory,
+    keep_to_own_cores,
     lease,
     meeting,
     node_number,
     own_lock,
     percent_of_each,
 )
-from qerl.jobs import PointJob, PointPart, TrainJob, parse_job
+from qerl.jobs import PointJob, PointPart, TrainJob
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Decoding
@@ -58,61 +58,21 @@ with lease(int(sys.argv[1]), int(sys.argv[3])) as names:
 NVML = """
 from types import SimpleNamespace
 
+class NVMLError(Exception): pass
+class NVMLError_NotSupported(NVMLError): pass
+class NVMLError_NotFound(NVMLError): pass
+class NVMLError_InvalidArgument(NVMLError): pass
 
-class NVMLError(Exception):
-    pass
+def fail(error): raise error
 
-
-class NVMLError_NotSupported(NVMLError):
-    pass
-
-
-class NVMLError_NotFound(NVMLError):
-    pass
-
-
-NVMLError_InvalidArgument = NVMLError_NotFound
-
-
-def nvmlInit():
-    if not COUNT:
-        raise NVMLError("no driver")
-
-
-def nvmlShutdown():
-    pass
-
-
-def nvmlDeviceGetCount():
-    return COUNT
-
-
-def nvmlDeviceGetHandleByIndex(index):
-    if index not in range(COUNT):
-        raise NVMLError_InvalidArgument
-    return index
-
-
-def nvmlDeviceGetName(index):
-    return f"GPU {index}"
-
-
-def nvmlDeviceGetMemoryInfo(index):
-    return SimpleNamespace(total=2, free=1)
-
-
-def nvmlDeviceGetUUID(index):
-    return f"GPU-{index:04x}-abcd"
-
-
-def nvmlDeviceGetHandleByUUID(uuid):
-    return int(uuid.split("-")[1], 16)
-
-
-def nvmlDeviceGetCudaComputeCapability(index):
-    if CAPABILITIES[index] is None:
-        raise NVMLError_NotSupported
-    return CAPABILITIES[index]
+nvmlInit = lambda: None if COUNT else fail(NVMLError("no driver"))
+nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: COUNT
+nvmlDeviceGetHandleByIndex = lambda index: index if index < COUNT else fail(NVMLError_InvalidArgument)
+nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.split("-")[1], 16)
+nvmlDeviceGetName = nvmlDeviceGetUUID = lambda index: f"GPU-{index:04x}-abcd"
+nvmlDeviceGetMemoryInfo = lambda index: SimpleNamespace(total=2, free=1)
+nvmlDeviceGetCudaComputeCapability = lambda index: CAPABILITIES[index] or fail(NVMLError_NotSupported)
 """
 
 
@@ -194,6 +154,24 @@ def test_parts_go_to_the_emptiest_gpu_and_a_whole_one_waits_for_all_parts(node, 
     assert held(whole) == {"0"}
 
 
+def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
+    """Else small jobs that follow each other would keep it from ever being free."""
+    node(2)
+    large = hold(1, percent=60)
+    assert held(large) == {"0"}
+    small = hold(1, percent=35)
+    assert held(small) == {"1"}
+    whole = hold(1)
+    assert all(waits(whole) for _ in range(2))  # it has reserved GPU 1, the emptier one
+    assert held(hold(1, percent=40)) == {"0"}
+    waiting = hold(1, percent=5)
+    assert all(waits(waiting) for _ in range(2))
+    small.kill()
+    assert held(whole) == {"1"}
+    large.kill()
+    assert held(waiting) == {"0"}
+
+
 @pytest.mark.parametrize(
     ("count", "total", "each"),
     [
@@ -239,54 +217,26 @@ def test_no_gpu_no_lease(node):
         devices({"CUDA_VISIBLE_DEVICES": "0,2"})
 
 
-#: `qerl rule`, but that functions of the module `probe` do what engines would.
-RULE = """
-import sys
-from qerl.settings.workloads import Decoding
-Decoding.does["native"] = "probe:measure_points"
-from qerl.__main__ import main
-main()
-"""
-PROBE = """
-import os, sys, time
-assert "torch" not in sys.modules
-
-def measure_points(job):
-    cores = sorted(os.sched_getaffinity(0))
-    job.out.write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {cores} {job.parts[0].work.size}")
-    while len(list(job.out.parents[1].glob("*/points.json"))) < 2:  # until both are at work
-        time.sleep(0.05)
-    raise SystemExit(3)
-"""
+def test_cores_are_divided_among_gpus(monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(cores))
+    keep_to_own_cores(["0"], ["0", "3"])
+    keep_to_own_cores(["3"], ["0", "3"])
+    assert kept == [{0, 1}, {2, 3, 4}]
 
 
-def rule(out: Path, *options: str) -> list[str]:
-    """The command of a job that measures points."""
+def point_job(out: Path) -> PointJob:
+    """A job that measures points."""
     work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, kernels="auto", prompt=1, tokens=1)
-    job = PointJob(parts=[PointPart(file="points.json", work=work, points=[1], settings=None)], out=out)
-    return [sys.executable, "-c", RULE, "rule", job.model_dump_json(), *options]
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_each_job_of_the_grid_has_its_own_gpu_and_cores(node, tmp_path):
-    node(2)
-    (tmp_path / "probe.py").write_text(PROBE)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    files = [tmp_path / name / "points.json" for name in ("first", "second")]
-    started = [subprocess.Popen(rule(file), cwd=tmp_path, env=environment) for file in files]
-    assert [process.wait(timeout=60) for process in started] == [3, 3]
-    told = [re.fullmatch(r"(\d) \[(.+)\] tiny", file.read_text()) for file in files]
-    assert {match[1] for match in told} == {"0", "1"}
-    cores = [set(map(int, match[2].split(", "))) for match in told]
-    assert cores[0] | cores[1] == os.sched_getaffinity(0)
-    assert not cores[0] & cores[1]
+    return PointJob(parts=[PointPart(file="points.json", work=work, points=[1], settings=None)], out=out)
 
 
 def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path, monkeypatch):
     """And no other file of the folder."""
     node(0)
     monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
-    job, other = (parse_job(rule(tmp_path / "work" / name)[4]) for name in ("points.json", "other.json"))
+    job, other = (point_job(tmp_path / "work" / name) for name in ("points.json", "other.json"))
     with alone(tmp_path / "work", ".points.json.lock"):
         run_job(other)
         with pytest.raises(ConfigError, match="is at work in"):
@@ -300,7 +250,7 @@ def test_a_job_of_a_part_of_a_gpu_has_that_part_of_its_memory(node, tmp_path, mo
     caps = []
     monkeypatch.setattr("qerl.host.gpus.cap_share", caps.append)
     monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
-    run_job(parse_job(rule(tmp_path / "points.json")[4]), 20)
+    run_job(point_job(tmp_path / "points.json"), 20)
     assert caps == [0.2]
 
 

@@ -1,6 +1,5 @@
 """Mistakes in settings: one plain line with the key as written, the accepted values and the nearest known key."""
 
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from qerl.settings.run import RunFile, RunSettings
 from qerl.settings.workflow import EvaluationSettings, Experiment
 from qerl.workflow.plan import plan_from
 from tests.properties.values import PHRASES
-from tests.tiny import tiny_qwen2
+from tests.tiny import edit_config, tiny_qwen2
 
 MINI = Path(__file__).parents[3] / "config/mini.yaml"
 WHOLE = MINI.read_text()
@@ -74,7 +73,7 @@ def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, se
     assert sentence in said
 
 
-@pytest.mark.parametrize("word", ["off", "none", "false", "Off", "no", "'off'", "'none'", "'False'", "null", "~"])
+@pytest.mark.parametrize("word", ["off", "none", "Off", "no", "'off'", "'False'", "null"])
 def test_every_word_for_off_is_off(word):
     text = f"{{noise: {{schedule: {word}}}, loss: {{correction: {word}}}, reward: {{preset: {word}, timeout: {word}}}}}"
     run = parse(RunSettings, {"model": "m", "dataset": "d", **parse_yaml(text, "here")}, "here")
@@ -203,19 +202,13 @@ def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "text", "key"),
     [
-        *(
-            (RunSettings, text, "rollout.group_size")
-            for text in ("num_generations: 8", "rollout: {num_generations: 8}")
-        ),
+        (RunSettings, "num_generations: 8", "rollout.group_size"),
         *((RunSettings, text, "adapter.rank") for text in ("r: 16", "adapter: {r: 16}")),
-        *((RunSettings, "load_in_4bit: true", "weights"), (RunSettings, "save_steps: 10", "checkpoint_every")),
-        (RunSettings, "max_completion_length: 512", "rollout.sampling.max_tokens"),
+        (RunSettings, "load_in_4bit: true", "weights"),
         (RunSettings, "rollout: {max_completion_length: 512}", "rollout.sampling.max_tokens"),
-        *((RunSettings, "beta: 0.04", "loss.kl"), (RunSettings, "loss: {beta: 0.04}", "loss.kl")),
-        *((RunSettings, f"{name}: 1e-5", "optimizer.learning_rate") for name in ("learning_rate", "lr")),
+        (RunSettings, "lr: 1e-5", "optimizer.learning_rate"),
         (RunSettings, "loss: {learning_rate: 1e-5}", "loss.ppo.learning_rate"),
-        *((RunFile, "output_dir: x", "out"), (RunFile, "model_name_or_path: x", "model")),
-        (EvaluationSettings, "max_new_tokens: 512", "sampling.max_tokens"),
+        (RunFile, "output_dir: x", "out"),
         (EvaluationSettings, "sampling: {max_new_tokens: 512}", "sampling.max_tokens"),
     ],
 )
@@ -244,17 +237,14 @@ def test_an_invisible_character_of_a_key_is_shown(invisible):
         ("models", "miniature", {"source": "local", "path": "odd"}, "hidden_size=72 is not a multiple of 64"),
         ("models", "miniature", {"source": "local", "path": "mute"}, "has no chat template"),
         ("datasets", "arithmetic", {"origin": {"source": "local", "path": "no/such.jsonl"}}, "no/such.jsonl"),
-        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 2 "),
+        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 1 "),
     ],
 )
 def test_local_files_that_cant_be_used_are_named(tmp_path, monkeypatch, section, name, changes, sentence):
     monkeypatch.chdir(tmp_path)
     tiny_qwen2(tmp_path / "mute")
-    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 100, "num_hidden_layers": 1}
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd/config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4, **sizes}))
-    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "four"}]
-    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit_config(tiny_qwen2(tmp_path / "odd"), hidden_size=72)
+    (tmp_path / "bad.jsonl").write_text('{"question": "2 + 2?", "answer": "four"}\n')
     values = yaml.safe_load(WHOLE)
     values[section][name] = changes if "source" in changes else values[section][name] | changes
     with pytest.raises(UserError, match=re.escape(sentence)):
