@@ -349,15 +349,13 @@ def lines_of(records: Iterable[Record]) -> str:
     lines = []
     for record in records:
         values = (
-            f"{json.dumps(str(column), ensure_ascii=False)}: {_json(column, record[column])}" for column in record
+            f"{json.dumps(str(column), ensure_ascii=False)}: "
+            f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
+            for column, value in record.items()
         )
         lines.append(f"{{{', '.join(values)}}}\n")
     check_unicode(text := "".join(lines), "a record")
     return text
-
-
-def _json(column: str, value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=partial(_plain, column))
 
 
 def _plain(column: str, value: Any) -> Any:
