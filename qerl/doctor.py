@@ -200,7 +200,7 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
     linears = shape.linears
     parts = [part for part in (linears[:3], linears[3:4], linears[4:6], linears[6:]) if part]
     packed_nets = shape.nets is not None and shape.nets.packed
-    parts += [shape.packable_of_net[:2], shape.packable_of_net[2:]] if packed_nets else []
+    parts += [shape.net_linears[:2], shape.net_linears[2:3]] if packed_nets else []
     attention = shape.attention_format(weights)
     kinds = {product_class(capability, attention, part, dtype) for part in parts}
     plain = "dense" if attention == "bf16" else "weights unpacked in each product"

@@ -150,17 +150,12 @@ class ModelShape:
         return (*attention, (wide, hidden), (wide, hidden), (hidden, wide)) if wide else attention
 
     @property
-    def packable_of_net(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers that are wide enough to be packed."""
+    def net_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a delta net's layers; the last two are narrow, and a weight format packs the three before."""
         if self.nets is None:
             return ()
-        channels, values = self.nets.channels, self.nets.value_width
-        return (channels, self.hidden), (values, self.hidden), (self.hidden, values)
-
-    @property
-    def net_linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers; the last two layers are narrow."""
-        return (*self.packable_of_net, *((self.nets.value, self.hidden),) * 2) if self.nets else ()
+        channels, values, narrow = self.nets.channels, self.nets.value_width, (self.nets.value, self.hidden)
+        return (channels, self.hidden), (values, self.hidden), (self.hidden, values), narrow, narrow
 
     @property
     def attentions(self) -> int:
@@ -171,13 +166,13 @@ class ModelShape:
     def packable(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the projections of all blocks that a weight format packs, without experts."""
         nets = self.layers - self.attentions
-        of_nets = self.packable_of_net * nets if self.nets and self.nets.packed else ()
+        of_nets = self.net_linears[:3] * nets if self.nets and self.nets.packed else ()
         return (*self.linears * self.attentions, *self.linears[4:] * nets, *of_nets)
 
     @property
     def dense(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the layers of all delta nets that are bfloat16 in each format."""
-        each = self.net_linears[-2:] if self.nets and self.nets.packed else self.net_linears
+        each = self.net_linears[3:] if self.nets and self.nets.packed else self.net_linears
         return each * (self.layers - self.attentions)
 
     @property

@@ -379,12 +379,6 @@ class Goal:
         return allowed and value(formula) == self.target
 
 
-def solves(formula: str, goal: str) -> bool:
-    """Whether a formula, as text, reaches a goal, as text."""
-    parsed = parse_formula(formula)
-    return parsed is not None and Goal.read(goal).is_reached_by(parsed)
-
-
 def solution_key(formula: str) -> str:
     """The canonical form of a formula, by which distinct solutions are counted."""
     parsed = parse_formula(formula)
@@ -511,7 +505,8 @@ def verdict(
     if answer is None:
         return "wrong"
     if record_format == "countdown":
-        return "right" if solves(answer, problem_answer) else "wrong"
+        formula = parse_formula(answer)
+        return "right" if formula is not None and Goal.read(problem_answer).is_reached_by(formula) else "wrong"
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
         return "right" if number == expected else "wrong"

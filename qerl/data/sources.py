@@ -346,13 +346,19 @@ def _is_within(record: Record, column: str, bounds: tuple[float, float]) -> bool
 
 def lines_of(records: Iterable[Record]) -> str:
     """Records as text, one JSON object per line."""
-    plain = ({str(column): value for column, value in record.items()} for record in records)
-    text = "".join(json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in plain)
-    check_unicode(text, "a record")
+    lines = []
+    for record in records:
+        values = (
+            f"{json.dumps(str(column), ensure_ascii=False)}: "
+            f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
+            for column, value in record.items()
+        )
+        lines.append(f"{{{', '.join(values)}}}\n")
+    check_unicode(text := "".join(lines), "a record")
     return text
 
 
-def _plain(value: Any) -> Any:
+def _plain(column: str, value: Any) -> Any:
     """A number, array or date as a JSON value."""
     if isinstance(value, np.floating):  # of 32 bits 0.1 is 0.1, and not 0.10000000149011612
         return float(str(value))
@@ -362,7 +368,10 @@ def _plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
-    raise DataError(f"a column holds {type(value).__name__} ({str(value)[:40]}), which JSON can't hold; leave it out")
+    raise DataError(
+        f"column {column!r} holds a value of type {type(value).__name__}, which can't be written as JSON; leave the "
+        "column out"
+    )
 
 
 # Records given as Python objects: a list, a generator, a function, a `datasets.Dataset`, or splits of these.

@@ -183,13 +183,13 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:
     assert task.task is not None
-    examples = _stock_records(task.task, folder, "train") if task.task == "gsm8k" and task.fewshot != 0 else []
-    if task.task == "gsm8k" and task.fewshot != 0 and not examples:
+    examples = _stock_records(task.task, folder, "train") if task.task == "gsm8k" and task.fewshot != 0 else None
+    if examples == []:
         raise EvaluationError(
             f"task gsm8k takes its examples from the training split, which {folder} lacks; set fewshot: 0, or prepare "
             "the data set from an origin with a training split"
         )
-    return Stock(task.task, _stock_records(task.task, folder, "test"), task.chat, task.fewshot, examples)
+    return Stock(task.task, _stock_records(task.task, folder, "test"), task.chat, task.fewshot, examples or ())
 
 
 def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str, str]]:

@@ -115,11 +115,16 @@ class EvaluatedPolicy:
 
     def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
         """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""
-        drawn = []
+        drawn: list[list[Drawn]] = []
         for prompt, completions in zip(prompts, self.complete(prompts), strict=True):
-            text = cast(str, self.tokenizer.decode(prompt))
+            before = cast(str, self.tokenizer.decode(prompt))
             texts: dict[tuple[int, ...], str] = {}  # many completions of a prompt are the same
-            drawn.append([self._drawn(text, completion, stop, texts) for completion in completions])
+            drawn.append([])
+            for completion in completions:
+                ids = tuple(completion.token_ids)
+                text = texts[ids] if ids in texts else texts.setdefault(ids, self.thinking.text(ids, before))
+                end = min((text.index(string) for string in stop if string in text), default=None)
+                drawn[-1].append(Drawn(before, text[:end], len(ids), completion.finished or end is not None))
         return drawn
 
     def complete(self, prompts: Sequence[list[int]]) -> list[list[Completion]]:
@@ -130,11 +135,3 @@ class EvaluatedPolicy:
             longer = (len(prompt) for prompt in prompts if len(prompt) > self.context - limit)
             check_lengths(longer, len(prompts), self.context, limit, "or leave these prompts out")
         return self.sampler.generate(prompts, self.params)
-
-    def _drawn(
-        self, prompt: str, completion: Completion, stop: Sequence[str], texts: dict[tuple[int, ...], str]
-    ) -> Drawn:
-        ids = tuple(completion.token_ids)
-        text = texts[ids] if ids in texts else texts.setdefault(ids, self.thinking.text(ids, prompt))
-        end = min((text.index(string) for string in stop if string in text), default=None)
-        return Drawn(prompt, text[:end], len(ids), completion.finished or end is not None)

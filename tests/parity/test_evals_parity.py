@@ -84,9 +84,7 @@ MATH = {
 AIME = {
     True: [
         *(
-            "\\boxed{204}",
-            "\\boxed{0204}",
-            "Therefore, the final answer is: $\\boxed{204}$. I hope it is correct",
+            *("\\boxed{204}", "\\boxed{0204}", "Therefore, the final answer is: $\\boxed{204}$. I hope it is correct"),
             "204",
         ),
     ],

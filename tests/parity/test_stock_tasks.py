@@ -37,16 +37,10 @@ SPLIT = {"gsm8k": "test", "math_500": "test", "aime24": "train", "aime25": "trai
 
 #: Completions of every problem, one a repeat; {n} is the answer as the repository states it.
 COMPLETIONS = [
-    "Therefore, the final answer is: $\\boxed{{{n}}}$. I hope it is correct",
-    "ANSWER: ${n}$",
-    "{n}",
+    *("Therefore, the final answer is: $\\boxed{{{n}}}$. I hope it is correct", "ANSWER: ${n}$", "{n}"),
     "<think>\\boxed{{98}}\n#### 98</think>\nIt is {n}.\n#### {n}",
-    "<think>It is {n}.\n#### {n}</think> \\boxed{{98}}",
-    "#### 98",
-    "Six.\n#### {n}\n#### 98",
-    "\\boxed{{{n}}}, or \\boxed{{98}}",
-    "no idea",
-    "",
+    *("<think>It is {n}.\n#### {n}</think> \\boxed{{98}}", "#### 98", "Six.\n#### {n}\n#### 98"),
+    *("\\boxed{{{n}}}, or \\boxed{{98}}", "no idea", ""),
 ]
 
 
