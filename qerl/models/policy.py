@@ -42,11 +42,10 @@ from qerl.models.adapter_files import (
     check_taken,
     fill_experts,
     misfit,
-    name_for_stock,
     projections_of,
     read_adapter,
     refused_expert_adapters,
-    store_experts,
+    save_adapter,
     take_experts,
     write_card,
 )
@@ -249,7 +248,12 @@ class Policy:
         function is saved to the subfolder `value`: its adapter in the same layout, and its head.
         """
         if self.peft is not None:
-            self._save_adapters(self.peft, folder, base)
+            checkpoint = Path(str(self.lm.name_or_path)).resolve()
+            base = base or Base(str(checkpoint))
+            for name in self.peft.peft_config:
+                save_adapter(self.peft, name, folder if name == POLICY_ADAPTER else folder / name, base, checkpoint)
+            norms = bool(getattr(self.peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
+            write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
             if self.value_head is not None:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
                 write_tensors(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
@@ -263,24 +267,6 @@ class Policy:
             self.lm.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             share(folder)
-
-    def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
-        checkpoint = Path(str(self.lm.name_or_path)).resolve()
-        base = base or Base(str(checkpoint))
-        for config in peft.peft_config.values():
-            config.base_model_name_or_path, config.revision = base.name, base.revision
-            # PEFT keeps these as sets, whose order in a file would follow the process's hash seed.
-            for key in ("target_modules", "exclude_modules"):
-                if isinstance(names := getattr(config, key), set):
-                    setattr(config, key, sorted(names))
-        # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
-        peft.save_pretrained(str(folder), save_embedding_layers=False)
-        store_experts(peft, folder)
-        share(folder)
-        for name in peft.peft_config:
-            name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
-        norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
 
 
 def choose_device() -> torch.device:

@@ -96,7 +96,7 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     layers = {f"{layer}.weight" for layer in linear_layers(source, pack_delta_nets)}
     others = _other_matrices(source, headers, layers)
     packer = _CompressedTensors(weights_format, others) if FORMATS[weights_format].scheme else _NF4(others)
-    partners = {name: packer.partners(name) & layers for name in layers}
+    partners = packer.partners(layers)
     members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -175,13 +175,6 @@ def _known(name: str) -> str:
     return _EXPERT.sub("", name)
 
 
-def _own(expert: re.Match[str] | None, name: str) -> str:
-    """The name of a layer, given the one that llmcompressor knows and the expert that it is of."""
-    for name_in_file, known in _PAIR.items():
-        name = name.replace(known, name_in_file)
-    return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
-
-
 def compressed_config(weights_format: str, ignore: list[str]) -> Any:
     """compressed-tensors' configuration of a checkpoint whose linear layers are packed, but for those to `ignore`."""
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
@@ -205,14 +198,20 @@ class _CompressedTensors:
         self._config = compressed_config(weights_format, ignore)
         self._converter = ModelFreePtqConverter(self._config)
 
-    def partners(self, name: str) -> set[str]:
-        expert = _EXPERT.search(name)
-        return {_own(expert, partner) for partner in self._converter.get_dependencies(_known(name))}
+    def partners(self, layers: set[str]) -> dict[str, set[str]]:
+        """The other layers with which layers share a scale, by the first of them; names are those of weights."""
+        found = {}
+        named = {("".join(_EXPERT.findall(name)), _known(name)): name for name in layers}
+        for (expert, known), name in named.items():
+            others = ((expert, other) for other in self._converter.get_dependencies(known))
+            found[name] = {named[other] for other in others if other in named}
+        return found
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        expert = _EXPERT.search(next(iter(weights)))
+        named = {_known(name).removesuffix("weight"): name.removesuffix("weight") for name in weights}
         packed = self._converter.process({_known(name): weight for name, weight in weights.items()})
-        return {_own(expert, name): tensor for name, tensor in packed.items()}
+        parts = ((key.rpartition("."), tensor) for key, tensor in packed.items())
+        return {f"{named[f'{layer}.']}{part}": tensor for (layer, _, part), tensor in parts}
 
     def describe(self) -> dict[str, Any]:
         named = {"version": version("compressed-tensors"), "transform_config": {}}
@@ -226,8 +225,8 @@ class _NF4:
         # Without a list transformers leaves the head dense by itself.
         self._ignore = ignore if len(ignore) > 1 else None
 
-    def partners(self, name: str) -> set[str]:
-        return set()
+    def partners(self, layers: set[str]) -> dict[str, set[str]]:
+        return {}
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         from bitsandbytes.functional import quantize_4bit

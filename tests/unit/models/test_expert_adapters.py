@@ -1,8 +1,6 @@
 """LoRA on the experts of a mixture, and on shared ones, against stock PEFT, which stacks it as transformers does."""
 
 import json
-import re
-import warnings
 from functools import partial
 from itertools import product
 
@@ -30,6 +28,7 @@ from tests.parity.family_models import (
     add_noise,
     assert_drawn_by,
     assert_updated_as,
+    by_the_card,
     perturbed,
     stock,
     with_peft,
@@ -139,14 +138,11 @@ def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights
     ],
 )
 def test_the_code_of_the_card_gives_the_policy(bases, tmp_path, monkeypatch, weights, targets):
-    policy, names = made(bases / weights, targets), {}
+    policy = made(bases / weights, targets)
     policy.save(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-        exec(re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)[1], names)
     with torch.no_grad():
-        found = names["model"](TOKENS).logits
+        found = by_the_card(tmp_path)["model"](TOKENS).logits
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
