@@ -85,7 +85,7 @@ def adapter_config(folder: Path) -> LoraConfig:
 def adapter_values(folder: Path) -> dict[str, Any]:
     """The values of a stored adapter's configuration.
 
-    Raises `CheckpointError` for values that PEFT fails on, and for ranks beyond those of the file's matrices.
+    Raises `CheckpointError` for values that PEFT fails on, and for ranks above the ranks of the file's matrices.
     """
     path = folder / ADAPTER_CONFIG
     values = {"r": 8, "lora_alpha": 8, **json.loads(path.read_text(encoding="utf-8"))}  # PEFT's defaults
@@ -310,7 +310,7 @@ def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -
 
 
 def _stored(name: str, experts: AdaptedExperts) -> Iterator[tuple[str, Tensor]]:
-    """The key of each matrix in a file, and a view of its values; those of more dimensions than two are flattened."""
+    """The key of each matrix in a file, and a view of its values, with further dimensions flattened there."""
     for place, projection in enumerate(reversed(experts.projections)):
         for side in "AB":
             matrices = experts.adapter(side, projection)

@@ -65,7 +65,7 @@ from qerl.settings.run import LAYERS, AdapterSettings
 class Masters:
     """The master of each 16-bit weight of `lm`, with the values that `exact` has under its name.
 
-    Each gradient of such a weight is added to that of its master, in float32, and not kept.
+    Each gradient of such a weight is added to its master's gradient, in float32, and not kept.
     """
 
     def __init__(self, lm: nn.Module, exact: nn.Module) -> None:
@@ -119,7 +119,7 @@ class ShardedRoot(nn.Module):
 
     @staticmethod
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which each process may have a shard or an addend."""
+        """A whole tensor, though each process may have a shard or an addend of it."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole: torch.Tensor = tensor.full_tensor()

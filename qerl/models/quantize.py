@@ -57,7 +57,7 @@ from qerl.settings.run import LAYERS
 #: The dtype to which weights are rounded before packing, and of the tensors that stay unpacked.
 DENSE = torch.bfloat16
 
-#: The part of a layer's name that says of which expert it is.
+#: The part of a layer's name that names its expert.
 _EXPERT = re.compile(r"(?<=\.)(?:experts\.\d+|shared_expert)\.")
 #: vLLM runs these layers of a delta net as one, so they share a scale. llmcompressor knows no such pair, and so gets
 #: them by the names of one that it knows.
@@ -130,7 +130,7 @@ def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[st
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
     """Write into the folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
 
-    The files have the names of those of `headers`, so that stock classes read them.
+    The files have the same names as the files of `headers`, so that stock classes read them.
     """
     target.mkdir(parents=True, exist_ok=True)
     shards, named = by_shard(headers), names_in_files(headers)
@@ -199,7 +199,7 @@ class _CompressedTensors:
         self._converter = ModelFreePtqConverter(self._config)
 
     def partners(self, layers: set[str]) -> dict[str, set[str]]:
-        """The other layers with which layers share a scale, by the first of them; names are those of weights."""
+        """The other layers with which layers share a scale, by the first of them; all are names of weights."""
         found = {}
         named = {("".join(_EXPERT.findall(name)), _known(name)): name for name in layers}
         for (expert, known), name in named.items():
@@ -371,7 +371,7 @@ def equalise(
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     rounding = QuantizationModifier(targets="Linear", scheme=FORMATS[weights_format].scheme, ignore=["lm_head"])
-    processor: Any = tokenizer  # without one the library asks the folder for that of images
+    processor: Any = tokenizer  # without one the library asks the folder for a processor of images
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
     oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=processor)
@@ -469,7 +469,7 @@ def quantization_report(
 ) -> dict[str, Any]:
     """Size and error of a quantized checkpoint.
 
-    size_bytes is that of the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
+    size_bytes counts the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
     and bits_per_weight_model over all parameters. relative_error is |W - W_hat| / |W| (Frobenius) by layer type
     ("q_proj").
     """

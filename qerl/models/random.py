@@ -259,5 +259,5 @@ def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> It
     finally:
         assert policy.peft is not None
         policy.peft.unload()
-        for name, parameter in base.lm.named_parameters():  # norms are those of the adapter, trained in float32
+        for name, parameter in base.lm.named_parameters():  # norms are the adapter's, trained in float32
             parameter.data = parameter.requires_grad_(False).data.to(dtypes[name])
