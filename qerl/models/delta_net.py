@@ -205,9 +205,9 @@ def _lost(key: Tensor, w: Tensor, decay: Tensor) -> Tensor:
 
 # Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
 #
-# In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from the last state of its
-# prompt. transformers' functions compute the convolution and steps of one token, and this module more tokens. On a GPU,
-# kernels of causal-conv1d and flash-linear-attention take their places where these are installed.
+# In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from the last state of
+# its prompt. transformers' functions compute the convolution and steps of one token, and this module more tokens. On a
+# GPU, kernels of causal-conv1d and flash-linear-attention take their places where these are installed.
 
 
 class Functions(NamedTuple):
