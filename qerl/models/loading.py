@@ -218,7 +218,7 @@ def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) ->
 
 def has_packed_delta_nets(folder: Path) -> bool:
     """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
-    nets = checkpoint_structure(folder).layers_of_delta_nets()
+    nets = checkpoint_structure(folder).packed_nets
     if not nets or not any(folder.glob("*.safetensors")):
         return False
     return not nets.isdisjoint(packed_tensors(read_headers(folder), weights_format_of(folder)))

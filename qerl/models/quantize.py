@@ -67,14 +67,14 @@ _GENERATION = "generation_config.json"
 _REPLACED = ("torch_dtype", "quantization_config")
 
 
-def linear_layers(source: Path, pack_delta_nets: bool = False) -> set[str]:
+def linear_layers(source: Path, pack_delta_nets: bool = False) -> frozenset[str]:
     """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`.
 
     Those of delta nets are among them where they are to be packed. Raises `CheckpointError` if there are none then.
     """
 
     structure = checkpoint_structure(source)
-    if pack_delta_nets and not structure.layers_of_delta_nets():
+    if pack_delta_nets and not structure.packed_nets:
         raise CheckpointError(
             f"{source} has no delta nets, which pack_delta_nets would pack; leave pack_delta_nets out"
         )
@@ -501,7 +501,7 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 
 
 def _relative_errors(
-    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
+    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: frozenset[str]
 ) -> dict[str, float]:
     def weight_of(layer: str, infos: dict[str, TensorInfo]) -> Tensor:
         [(_, weight)] = stream({f"{layer}.weight": infos[f"{layer}.weight"]})
