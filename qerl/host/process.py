@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -144,6 +144,12 @@ for messages in given["chats"]:
     except Exception:
         pass  # what a template raises is said where its text is used
 """
+_PATTERNS = """
+import re
+for pattern in map(re.compile, given["patterns"]):
+    for name in given["names"]:
+        pattern.fullmatch(name), pattern.match(name)
+"""
 _TEXT = "Two trains leave at 9 and at 10. Which arrives first, and when? " * 5
 _CHATS = [
     [{"role": "user", "content": _TEXT}],
@@ -156,6 +162,11 @@ _CHATS = [
 def template_ends(template: str, tokens: tuple[tuple[str, str], ...] = ()) -> bool:
     """Whether a chat template renders short chats, or raises an error, within the limits; `tokens` are its names."""
     return _ends(_TEMPLATE, {"template": template, "chats": _CHATS, "tokens": dict(tokens)})
+
+
+def patterns_end(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether regular expressions are valid and match names, or don't, within the limits."""
+    return _ends(_PATTERNS, {"patterns": [*patterns], "names": [*names]})
 
 
 def _ends(script: str, given: Mapping[str, object]) -> bool:

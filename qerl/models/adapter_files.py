@@ -22,6 +22,7 @@ from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError, Sto
 from qerl.checkpoints.layouts import own_name
 from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import visible
+from qerl.host.process import SECONDS, patterns_end
 from qerl.models.experts import AdaptedExperts, Experts, adapted_experts
 from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.structure import MISFITS, Structure
@@ -73,9 +74,12 @@ class _Values(BaseModel, strict=True):
     megatron_config: None = None
 
 
-def adapter_config(folder: Path) -> LoraConfig:
-    """PEFT's configuration of a stored adapter. Raises `CheckpointError` as `adapter_values` does."""
-    adapter_values(folder)
+def adapter_config(folder: Path, names: Iterable[str]) -> LoraConfig:
+    """PEFT's configuration of a stored adapter, for a model whose modules have these `names`.
+
+    Raises `CheckpointError` as `adapter_values` does, and for regular expressions that are invalid or have no end.
+    """
+    _check_patterns(folder / ADAPTER_CONFIG, adapter_values(folder), names)
     try:
         return cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
     except MISFITS as error:
@@ -114,6 +118,21 @@ def misfit(folder: Path, error: Exception) -> CheckpointError:
         f"{folder} holds an adapter that doesn't fit the model ({' '.join(str(error).split())[:300]}); give the model "
         "that it was trained on"
     )
+
+
+def _check_patterns(path: Path, values: dict[str, Any], names: Iterable[str]) -> None:
+    """Raise `CheckpointError` for a regular expression that is invalid, or takes PEFT too long."""
+    parts = values.get("layers_pattern") or []
+    patterns = [value for key in ("target_modules", "exclude_modules") if isinstance(value := values.get(key), str)]
+    patterns += [rf".*\.{part}\.(\d+)\." for part in ([parts] if isinstance(parts, str) else parts)]
+    patterns += [
+        rf"(.*\.)?({key})$" for option in ("rank_pattern", "alpha_pattern") for key in values.get(option) or ()
+    ]
+    if patterns and not patterns_end(patterns, names):
+        raise CheckpointError(
+            f"{path} has a regular expression among {', '.join(patterns)[:200]!r} that is invalid, or isn't done with "
+            f"the names of the model's layers after {SECONDS} s; list the last parts of the names instead"
+        )
 
 
 def check_taken(model: PeftModel, tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -433,7 +432,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = register_lora(adapter_config(trained))
+    config = register_lora(adapter_config(trained, (name for name, _ in lm.named_modules())))
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     config.inference_mode, config.base_model_name_or_path = True, None
@@ -446,7 +445,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
         set_peft_model_state_dict(peft, others)
     except CheckpointError:
         raise
-    except (*MISFITS, re.error) as error:
+    except MISFITS as error:
         raise misfit(trained, error) from None
     check_taken(peft, others, trained)
     return peft.eval().requires_grad_(False)

@@ -20,6 +20,8 @@ from tests.parity.family_models import by_the_card, code_of_the_card, perturbed
 from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
+#: Endless with a name that doesn't match, such as those of the model.
+ENDLESS = r"(([a-z]|[a-z_.0-9])+)+X"
 
 
 @pytest.fixture
@@ -67,12 +69,18 @@ REFUSED = {
     "targets that are numbers": ({"target_modules": [3]}, r"has target_modules=\[3\], which"),
     "some of the targets": ({"target_modules": ["q_proj"]}, "holds .*lora_A.weight, which adapter_config.json"),
     "targets that aren't in the file": ({"target_modules": [*LAYERS, "lm_head"]}, "lacks lm_head.lora_A.weight"),
-    "an invalid expression": ({"target_modules": "(q_proj"}, "doesn't fit the model"),
+    "an invalid expression": ({"target_modules": "(q_proj"}, "is invalid, or isn't done"),
     "layers that the model doesn't have": ({"layers_to_transform": [99]}, "doesn't fit the model"),
     "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication=.*, which isn't supported"),
+    "an endless expression": ({"target_modules": ENDLESS}, "isn't done with the names of the model's layers after 5 s"),
+    "one that excludes": ({"exclude_modules": ENDLESS}, "isn't done"),
+    "one of layers": ({"layers_to_transform": [0], "layers_pattern": ENDLESS}, "isn't done"),
+    "one of ranks": ({"rank_pattern": {ENDLESS: 4}}, "isn't done"),
+    "one of scales": ({"alpha_pattern": {ENDLESS: 4}}, "isn't done"),
 }
 
 
+@pytest.mark.usefixtures("one_second")
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_an_adapter_that_does_not_fit_is_one_sentence(base, adapter, tmp_path, changes, sentence):
     with pytest.raises(CheckpointError, match=sentence):
