@@ -105,7 +105,7 @@ class Codec(ABC):
 
     @abstractmethod
     def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
-        """The tensors of a contiguous weight in float32 or bfloat16; options are those of `codecs.quantize`."""
+        """The tensors of a contiguous weight in float32 or bfloat16; see `codecs.quantize` for the options."""
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -197,7 +197,7 @@ def _check_group(weights_format: str, columns: int) -> None:
 def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packed:
     """A layer's tensors by their names in a checkpoint, without the layer's own name, as a `Packed`.
 
-    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module, and as
+    Raises `FormatError` for an NF4 state with other block sizes or data types, and as
     `check_scales` does.
     """
     renamed, shape = CODECS[weights_format].from_checkpoint(tensors)
@@ -348,7 +348,7 @@ class _State(BaseModel, strict=True):
 def read_nf4_state(tensor: Tensor) -> tuple[tuple[int, int], Tensor | None]:
     """Shape and offset of an NF4 weight by its metadata, JSON in a uint8 tensor.
 
-    The offset is that of a doubly quantized absmax, float32 [1]; None without double quantization. Raises `FormatError`
+    The offset belongs to a doubly quantized absmax, float32 [1]; None without double quantization. Raises `FormatError`
     if this module can't decode the weight.
     """
     try:

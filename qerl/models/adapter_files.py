@@ -49,7 +49,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian"),  # others change the base's weights
 }
 
-_Rank = Annotated[int, Field(ge=1)]
+_Rank = Annotated[int, Field(ge=1, le=2**16)]
 _Alpha = Annotated[float, Field(gt=-1e30, lt=1e30)]
 _Names = list[str] | None
 
@@ -84,7 +84,7 @@ def adapter_config(folder: Path) -> LoraConfig:
 def adapter_values(folder: Path) -> dict[str, Any]:
     """The values of a stored adapter's configuration.
 
-    Raises `CheckpointError` for values that PEFT fails on, and for ranks beyond those of the file's matrices.
+    Raises `CheckpointError` for values that PEFT fails on, and for ranks above the ranks of the file's matrices.
     """
     path = folder / ADAPTER_CONFIG
     values = {"r": 8, "lora_alpha": 8, **json.loads(path.read_text(encoding="utf-8"))}  # PEFT's defaults
@@ -98,9 +98,9 @@ def adapter_values(folder: Path) -> dict[str, Any]:
         ) from None
     with safe_open(folder / ADAPTER, "pt") as file:
         names = [name for name in file.offset_keys() if ".lora_A" in name or ".lora_embedding_A" in name]
-        most = max((file.get_slice(name).get_shape()[0] for name in names), default=0)
+        rows = [file.get_slice(name).get_shape()[0] for name in names]
     for rank in (checked.r, *(checked.rank_pattern or {}).values()):
-        if names and rank > most:
+        if rows and rank > (most := max(rows)):
             raise CheckpointError(
                 f"{path} has the rank {rank}, and the matrices of {ADAPTER} have at most {most}; save the adapter again"
             )
@@ -139,15 +139,25 @@ def check_plain(folder: Path, values: Mapping[str, Any], needed: str) -> None:
             raise CheckpointError(f"{folder / ADAPTER_CONFIG} has {option}={values[option]!r}, and {needed}")
 
 
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint of an adapter: a folder, or a repository of the hub with its commit."""
+
+    name: str
+    revision: str | None = None
+
+
 def read_adapter(folder: Path) -> dict[str, Tensor]:
     """The tensors of an adapter by the text model's names."""
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / ADAPTER).items()}
     return {own_name(name) or name: tensor for name, tensor in tensors.items()}
 
 
+# Stock PEFT makes the class of images and text from the same folder, with a longer prefix and vision layers of the same
+# names; so names are changed on disk and `exclude_modules` added, and PEFT's key_mapping names them back.
 def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], checkpoint: Path) -> None:
     """Write an adapter of the base `checkpoint`, whose `tensors` have the text model's names."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     model = whole_model(checkpoint)
     if model is not None:
         tensors = {model.adapter_name(name): tensor for name, tensor in tensors.items()}
@@ -157,13 +167,21 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
-# Stock PEFT makes the class of images and text from the same folder, with a longer prefix and vision layers of the same
-# names; so names are changed on disk and `exclude_modules` added, and PEFT's key_mapping names them back.
-def name_for_stock(folder: Path, checkpoint: Path) -> None:
-    """Give the tensors that PEFT has saved in `folder` the names in which it loads them on `checkpoint`."""
-    if whole_model(checkpoint) is not None:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        write_adapter(folder, read_adapter(folder), config, checkpoint)
+def save_adapter(peft: PeftModel, name: str, folder: Path, base: Base, checkpoint: Path) -> None:
+    """Write one of a model's adapters with which stock PEFT makes the policy on `checkpoint`; it refers to `base`."""
+    config = peft.peft_config[name]
+    config.base_model_name_or_path, config.revision = base.name, base.revision
+    # PEFT keeps targets as a set, whose order in a file would follow the process's hash seed.
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
+    tensors = get_peft_model_state_dict(peft, adapter_name=name, save_embedding_layers=False)
+    experts = adapted_experts(peft) if name == POLICY_ADAPTER else {}
+    ours = tuple(f"{path}.lora_" for path in experts)
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items() if not key.startswith(ours)}
+    for path, module in experts.items():
+        tensors |= {key: view.detach().flatten(1).contiguous() for key, view in _stored(path, module)}
+    named = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    write_adapter(folder, named, values | {"inference_mode": True}, checkpoint)
 
 
 # Adapters of experts in the layouts that stock PEFT loads, and in its configuration.
@@ -231,12 +249,8 @@ def take_experts(config: LoraConfig, structure: Structure, folder: Path) -> list
     Raises `CheckpointError` for an adapter of stacks where the adapters of each expert are read, and for more than
     plain LoRA. It also does for experts that are adapted without their layers' names among the targets.
     """
-    path, layers, names, stacks = (
-        folder / ADAPTER_CONFIG,
-        structure.expert_layers,
-        config.target_modules or (),
-        config.target_parameters,
-    )
+    path, layers = folder / ADAPTER_CONFIG, structure.expert_layers
+    names, stacks = config.target_modules or (), config.target_parameters
     if not layers:
         return []
     if shared := {name.rpartition(".")[2]: name for name in structure.targets if "." in name}:
@@ -273,18 +287,6 @@ def _check_experts(keys: Iterable[str], folder: Path) -> None:
         )
 
 
-def store_experts(model: nn.Module, folder: Path) -> None:
-    """Replace the adapters of experts, which PEFT wrote to `folder` by their names here; nothing without any."""
-    adapters = adapted_experts(model)
-    if not adapters:
-        return
-    ours = tuple(f"{name}.lora_" for name in adapters)
-    tensors = {key: tensor for key, tensor in load_file(folder / ADAPTER).items() if not key.startswith(ours)}
-    for name, experts in adapters.items():
-        tensors |= {key: view.detach().flatten(1).contiguous() for key, view in _stored(name, experts)}
-    write_tensors(tensors, folder / ADAPTER)
-
-
 @torch.no_grad()
 def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Copy the adapters of experts out of the tensors of an adapter's folder, and return the other tensors.
@@ -307,7 +309,7 @@ def fill_experts(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -
 
 
 def _stored(name: str, experts: AdaptedExperts) -> Iterator[tuple[str, Tensor]]:
-    """The key of each matrix in a file, and a view of its values; those of more dimensions than two are flattened."""
+    """The key of each matrix in a file, and a view of its values, with further dimensions flattened there."""
     for place, projection in enumerate(reversed(experts.projections)):
         for side in "AB":
             matrices = experts.adapter(side, projection)
@@ -331,14 +333,6 @@ ABOUT_ADAPTERS: dict[str, Any] = {
 #: How stock libraries deviate from a policy of packed experts that they don't read.
 _EXPERTS = "Stock transformers doesn't read experts that are packed so. qerl writes them unpacked, in float32."
 _NORMS = "With `dtype=torch.bfloat16`, transformers keeps norms in 16 bits, which rounds those that were trained."
-
-
-@dataclass(frozen=True)
-class Base:
-    """The checkpoint of an adapter: a folder, or a repository of the hub with its commit."""
-
-    name: str
-    revision: str | None = None
 
 
 def write_card(folder: Path, base: Base, weights: str, norms: bool, stock: StockLoading) -> None:

@@ -28,7 +28,7 @@ from qerl.models.structure import Structure, epsilon_of, structure_of
 #
 # The noise is in a separate buffer, so it never accumulates.
 
-#: What reads a norm's output: the projections of a block's attention, or those of its MLP.
+#: What reads a norm's output: the projections of a block's attention, or the MLP's.
 ROLES = ("attention", "mlp")
 
 

@@ -81,8 +81,8 @@ def gated_delta_rule(
 
     `query` and `key` are [B, T, G, K], `value` [B, T, H, V], log-decays `g` (at most 0) and rates `beta` [B, T, H], and
     `initial_state` [B, H, K, V]. All is computed in float32, or in float64 if queries are. The last states have that
-    dtype, too. The names are those of transformers' `torch_chunk_gated_delta_rule`, which needs as many heads of keys
-    as of values.
+    dtype, too. Arguments are named as in transformers' `torch_chunk_gated_delta_rule`, which needs as many key heads as
+    value heads.
     """
     dtype, (sequences, tokens, groups, features) = torch.promote_types(query.dtype, torch.float32), key.shape
     heads, width = value.shape[2:]
@@ -205,8 +205,8 @@ def _lost(key: Tensor, w: Tensor, decay: Tensor) -> Tensor:
 
 # Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
 #
-# In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from that of its prompt.
-# transformers' functions compute the convolution and steps of one token, and this module more tokens. On a
+# In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from the last state of
+# its prompt. transformers' functions compute the convolution and steps of one token, and this module more tokens. On a
 # GPU, kernels of causal-conv1d and flash-linear-attention take their places where these are installed.
 
 

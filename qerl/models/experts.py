@@ -150,11 +150,11 @@ class GroupedLinear(ABC):
 
     @abstractmethod
     def input_gradient(self, grad: Tensor, groups: Groups, out: Tensor) -> None:
-        """Write the gradient out [pairs, K] of each pair's input, of that of its output [T, N] or [pairs, N]."""
+        """Write each pair's input gradient, out [pairs, K], given its output gradient [T, N] or [pairs, N]."""
 
 
 class TorchGroupedLinear(GroupedLinear):
-    """A `GroupedLinear` in plain PyTorch, one expert after the other, of which one is unpacked at a time.
+    """A `GroupedLinear` in plain PyTorch, which unpacks one expert after the other.
 
     It waits for the device, so that no CUDA graph can have it.
     """
@@ -192,7 +192,7 @@ class TorchGroupedLinear(GroupedLinear):
 class PortableGroupedLinear(GroupedLinear):
     """A `GroupedLinear` by kernels in Triton: of NVFP4 or MXFP4 layers, or of dense ones.
 
-    The layers' weights move into one tensor, of which each layer then reads its part, so there is only one copy.
+    The layers' weights move into one tensor, whose parts the layers then read, so there is only one copy.
     """
 
     def __init__(self, experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> None:
@@ -291,7 +291,7 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
 
 
 class GroupedAdapters(StackedLora):
-    """Adapters of a grouped product in the dtype of its activations; A and B are those of every expert."""
+    """Adapters of a grouped product in the dtype of its activations; A and B have all experts."""
 
     def __init__(self, loras: Sequence[Lora], dense: ModuleType, dtype: torch.dtype) -> None:
         super().__init__(loras, dtype)
@@ -354,7 +354,7 @@ def _loras(adapters: Sequence[Tensor], scale: float) -> list[Lora]:
 def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear, loras: Sequence[Lora] = ()) -> Tensor:
     """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B.
 
-    `loras` are those of all layers that read x, with one scale, or none.
+    `loras` has the adapter of each layer that reads x, with one scale, or none.
     """
     scale, adapters = (loras[0].scale if loras else 0.0), (part for lora in loras for part in (lora.down, lora.up))
     return _GroupedProduct.apply(x.contiguous(), groups, linear, scale, *adapters)
@@ -386,7 +386,7 @@ class ExpertLora:
 
 
 class Experts(nn.ModuleList):
-    """The experts of a block. A token's output is the weighted sum of those that it is routed to."""
+    """The experts of a block. A token's output is the weighted sum of its chosen experts' outputs."""
 
     def __init__(self, *modules: Any) -> None:
         super().__init__(*modules)
@@ -512,7 +512,7 @@ def _router_class(module: nn.Module) -> type[nn.Module]:
     router: Any = deepcopy(module).to_empty(device="cpu").float()
     for tensor in chain(router.parameters(), router.buffers()):
         tensor.normal_(generator=generator)
-    # Scores of some 2: probabilities differ, and those of the experts that aren't chosen count.
+    # Scores of some 2: probabilities differ, and the probabilities of experts that aren't chosen count.
     hidden = torch.empty(16, router.weight.shape[1], dtype=torch.float32, device="cpu").normal_(generator=generator)
     hidden *= 2 / hidden.shape[1] ** 0.5
     in_training, weights = (_weights_of_all(router.train(training), hidden) for training in (True, False))
@@ -523,7 +523,7 @@ def _router_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _weights_of_all(router: Any, hidden: Tensor) -> Tensor | None:
-    """The weights [T, E] of all experts, of which a router chooses some; None if it takes or gives something else."""
+    """The weights [T, E] of all experts, 0 where one isn't chosen; None if a router takes or gives something else."""
     try:
         outputs = router(hidden.clone())
         [weights] = [one for one in outputs if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]

@@ -159,14 +159,14 @@ def _copy_but_weights(source: Path, target: Path) -> None:
 # Merges of a trained policy into one checkpoint: dense, or with its linear layers packed again.
 #
 # A merged weight is W + (alpha / r) B A, with W unpacked, in float32 and then rounded once. A trained norm replaces
-# that of the base. Noise (AQN) is no part of a stored policy, and so of no merge.
+# the base's norm. Noise (AQN) is no part of a stored policy, and so of no merge.
 
 
 def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) -> None:
     """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
 
     All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
-    nearest, as `quantize_checkpoint` does. Delta nets are packed if those of `checkpoint` are. Raises
+    nearest, as `quantize_checkpoint` does. Delta nets are packed if they are packed in `checkpoint`. Raises
     `CheckpointError` if the adapter belongs to another base, or has more than plain LoRA.
     """
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:

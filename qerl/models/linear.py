@@ -70,7 +70,7 @@ class PackedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`nested` selects NF4 with double quantization; `dtype` is that of the bias.
+        """`nested` selects NF4 with double quantization; `dtype` is the bias's.
 
         Raises `FormatError` for a shape that the format doesn't support.
         """
@@ -104,7 +104,7 @@ class PackedLinear(nn.Module):
     def use_tiles(self, tiles: Tiles | Words, *parts: int) -> None:
         """Use `parts` of `tiles`, which other layers may share, and drop the layer's packed tensors.
 
-        The layer's rows are those of its parts, in order.
+        The layer's rows are its parts' rows, in order.
         """
         for name in self.packed_names:
             delattr(self, name)
@@ -188,7 +188,7 @@ def _keepable(model: nn.Module) -> list[PackedLinear]:
 
 @contextmanager
 def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which every `PackedLinear` of `model`, but those of experts, keeps its weight unpacked in `dtype`.
+    """A context in which every `PackedLinear` of `model` outside of experts keeps its weight unpacked in `dtype`.
 
     Samplers and updates use it for many passes on the same weights, if there is memory (`unpacked_bytes`). Outputs for
     inputs of `dtype` stay the same, bit for bit.
@@ -338,7 +338,7 @@ class StackedLora:
 class TorchLinear:
     """A `FusedLinear` in plain PyTorch. Packed weights are unpacked in every call."""
 
-    #: The dtype of the joint bias; None for that of activations.
+    #: The dtype of the joint bias; None for the activations' dtype.
     _BIAS_DTYPE: torch.dtype | None = None
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
@@ -462,7 +462,7 @@ def is_hopper(capability: tuple[int, int] | None) -> bool:
 class W4Linear:
     """A `FusedLinear` of NVFP4 or MXFP4 layers with bfloat16 activations.
 
-    The layers' weights move into `Tiles`, of which each layer then reads its part, so there is only one copy.
+    The layers' weights move into `Tiles`, whose parts the layers then read, so there is only one copy.
     """
 
     def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False, cohort: Cohort | None = None) -> None:
@@ -534,7 +534,7 @@ def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
 class PortableLinear(TorchLinear):
     """A `FusedLinear` of NVFP4 or MXFP4 layers.
 
-    The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
+    The layers' weights move into `Words`, whose parts the layers then read, so there is only one copy.
     """
 
     _BIAS_DTYPE = torch.float32

@@ -96,7 +96,7 @@ def load_model(
     `qerl.models.blocks`, because transformers' default has no soft caps. With `float32_norms`, the
     norms that can have noise keep float32 weights; the caller replaces them by modules that compute with such weights.
     Routers of experts are float32 always.
-    Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
+    Tensors are read one at a time, so the memory peak is the model's size; with a GPU as `device`, host memory has at
     most one file. Raises `CheckpointError`, which names the file and the fix.
     """
     folder = Path(folder)
@@ -143,7 +143,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 def check_tensors(folder: Path) -> None:
     """Raise the `CheckpointError` with which a dense checkpoint would fail to load, before any work is done with it.
 
-    Names and shapes are compared with those of config.json. Values are read of a head alone that config.json ties.
+    Names and shapes are compared with config.json's. Only a head that config.json ties has its values read.
     """
     headers = read_headers(folder)
     _, slots = _empty_slots(folder, headers, torch.bfloat16)
@@ -209,7 +209,7 @@ def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) ->
 
 def has_packed_delta_nets(folder: Path) -> bool:
     """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
-    nets = checkpoint_structure(folder).layers_of_delta_nets()
+    nets = checkpoint_structure(folder).packed_nets
     if not nets or not any(folder.glob("*.safetensors")):
         return False
     return not nets.isdisjoint(packed_tensors(read_headers(folder), weights_format_of(folder)))

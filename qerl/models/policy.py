@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -43,11 +42,10 @@ from qerl.models.adapter_files import (
     check_taken,
     fill_experts,
     misfit,
-    name_for_stock,
     projections_of,
     read_adapter,
     refused_expert_adapters,
-    store_experts,
+    save_adapter,
     take_experts,
     write_card,
 )
@@ -66,7 +64,7 @@ from qerl.settings.run import LAYERS, AdapterSettings
 class Masters:
     """The master of each 16-bit weight of `lm`, with the values that `exact` has under its name.
 
-    Each gradient of such a weight is added to that of its master, in float32, and not kept.
+    Each gradient of such a weight is added to its master's gradient, in float32, and not kept.
     """
 
     def __init__(self, lm: nn.Module, exact: nn.Module) -> None:
@@ -120,7 +118,7 @@ class ShardedRoot(nn.Module):
 
     @staticmethod
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which each process may have a shard or an addend."""
+        """A whole tensor, though each process may have a shard or an addend of it."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole: torch.Tensor = tensor.full_tensor()
@@ -249,7 +247,12 @@ class Policy:
         function is saved to the subfolder `value`: its adapter in the same layout, and its head.
         """
         if self.peft is not None:
-            self._save_adapters(self.peft, folder, base)
+            checkpoint = Path(str(self.lm.name_or_path)).resolve()
+            base = base or Base(str(checkpoint))
+            for name in self.peft.peft_config:
+                save_adapter(self.peft, name, folder if name == POLICY_ADAPTER else folder / name, base, checkpoint)
+            norms = bool(getattr(self.peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
+            write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
             if self.value_head is not None:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
                 write_tensors(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
@@ -263,24 +266,6 @@ class Policy:
             self.lm.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             share(folder)
-
-    def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
-        checkpoint = Path(str(self.lm.name_or_path)).resolve()
-        base = base or Base(str(checkpoint))
-        for config in peft.peft_config.values():
-            config.base_model_name_or_path, config.revision = base.name, base.revision
-            # PEFT keeps these as sets, whose order in a file would follow the process's hash seed.
-            for key in ("target_modules", "exclude_modules"):
-                if isinstance(names := getattr(config, key), set):
-                    setattr(config, key, sorted(names))
-        # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
-        peft.save_pretrained(str(folder), save_embedding_layers=False)
-        store_experts(peft, folder)
-        share(folder)
-        for name in peft.peft_config:
-            name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
-        norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
 
 
 def choose_device() -> torch.device:
@@ -485,7 +470,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
         set_peft_model_state_dict(peft, others)
     except CheckpointError:
         raise
-    except (*MISFITS, re.error) as error:
+    except MISFITS as error:
         raise misfit(trained, error) from None
     check_taken(peft, others, trained)
     return peft.eval().requires_grad_(False)

@@ -56,7 +56,7 @@ from qerl.settings.run import LAYERS
 #: The dtype to which weights are rounded before packing, and of the tensors that stay unpacked.
 DENSE = torch.bfloat16
 
-#: The part of a layer's name that says of which expert it is.
+#: The part of a layer's name that names its expert.
 _EXPERT = re.compile(r"(?<=\.)(?:experts\.\d+|shared_expert)\.")
 #: vLLM runs these layers of a delta net as one, so they share a scale. llmcompressor knows no such pair, and so gets
 #: them by the names of one that it knows.
@@ -66,14 +66,14 @@ _GENERATION = "generation_config.json"
 _REPLACED = ("torch_dtype", "quantization_config")
 
 
-def linear_layers(source: Path, pack_delta_nets: bool = False) -> set[str]:
+def linear_layers(source: Path, pack_delta_nets: bool = False) -> frozenset[str]:
     """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`.
 
     Those of delta nets are among them where they are to be packed. Raises `CheckpointError` if there are none then.
     """
 
     structure = checkpoint_structure(source)
-    if pack_delta_nets and not structure.layers_of_delta_nets():
+    if pack_delta_nets and not structure.packed_nets:
         raise CheckpointError(
             f"{source} has no delta nets, which pack_delta_nets would pack; leave pack_delta_nets out"
         )
@@ -95,7 +95,7 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     layers = {f"{layer}.weight" for layer in linear_layers(source, pack_delta_nets)}
     others = _other_matrices(source, headers, layers)
     packer = _CompressedTensors(weights_format, others) if FORMATS[weights_format].scheme else _NF4(others)
-    partners = {name: packer.partners(name) & layers for name in layers}
+    partners = packer.partners(layers)
     members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -129,7 +129,7 @@ def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[st
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
     """Write into the folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
 
-    The files have the names of those of `headers`, so that stock classes read them.
+    The files have the same names as the files of `headers`, so that stock classes read them.
     """
     target.mkdir(parents=True, exist_ok=True)
     shards, named = by_shard(headers), names_in_files(headers)
@@ -174,13 +174,6 @@ def _known(name: str) -> str:
     return _EXPERT.sub("", name)
 
 
-def _own(expert: re.Match[str] | None, name: str) -> str:
-    """The name of a layer, given the one that llmcompressor knows and the expert that it is of."""
-    for name_in_file, known in _PAIR.items():
-        name = name.replace(known, name_in_file)
-    return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
-
-
 def compressed_config(weights_format: str, ignore: list[str]) -> Any:
     """compressed-tensors' configuration of a checkpoint whose linear layers are packed, but for those to `ignore`."""
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
@@ -204,14 +197,20 @@ class _CompressedTensors:
         self._config = compressed_config(weights_format, ignore)
         self._converter = ModelFreePtqConverter(self._config)
 
-    def partners(self, name: str) -> set[str]:
-        expert = _EXPERT.search(name)
-        return {_own(expert, partner) for partner in self._converter.get_dependencies(_known(name))}
+    def partners(self, layers: set[str]) -> dict[str, set[str]]:
+        """The other layers with which layers share a scale, by the first of them; all are names of weights."""
+        found = {}
+        named = {("".join(_EXPERT.findall(name)), _known(name)): name for name in layers}
+        for (expert, known), name in named.items():
+            others = ((expert, other) for other in self._converter.get_dependencies(known))
+            found[name] = {named[other] for other in others if other in named}
+        return found
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        expert = _EXPERT.search(next(iter(weights)))
+        named = {_known(name).removesuffix("weight"): name.removesuffix("weight") for name in weights}
         packed = self._converter.process({_known(name): weight for name, weight in weights.items()})
-        return {_own(expert, name): tensor for name, tensor in packed.items()}
+        parts = ((key.rpartition("."), tensor) for key, tensor in packed.items())
+        return {f"{named[f'{layer}.']}{part}": tensor for (layer, _, part), tensor in parts}
 
     def describe(self) -> dict[str, Any]:
         named = {"version": version("compressed-tensors"), "transform_config": {}}
@@ -225,8 +224,8 @@ class _NF4:
         # Without a list transformers leaves the head dense by itself.
         self._ignore = ignore if len(ignore) > 1 else None
 
-    def partners(self, name: str) -> set[str]:
-        return set()
+    def partners(self, layers: set[str]) -> dict[str, set[str]]:
+        return {}
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         from bitsandbytes.functional import quantize_4bit
@@ -371,7 +370,7 @@ def equalise(
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     rounding = QuantizationModifier(targets="Linear", scheme=FORMATS[weights_format].scheme, ignore=["lm_head"])
-    processor: Any = tokenizer  # without one the library asks the folder for that of images
+    processor: Any = tokenizer  # without one the library asks the folder for a processor of images
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
     oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=processor)
@@ -469,7 +468,7 @@ def quantization_report(
 ) -> dict[str, Any]:
     """Size and error of a quantized checkpoint.
 
-    size_bytes is that of the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
+    size_bytes counts the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
     and bits_per_weight_model over all parameters. relative_error is |W - W_hat| / |W| (Frobenius) by layer type
     ("q_proj").
     """
@@ -501,7 +500,7 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 
 
 def _relative_errors(
-    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
+    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: frozenset[str]
 ) -> dict[str, float]:
     def weight_of(layer: str, infos: dict[str, TensorInfo]) -> Tensor:
         [(_, weight)] = stream({f"{layer}.weight": infos[f"{layer}.weight"]})

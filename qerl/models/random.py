@@ -180,7 +180,7 @@ def random_model(size: str, weights: str, device: torch.device, packed_nets: boo
     config = random_config(size)
     lm: Any = empty_model(config, torch.bfloat16)
     structure = structure_of(config)
-    packed = [name for name in structure.packed_layers(packed_nets) if weights != "bf16"]
+    packed = [name for name in sorted(structure.packed_layers(packed_nets)) if weights != "bf16"]
     if structure.experts and config.model_type in EXPERTS_ALONE:
         packed = [name for name in packed if ".experts." in name]
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
@@ -259,5 +259,5 @@ def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> It
     finally:
         assert policy.peft is not None
         policy.peft.unload()
-        for name, parameter in base.lm.named_parameters():  # norms are those of the adapter, trained in float32
+        for name, parameter in base.lm.named_parameters():  # norms are the adapter's, trained in float32
             parameter.data = parameter.requires_grad_(False).data.to(dtypes[name])

@@ -125,7 +125,7 @@ def check_dropout(lm: nn.Module, kind: str) -> None:
 # What a forward pass of a decoder calls, on the meta device, where it has no weights. Its head reads numbers.
 
 _TRACED = "qerl-structure"
-#: Weights of the head in that pass. Logits of small products show their factor, those of large ones their cap.
+#: Weights of the head in that pass. Logits of small products show the factor, logits of large ones the cap.
 _PRODUCTS = torch.logspace(-9, 6, 31, dtype=torch.float64)
 #: The last hidden states of its two tokens.
 _ONE = torch.ones(1, 2, 1, dtype=torch.float64)
@@ -285,7 +285,7 @@ _KNOWN = {
 #: The name of attention's parameter of scores that no token has.
 _SINKS = "sinks"
 #: Values of `model_type` with which stock PEFT is tested to adapt layers beside experts that have names as experts'.
-#: In other models it takes such a name for that of experts.
+#: In other models it takes such a name for the name of experts' layers.
 _SHARED = ("qwen2_moe", "qwen3_5_moe_text")
 #: Modules whose parameters are neither linear layers' nor norms'.
 _WITH_PARAMETERS = (Float32Router, PackedDeltaNet)
@@ -310,10 +310,10 @@ class Structure:
     """
     experts: tuple[str, ...]
     """The linear layers of experts, such as "mlp.experts.0.up_proj". A block may have none."""
-    packed: tuple[tuple[str, ...], ...]
-    """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
-    packed_nets: tuple[tuple[str, ...], ...]
-    """The layers of each block's delta net that can be packed too: all but those of b and a."""
+    packed: frozenset[str]
+    """Full names of the linear layers that are quantized: all but delta nets' layers and gates of one number."""
+    packed_nets: frozenset[str]
+    """Full names of the layers of delta nets that can be packed too: all but the layers of b and a."""
     norms: dict[str, str]
     """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
 
@@ -352,16 +352,9 @@ class Structure:
         layers = range(len(self.windows))
         return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
 
-    def packed_layers(self, nets: bool = False) -> set[str]:
-        """Full names of the linear layers that are quantized, with or without those of delta nets."""
-        return self._full_names(self.packed) | (self.layers_of_delta_nets() if nets else set())
-
-    def layers_of_delta_nets(self) -> set[str]:
-        """Full names of the layers that can be packed too; none of a model without delta nets."""
-        return self._full_names(self.packed_nets)
-
-    def _full_names(self, blocks: tuple[tuple[str, ...], ...]) -> set[str]:
-        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(blocks) for name in names}
+    def packed_layers(self, nets: bool = False) -> frozenset[str]:
+        """Full names of the linear layers that are quantized, with or without the layers of delta nets."""
+        return self.packed | self.packed_nets if nets else self.packed
 
 
 _structures: dict[str, Structure] = {}
@@ -395,6 +388,7 @@ def _find(lm: Any) -> Structure:
         raise StructureError(f"model_type={kind!r} has blocks that differ in their norms, which isn't supported")
     offsets = {offset_of(block.get_submodule(name)) for block in layers for name in norms[0].values()}
     parts = [_parts(block) for block in layers]
+    full = {f"{blocks}.{i}.{name}": part for i, block in enumerate(parts) for name, part in block.items()}
     every = {name: part for block in parts for name, part in block.items()}
     experts = tuple(name for name, part in every.items() if part == "expert")
     if experts and not _reads_each_expert(kind) and not any(map(_has_biased_experts, layers)):
@@ -407,11 +401,8 @@ def _find(lm: Any) -> Structure:
         embedding=_name_of(lm, lm.get_input_embeddings()),
         linears=tuple(name for name in every if name not in experts and _end(name) not in expert_ends),
         experts=experts,
-        packed=tuple(tuple(name for name, part in block.items() if part != "delta net") for block in parts),
-        packed_nets=tuple(
-            tuple(name for name, part in block.items() if part == "delta net" and _end(name) in PACKABLE)
-            for block in parts
-        ),
+        packed=frozenset(name for name, part in full.items() if part != "delta net"),
+        packed_nets=frozenset(name for name, part in full.items() if part == "delta net" and _end(name) in PACKABLE),
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
@@ -419,11 +410,7 @@ def _find(lm: Any) -> Structure:
         takes_packed_rows=trace.takes_packed_rows,
         logit_scale=trace.logit_scale,
         logit_cap=trace.logit_cap,
-        block_weights=sum(
-            block.get_submodule(name).get_parameter("weight").numel()
-            for block, names in zip(layers, parts, strict=True)
-            for name in names
-        ),
+        block_weights=sum(lm.get_submodule(name).get_parameter("weight").numel() for name in full),
     )
 
 
@@ -442,7 +429,7 @@ def _reads_each_expert(kind: str) -> bool:
 
 
 def _has_biased_experts(block: nn.Module) -> bool:
-    """Whether experts of a block have biases, as those of gpt-oss, whose stacks are packed as published."""
+    """Whether experts of a block have biases, as in gpt-oss, whose stacks are packed as published."""
     layers = (layer for module in block.modules() if isinstance(module, Experts) for layer in module.modules())
     return any(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers)
 
@@ -452,7 +439,7 @@ def _linears(block: nn.Module) -> Iterator[str]:
 
 
 def _within(block: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
-    """How the names begin of the modules within those of some classes; nothing in a block without them."""
+    """Prefixes of the names of what is in a block's modules of some classes."""
     return tuple(f"{name}." for name, module in block.named_modules() if isinstance(module, kinds))
 
 

@@ -1,5 +1,6 @@
 """Small random models of the families of the table, and what tests compute with stock libraries."""
 
+import re
 import warnings
 from collections.abc import Callable
 
@@ -75,6 +76,20 @@ def with_peft(base, folder, **settings):
     with warnings.catch_warnings():  # of experts PEFT says that it found none of the patterns that it made
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         return PeftModel.from_pretrained(stock(base), folder, **settings).eval()
+
+
+def code_of_the_card(folder):
+    """The code of an adapter's card, which loads it with stock transformers and PEFT, as `model` with `tokenizer`."""
+    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+
+
+def by_the_card(folder):
+    """The names that this code defines."""
+    names = {}
+    with warnings.catch_warnings():  # as above
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        exec(code_of_the_card(folder), names)
+    return names
 
 
 def add_noise(model, norms=_LLAMAS, sigma=0.1, seed=3, step=2):

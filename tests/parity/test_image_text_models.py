@@ -1,7 +1,6 @@
 """The text model of checkpoints of images and text against stock transformers' class of the whole, and PEFT on it."""
 
 import json
-import re
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import cycle
@@ -34,7 +33,7 @@ from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import CalibrationSettings
 from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, PPOSettings
 from tests.conftest import in_nightly
-from tests.parity.family_models import CPU, PROMPTS, TOKENS, assert_drawn_by, assert_updated_as, perturbed
+from tests.parity.family_models import CPU, PROMPTS, TOKENS, assert_drawn_by, assert_updated_as, by_the_card, perturbed
 from tests.parity.test_published_parity import by_library
 from tests.tiny import edit_config, tiny_family, tiny_of_images, tiny_tokenizer, write_template
 
@@ -75,13 +74,6 @@ def perturbed_policy(folder):
     return perturbed(with_adapter(folder, AdapterSettings(rank=4), "float32", 0, CPU))
 
 
-def model_of_the_card(folder):
-    """The model that the code of an adapter's card makes with stock transformers and PEFT."""
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1], names)
-    return names["model"]
-
-
 @cases
 def test_the_samplers_logprobs_are_those_of_the_whole(sources, name):
     policy, model = load_policy(sources[name], None, "float32", CPU), whole(sources[name])
@@ -118,7 +110,7 @@ def test_the_code_of_the_card_loads_the_saved_adapter(sources, tmp_path, name):
     policy = perturbed_policy(sources[name])
     policy.save(tmp_path)
     with torch.no_grad():
-        found = model_of_the_card(tmp_path)(TOKENS).logits
+        found = by_the_card(tmp_path)["model"](TOKENS).logits
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -240,7 +232,7 @@ def test_a_checkpoint_that_llmcompressor_publishes_of_the_whole_loads(sources, t
         # The names that the library lists as ignored are not those of transformers' modules.
         edit_config(folder, quantization_config=config | {"ignore": ignored})
         by_card, unpacked = (
-            model_of_the_card(tmp_path / "adapter"),
+            by_the_card(tmp_path / "adapter")["model"],
             PeftModel.from_pretrained(rounded, tmp_path / "adapter"),
         )
         torch.testing.assert_close(by_card(TOKENS).logits, unpacked.eval()(TOKENS).logits, rtol=1e-4, atol=1e-4)

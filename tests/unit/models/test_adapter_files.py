@@ -1,7 +1,6 @@
 """Adapters of others, which PEFT fails on, and an adapter's card."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -14,7 +13,7 @@ from qerl.models.export import write_merged
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.settings.run import LAYERS, AdapterSettings
-from tests.parity.family_models import perturbed
+from tests.parity.family_models import by_the_card, code_of_the_card, perturbed
 from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
@@ -43,7 +42,8 @@ def changed(adapter, folder, **changes):
 
 
 REFUSED = {
-    "a rank that memory doesn't hold": ({"r": 10**9}, "has the rank 1000000000, and the matrices of .* at most 4"),
+    "a rank that memory doesn't hold": ({"r": 10**9}, "has r=1000000000, which isn't supported"),
+    "a rank above that of the file": ({"r": 5}, "has the rank 5, and the matrices of .* at most 4"),
     "a lower rank": ({"r": 2}, "doesn't fit the model .*size mismatch"),
     "no rank": ({"r": 0}, "has r=0, which isn't supported; save"),
     "a rank that is a text": ({"r": "4"}, "has r=4, which"),
@@ -104,19 +104,13 @@ def trained(base, **adapter):
     return perturbed(with_adapter(base, AdapterSettings(rank=4, **adapter), "float32", 0, CPU), 0.1)
 
 
-def code(folder):
-    [block] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    return block
-
-
 #: What the card says that is rounded to bfloat16: NVFP4's weights when they are unpacked, the input of NF4's products.
 @pytest.mark.parametrize(("weights", "near"), [("bf16", 1e-5), ("nvfp4", 3e-3), ("mxfp4", 1e-5), ("nf4", 3e-3)])
 @torch.no_grad()
 def test_the_code_of_the_card_makes_the_policy_with_stock_peft(bases, tmp_path, weights, near):
     policy = trained(bases / weights)
     policy.save(tmp_path / "policy")
-    names = {}
-    exec(code(tmp_path / "policy"), names)
+    names = by_the_card(tmp_path / "policy")
     ours, stock = (log_softmax(model(input_ids=IDS).logits, -1) for model in (policy.lm, names["model"]))
     torch.testing.assert_close(stock, ours, atol=near, rtol=0)
     bare = load_policy(bases / weights, None, "float32", CPU).lm(input_ids=IDS).logits
@@ -135,4 +129,4 @@ def test_an_adapter_names_its_base(bases, tmp_path):
         assert f"`{expected.name}`" in card
         assert "More Information Needed" not in card
         assert "norms" not in card  # there are none
-    assert 'from_pretrained(base, revision="0000' in code(tmp_path / "hub")
+    assert 'from_pretrained(base, revision="0000' in code_of_the_card(tmp_path / "hub")

@@ -1,14 +1,12 @@
 """LoRA on the experts of a mixture, and on shared ones, against stock PEFT, which stacks it as transformers does."""
 
 import json
-import re
-import warnings
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +28,7 @@ from tests.parity.family_models import (
     add_noise,
     assert_drawn_by,
     assert_updated_as,
+    by_the_card,
     perturbed,
     stock,
     with_peft,
@@ -139,14 +138,11 @@ def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights
     ],
 )
 def test_the_code_of_the_card_gives_the_policy(bases, tmp_path, monkeypatch, weights, targets):
-    policy, names = made(bases / weights, targets), {}
+    policy = made(bases / weights, targets)
     policy.save(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-        exec(re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)[1], names)
     with torch.no_grad():
-        found = names["model"](TOKENS).logits
+        found = by_the_card(tmp_path)["model"](TOKENS).logits
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -279,21 +275,6 @@ def test_an_adapter_of_stock_peft_is_that_of_the_shared_expert(hybrid, tmp_path,
         expected, plain = peft(TOKENS).logits, stock(hybrid)(TOKENS).logits
         torch.testing.assert_close(policy.lm(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
     assert (expected - plain).abs().max() > 0.01
-
-
-def test_a_target_is_the_layer_of_the_shared_expert(hybrid, tmp_path):
-    """And stock PEFT loads it under that name."""
-    policy = with_adapter(hybrid, AdapterSettings(rank=3, targets=["up_proj"], train_norms=False), "float32", 0, CPU)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05
-    policy.save(tmp_path)
-    assert json.loads((tmp_path / ADAPTER_CONFIG).read_text())["target_modules"] == ["shared_expert.up_proj"]
-    assert {name.partition(".mlp.")[2] for name in load_file(tmp_path / ADAPTER)} == {
-        f"shared_expert.up_proj.lora_{side}.weight" for side in "AB"
-    }
-    peft = PeftModel.from_pretrained(stock(hybrid), tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_of_experts_beside_a_shared_one_are_refused(hybrid, tmp_path):

@@ -233,12 +233,9 @@ def test_the_hopper_product_reads_a_fused_gate_and_up_as_it_reads_two(weights_fo
     assert again.rank == 16
 
 
-def test_a_layer_that_is_not_linear_is_an_error():
+def test_a_layer_that_is_not_linear_or_has_a_variant_of_lora_is_an_error():
     with pytest.raises(ConfigError, match="doesn't support layers of Conv1d"):
         fuse([nn.Conv1d(2, 2, 1)], torch.float32)
-
-
-def test_a_variant_of_lora_is_an_error():
     model = Projections("dense", True)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], use_dora=True))
     with pytest.raises(ConfigError, match="only plain LoRA"):

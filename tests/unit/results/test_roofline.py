@@ -167,7 +167,7 @@ def test_bytes_of_packed_delta_nets_are_those_of_the_stored_layers(monkeypatch):
     layers = dict(random_model(config).named_modules())
     saved = sum(
         2 * layers[name].weight.numel() - stored_bytes("nvfp4", [tuple(layers[name].weight.shape)])
-        for name in structure_of(config).layers_of_delta_nets()
+        for name in structure_of(config).packed_nets
     )
     dense, packed = (
         sum(byte_parts(Base("published", "nvfp4", packed_nets=nets), RANK, 2, 9).values()) for nets in (False, True)
