@@ -313,7 +313,7 @@ class Trainer:
 
     def _save(self, rows: list[dict[str, float]]) -> None:
         """Save a checkpoint. Every process calls this, because each may have a part of the state."""
-        state = whole_state(dict(self.policy.trainable()), self.updater.optimizer)
+        state = whole_state(dict(self.policy.trainable()), self.updater.optimizer, self.processes)
         if self.processes.writes:
             choices = self.updater.choices and asdict(self.updater.choices)
             progress = {"rows": rows, "solved": sorted(self.solved), "choices": choices}

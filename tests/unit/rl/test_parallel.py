@@ -33,6 +33,7 @@ from tests import jobs
 from tests.conftest import nightly
 from tests.forks import run_program
 from tests.jobs import train_job, write_inputs
+from tests.scaling import CASES, PAGE, RESULTS, page
 
 SETTINGS = {
     "model": "tiny",
@@ -250,6 +251,21 @@ def test_shards_train_as_one_process_and_continue_on_other_numbers_of_processes(
     for count, changes in ((1, {}), (4, sparing)):
         shutil.copytree(tmp_path / "work-stopped", tmp_path / f"work-{count}")
         assert_same(alone, trained(folder, tmp_path, str(count), FULL, processes=count, **changes), 1e-4)
+
+
+# --- the table of measured runs ---
+
+
+def test_the_page_has_the_table_of_the_stored_results():
+    assert PAGE.read_text() == page(), "run `python -m tests.scaling`"
+    missing = [name for name in CASES if not (RESULTS / name).exists()]
+    assert page().count("not measured") == len(missing)
+
+
+def test_every_case_is_a_run_on_as_many_gpus():
+    for case in CASES.values():
+        assert case.run().gpus == case.gpus
+        assert case.compared is None or CASES[case.compared[0]].size == case.size
 
 
 # --- hosts of a run: network namespaces with host names and folders of their own ---
