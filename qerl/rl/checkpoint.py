@@ -140,6 +140,7 @@ def restore(
 
     Machines need not share the folder of checkpoints: the other processes get it from the first, shards one at a time.
     """
+    # A message of all tensors would take the memory of the whole state in every process.
     whole: list[Tensor] = []
 
     def hold_back(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -165,6 +166,7 @@ def restore(
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(state["trained"][name])
+    # The present groups stay: their settings are the run's, and each update sets their learning rates.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
     return state
 

@@ -84,6 +84,7 @@ class Watch:
         else:
             return
         self._warned = True
+        # With an example, because most causes show in a completion: cut off, another form, another language.
         group = rollout.groups[0]
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
@@ -469,6 +470,7 @@ def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[di
             f"can't write the trained policy to {job.out} ({error.strerror}); make room and start again: the run "
             "continues from its last checkpoint"
         ) from error
+    # Copied, not moved: a kill before run.json is written finds the state as it was.
     shutil.copyfile(trainer.work / METRICS, job.out / METRICS)
     _copy_rollouts(trainer.work, job.out)
     flush(job.out / POLICY)
