@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -470,7 +471,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
         set_peft_model_state_dict(peft, others)
     except CheckpointError:
         raise
-    except MISFITS as error:
+    except (*MISFITS, re.error) as error:  # PEFT takes regular expressions
         raise misfit(trained, error) from None
     check_taken(peft, others, trained)
     return peft.eval().requires_grad_(False)

@@ -120,15 +120,14 @@ def _damage(path: Path) -> str | None:
 # The state of weights and optimizer. A file has whole tensors, whoever has their shards.
 
 
-def whole_state(trained: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Any]:
+def whole_state(trained: Mapping[str, Tensor], optimizer: Optimizer, processes: Processes) -> dict[str, Any]:
     """The weights and the optimizer's state with whole tensors. Every process calls this, and the first gets all."""
-    writes = Processes().writes
 
     def whole(tensor: Tensor, _: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         gathered = tensor.full_tensor().detach()  # one at a time, so that a GPU needs memory for one
-        return gathered.cpu() if writes else gathered.new_empty(0)
+        return gathered.cpu() if processes.writes else gathered.new_empty(0)
 
     state = {"trained": dict(trained), "optimizer": optimizer.state_dict()["state"]}
     return _with_tensors(whole, state, trained, optimizer)
@@ -141,6 +140,7 @@ def restore(
 
     Machines need not share the folder of checkpoints: the other processes get it from the first, shards one at a time.
     """
+    # A message of all tensors would take the memory of the whole state in every process.
     whole: list[Tensor] = []
 
     def hold_back(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -166,6 +166,7 @@ def restore(
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(state["trained"][name])
+    # The present groups stay: their settings are the run's, and each update sets their learning rates.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
     return state
 
@@ -187,5 +188,5 @@ def _with_tensors(
     return {
         **state,
         "trained": {name: change(tensor, trained[name]) for name, tensor in state["trained"].items()},
-        "optimizer": {number: changed(one, parameters[number]) for number, one in state["optimizer"].items()},
+        "optimizer": {number: changed(one, parameters[number]) for number, one in sorted(state["optimizer"].items())},
     }

@@ -67,7 +67,7 @@ class AdamW8bit(optim.AdamW8bit):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """See `AdamW8bit`; without a closure."""
+        """See bitsandbytes' optimizer; without a closure."""
         if closure is not None:
             raise ValueError("an update computes its gradients before the step, so it has no closure")
         if not self.initialized:

@@ -343,6 +343,7 @@ class Collector:
         if limits.every == 0 or not (step in (1, last) or step % limits.every == 0):
             return None
         chosen, left = dict[int, int](), limits.tokens
+        # From the batch's beginning: a choice by rewards would show a reader other completions than the run has.
         for place, group in enumerate(rollout.trained[: limits.problems]):
             lengths = [len(completion.token_ids) for completion in group.completions[: limits.completions]]
             if count := sum(tokens <= left for tokens in accumulate(lengths)):

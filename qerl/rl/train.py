@@ -84,6 +84,7 @@ class Watch:
         else:
             return
         self._warned = True
+        # With an example, because most causes show in a completion: cut off, another form, another language.
         group = rollout.groups[0]
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
@@ -313,7 +314,7 @@ class Trainer:
 
     def _save(self, rows: list[dict[str, float]]) -> None:
         """Save a checkpoint. Every process calls this, because each may have a part of the state."""
-        state = whole_state(dict(self.policy.trainable()), self.updater.optimizer)
+        state = whole_state(dict(self.policy.trainable()), self.updater.optimizer, self.processes)
         if self.processes.writes:
             choices = self.updater.choices and asdict(self.updater.choices)
             progress = {"rows": rows, "solved": sorted(self.solved), "choices": choices}
@@ -481,6 +482,7 @@ def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[di
             f"can't write the trained policy to {job.out} ({error.strerror}); make room and start again: the run "
             "continues from its last checkpoint"
         ) from error
+    # Copied, not moved: a kill before run.json is written finds the state as it was.
     shutil.copyfile(trainer.work / METRICS, job.out / METRICS)
     _copy_rollouts(trainer.work, job.out)
     flush(job.out / POLICY)

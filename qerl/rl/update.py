@@ -243,6 +243,7 @@ class Updater:
         unmasked = (s for s in samples if s.completion.finished or not loss.mask_truncated)
         tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
         size = BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, len(indices))
+        # Made once for all updates on the rollout: only the policy's log-probabilities change between these.
         batches = self._micro_batches(samples, indices, silent.index)
         sampled = self._read_only(samples, silent.sampled)
         # Stored completions that the sample lacks; they count in no metric, so that storing changes none.

@@ -702,6 +702,7 @@ class Pool:
             return self.steps.captured(partial(self.decoder.step, rows, self, splits, truncated, replayed))
 
         step = self.steps.at((bucket, splits, truncated, replayed), captured)
+        # What the bucket has room for beyond the chosen slots is the idle one, which no step changes.
         rows.copy_(upload([*chosen, *[idle] * (bucket - len(chosen))], torch.int32, rows.device))
         for _ in range(count):
             step()
@@ -723,6 +724,7 @@ class Pool:
         lengths, decoder = [len(prompt) for prompt in prompts], self.decoder
         bucket = prompt_bucket(sum(lengths), len(prompts)) if self._captures_prompts else None
         tokens, count = (sum(lengths), len(prompts)) if bucket is None else (bucket, MOST_PROMPTS)
+        # A graph's row has a fixed number of prompts and blocks; without one, attention launches what there is.
         packed = pack(prompts, pages, PAGE, tokens, None if bucket is None else MOST_PROMPTS, runs)
         row = upload(packed, torch.int32, decoder.device)
         written = None

@@ -554,10 +554,14 @@ class EngineSampler:
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(f"the rollout ran out of GPU memory; {_TO_LOWER}") from error
             raise
-        # A cache that has all the memory that it may use, and needs more, leaves none for the update.
-        if self.settings.sleep or (self._bounded and self.settings.kv_cache_gib is None):
+        if self.settings.sleep or self._scarce:
             self.release()
         return completions
+
+    @property
+    def _scarce(self) -> bool:
+        """Whether the cache has all the memory that it may use, and needs more; an update then needs that memory."""
+        return self._bounded and self.settings.kv_cache_gib is None
 
     def _generate(self, requests: Sequence[Request]) -> list[list[list[Completion]]]:
         pool, stops = self._ready_pool(requests), stop_tokens(self.policy, requests[0].params)

@@ -65,6 +65,7 @@ class ShardedSampler:
     def _gather(self) -> None:
         weights = dict(self._copy.lm.named_parameters())
         for name, weight in gathered(self.policy.lm, self._dtypes):
+            # In place where the sampler reads it: its graphs hold the addresses.
             if weights[name].numel():
                 weights[name].copy_(weight)
             else:

@@ -242,6 +242,7 @@ class VllmSampler:
         if self.settings.tensor_parallel > 1:  # the other ranks are processes with their own GPUs
             lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
         pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
+        # Sums of bits: a name that vLLM maps to another layer, or a value that it rounds again, would look like noise.
         sent = checksum({**norms, **lora})
         if different := [name for name in sent if sent[name] != pushed[name]]:
             raise RuntimeError(f"{different[0]} differs between vLLM and the policy after a sync: a defect of qerl")

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from qerl.data.records import Problem
 from qerl.models.export import export, merge
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
@@ -43,6 +42,7 @@ from tests.parity.family_models import (
 )
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
 from tests.unit.bench.test_workloads import measured
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS
 
 #: vLLM's attention on a CPU takes heads of 32 and more.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -299,20 +299,14 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
     parts = lambda answer, *_: {"correct": sum(map(str.isdigit, answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
     write_template(checkpoint)
-    problems = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
-    values = {
-        "model": "tiny", "dataset": "sums", "weights": "bf16", "dtype": "float32", "steps": 20,
-        "noise": {"schedule": "linear"},
-        "rollout": {"prompts": 4, "group_size": 8, "sampling": {"max_tokens": 8}}, "adapter": {"rank": 4},
-        "optimizer": {"learning_rate": 1e-2},
-    }  # fmt: skip
+    rollout = {"prompts": 4, "group_size": 8, "sampling": {"max_tokens": 8}, "vllm": SETTINGS.model_dump()}
+    values = BASE | {"weights": "bf16", "steps": 20, "noise": {"schedule": "linear"}, "adapter": {"rank": 4}}
     rows = {}
     for engine in ("native", "vllm"):
-        values["rollout"] |= {"engine": engine, "vllm": SETTINGS.model_dump()}
-        settings = parse(RunSettings, values, "test")
+        settings = parse(RunSettings, {**values, "rollout": {**rollout, "engine": engine}}, "test")
         policy = with_adapter(checkpoint, settings.adapter, "float32", settings.seed, CPU)
         sampler = make_sampler(policy, settings.rollout)
-        rows[engine] = Trainer(settings, policy, sampler, Task(problems, "gsm8k", ""), tmp_path / engine).run()
+        rows[engine] = Trainer(settings, policy, sampler, Task(PROBLEMS, "gsm8k", ""), tmp_path / engine).run()
     sampler.close()
     assert max(abs(row["mismatch/kl"]) for row in rows["vllm"] if not row["noise/sigma"]) < 1e-6
     last = {engine: np.array([row["reward"] for row in found[-8:]]) for engine, found in rows.items()}

@@ -107,7 +107,7 @@ def train(folder: Path, last: int, out: Path, device: str) -> None:
         for name, gradient in sharded(drawn(len(rows), device), processes.count).items():
             weights[name].grad = gradient
         optimizer.step()
-    state = whole_state(weights, optimizer)
+    state = whole_state(weights, optimizer, processes)
     if processes.writes:
         checkpoints.save(len(rows), {**state, "rows": rows})
     if processes.count > 1:
