@@ -151,7 +151,9 @@ MANY, FEW = (8, 16, 32, 64, 96, 128, 160, 192, 224, 320, 384, 512), (3, 9, 20, 4
 
 @backends
 @pytest.mark.parametrize("kind", ["o"] if INTERPRETED else ["o", "down"])
-@pytest.mark.parametrize(("many", "few"), [(8, 3), (32, 20), (128, 70)] if INTERPRETED else zip(MANY, FEW, strict=True))
+@pytest.mark.parametrize(
+    ("many", "few"), [(8, 3), (32, 20), (128, 70)] if INTERPRETED else [*zip(MANY, FEW, strict=True)]
+)
 @torch.no_grad()
 def test_a_row_does_not_depend_on_the_others(many, few, kind, backend):
     """The engine's buckets need this within one variant of the kernel."""
