@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
-from qerl.jobs import KINDS, PointJob, TrainJob
+from qerl.jobs import KINDS, PointJob, PointPart, TrainJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Workload
@@ -53,10 +54,17 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
     return TrainJob(settings=settings, **{**values, **paths, **changes})
 
 
-def do(job: PointJob) -> None:
-    """Call the function of a job of the speed grid."""
+def part_of(out: Path, work: Workload, points: Sequence[Any] = (None,), settings: Any = None) -> PointPart:
+    """The part of a job of the speed grid that writes the file `out`."""
+    return PointPart(file=out.name, work=work, points=list(points), settings=settings)
+
+
+def measured(out: Path, work: Workload, points: Sequence[Any] = (None,), settings: Any = None) -> dict[str, Any]:
+    """The content of `out` after the job of this file."""
+    job = PointJob(parts=[part_of(out, work, points, settings)], out=out.parent)
     module, _, name = job.function.partition(":")
     getattr(import_module(module), name)(job)
+    return json.loads(out.read_text())
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:

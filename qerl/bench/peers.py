@@ -242,24 +242,24 @@ def decode_vllm(job: PointJob[Decoding, int]) -> None:
 _CPU_CACHE_BYTES = 2**28
 
 
-def _options(work: Mix) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "max_model_len": work.prompt[1] + work.tokens,
-        "max_num_seqs": work.sequences,
-        "enable_prefix_caching": True,
-    }
-    if not torch.cuda.is_available():
-        return options | {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enforce_eager": True}
-    # All requests use the adapter, so graphs without it aren't needed.
-    return options | {"gpu_memory_utilization": 0.85, "compilation_config": {"cudagraph_specialize_lora": False}}
-
-
 def _start_mix(folder: Path, work: Mix, workload: Lengths) -> MixEngine:
     # CUDA is initialized in this process, so a forked process couldn't use it.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import SamplingParams
 
-    engine, adapter = start_engine(folder, work.base, work.rank, **_options(work))
+    # All requests use the adapter, so graphs without it aren't needed.
+    options = {"gpu_memory_utilization": 0.85, "compilation_config": {"cudagraph_specialize_lora": False}}
+    if not torch.cuda.is_available():
+        options = {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enforce_eager": True}
+    engine, adapter = start_engine(
+        folder,
+        work.base,
+        work.rank,
+        max_model_len=work.prompt[1] + work.tokens,
+        max_num_seqs=work.sequences,
+        enable_prefix_caching=True,
+        **options,
+    )
     # One request per completion; requests with the same prompt are adjacent, as RL trainers send them.
     params = [
         SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)

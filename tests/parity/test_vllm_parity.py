@@ -41,7 +41,7 @@ from tests.parity.family_models import (
     with_peft,
 )
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
-from tests.unit.bench.test_workloads import measured
+from tests.unit.bench.test_workloads import rollouts
 from tests.unit.rl.tiny_trainer import BASE, PROBLEMS
 
 #: vLLM's attention on a CPU takes heads of 32 and more.
@@ -414,7 +414,7 @@ def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
 def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path, monkeypatch):
     """Both measurements check each completion's length."""
     monkeypatch.setenv("QERL_COMMIT", "test")
-    ours, theirs = measured(tmp_path), measured(tmp_path, engine="vllm")
+    ours, theirs = rollouts(tmp_path), rollouts(tmp_path, engine="vllm")
     assert theirs.sampler.startswith("vLLM")
     assert theirs.status == ours.status == "ok"
     assert theirs.completion_tokens == ours.completion_tokens

@@ -504,25 +504,6 @@ def grouped_weight_gradient(
 # Launches of grouped products, for the weights of all experts of a mixture in one tensor a layer.
 
 
-@dataclass(frozen=True)
-class GradientTile:
-    """The rows of W that a program of a grouped input gradient reads at a time, its warps and pipeline stages."""
-
-    n: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class WeightGradientTile:
-    """The part of an expert's gradient that a program sums, its warps and pipeline stages."""
-
-    n: int  # rows
-    columns: int
-    warps: int
-    stages: int
-
-
 #: Of grouped products, by the pairs of a block; `m` are those of a strip. They are the fastest, or nearly so, of those
 #: timed with the shapes of Qwen3-30B-A3B and gpt-oss-20b on an H200 (docs/lab/mixtures.md). For strips of 8 pairs the
 #: compiler takes mma.sync on Hopper, too. There is no product for Hopper alone: one was built and was slower, and this
@@ -534,7 +515,8 @@ _GROUPED = {
     64: Tile(128, 8, 4, 3),
     128: Tile(128, 128, 8, 3),
 }
-_GRADIENT = GradientTile(64, 4, 3)
+#: Rows of W that a program of an input gradient reads at a time.
+_GRADIENT_ROWS = 64
 
 
 def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
@@ -544,21 +526,6 @@ def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
     """
     tile = _GROUPED[pairs]
     return tile if itemsize == 2 else replace(tile, n=min(tile.n, 64), stages=1)
-
-
-def gradient_tile_for(pairs: int, itemsize: int = 2) -> GradientTile:
-    """The tile of a grouped input gradient whose blocks have this many pairs; `itemsize` is that of the gradient."""
-    # Sums and operands in float32 of 128 pairs take more registers than four warps have.
-    return _GRADIENT if itemsize == 2 else replace(_GRADIENT, warps=max(_GRADIENT.warps, pairs // 16), stages=1)
-
-
-def weight_gradient_tile_for(rows: int, columns: int, pairs: int, itemsize: int = 2) -> WeightGradientTile:
-    """The tile of a grouped gradient [rows, columns] of an expert's adapter, by blocks of so many pairs.
-
-    One of both sizes is a rank. `itemsize` is that of the activations. Not timed on a GPU yet.
-    """
-    n, wide = (min(max(1 << (size - 1).bit_length(), 16), 64) for size in (rows, columns))
-    return WeightGradientTile(n, wide, 4, 2 if itemsize == 2 and pairs < 128 else 1)
 
 
 @dataclass(frozen=True)
@@ -618,26 +585,19 @@ def multiply(
     )  # fmt: skip
 
 
-def input_gradient(
-    operands: GroupedOperands,
-    grad: Tensor,
-    groups: Groups,
-    out: Tensor,
-    add: bool = False,
-    tile: GradientTile | None = None,
-) -> None:
+def input_gradient(operands: GroupedOperands, grad: Tensor, groups: Groups, out: Tensor, add: bool = False) -> None:
     """Write the gradient of each pair's input to out [pairs, columns], or with `add` add it.
 
     `grad` is that of its output, [T, rows] or [pairs, rows]. Dtypes are as in `multiply`.
     """
-    packed = isinstance(operands.weights, Words)
-    tile = tile or gradient_tile_for(groups.size, grad.element_size())
     (codes, scales, factors), all_rows, decode = operands.arguments()
-    columns = BLOCK_COLUMNS if packed else DENSE_COLUMNS.value
+    columns = BLOCK_COLUMNS if isinstance(operands.weights, Words) else DENSE_COLUMNS.value
+    # Sums and operands in float32 of 128 pairs take more registers than four warps have.
+    warps, stages = (4, 3) if grad.element_size() == 2 else (max(4, groups.size // 16), 1)
     grouped_input_gradient[(len(groups.experts), triton.cdiv(operands.columns, columns))](
         codes, scales, grad, groups.pairs, groups.experts, factors, out, groups.count, _pairs_a_row(grad, groups),
-        operands.rows, all_rows, operands.columns, **decode, ADD=add, N=tile.n, M=groups.size, COLUMNS=columns,
-        STAGES=tile.stages, num_warps=tile.warps, **dependent(grad.device),
+        operands.rows, all_rows, operands.columns, **decode, ADD=add, N=_GRADIENT_ROWS, M=groups.size, COLUMNS=columns,
+        STAGES=stages, num_warps=warps, **dependent(grad.device),
     )  # fmt: skip
 
 
@@ -661,11 +621,12 @@ def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int)
     # Blocks without pairs come last.
     owners = groups.experts.where(groups.experts >= 0, experts)
     starts = torch.searchsorted(owners, torch.arange(experts + 1, dtype=torch.int32, device=x.device)).int()
-    tile = weight_gradient_tile_for(rows, columns, groups.size, x.element_size())
-    grouped_weight_gradient[(experts, triton.cdiv(rows, tile.n), triton.cdiv(columns, tile.columns))](
+    # The part of a gradient that a program sums; one of both sizes is a rank. Not timed on a GPU yet.
+    n, wide = (min(max(triton.next_power_of_2(size), 16), 64) for size in (rows, columns))
+    grouped_weight_gradient[(experts, triton.cdiv(rows, n), triton.cdiv(columns, wide))](
         grad, x, groups.pairs, starts, out, groups.count, _pairs_a_row(x, groups), rows, columns, SIZE=groups.size,
-        N=tile.n, M=max(groups.size, 16), COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
-        **dependent(x.device),
+        N=n, M=max(groups.size, 16), COLUMNS=wide, STAGES=2 if x.element_size() == 2 and groups.size < 128 else 1,
+        num_warps=4, **dependent(x.device),
     )  # fmt: skip
     return out
 

@@ -18,7 +18,7 @@ from qerl.kernels.triton.launch import begin, dependent
 # The argmax of logits plus Gumbel noise has the softmax distribution, so one pass over the logits is enough. A program
 # reads CHUNK logits of one row. A second launch combines the chunks and advances the sequence.
 
-#: Less than any logit, but finite, so that the difference of two isn't NaN.
+#: Less than any logit, but finite, so that the difference of two isn't NaN and a first tile is no special case.
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -168,8 +168,6 @@ def draw(
 
 #: Columns that a program has in registers at a time.
 _LOGITS_BLOCK = 4096
-
-#: Less than any logit, but finite, so that the difference of two isn't NaN and the first tile is no special case.
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from qerl.bench.timing import Engine, Point, enough_runs, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.host.gpus import Seconds
-from qerl.jobs import PointJob, PointPart
+from qerl.jobs import PointJob
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.results import speeds
@@ -25,7 +25,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding
 from tests.families import FAMILIES
-from tests.jobs import do
+from tests.jobs import measured, part_of
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
 NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance"}
@@ -34,12 +34,6 @@ POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_byt
 #: Weights of q and o, k and v, gate, up and down in both blocks.
 PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    """A commit for stamps."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +65,8 @@ def clock(monkeypatch):
 
 
 def measure(out, sequences, engine="native", weights="nvfp4", **changes):
-    """Do a job on the tiny shape."""
-    work = Decoding(engine=engine, weights=weights, **SETTINGS | changes)
-    part = PointPart(file=out.name, work=work, points=sequences, settings=None)
-    do(PointJob(parts=[part], out=out.parent))
+    """The result of a job on the tiny shape."""
+    return measured(out, Decoding(engine=engine, weights=weights, **SETTINGS | changes), sequences)
 
 
 def read(out):
@@ -104,9 +96,7 @@ def assert_job(result, engine, weights, sequences):
     ],
 )
 def test_a_job_of_an_engine(tmp_path, engine, weights, sampler):
-    out = tmp_path / "out.json"
-    measure(out, [2], engine, weights)
-    result = read(out)
+    result = measure(tmp_path / "out.json", [2], engine, weights)
     assert set(result) == NAMES | ({"sync_seconds"} if engine == "native" else set())
     assert_job(result, engine, weights, [2])
     assert len(result.get("sync_seconds", [])) == (20 if engine == "native" else 0)
@@ -118,9 +108,10 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
     monkeypatch.setattr(speeds, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
-    for file, packed in zip(files, (False, True), strict=True):
+    dense, packed = (
         measure(file, [2], size="hybrid", pack_delta_nets=packed)
-    dense, packed = map(read, files)
+        for file, packed in zip(files, (False, True), strict=True)
+    )
     numbers = 64 * (96 + 64) + 64 * 64
     saved = dense["points"][0]["weight_bytes"] - packed["points"][0]["weight_bytes"]
     assert saved == pytest.approx(numbers * (2 - 4.5 / 8), rel=0.01)
@@ -137,9 +128,7 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
     monkeypatch.setattr(native, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
     asked = [(4, 4), (0, 4), (8, 4), (8, 6)]
     works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
-    parts = [
-        PointPart(file=f"{work.rank}-{work.prompt}.json", work=work, points=[1, 2], settings=None) for work in works
-    ]
+    parts = [part_of(tmp_path / f"{work.rank}-{work.prompt}.json", work, [1, 2]) for work in works]
     native.measure_points(PointJob(parts=parts[:2], out=tmp_path))
     assert [rank for _, rank, _ in made] == [0]
     first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
@@ -199,8 +188,7 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
             raise RuntimeError("lower max_tokens") from error
 
     monkeypatch.setattr(native, "engine_of", scarce)
-    measure(out, [3, 2, 1])
-    last, *failed = read(out)["points"]
+    last, *failed = measure(out, [3, 2, 1])["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
         (2, "out of memory", []),
         (3, "out of memory", []),
@@ -259,8 +247,7 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
-    measure(tmp_path / "out.json", [1], "vllm")
-    [point] = read(tmp_path / "out.json")["points"]
+    [point] = measure(tmp_path / "out.json", [1], "vllm")["points"]
     assert point["status"] == "out of memory"
 
 

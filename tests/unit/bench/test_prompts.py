@@ -1,6 +1,5 @@
 """The measurement of prompts on a tiny shape, its file and its table."""
 
-import json
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,21 +8,19 @@ import torch
 
 from qerl.bench import native
 from qerl.host.gpus import Seconds
-from qerl.jobs import PointJob, PointPart, ShapesJob
+from qerl.jobs import ShapesJob
 from qerl.report.speed_tables import write_shapes
 from qerl.results.speeds import PromptsResult
 from qerl.results.store import read
 from qerl.settings.workloads import Prompting
-from tests.jobs import do
+from tests.jobs import measured
 
 POINTS = [(1, 8), (2, 4)]
 
 
 def measure(out: Path, **changes) -> dict:
-    """Do a job on the tiny shape."""
-    work = Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes)
-    do(PointJob(parts=[PointPart(file=out.name, work=work, points=POINTS, settings=None)], out=out.parent))
-    return json.loads(out.read_text())
+    """The result of a job on the tiny shape."""
+    return measured(out, Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes), POINTS)
 
 
 @pytest.fixture
@@ -42,7 +39,6 @@ def calls(monkeypatch):
         yield taken
         taken.value = 1e-3 * sum(map(len, calls[-1][0]))
 
-    monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.setattr(native, "EngineSampler", Sampler)
     monkeypatch.setattr(native, "seconds", seconds)
     return calls

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from qerl.bench import native
 from qerl.bench.workloads import Lengths, MixEngine, measure, traces
-from qerl.jobs import PointJob, PointPart
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
@@ -19,15 +18,10 @@ from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Mix
-from tests.jobs import do
+from tests.jobs import measured
 
 WORK = {"engine": "native", "size": "tiny", "weights": "bf16", "rank": 4, "prompts": 3, "group_size": 2}
 WORK |= {"prompt": (4, 9), "median": 6, "sigma": 0.8, "tokens": 16, "sequences": 4, "repeats": 2}
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
 
 
 def mix(**changes) -> Mix:
@@ -68,21 +62,9 @@ def test_other_lengths_are_not_timed_and_an_engine_without_memory_is_a_result(tm
     assert (stored.status, stored.runs) == ("out of memory", ())
 
 
-def measured(tmp_path, **changes) -> RolloutMixResult:
-    out = tmp_path / "out.json"
-    part = PointPart(file=out.name, work=mix(**changes), points=[None], settings=None)
-    do(PointJob(parts=[part], out=tmp_path))
-    assert json.loads(out.read_text())["bench"] == "rollout_mix"
-    return read(RolloutMixResult, out)
-
-
-def test_the_native_sampler_draws_the_lengths(tmp_path):
-    result = measured(tmp_path, weights="nvfp4")
-    workload = Lengths.of(mix())
-    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
-    assert result.drawn == sum(map(sum, workload.completion_tokens))
-    assert len(result.runs) == WORK["repeats"]
-    assert min(run.seconds for run in result.runs) > 0
+def rollouts(tmp_path, **changes) -> RolloutMixResult:
+    assert measured(tmp_path / "out.json", mix(**changes))["bench"] == "rollout_mix"
+    return read(RolloutMixResult, tmp_path / "out.json")
 
 
 def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
@@ -90,7 +72,9 @@ def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
     monkeypatch.setattr(
         native, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
     )
-    result = measured(tmp_path)
+    result, workload = rollouts(tmp_path, weights="nvfp4"), Lengths.of(mix())
+    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
+    assert len(result.runs) == WORK["repeats"]
     for run in result.runs:
         steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
         assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
@@ -127,7 +111,7 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(EagerSampler, "generate", kept)
-    result = measured(tmp_path, trace=TRACE, prompts=4, group_size=2, tokens=64)
+    result = rollouts(tmp_path, trace=TRACE, prompts=4, group_size=2, tokens=64)
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:4]]
     assert len(drawn) == 3
     for groups in drawn:
