@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qerl.version import VERSION as __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from qerl.api import Evaluation, Run, evaluate, export, export_merged, load, publish, quantize, sample, train

@@ -1,11 +1,11 @@
 """The entry point: `qerl`, or `python -m qerl`."""
 
-from qerl.host.process import interruptible, within_memory
+from qerl.host.process import interruptible
 
 
 def main() -> None:
     """Import the command line, which takes a second, and call it; Ctrl-C may come in either."""
-    with interruptible(), within_memory():
+    with interruptible():
         from qerl.cli.commands import app, error_sentences
 
         with error_sentences():

@@ -48,21 +48,7 @@ from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory, own_lock
 from qerl.host.provenance import check_writable, make_folder, write_text, writing
 from qerl.jobs import QuantizeJob
-from qerl.results.paths import (
-    CHECKPOINT,
-    DATA,
-    DATASET,
-    LOG,
-    MERGED,
-    METRICS,
-    OUTCOMES,
-    POLICY,
-    REPORT,
-    RESULT,
-    RUN,
-    SAMPLES,
-    WORK,
-)
+from qerl.results import paths
 from qerl.results.schema import (
     Dose,
     MergedExport,
@@ -73,36 +59,14 @@ from qerl.results.schema import (
     SampleRow,
 )
 from qerl.results.store import read, read_rows, write
-from qerl.settings.base import (
-    ConfigError,
-    PathLike,
-    check_count,
-    check_seed,
-    check_unicode,
-    parse,
-    path_argument,
-)
+from qerl.settings.base import SEEDS, ConfigError, PathLike, check_count, check_unicode, parse, path_argument
 from qerl.settings.data import AnswerForm, DatasetSettings, Split
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import Base, MergedFormat, PackedFormat
+from qerl.settings.models import FORMATS, Base, MergedFormat, PackedFormat
 from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
+from qerl.workflow import run_folder
 from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint
-from qerl.workflow.run_folder import (
-    Dtype,
-    Run,
-    base_stage,
-    check_finished,
-    check_inputs,
-    check_same,
-    checked_source,
-    data_stage,
-    load,
-    read_run,
-    train_stage,
-    without_objects,
-    write_settings,
-)
+from qerl.workflow.run_folder import Dtype, Run, check_finished, load
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +98,7 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
     base = Base(name, weights, packed_nets=pack_delta_nets)
 
     def fill(folder: Path) -> None:
-        make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / REPORT, out=folder))
+        make_checkpoint(QuantizeJob(base=base, source=source, data=None, report=folder / paths.REPORT, out=folder))
 
     make_folder(target, fill)
     return target
@@ -154,34 +118,34 @@ def train(
     With `log_to_file`, all that the process and its libraries print goes to log.txt in the run's folder. The screen
     shows progress and the project's own lines.
     """
-    values, records = without_objects(run, out)
-    settings = read_run(values, out)
+    values, records = run_folder.without_objects(run, out)
+    settings = run_folder.read_run(values, out)
     result = Run(settings.out)
-    check_same(settings)
+    run_folder.check_same(settings)
     if result.finished:
         records.write(replace=False)
-        check_inputs(result.settings)
+        run_folder.check_inputs(result.settings)
         log.info("%s is finished: nothing to do", result.folder)
         return result
     check_writable(result.folder)
-    with quiet(result.folder / LOG) if log_to_file else nullcontext(), writing(result.folder):
-        source = checked_source(settings)
+    with quiet(result.folder / paths.LOG) if log_to_file else nullcontext(), writing(result.folder):
+        source = run_folder.checked_source(settings)
         if settings.joins_free_memory:
             join_free_memory()
         from qerl.rl.train import train_run
         from qerl.workflow.preflight import check_runs
 
-        with alone(result.folder / WORK, own_lock(settings.nodes)):
+        with alone(result.folder / paths.WORK, own_lock(settings.nodes)):
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-            with FileLock(result.folder / WORK / "parts"):
+            with FileLock(result.folder / paths.WORK / "parts"):
                 # Before its parts the folder has the records and settings that tell whose they are.
                 records.write()
-                write_settings(settings)
-                data_stage(settings).make(prepare_data)
+                run_folder.write_settings(settings)
+                run_folder.data_stage(settings).make(prepare_data)
                 # Before the base, whose quantization may take an hour.
                 check_runs(source, [(result.data, settings.rollout)])
-                base_stage(settings, source).make(make_checkpoint)
-                training = train_stage(settings)
+                run_folder.base_stage(settings, source).make(make_checkpoint)
+                training = run_folder.train_stage(settings)
                 # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
                 training.write_inputs()
             train_run(training.job)
@@ -201,14 +165,15 @@ def sample(
     seed: int = 0,
     instruction: str | None = None,
     date: datetime.date | None = None,
+    dtype: Dtype | None = None,
     **sampling: float,
 ) -> list[list[Drawn]]:
     """Draw `count` completions of each prompt; each has `text`, `tokens` (how many) and `finished`.
 
-    `policy` is what `load` returns, or the model or run that `load` takes. A prompt becomes a user's message, with
-    `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default today's). The
-    defaults of both are those of the run, if `policy` is the folder of one. In `text`, thinking stands between
-    `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
+    `policy` is what `load` returns, or the model or run that `load` takes, with `dtype`. A prompt becomes a user's
+    message, with `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default
+    today's). The defaults of both are those of the run, if `policy` is the folder of one. In `text`, thinking is
+    between `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
     `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings, such as chats.
     """
     from qerl.data.prompts import prompt_ids
@@ -226,13 +191,13 @@ def sample(
     check_unicode(instruction or "", "instruction")
     check_count(count, "count")
     settings = parse(SamplingSettings, sampling, "sampling")
-    check_seed(seed)
+    check_count(seed, "seed", 0, SEEDS)
     added = "" if instruction is None else instruction
     if isinstance(policy, (str, Path)):
         form = form_of(policy)
         added = form.get("instruction", "") if instruction is None else added
         date = date or form.get("date")
-        policy = load(policy)
+        policy = load(policy, dtype)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
     ids = [prompt_ids(policy.tokenizer, prompt, added, date) for prompt in texts]
@@ -249,7 +214,7 @@ def form_of(model: PathLike) -> dict[str, Any]:
         return {}
     run = Run(Path(model))
     form = run.settings.dataset.form
-    return {**form, "date": read_meta(run.data).date} if (run.data / DATASET).is_file() else form
+    return {**form, "date": read_meta(run.data).date} if (run.data / paths.DATASET).is_file() else form
 
 
 def _check_policy(policy: Any) -> None:
@@ -268,7 +233,7 @@ class Evaluation:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """The harness and its version, accuracy, accuracy of each repeat, tokens, share of truncated completions."""
-        [score] = read(OwnEvaluationResult, self.folder / RESULT).tasks.values()
+        [score] = read(OwnEvaluationResult, self.folder / paths.RESULT).tasks.values()
         return score.content()
 
     @cached_property
@@ -276,7 +241,7 @@ class Evaluation:
         """One row per completion: problem, repeat, prompt, completion, extracted, gold, correct, tokens, finished."""
         import pandas as pd
 
-        return pd.DataFrame([row.content() for row in read_rows(SampleRow, self.folder / SAMPLES)])
+        return pd.DataFrame([row.content() for row in read_rows(SampleRow, self.folder / paths.SAMPLES)])
 
     @property
     def accuracy(self) -> Interval:
@@ -300,11 +265,12 @@ def evaluate(
     thinking: Sequence[str] | None = None,
     date: datetime.date | None = None,
     task: StockTask | TaskSettings | None = None,
+    dtype: Dtype | None = None,
     **sampling: float,
 ) -> Evaluation:
     """Score a policy by the harness of the record format: lm-eval (gsm8k), lighteval (math, aime) or the own grader.
 
-    `policy` is what `sample` takes.
+    `policy` and `dtype` are what `sample` takes.
 
     `task` names a stock task of the harness, with its prompt, gold answer and metric. As `TaskSettings`, it may also
     set `fewshot`, `chat`, sampling and repeats, which win; its data set is ignored.
@@ -338,12 +304,12 @@ def evaluate(
     check_evaluation(problems, folder, task)
     if isinstance(policy, (str, Path)):
         form = form if task and task.task else {**form_of(policy), **form}
-        policy = load(policy)
+        policy = load(policy, dtype)
     with writing(folder):
         data = _problem_folder(problems, form, folder)
-    dtype = str(policy.lm.dtype).removeprefix("torch.")
+    computed = str(policy.lm.dtype).removeprefix("torch.")
     scored = task.model_dump() if task else {"harness": harness_of(read_meta(data).format)}
-    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, dtype, sampling)
+    settings = _evaluation_settings({**scored, "dataset": _TASK}, repeats, seed, computed, sampling)
     row: dict[str, Any] = {"eval": folder.name, "model": policy.tokenizer.name_or_path}
     row |= {"adapter": policy.peft is not None, "settings": settings.model_dump(mode="json")}
     with writing(folder):
@@ -396,13 +362,13 @@ def check_evaluation(problems: Problems, out: PathLike, task: TaskSettings | Non
     if problems is None:
         raise ConfigError("nothing to evaluate on: `problems` must be records, or a file or folder of them")
     folder = path_argument(out, "out")
-    if (folder / RESULT).exists():
+    if (folder / paths.RESULT).exists():
         raise ConfigError(f"{folder} holds an evaluation already; give another folder as `out`")
     # Files of a killed evaluation.
-    leftovers = {DATA, RECORDS, f".{DATA}.partial", SAMPLES, OUTCOMES, f"{RESULT}.partial"}
-    others = {file.name for file in folder.iterdir()} - leftovers if folder.is_dir() else set()
-    data = folder / DATA
-    if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / DATASET).is_file()):
+    written = {paths.DATA, f".{paths.DATA}.partial", paths.SAMPLES, paths.OUTCOMES, f"{paths.RESULT}.partial"}
+    others = {file.name for file in folder.iterdir()} - written - {RECORDS} if folder.is_dir() else set()
+    data = folder / paths.DATA
+    if others or (folder.exists() and not folder.is_dir()) or (data.exists() and not (data / paths.DATASET).is_file()):
         raise ConfigError(f"{folder} exists and is not the folder of an evaluation; give a new folder as `out`")
     check_writable(folder)
     asks_all = isinstance(problems, (str, Path)) and Path(problems).is_file()
@@ -448,7 +414,7 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
     # All records of a list are asked, as those of a file.
     as_file = records.files and not isinstance(problems, Mapping)
     source: Any = records.values["origin"]["path"] if as_file else records.values
-    if isinstance(source, (str, Path)) and (Path(source) / DATASET).is_file():
+    if isinstance(source, (str, Path)) and (Path(source) / paths.DATASET).is_file():
         return Path(source)
     if isinstance(source, DatasetSettings):
         settings = source
@@ -458,9 +424,9 @@ def _problem_folder(problems: Problems, form: Mapping[str, Any], out: Path) -> P
         all_of_it = {} if Path(source).is_dir() else {"validation_fraction": 0, "test_fraction": 1}
         values = {**local_dataset(Path(source), **all_of_it), **form}
         settings = parse(DatasetSettings, values, "problems")
-    shutil.rmtree(out / DATA, ignore_errors=True)
-    make_folder(out / DATA, lambda folder: prepare(settings, folder))
-    return out / DATA
+    shutil.rmtree(out / paths.DATA, ignore_errors=True)
+    make_folder(out / paths.DATA, lambda folder: prepare(settings, folder))
+    return out / paths.DATA
 
 
 # Exports of finished runs: a base with an adapter for stock vLLM, or one checkpoint with its measured loss.
@@ -511,7 +477,7 @@ def export_merged(
         others = ", ".join(name for name in ("validation", "test") if rows[name])  # type: ignore[index]
         raise ConfigError(f"{trained.data} has no {split} problems to measure on; give another split ({others})")
     make_folder(target, lambda folder: _write_merged(trained, folder, weights, split, problems))
-    return read(MergedExport, target / MERGED)
+    return read(MergedExport, target / paths.MERGED)
 
 
 def _with_adapter(run: PathLike) -> Run:
@@ -543,7 +509,7 @@ def _write_merged(run: Run, folder: Path, weights: MergedFormat, split: Split, p
         loss=merge_loss(*policies, run.data, settings, problems),
         provenance=Provenance.of_now(),
     )
-    write(folder / MERGED, result)
+    write(folder / paths.MERGED, result)
     write_text(folder / CARD, merged_card(facts_of(run), result, folder.name))
 
 
@@ -592,16 +558,16 @@ def facts_of(run: Run, evaluations: Sequence[Path] = (), hub: HfApi | None = Non
     """
     from qerl.publishing import BaseModel, RunFacts, license_of
 
-    as_it_is = not (run.checkpoint / REPORT).exists()
+    as_it_is = not (run.checkpoint / paths.REPORT).exists()
     if named := HUB_MODEL.fullmatch(run.settings.model):
         base = BaseModel(named["repo"], True, named["revision"], as_it_is, license_of(named["repo"], hub))
     else:  # run.yaml has the absolute path of a folder
         folder = Path(run.settings.model)
         base = BaseModel(folder.name, False, None, as_it_is, license_of(folder, hub))
     return RunFacts(
-        run=read(RunResult, run.folder / RUN),
+        run=read(RunResult, run.folder / paths.RUN),
         base=base,
-        data=read(PreparedDataset, run.data / DATASET),
+        data=read(PreparedDataset, run.data / paths.DATASET),
         stock=stock_loading(run.checkpoint),
         scores=[*_scores(run, evaluations)],
     )
@@ -611,23 +577,23 @@ def _scores(run: Run, evaluations: Sequence[Path]) -> Iterator[RunScore]:
     """The scores of the run's policy and of its base in folders of evaluations."""
     from qerl.publishing import RunScore, data_name
 
-    for folder in evaluations or sorted(file.parent for file in run.folder.glob(f"*/{RESULT}")):
-        result = read(OwnEvaluationResult, folder / RESULT)
+    for folder in evaluations or sorted(file.parent for file in run.folder.glob(f"*/{paths.RESULT}")):
+        result = read(OwnEvaluationResult, folder / paths.RESULT)
         name, part = run.folder.resolve().name, Path(result.model).name
-        if Path(result.model).parts[-2:] not in ((name, CHECKPOINT), (name, POLICY)):
+        if Path(result.model).parts[-2:] not in ((name, paths.CHECKPOINT), (name, paths.POLICY)):
             if evaluations:
                 raise ConfigError(
                     f"{folder} evaluates {result.model}, which is not {run.folder}; give its own evaluations"
                 )
             continue
-        is_trained = result.adapter or part == POLICY
+        is_trained = result.adapter or part == paths.POLICY
         evaluation = Evaluation(folder)
         # Its data set is its own, or the run's if just the test problems of that have answers.
         data = None
-        if (folder / DATA / DATASET).is_file():
-            data = read(PreparedDataset, folder / DATA / DATASET)
+        if (folder / paths.DATA / paths.DATASET).is_file():
+            data = read(PreparedDataset, folder / paths.DATA / paths.DATASET)
         elif set(evaluation.samples["problem"]) == {problem.id for problem in read_split(run.data, "test")}:
-            data = read(PreparedDataset, run.data / DATASET)
+            data = read(PreparedDataset, run.data / paths.DATASET)
         label = data_name(data) if data else result.eval
         for score in result.tasks.values():
             yield RunScore(label, is_trained, score, evaluation.accuracy, data, result.provenance)
@@ -640,7 +606,7 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
 
     texts = {CARD: run_card(facts, repo)}
     if run.settings.method == "full":
-        for file in model_files(run.folder, run.adapter, ours=(CARD, METRICS)):  # which are written here
+        for file in model_files(run.folder, run.adapter, ours=(CARD, paths.METRICS)):  # which are written here
             os.symlink(file, folder / file.name)
     else:
         os.symlink(own_file(run.folder, run.adapter / ADAPTER), folder / ADAPTER)
@@ -648,7 +614,7 @@ def _stage(run: Run, facts: RunFacts, repo: str, folder: Path) -> None:
         config = json.loads(own_file(run.folder, run.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         config |= {"base_model_name_or_path": facts.base.name, "revision": facts.base.revision}
         texts[ADAPTER_CONFIG] = json.dumps(config, indent=2) + "\n"
-    shutil.copyfile(own_file(run.folder, run.folder / METRICS), folder / METRICS)
+    shutil.copyfile(own_file(run.folder, run.folder / paths.METRICS), folder / paths.METRICS)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -666,27 +632,3 @@ def _notes(facts: RunFacts) -> list[str]:
         "no evaluation of this run was found, so the card has no scores; name one with --evaluation": not facts.scores,
     }
     return [note for note, holds in notes.items() if holds]
-
-
-__all__ = [
-    "LOSS_PROBLEMS",
-    "Dtype",
-    "Evaluation",
-    "MergedFormat",
-    "PackedFormat",
-    "PathLike",
-    "Problems",
-    "Run",
-    "Split",
-    "check_evaluation",
-    "evaluate",
-    "export",
-    "export_merged",
-    "form_of",
-    "load",
-    "publish",
-    "quantize",
-    "sample",
-    "stock_task",
-    "train",
-]

@@ -20,12 +20,13 @@ from transformers import PreTrainedConfig
 from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
 from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
-from qerl.host.gpus import Gpu, too_old, unsupported_accelerator, visible_gpus
-from qerl.host.imports import extras, installed_version, requirements
-from qerl.host.provenance import cache_folder
+from qerl.host.gpus import too_old, unsupported_accelerator
+from qerl.host.imports import extras, requirements
+from qerl.host.lease import Gpu, devices
+from qerl.host.provenance import cache_folder, installed_version
 from qerl.kernels.operations import operations_name
 from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
-from qerl.models.expert_adapters import refused_expert_adapters
+from qerl.models.adapter_files import refused_expert_adapters
 from qerl.models.linear import BitsandbytesLinear, PortableLinear, TorchLinear, W4Linear, product_class
 from qerl.models.loading import checkpoint_structure, config_of, has_packed_delta_nets
 from qerl.models.policy import DTYPES, refused_train_norms
@@ -38,7 +39,7 @@ from qerl.rollout.sampler import refused_by_engine, refused_by_vllm, refused_fp8
 from qerl.settings.run import RunSettings
 from qerl.workflow.bases import HUB_MODEL
 
-#: The memory of common GPUs in gigabytes (10^9 bytes), of which `smallest_gpu` names one.
+#: The memory of common GPUs in gigabytes (10^9 bytes).
 COMMON_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
 _SAMPLERS = {EngineSampler: "engine with CUDA graphs", EagerSampler: "eager sampler, for small models"}
 #: The products of the eager sampler on a GPU.
@@ -71,6 +72,12 @@ class Library:
     installed: str | None
     extra: str
     """The extra that requires it; none for the package itself."""
+
+    def __str__(self) -> str:
+        name = "the package" if not self.extra else f"the extra `{self.extra}`"
+        have = "isn't installed" if self.installed is None else f"is {self.installed}"
+        package = f"qerl[{self.extra}]" if self.extra else "qerl"
+        return f"{self.library} {have}, and {name} needs {self.wanted or 'it'}; install {package} again"
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
     linears = shape.linears
     parts = [part for part in (linears[:3], linears[3:4], linears[4:6], linears[6:]) if part]
     packed_nets = shape.nets is not None and shape.nets.packed
-    parts += [shape.packable_of_net[:2], shape.packable_of_net[2:]] if packed_nets else []
+    parts += [shape.net_linears[:2], shape.net_linears[2:3]] if packed_nets else []
     attention = shape.attention_format(weights)
     kinds = {product_class(capability, attention, part, dtype) for part in parts}
     plain = "dense" if attention == "bf16" else "weights unpacked in each product"
@@ -210,12 +217,6 @@ def _products(capability: tuple[int, int] | None, shape: ModelShape, weights: st
         narrow = "narrow " if packed_nets else ""
         names.append(f"{narrow}dense layers of delta nets ({TorchLinear.__name__})")
     return f"{weights}: " + " and ".join(names)
-
-
-def smallest_gpu(shape: ModelShape, settings: StepSettings) -> int | None:
-    """The gigabytes of the smallest common GPU in which a step fits, or None."""
-    fitting = (size for size in COMMON_GB if step_memory(shape, settings, size * 1e9).verdict == "fits")
-    return next(fitting, None)
 
 
 def unfit_libraries(extra: str = "") -> list[Library]:
@@ -247,15 +248,15 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
 
     `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
     """
-    gpus = visible_gpus()
+    gpus = [*devices().values()]
     served = model or _of_size(_TYPICAL, RunSettings.model_fields["weights"].default)
-    devices = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
+    servings = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
     needed = ["", *(["gpu"] if gpus else [])]
     unfit = [library for extra in needed for library in unfit_libraries(extra)]
     optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
-    problems = [_text(library) for library in unfit]
-    notes = [device.unsupported for device in devices if device.unsupported]
-    if gpus and len(notes) == len(devices):
+    problems = [*map(str, unfit)]
+    notes = [one.unsupported for one in servings if one.unsupported]
+    if gpus and len(notes) == len(servings):
         problems, notes = [*problems, *notes], []
     notes += model.differences if model else ()
     if not gpus and (reason := unsupported_accelerator()):
@@ -271,65 +272,47 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
         notes.append(refusal)
     elif find_spec("vllm") is None:
         notes.append("vLLM isn't installed, which only engine=vllm needs (README, One GPU)")
-    if model and (refusal := refused_train_norms(structure_of(model.config))):
+    if model and (refusal := refused_train_norms(structure_of(served.config))):
         notes.append(f"{refusal}, and leave noise.schedule off")
     if settings and settings.kv_cache_dtype == "fp8":
         problems += [f"{gpu.name}: {refusal}" for gpu in gpus if (refusal := refused_fp8_cache(gpu.capability))]
     if model and settings and settings.experts and (refusal := refused_expert_adapters(model.config.model_type)):
         problems.append(f"{refusal}; leave --experts out")
-    memory = None
-    if model and (reason := _unpredicted(model)):
-        notes.append(f"the memory isn't predicted, because {reason}")
+    memory, structure = None, structure_of(served.config)
+    if model and model.shape.block_weights != structure.block_weights:
+        notes.append("the memory isn't predicted, because the model's blocks have other layers than known shapes")
+    elif model and not structure.takes_packed_rows:
+        notes.append("the memory isn't predicted, because updates of this model compute padded batches")
     elif model and settings:
         capacity = memory_gb * 1e9 if memory_gb else max((gpu.total for gpu in gpus), default=0)
         memory, sentences = _memory(model, settings, capacity)
         tight = bool(capacity) and memory is not None and memory.verdict == "tight"
         (notes if tight else problems).extend(sentences)
-    return Diagnosis(devices, memory, [*unfit, *optional], places(), problems, notes)
-
-
-def _text(library: Library) -> str:
-    name = "the package" if not library.extra else f"the extra `{library.extra}`"
-    have = "isn't installed" if library.installed is None else f"is {library.installed}"
-    package = f"qerl[{library.extra}]" if library.extra else "qerl"
-    return f"{library.library} {have}, and {name} needs {library.wanted or 'it'}; install {package} again"
-
-
-def _unpredicted(model: Candidate) -> str | None:
-    """Why the formulas of memory don't hold for a model; None if they do."""
-    structure = structure_of(model.config)
-    if model.shape.block_weights != structure.block_weights:
-        return "the model's blocks have other layers than those of known shapes"
-    return None if structure.takes_packed_rows else "updates of this model compute padded batches"
+    return Diagnosis(servings, memory, [*unfit, *optional], places(), problems, notes)
 
 
 def _memory(model: Candidate, settings: StepSettings, capacity: float) -> tuple[PredictedMemory | None, list[str]]:
-    """The memory of a step, and sentences on what doesn't fit or is tight."""
+    """The memory of a step, and sentences on what doesn't fit or is tight, with what makes it fit."""
     if not capacity:
-        size = smallest_gpu(model.shape, settings)
-        on = f"a GPU of {size} GB" if size else f"more than the {COMMON_GB[-1]} GB of the largest common GPU"
-        memory = step_memory(model.shape, settings, size * 1e9) if size else None
-        return memory, [f"this machine has no GPU; the step needs {on} (--memory-gb asks about another)"]
+        sizes = (step_memory(model.shape, settings, size * 1e9) for size in COMMON_GB)
+        smallest = next((memory for memory in sizes if memory.verdict == "fits"), None)
+        largest = f"more than the {COMMON_GB[-1]} GB of the largest common GPU"
+        on = f"a GPU of {smallest.capacity / 1e9:.0f} GB" if smallest else largest
+        return smallest, [f"this machine has no GPU; the step needs {on} (--memory-gb asks about another)"]
     memory = step_memory(model.shape, settings, capacity)
     if memory.verdict == "fits":
         return memory, []
+    lower = "lower --prompts, --max-tokens or --rank, or take a smaller model"
+    if slower := that_fit(model.shape, settings, capacity):
+        cache = "" if slower.kv_cache_gib is None else f" --kv-cache-gib {slower.kv_cache_gib:g}"
+        sleep = " --sleep" if slower.sleep else ""
+        lower = f"it fits, at a lower speed, with --micro-batch-tokens {slower.micro_batch_tokens}{cache}{sleep}"
     needs, has = (memory.least + CONTEXT) / 1e9, capacity / 1e9
-    lower = _lower(model.shape, settings, capacity)
     if memory.verdict == "tight":
         return memory, [
             f"tight: the step needs {needs:.1f} of {has:.1f} GB, and fragmentation may take the rest; {lower}"
         ]
     return memory, [f"the step needs {needs:.1f} GB, and the GPU has {has:.1f}; {lower}"]
-
-
-def _lower(shape: ModelShape, settings: StepSettings, capacity: float) -> str:
-    """What makes a step fit."""
-    slower = that_fit(shape, settings, capacity)
-    if slower is None:
-        return "lower --prompts, --max-tokens or --rank, or take a smaller model"
-    cache = "" if slower.kv_cache_gib is None else f" --kv-cache-gib {slower.kv_cache_gib:g}"
-    sleep = " --sleep" if slower.sleep else ""
-    return f"it fits, at a lower speed, with --micro-batch-tokens {slower.micro_batch_tokens}{cache}{sleep}"
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,12 +14,11 @@ from qerl.formats.layouts import BLOCK_COLUMNS
 from qerl.kernels.packed_sequences import SINK_FEATURES
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.logprobs import COLUMNS, ROWS
-from qerl.rl.memory import USABLE, recomputed_blocks
 from qerl.rl.packing import Sample, row_tokens, split
+from qerl.rl.passes import USABLE, recomputed_blocks
 from qerl.rollout.decoder import PROMPT_BUCKETS, bucket_of
-from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS
+from qerl.rollout.engine import FREE_SHARE, PREFILL_TOKENS, pages_for
 from qerl.rollout.sampler import Completion
-from qerl.rollout.scheduler import pages_for
 from qerl.settings.run import KvCacheDtype, NativeSettings, OptimizerSettings, RunSettings
 
 # Bytes per token that a block keeps for its backward pass on a GPU, without adapters.
@@ -32,13 +31,22 @@ def kept_bytes(shape: ModelShape) -> int:
     attention's result and log-sum-exps, and what the MLP keeps. Attention with sinks keeps copies of its inputs and
     its result with more features, those of keys for all heads. Of a hybrid it is a block with a delta net, which
     most blocks have and which keeps more than attention.
+
+    An MLP keeps its input, gate, up and their product. A mixture keeps gate, up and the outputs of a token's experts,
+    with their numbers and weights and the router's probabilities, but not its input. A shared expert is an MLP, whose
+    output and gate are kept, too.
     """
+    mixture, mlp = shape.mixture, HALF * (shape.hidden + 3 * shape.intermediate)
+    if mixture:
+        mlp = HALF * (2 * shape.intermediate + mixture.chosen * shape.hidden)
+        mlp += 4 * mixture.experts + (8 + 4 + 4) * mixture.chosen + 4
+        mlp += HALF * (2 * shape.hidden + 3 * mixture.shared + 1) if mixture.shared else 0
     if shape.nets:
-        return HALF * 3 * shape.hidden + net_kept_bytes(shape.nets) + 2 * 4 + _kept_of_mlp(shape)
+        return HALF * 3 * shape.hidden + net_kept_bytes(shape.nets) + 2 * 4 + mlp
     attention = 3 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width
-    if shape.mixture and shape.mixture.biased:
+    if mixture and mixture.biased:
         attention = 3 * shape.hidden + shape.query_width + 4 * (shape.query_width + shape.heads * SINK_FEATURES)
-    return HALF * attention + 4 * shape.heads + 2 * 4 + _kept_of_mlp(shape)
+    return HALF * attention + 4 * shape.heads + 2 * 4 + mlp
 
 
 def net_kept_bytes(nets: DeltaNets) -> int:
@@ -51,21 +59,6 @@ def net_kept_bytes(nets: DeltaNets) -> int:
     value_head = 12 * nets.key_dim + 24 * nets.value_dim + nets.key_dim * nets.value_dim // 16 + 1054
     key_head = 28 * nets.key_dim + 520
     return nets.value * value_head + nets.key * key_head
-
-
-def _kept_of_mlp(shape: ModelShape) -> int:
-    """Bytes per token that an MLP keeps: its input, gate, up and their product.
-
-    A mixture keeps gate, up and the outputs of a token's experts, with their numbers and weights and the router's
-    probabilities, but not its input. A shared expert is an MLP, whose output and gate are kept, too.
-    """
-    mixture = shape.mixture
-    if mixture is None:
-        return HALF * (shape.hidden + 3 * shape.intermediate)
-    routed = HALF * (2 * shape.intermediate + mixture.chosen * shape.hidden)
-    choice = 4 * mixture.experts + (8 + 4 + 4) * mixture.chosen + 4
-    shared = HALF * (2 * shape.hidden + 3 * mixture.shared + 1) if mixture.shared else 0
-    return routed + choice + shared
 
 
 # The memory model: bytes of a GRPO step on one GPU, by a model's shape, a run's settings and the GPU's memory.
@@ -215,43 +208,34 @@ def that_fit(shape: ModelShape, settings: StepSettings, capacity: float) -> Step
 
     Micro-batches are halved first, then the cache is released before updates, and then it is made smaller.
     """
-    return next((one for one in _slower(shape, settings) if step_memory(shape, one, capacity).verdict == "fits"), None)
-
-
-def _slower(shape: ModelShape, settings: StepSettings) -> Iterator[StepSettings]:
-    """The settings, followed by those with less and less memory and speed."""
     micro, longest = [settings.micro_batch_tokens], settings.prompt_tokens + settings.max_tokens
     while micro[-1] // 2 >= longest:
         micro.append(micro[-1] // 2)
-    smaller = [replace(settings, micro_batch_tokens=tokens) for tokens in micro]
-    yield from smaller
-    yield from (replace(one, sleep=True) for one in smaller)
-    wanted = cache_bytes(shape, settings)[1]
-    for quarters in range(int(4 * wanted / 2**30), 0, -1):
-        yield from (replace(one, sleep=True, kv_cache_gib=quarters / 4) for one in smaller)
+    quarters = range(int(4 * cache_bytes(shape, settings)[1] / 2**30), 0, -1)
+    caches: list[dict[str, Any]] = [{}, {"sleep": True}, *({"sleep": True, "kv_cache_gib": n / 4} for n in quarters)]
+    for cache, tokens in itertools.product(caches, micro):
+        slower = replace(settings, micro_batch_tokens=tokens, **cache)
+        if step_memory(shape, slower, capacity).verdict == "fits":
+            return slower
+    return None
 
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:
-    """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32."""
+    """Bytes of a base on the GPU: projections in `weights`, the rest in bfloat16, the blocks' norms in float32.
+
+    Packed experts have whole blocks of columns, and biases in float32 too; a router and a shared expert's gate are
+    dense.
+    """
     projections = stored_bytes(shape.attention_format(weights), shape.packable) + stored_bytes("bf16", shape.dense)
     embeddings = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden * HALF
-    biases = (shape.query_width + 2 * shape.kv_width) * HALF * shape.biased
-    return shape.layers * (_mixture_bytes(shape, weights) + biases + 2 * shape.hidden * 4) + projections + embeddings
-
-
-def _mixture_bytes(shape: ModelShape, weights: str) -> int:
-    """Bytes of a block's experts, its router and a shared expert's gate.
-
-    Packed experts have whole blocks of columns, and biases in float32 too.
-    """
-    mixture = shape.mixture
-    if mixture is None:
-        return 0
-    block = 1 if weights == "bf16" else BLOCK_COLUMNS
-    linears = [(rows, -(-columns // block) * block) for rows, columns in shape.expert_linears]
-    biases = sum(rows for rows, _ in linears) * (HALF + 4) * mixture.biased
-    gate = HALF * shape.hidden if mixture.shared else 0
-    return mixture.experts * (stored_bytes(weights, linears) + biases + 4 * shape.hidden) + gate
+    block = (shape.query_width + 2 * shape.kv_width) * HALF * shape.biased + 2 * shape.hidden * 4
+    if mixture := shape.mixture:
+        columns_of = 1 if weights == "bf16" else BLOCK_COLUMNS
+        linears = [(rows, -(-columns // columns_of) * columns_of) for rows, columns in shape.expert_linears]
+        biases = sum(rows for rows, _ in linears) * (HALF + 4) * mixture.biased
+        block += mixture.experts * (stored_bytes(weights, linears) + biases + 4 * shape.hidden)
+        block += HALF * shape.hidden if mixture.shared else 0
+    return shape.layers * block + projections + embeddings
 
 
 def _expert_numbers(shape: ModelShape, settings: StepSettings) -> int:
@@ -271,6 +255,14 @@ def _copied_bytes(shape: ModelShape, settings: StepSettings) -> int:
 
 
 def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
+    """Bytes of the two moments of every trained number."""
+
+    def moments(numbers: int) -> int:
+        """Bytes of the moments of a tensor with so many numbers, in 8 bits."""
+        if numbers < _LEAST_IN_8_BITS:
+            return 2 * 4 * numbers
+        return 2 * numbers + 2 * 4 * -(-numbers // _OPTIMIZER_BLOCK) + _OPTIMIZER_TABLES
+
     if settings.optimizer == "adamw":
         return 2 * 4 * (shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings))
     linears = [*shape.packable, *shape.dense]
@@ -279,14 +271,7 @@ def _optimizer_bytes(shape: ModelShape, settings: StepSettings) -> int:
             (shape.mixture.experts * rows, shape.mixture.experts * width) for rows, width in shape.adapted_of_experts
         ]
         linears += stacked * shape.layers
-    return sum(_moments_in_8_bits(settings.rank * width) for linear in linears for width in linear)
-
-
-def _moments_in_8_bits(numbers: int) -> int:
-    """Bytes of the two moments of a tensor with so many numbers."""
-    if numbers < _LEAST_IN_8_BITS:
-        return 2 * 4 * numbers
-    return 2 * numbers + 2 * 4 * -(-numbers // _OPTIMIZER_BLOCK) + _OPTIMIZER_TABLES
+    return sum(moments(settings.rank * width) for linear in linears for width in linear)
 
 
 def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
@@ -297,8 +282,7 @@ def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
     state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.prompts * settings.group
     dim, dtype = shape.query_width // shape.heads, FP8 if settings.kv_cache_dtype == "fp8" else torch.bfloat16
     page = shape.attentions * page_bytes(shape.kv_width // dim, dim, dtype)
-    longest = [[0] * settings.prompt_tokens]
-    alone, wanted = pages_for(longest, settings.max_tokens, sequences)
+    alone, wanted = pages_for(settings.prompt_tokens + settings.max_tokens, sequences)
     return alone * page + 3 * state, wanted * page + (sequences + 2) * state
 
 
@@ -365,7 +349,7 @@ def longest_row(settings: StepSettings) -> int:
 def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tuple[int, int]:
     """Bytes of an update's activations at their peak, and the number of blocks that it recomputes.
 
-    `usable` bytes decide both for `auto`, as in `qerl.rl.memory.Recomputation`.
+    `usable` bytes decide both for `auto`, as in `qerl.rl.passes.Recomputation`.
     """
     tokens = longest_row(settings)
     # Inputs of the adapters' second products: of q, k, v, o, gate, up and down.
@@ -384,21 +368,15 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
         unpacked = dense if needed(usable - logits - dense) == 0 else 0
         count = needed(usable - USABLE * unpacked)
         keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0
-    # A backward pass has the gradients of gate, up and its block's input beside what is saved. With all blocks
-    # recomputed, one of them has its activations too.
-    running = tokens * HALF * (_gradient_widths(shape) + _shrunk_width(shape, settings))
+    # A backward pass has the gradients of gate, up and its block's input beside what is saved. A mixture has those of
+    # its experts' inner features, and those of gate and up in two layouts, beside copies of both; before and after
+    # these, it has those of its experts' outputs or inputs. With all blocks recomputed, one has its activations too.
+    inner, widths = shape.intermediate, shape.hidden
+    if shape.mixture is None:
+        widths += 2 * inner
+    else:
+        widths += max(7 * inner, shape.mixture.chosen * shape.hidden + 3 * inner) + 2 * shape.mixture.shared
+    running = tokens * HALF * (widths + _shrunk_width(shape, settings))
     running += _passes_of_experts(shape, settings) + (kept if count == shape.layers else 0)
     saved = (shape.layers - count) * kept + count * of_input
     return unpacked + saved + max(running + tile, logits if keeps_logits else 0), count
-
-
-def _gradient_widths(shape: ModelShape) -> int:
-    """Widths of the gradients of a running block's MLP, and of its input.
-
-    A mixture has those of its experts' inner features, and those of gate and up in two layouts, beside copies of both.
-    Before and after these, it has those of its experts' outputs or inputs.
-    """
-    if shape.mixture is None:
-        return 2 * shape.intermediate + shape.hidden
-    inner, outer = shape.intermediate, shape.mixture.chosen * shape.hidden
-    return shape.hidden + max(7 * inner, outer + 3 * inner) + 2 * shape.mixture.shared

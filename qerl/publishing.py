@@ -143,14 +143,12 @@ class RunFacts:
 # by NF4 in bfloat16 (0.0004).
 def run_card(facts: RunFacts, repo: str) -> str:
     """The card of a run's adapter, or of its model trained in full, in the repository `repo`."""
-    settings, title = facts.run.settings, repo.rpartition("/")[2]
+    settings, title, base = facts.run.settings, repo.rpartition("/")[2], facts.base
     if settings.method == "full":
         about = _metadata(facts, title, base_model_relation="finetune", **_ABOUT_MODELS)
-        return _card(
-            facts, about, title=title, what="All weights of a model", first="", code=_stock_code(repo), notes=""
-        )
-    norms, base = settings.adapter.train_norms, facts.base
-    loaded = Base(base.name, base.revision) if base.as_it_is else Base("base")
+        parts = {"what": "All weights of a model", "first": "", "code": _stock_code(repo), "notes": ""}
+        return _card(facts, about, title=title, **parts)
+    norms = settings.adapter.train_norms
     served = "For vLLM, `qerl export` writes a base that has the trained norms." if norms else ""
     return _card(
         facts,
@@ -158,7 +156,7 @@ def run_card(facts: RunFacts, repo: str) -> str:
         title=title,
         what="A LoRA adapter and the two norms of each block" if norms else "A LoRA adapter",
         first=_base_first(facts),
-        code=loading_code(repo, loaded, facts.stock),
+        code=loading_code(repo, Base(base.name, base.revision) if base.as_it_is else Base("base"), facts.stock),
         notes="\n".join(filter(None, (loading_notes(settings.weights, norms, facts.stock), served))),
     )
 
@@ -352,13 +350,12 @@ def check_private(texts: Mapping[str, str]) -> None:
         value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _SECRET_LENGTH
     ]
     for name, text in texts.items():
+        path = _PATH.search(text)
+        what = f"{path[0]}, a path of this machine" if path else ""
         if _SECRET.search(text) or any(secret in text for secret in secrets):
             what = "a token, a key or a password"
-        elif path := _PATH.search(text):
-            what = f"{path[0]}, a path of this machine"
-        else:
-            continue
-        raise ConfigError(f"{name} would tell {what}, so nothing was uploaded; take it out of the run's settings")
+        if what:
+            raise ConfigError(f"{name} would tell {what}, so nothing was uploaded; take it out of the run's settings")
 
 
 def own_file(run: Path, file: Path) -> Path:
@@ -400,12 +397,10 @@ def _text_of(file: Path) -> str:
         case ".safetensors":
             with safe_open(file, framework="pt") as weights:
                 return json.dumps(weights.metadata())
-        case ".json":
-            strings = _strings(json.loads(file.read_bytes()))
+        case ".json" | ".jsonl":
+            texts = file.read_text(encoding="utf-8").splitlines() if file.suffix == ".jsonl" else [file.read_bytes()]
+            strings = [string for text in texts for string in _strings(json.loads(text))]
             return "" if file.name == TOKENIZER else "\n".join(strings)
-        case ".jsonl":
-            lines = file.read_text(encoding="utf-8").splitlines()
-            return "\n".join(string for line in lines for string in _strings(json.loads(line)))
         case ".txt":
             if not file.read_bytes().startswith(b"#version"):
                 raise ValueError("a list of merges begins with #version")
@@ -414,14 +409,13 @@ def _text_of(file: Path) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Keys and strings in JSON, and each string behind its key, which may name a secret."""
+    """Strings in JSON, each behind its key, which may name a secret."""
     match value:
         case str():
             yield value
         case dict():
             for key, of_key in value.items():
-                yield key
-                yield from (f"{key}: {string}" for string in _strings(of_key))
+                yield from (f"{key}: {string}" for string in ("", *_strings(of_key)))
         case list():
             for each in value:
                 yield from _strings(each)

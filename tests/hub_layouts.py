@@ -5,75 +5,61 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 
-TEXT, INT, FLOAT = Value("string"), Value("int64"), Value("float64")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Rows = list[dict[str, Any]]
 
 
-def card(configs: Mapping[str, Mapping[str, str]]) -> str:
-    """The head of a README.md that assigns files to subsets and splits."""
-    lines = ["---", "license: mit", "configs:"]
-    for name, splits in configs.items():
-        lines += [f"- config_name: {name}", "  data_files:"]
-        for split, path in splits.items():
-            lines += [f"  - split: {split}", f"    path: {path}"]
-    return "\n".join([*lines, "---", "", "# A data set", ""])
+def parquet(files: Mapping[str, Rows], subsets: Mapping[str, Mapping[str, str]]) -> Callable[[Path], None]:
+    """A repository of parquet files, by path without the number of the shard, and a card with the files of subsets."""
+
+    def write(folder: Path) -> None:
+        for path, rows in files.items():
+            file = folder / f"{path}-00000-of-00001.parquet"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Dataset.from_list(rows).to_parquet(file)
+        lines = ["---", "license: mit", "configs:"]
+        for name, splits in subsets.items():
+            lines += [f"- config_name: {name}", "  data_files:"]
+            for split, path in splits.items():
+                lines += [f"  - split: {split}", f"    path: {path}-*"]
+        (folder / "README.md").write_text("\n".join([*lines, "---", "", "# A data set", ""]))
+
+    return write
 
 
-def parquet(path: Path, rows: list[dict[str, Any]], features: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows, features=Features(features)).to_parquet(path)
+def one_file(path: str, split: str, rows: Rows) -> Callable[[Path], None]:
+    """A repository with a file of one split."""
+    return parquet({path: rows}, {"default": {split: path}})
 
 
-def gsm8k(folder: Path) -> None:
-    """openai/gsm8k: subsets main and socratic, whose files have the same names."""
-    for subset, hint in (("main", ""), ("socratic", "How? ** ")):
-        for split, numbers in (("train", range(12)), ("test", range(100, 103))):
-            rows = [
-                {
-                    "question": f"Ann has {n} apples and buys 2. How many?",
-                    "answer": f"{hint}{n}+2=<<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}",
-                }
-                for n in numbers
-            ]
-            parquet(folder / subset / f"{split}-00000-of-00001.parquet", rows, {"question": TEXT, "answer": TEXT})
-    subsets = {s: {split: f"{s}/{split}-*" for split in ("train", "test")} for s in ("main", "socratic")}
-    (folder / "README.md").write_text(card(subsets))
+def gsm8k(numbers: range, hint: str) -> Rows:
+    solutions = ((n, f"{hint}{n}+2=<<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}") for n in numbers)
+    return [{"question": f"Ann has {n} apples and buys 2. How many?", "answer": text} for n, text in solutions]
 
 
 #: Solve rates of each level of the miniature Big-Math.
 SOLVE_RATES = {3: 0.5, 4: 0.25, 5: 0.03125}
 
 
-def big_math(folder: Path) -> None:
-    """open-r1/Big-Math-RL-Verified-Processed: a folder a subset; the solution is the bare answer."""
-    features = {
-        "prompt": TEXT,
-        "solution": TEXT,
-        "source": TEXT,
-        "domain": List(TEXT),
-        "llama8b_solve_rate": FLOAT,
-    }
-    subsets = {"level_3_4_5": (3, 4, 5), "level_4_5": (4, 5), "level_5": (5,)}
-    for subset, levels in subsets.items():
-        rows = [
-            {
-                "prompt": f"Level {level}: what is $\\frac{{{n}}}{{7}}$ of one?" + " Think." * (200 * (n == 3)),
-                "solution": f"\\frac{{{n}}}{{7}}",
-                "source": "cn_k12",
-                "domain": ["Mathematics -> Algebra -> Other"],
-                "llama8b_solve_rate": SOLVE_RATES[level],
-            }
-            for level in levels
-            for n in (1, 2, 3)
-        ]
-        parquet(folder / subset / "train-00000-of-00001.parquet", rows, features)
-    (folder / "README.md").write_text(card({s: {"train": f"{s}/train-*"} for s in subsets}))
+def big_math(levels: tuple[int, ...]) -> Rows:
+    """Problems whose solution is the bare answer."""
+    return [
+        {
+            "prompt": f"Level {level}: what is $\\frac{{{n}}}{{7}}$ of one?" + " Think." * (200 * (n == 3)),
+            "solution": f"\\frac{{{n}}}{{7}}",
+            "source": "cn_k12",
+            "domain": ["Mathematics -> Algebra -> Other"],
+            "llama8b_solve_rate": SOLVE_RATES[level],
+        }
+        for level in levels
+        for n in (1, 2, 3)
+    ]
 
 
 def math_500(folder: Path) -> None:
-    """HuggingFaceH4/MATH-500: one file of lines, and a card without configs."""
+    """One file of lines, and a card without configs."""
     rows = [
         {
             "problem": f"What is half of {n}?",
@@ -90,37 +76,29 @@ def math_500(folder: Path) -> None:
     (folder / "README.md").write_text("---\ntask_categories:\n- text-generation\nlanguage:\n- en\n---\n")
 
 
-def one_file(path: str, split: str, features: dict[str, Any], rows: list[dict[str, Any]]) -> Callable[[Path], None]:
-    """A repository with a file of one split, `path`, in whose name the shards are numbered."""
-
-    def write(folder: Path) -> None:
-        parquet(folder / f"{path}-00000-of-00001.parquet", rows, features)
-        (folder / "README.md").write_text(card({"default": {split: f"{path}-*"}}))
-
-    return write
-
-
-def aime_2025(folder: Path) -> None:
-    """yentinglin/aime_2025: `default` is both halves, each of which is a subset of its own in a folder of its own."""
-    features = {"problem": TEXT, "answer": TEXT, "solution": TEXT, "id": TEXT, "year": INT, "url": TEXT}
-    rows = [
-        {"problem": f"Find {n}+{n}.", "answer": str(2 * n), "solution": "", "id": str(n), "year": 2025, "url": ""}
-        for n in (7, 35, 294)
-    ]
-    folders = {"default": ("data", rows), "part1": ("part1", rows[:2]), "part2": ("part2", rows[2:])}
-    for path, part in folders.values():
-        parquet(folder / path / "train-00000-of-00001.parquet", part, features)
-    (folder / "README.md").write_text(card({name: {"train": f"{path}/train-*"} for name, (path, _) in folders.items()}))
-
-
+_SUBSETS = {"level_3_4_5": (3, 4, 5), "level_4_5": (4, 5), "level_5": (5,)}
+_AIME_2025 = [
+    {"problem": f"Find {n}+{n}.", "answer": str(2 * n), "solution": "", "id": str(n), "year": 2025, "url": ""}
+    for n in (7, 35, 294)
+]
 REPOSITORIES: dict[str, Callable[[Path], None]] = {
-    "openai/gsm8k": gsm8k,
-    "open-r1/Big-Math-RL-Verified-Processed": big_math,
+    # Subsets main and socratic, whose files have the same names.
+    "openai/gsm8k": parquet(
+        {
+            f"{subset}/{split}": gsm8k(numbers, hint)
+            for subset, hint in (("main", ""), ("socratic", "How? ** "))
+            for split, numbers in (("train", range(12)), ("test", range(100, 103)))
+        },
+        {subset: {split: f"{subset}/{split}" for split in ("train", "test")} for subset in ("main", "socratic")},
+    ),
+    "open-r1/Big-Math-RL-Verified-Processed": parquet(
+        {f"{subset}/train": big_math(levels) for subset, levels in _SUBSETS.items()},
+        {subset: {"train": f"{subset}/train"} for subset in _SUBSETS},
+    ),
     # No levels but the solve rate, which some problems lack.
     "SynthLabsAI/Big-Math-RL-Verified": one_file(
         "data/train",
         "train",
-        {"problem": TEXT, "answer": TEXT, "source": TEXT, "domain": List(TEXT), "llama8b_solve_rate": FLOAT},
         [
             {"problem": f"What is {n}+1?", "answer": str(n + 1), "source": "orca_math", "domain": []}
             | {"llama8b_solve_rate": rate}
@@ -132,30 +110,25 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
     "HuggingFaceH4/aime_2024": one_file(
         "data/train",
         "train",
-        {"id": INT, "problem": TEXT, "solution": TEXT, "answer": TEXT, "url": TEXT, "year": TEXT},
         [
             {"id": 60 + n, "problem": f"Find {n} times 11.", "solution": f"It is \\boxed{{{n * 11:03d}}}."}
             | {"answer": f"{n * 11:03d}", "url": "https://artofproblemsolving.com", "year": "2024"}
             for n in (3, 18)
         ],
     ),
-    "yentinglin/aime_2025": aime_2025,
+    # `default` is both halves, each of which is a subset of its own in a folder of its own.
+    "yentinglin/aime_2025": parquet(
+        {"data/train": _AIME_2025, "part1/train": _AIME_2025[:2], "part2/train": _AIME_2025[2:]},
+        {name: {"train": f"{path}/train"} for name, path in (("default", "data"), ("part1",) * 2, ("part2",) * 2)},
+    ),
     # The answer is text, a float, possibly none of AIME's.
     "math-ai/amc23": one_file(
         "test",
         "test",
-        {"id": INT, "question": TEXT, "answer": TEXT, "url": TEXT},
         [
             {"id": n, "question": f"What is {answer}?", "answer": answer, "url": ""}
             for n, answer in enumerate(("27.0", "3159.0", "-1.0", "0.0"))
         ],
-    ),
-    # AMC 12 of 2022 and 2023, answers as numbers.
-    "AI-MO/aimo-validation-amc": one_file(
-        "data/train",
-        "train",
-        {"id": INT, "problem": TEXT, "answer": FLOAT, "url": TEXT},
-        [{"id": n, "problem": f"What is {n}-1?", "answer": n - 1.0, "url": ""} for n in range(3)],
     ),
 }
 
@@ -172,7 +145,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "HuggingFaceH4/aime_2024": {"format": "aime", "origin": {"splits": {"test": "train"}}},
     "yentinglin/aime_2025": {"format": "aime", "origin": {"splits": {"test": "train"}}},
     "math-ai/amc23": {"format": "math", "origin": {"splits": {"test": "test"}}, "columns": {"problem": "question"}},
-    "AI-MO/aimo-validation-amc": {"format": "math", "origin": {"splits": {"test": "train"}}},
 }
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
-from qerl.jobs import KINDS, PointJob, TrainJob
+from qerl.jobs import KINDS, PointJob, PointPart, TrainJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Workload
 from tests.tiny import tiny_qwen2, write_template
 
 #: The functions of all jobs, as `module:name`.
-FUNCTIONS = [kind.does for kind in KINDS.values() if kind is not PointJob]
+FUNCTIONS = [kind.does for kind in KINDS.values() if hasattr(kind, "does")]
 FUNCTIONS += [path for work in Workload.__subclasses__() for path in work.does.values()]
 #: A run of a tiny policy with a checkpoint after each step, without a reward that its random completions differ in.
 SETTINGS: dict[str, Any] = {
@@ -50,6 +52,19 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
     }
     paths = {"checkpoint": checkpoint, "data": data, "work": work, "tracked": out / "tracked", "out": out}
     return TrainJob(settings=settings, **{**values, **paths, **changes})
+
+
+def part_of(out: Path, work: Workload, points: Sequence[Any] = (None,), settings: Any = None) -> PointPart:
+    """The part of a job of the speed grid that writes the file `out`."""
+    return PointPart(file=out.name, work=work, points=list(points), settings=settings)
+
+
+def measured(out: Path, work: Workload, points: Sequence[Any] = (None,), settings: Any = None) -> dict[str, Any]:
+    """The content of `out` after the job of this file."""
+    job = PointJob(parts=[part_of(out, work, points, settings)], out=out.parent)
+    module, _, name = job.function.partition(":")
+    getattr(import_module(module), name)(job)
+    return json.loads(out.read_text())
 
 
 def processes_of(kind: str, folder: Path) -> list[int]:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from qerl.results.printed import FOLDER
+from qerl.jobs import FigureJob, TableJob
+from qerl.report.figures import make_figure
+from qerl.report.tables import make_table
 from qerl.results.schema import StepMetrics
 from qerl.settings.workloads import Decoding
 
@@ -38,6 +40,23 @@ ARMS = {
     "nvfp4-lora": ("nvfp4", "lora", "off"),
     "nvfp4-lora-aqn": ("nvfp4", "lora", "exponential"),
 }
+
+
+def listing(paths: list[Path], folder: Path) -> Path:
+    """A file that lists results, as jobs read it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.txt").write_text("".join(f"{path}\n" for path in paths))
+    return folder / "results.txt"
+
+
+def write_table(name: str, paths: list[Path], out: Path) -> None:
+    """Do the job of a table."""
+    make_table(TableJob(name=name, results=listing(paths, out), out=out))
+
+
+def write_figure(name: str, paths: list[Path], out: Path) -> None:
+    """Do the job of a figure."""
+    make_figure(FigureJob(name=name, results=listing(paths, out), out=out))
 
 
 def write_json(path: Path, value: dict) -> Path:
@@ -145,42 +164,19 @@ def write_quantization(
 
 
 def rollout_point(weights: str, rank: int, samples: list[float], status: str = "ok", sequences: int = 8) -> dict:
-    return {
-        "weights": weights,
-        "rank": rank,
-        "sequences": sequences,
-        "prompt_tokens": 32,
-        "completion_tokens": 64,
-        "samples": samples,
-        "peak_memory_bytes": 2e9,
-        "weight_bytes": 1e6 if samples else None,
-        "sampler": SAMPLER if samples else None,
-        "status": status,
-    }
+    point = {"weights": weights, "rank": rank, "sequences": sequences, "prompt_tokens": 32, "completion_tokens": 64}
+    point |= {"samples": samples, "peak_memory_bytes": 2e9, "weight_bytes": 1e6 if samples else None}
+    return point | {"sampler": SAMPLER if samples else None, "status": status}
 
 
 def step_point(arm: str, samples: list[float], status: str = "ok", rank: int = 32, **further) -> dict:
     weights, method, _ = ARMS[arm]
-    return {
-        "model": "mini",
-        "arm": arm,
-        "varied": {"seed": 0},
-        "weights": weights,
-        "recipe": "rtn",
-        "pack_delta_nets": False,
-        "method": method,
-        "rank": rank,
-        "prompts": 1,
-        "group_size": 8,
-        "gradient_checkpointing": False,
-        "samples": samples,
-        "rollout_seconds": [0.75 * value for value in samples],
-        "update_seconds": [0.25 * value for value in samples],
-        "peak_memory_bytes": 3e9 if samples else None,
-        "weight_bytes": 4e6 if samples else None,
-        "status": status,
-        **further,
-    }
+    point = {"model": "mini", "arm": arm, "varied": {"seed": 0}, "weights": weights, "recipe": "rtn", "method": method}
+    point |= {"pack_delta_nets": False, "rank": rank, "prompts": 1, "group_size": 8, "gradient_checkpointing": False}
+    parts = {"rollout_seconds": 0.75, "update_seconds": 0.25}
+    point |= {"samples": samples, **{part: [share * value for value in samples] for part, share in parts.items()}}
+    sizes = {"peak_memory_bytes": 3e9 if samples else None, "weight_bytes": 4e6 if samples else None}
+    return point | sizes | {"status": status, **further}
 
 
 def write_bench(root: Path, name: str, kind: str, points: list[dict], model: str = "mini") -> Path:
@@ -194,30 +190,22 @@ def decode_file(
     root: Path, engine: str, weights: str, points: dict[int, list[float] | str], rank=16, machine="Test GPU", **changed
 ) -> Path:
     """A decode file of 7B; points by sequences, samples or the status of a failure."""
-    measured = [
-        {"sequences": sequences, "status": told, "samples": [], "peak_memory_bytes": None}
-        if isinstance(told, str)
-        else {
-            "sequences": sequences,
+    measured = []
+    for sequences, told in points.items():
+        point = {
             "status": "ok",
             "samples": told,
             "prompt_seconds": 2.048,
             "peak_memory_bytes": 12.5e9,
             "sampler": "any",
         }
-        for sequences, told in points.items()
-    ]
+        failed = {"status": told, "samples": [], "peak_memory_bytes": None}
+        measured.append({"sequences": sequences, **(failed if isinstance(told, str) else point)})
     work = {"engine": engine, "size": "7B", "weights": weights, "rank": rank, "prompt": 128, "tokens": 256}
     work |= {key: changed.pop(key) for key in changed.keys() & {*Decoding.model_fields}}
-    value = {
-        "bench": "decode",
-        "work": work,
-        "ceilings": CEILINGS,
-        "gpu": None,
-        "points": measured,
-        "provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}},
-    } | changed
-    return write_json(root / f"{engine}-{work['size']}-{weights}-{rank}-{machine}.json", value)
+    value = {"bench": "decode", "work": work, "ceilings": CEILINGS, "gpu": None, "points": measured}
+    value |= {"provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}}}
+    return write_json(root / f"{engine}-{work['size']}-{weights}-{rank}-{machine}.json", value | changed)
 
 
 def step_file(
@@ -229,19 +217,31 @@ def step_file(
     asked = {"size": size, "weights": base, "prompts": 16, "group_size": 8, "prompt": 128, "tokens": 1024}
     asked |= {"rank": 16, "repeats": max(1, len(told))} | (work or {})
     memory = {"peak_bytes": 20e9, "kv_cache_bytes": 8e9, "without_kv_cache_bytes": 12e9, "device_bytes": 21e9}
-    value = {
-        "bench": "grpo_step",
-        "status": seconds if isinstance(seconds, str) else "ok",
-        "system": system,
-        "sampler": "any",
-        "work": asked,
-        "settings": {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": cap},
-        "steps": [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in told],
-        "memory": memory | {"parts": parts} if told else None,
-        "provenance": PROVENANCE,
-    }
+    value = {"bench": "grpo_step", "system": system, "sampler": "any", "work": asked, "provenance": PROVENANCE}
+    value |= {"status": "ok" if told else seconds, "memory": memory | {"parts": parts} if told else None}
+    value["settings"] = {"recompute": recompute, "micro_batch_tokens": 16384, "kv_cache_gib": None, "memory_gb": cap}
+    value["steps"] = [{"step": s, "sync": 0.1 * s, "rollout": 0.6 * s, "update": 0.3 * s} for s in told]
     shape = "-".join(f"{key}{value}" for key, value in (work or {}).items())
     return write_json(root / f"{system}-{size}-{base}-{shape}-{recompute}-{cap}.json", value)
+
+
+#: Lengths of completions, 1,000 tokens in all, and the phases of a rollout of the native engine.
+LENGTHS = [[100, 200], [300, 400]]
+BATCHES = [(2, 100, 1.5, 0.5), (4, 300, 3.5, 2.0)]
+DECODES = [dict(zip(("batch", "steps", "sequences", "seconds"), batch, strict=True)) for batch in BATCHES]
+PHASES = {"prefill": 1.0, "prefills": 4, "decode": DECODES, "between": 0.25, "host_wait": 2.5}
+
+
+def mix_file(root: Path, engine: str, weights: str, seconds: list[float], lengths=LENGTHS, **changes) -> Path:
+    """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
+    work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group_size": 2, "seed": 0}
+    work |= {"prompt": [8, 16], "median": 300, "sigma": 0.8, "tokens": 400, "sequences": 4, "trace": None}
+    work["repeats"] = max(1, len(seconds))
+    value = {"bench": "rollout_mix", "work": work, "prompt_tokens": [8, 16], "completion_tokens": lengths}
+    value |= {"status": "ok", "sampler": "any", "ready_seconds": 3.0, "first_seconds": 9.0, "gpu": None}
+    phases = PHASES if engine == "native" else None
+    value |= {"runs": [{"seconds": one, "phases": phases} for one in seconds], "provenance": PROVENANCE}
+    return write_json(root / f"{engine}-{weights}-{len(lengths)}.json", value | changes)
 
 
 def moved(file: Path, machine: str, **settings) -> Path:
@@ -268,14 +268,11 @@ def write_tree(root: Path, seeds: int = 3) -> dict[str, list[Path]]:
     ]
     for index, run in enumerate(runs):
         arm = json.loads(run.read_text())["arm"]
-        score = 0.6 + 0.03 * list(ARMS).index(arm)
-        name = run.parent.name
-        evaluations.append(write_evaluation(root, name, {"arithmetic": answers(score, 10 + index)}, ARMS[arm][0], run))
+        correct = {"arithmetic": answers(0.6 + 0.03 * list(ARMS).index(arm), 10 + index)}
+        evaluations.append(write_evaluation(root, run.parent.name, correct, ARMS[arm][0], run))
     quantized = {"nf4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
-    reports = [
-        write_quantization(root, weights, bits, {"q_proj": 0.1, "down_proj": 0.12})
-        for weights, bits in quantized.items()
-    ]
+    errors = {"q_proj": 0.1, "down_proj": 0.12}
+    reports = [write_quantization(root, weights, bits, errors) for weights, bits in quantized.items()]
     speeds = {"bf16": 1000, "nf4": 700, "mxfp4": 1180, "nvfp4": 1270}
     points = [
         rollout_point(weights, rank, [speed * factor - 2 * rank for factor in (0.95, 1.0, 1.04)])
@@ -283,19 +280,15 @@ def write_tree(root: Path, seeds: int = 3) -> dict[str, list[Path]]:
         for rank in (16, 32, 64)
         if (weights, rank) != ("nf4", 64)
     ]
-    points.append(rollout_point("nf4", 64, [], "out of memory"))
+    points.append(rollout_point("nf4", 64, [], OUT_OF_MEMORY))
     steps = [step_point(arm, [2.0 - 0.1 * index, 2.1 - 0.1 * index, 2.3]) for index, arm in enumerate(ARMS)]
-    return {
-        "runs": runs,
-        "evaluations": evaluations,
-        "quantization": reports,
-        "rollout": [write_bench(root, "rollout", "rollout", points)],
-        "step": [write_bench(root, "step", "step", steps)],
-    }
+    benches = {"rollout": [write_bench(root, "rollout", "rollout", points)]}
+    benches["step"] = [write_bench(root, "step", "step", steps)]
+    return {"runs": runs, "evaluations": evaluations, "quantization": reports, **benches}
 
 
 def write_paper_tree(root: Path, seeds: int = 2) -> list[Path]:
-    """Results of the paper's 7B and 14B models, some failed and many not run; with the files of config/paper."""
+    """Results of the paper's 7B and 14B models, some failed and many not run."""
     scores = {
         "math500": (0.75, 100),
         "aime24": (0.15, 30),
@@ -307,46 +300,33 @@ def write_paper_tree(root: Path, seeds: int = 2) -> list[Path]:
     for model, data in (("qwen2.5-7b", "gsm8k"), ("qwen2.5-7b", "bigmath-3-5"), ("qwen2.5-14b", "bigmath-3-5")):
         experiment = f"{data.partition('-')[0]}-{model[8:]}"
         for number, arm in enumerate(ARMS if data == "gsm8k" else ("bf16-full", "bf16-lora", "nvfp4-lora-aqn")):
-            status = "out of memory" if (arm, model) == ("bf16-full", "qwen2.5-14b") else "ok"
+            status = OUT_OF_MEMORY if (arm, model) == ("bf16-full", "qwen2.5-14b") else "ok"
             rate = 5e-6 if arm == "bf16-lora" else 1e-5
             base = {"model": model, "dataset": data, "optimizer": {"learning_rate": rate}}
             for seed in range(seeds):
                 run = write_run(root, arm, seed, experiment=experiment, base=base, status=status)
                 tasks = scores if status == "ok" else {}
                 correct = {name: answers(p + 0.02 * number, [seed, number], n) for name, (p, n) in tasks.items()}
-                name = run.parent.name
-                paths += [run, write_evaluation(root, name, correct, ARMS[arm][0], run, model)]
+                paths += [run, write_evaluation(root, run.parent.name, correct, ARMS[arm][0], run, model)]
     for model in ("qwen2.5-7b", "qwen2.5-14b"):
         for number, weights in enumerate(("bf16", "nvfp4")):
             correct = {name: answers(p - 0.1, [9, number], n) for name, (p, n) in scores.items()}
             paths.append(write_evaluation(root, f"base-{model}-{weights}", correct, weights, model=model))
-        paths.append(write_quantization(root, "nvfp4", 4.5, {"q_proj": 0.1}, model))
-        paths += _paper_benches(root, model)
-    return [*paths, *sorted(FOLDER.glob("*.csv"))]
-
-
-def _paper_benches(root: Path, model: str) -> list[Path]:
-    """Rollouts at 1, 2 and 8 sequences; steps at two batch sizes, with and without gradient checkpointing."""
-    points = [
-        rollout_point(weights, rank, [n * speed * f for f in (0.97, 1.0, 1.02, 1.05)], sequences=n)
-        for weights, speed in (("bf16", 100), ("nvfp4", 140))
-        for n in (1, 2, 8)
-        for rank in (16, 32, 64)
-    ]
-    steps = [
-        step_point(
-            arm, [n * (3 - number) * f for f in (0.98, 1.0, 1.03)], model=model, group_size=n, gradient_checkpointing=gc
-        )
-        for number, arm in enumerate(("bf16-lora", "nvfp4-lora"))
-        for n in (2, 8)
-        for gc in (True, False)
-        if (n, gc) != (8, False)
-    ]
-    steps += [
-        step_point("bf16-lora", [], "out of memory", model=model),
-        step_point("nvfp4-lora", [9.0], model=model),
-    ]
-    return [
-        write_bench(root, f"rollout-{model}", "rollout", points, model),
-        write_bench(root, f"step-{model}", "step", steps),
-    ]
+        rollouts = [
+            rollout_point(weights, rank, [n * speed * f for f in (0.97, 1.0, 1.02, 1.05)], sequences=n)
+            for weights, speed in (("bf16", 100), ("nvfp4", 140))
+            for n in (1, 2, 8)
+            for rank in (16, 32, 64)
+        ]
+        steps = []
+        for number, arm in enumerate(("bf16-lora", "nvfp4-lora")):
+            for n, gc in ((2, True), (2, False), (8, True)):
+                seconds = [n * (3 - number) * f for f in (0.98, 1.0, 1.03)]
+                steps.append(step_point(arm, seconds, model=model, group_size=n, gradient_checkpointing=gc))
+        steps += [step_point("bf16-lora", [], OUT_OF_MEMORY, model=model), step_point("nvfp4-lora", [9.0], model=model)]
+        paths += [
+            write_quantization(root, "nvfp4", 4.5, {"q_proj": 0.1}, model),
+            write_bench(root, f"rollout-{model}", "rollout", rollouts, model),
+            write_bench(root, f"step-{model}", "step", steps),
+        ]
+    return paths

@@ -28,7 +28,7 @@ from transformers import (
 
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.random import write_checkpoint
-from tests.families import FAMILIES, LLAMA_ROPE, SHAPE
+from tests.families import FAMILIES, SHAPE
 
 #: A chat template: what was said, and a colon.
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}:"
@@ -83,7 +83,8 @@ tiny_qwen2 = _writer(Qwen2Config, Qwen2ForCausalLM, tie_word_embeddings=True)
 #: Its queries and keys are normalised.
 tiny_qwen3 = _writer(Qwen3Config, Qwen3ForCausalLM, tie_word_embeddings=True, head_dim=16)
 #: A Llama 3 with an untied head and scaled rotary frequencies.
-tiny_llama = _writer(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False, rope_parameters=LLAMA_ROPE)
+_ROPE = FAMILIES["llama"].values["rope_parameters"]
+tiny_llama = _writer(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False, rope_parameters=_ROPE)
 
 
 def tiny_bases(folder: Path, **changes: Any) -> Path:

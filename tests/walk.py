@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from qerl.data.generated import generate_arithmetic
+from qerl.data.generated import generate
 from qerl.models.random import SHARD_BYTES, write_checkpoint
 from qerl.settings.data import Generated
 from tests.hub_layouts import REPOSITORIES
@@ -21,10 +21,7 @@ DATASETS = ("openai/gsm8k", "HuggingFaceH4/MATH-500")
 
 def write_walk(folder: Path, size: str, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the checkpoint into `folder`/model and each data set into a folder of its name."""
-    texts = [
-        json.dumps(record)
-        for record in generate_arithmetic("gsm8k", Generated(train=2000, validation=1, test=1))["train"]
-    ]
+    texts = [json.dumps(record) for record in generate(Generated(train=2000, validation=1, test=1), "gsm8k")["train"]]
     write_checkpoint(folder / "model", size, texts, shard_bytes)
     for name in DATASETS:
         REPOSITORIES[name](folder / name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench.timing import Point, nbytes, optimizer_bytes, run_points
+from qerl.bench.timing import WARM_UP, Point, nbytes, optimizer_bytes, run_points
 from qerl.bench.workloads import (
     WARMUP,
-    MeasuredSteps,
     check_drawn,
     completion_lengths,
     equal_prompts,
@@ -27,28 +26,17 @@ from qerl.bench.workloads import (
     write_steps,
 )
 from qerl.checkpoints.shapes import vocabulary
-from qerl.data.records import Problem
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import WARM_UP, PointJob, PointPart, StepJob, TimedRun
+from qerl.jobs import PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
-from qerl.results.paths import METRICS
 from qerl.results.schema import Provenance
-from qerl.results.speeds import (
-    SECONDS,
-    GivenUp,
-    GrpoStepResult,
-    StepBenchResult,
-    StepMemory,
-    StepPoint,
-    TimedStep,
-)
+from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
 from qerl.results.store import read, write
-from qerl.rl.checkpoint import Checkpoints
-from qerl.rl.memory import blocks
-from qerl.rl.rollouts import Collector, Task, problem_index
+from qerl.rl.passes import blocks
+from qerl.rl.rollouts import Task, problem_index
 from qerl.rl.train import Trainer, make_trainer, prepared
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
@@ -134,20 +122,6 @@ def run_settings(work: StepWork, asked: EngineStep) -> RunSettings:
     return parse(RunSettings, run, "grpo_step")
 
 
-def _policy(policy: Policy, settings: RunSettings, folder: Path) -> Policy:
-    """The policy with a tokenizer of digits, whose ids it has."""
-    write_tokenizer(folder, TEXTS, vocabulary(settings.model))
-    return prepared(replace(policy, tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False)), settings)
-
-
-def _problems(policy: Policy, work: StepWork, seed: int) -> list[Problem]:
-    drawn = questions(policy.tokenizer, steps_of(work) * work.prompts, work.prompt)
-    # A run takes problems by a permutation.
-    places = [problem_index(len(drawn), seed, number) for number in range(len(drawn))]
-    equal = {place for number, place in enumerate(places) if is_equal(work, number)}
-    return [problem(question, number, number in equal) for number, question in enumerate(drawn)]
-
-
 def _step(trainer: Trainer, watched: _Watched, work: StepWork, number: int) -> TimedStep:
     row = trainer.step(number, (number - 1) * work.prompts)
     check_drawn(work, int(row["completion_tokens"]))
@@ -191,12 +165,18 @@ def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
     )
 
 
-def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path) -> MeasuredSteps:
-    """The timed steps of a policy whose adapter has no trained norms."""
-    policy = _policy(base, settings, folder)
+def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """The timed steps of a policy whose adapter has no trained norms, as fields of the result."""
+    write_tokenizer(folder, TEXTS, vocabulary(settings.model))  # of digits, with the policy's ids
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    policy = prepared(replace(base, tokenizer=tokenizer), settings)
+    drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt)
+    # A run takes problems by a permutation.
+    places = [problem_index(len(drawn), settings.seed, number) for number in range(len(drawn))]
+    equal = {place for number, place in enumerate(places) if is_equal(work, number)}
+    problems = [problem(question, number, number in equal) for number, question in enumerate(drawn)]
     watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
-    collector = Collector(settings, policy, watched, Task(_problems(policy, work, settings.seed), "gsm8k", ""))
-    trainer = Trainer(settings, policy, collector, Checkpoints(folder, "bench"), folder / METRICS)
+    trainer = Trainer(settings, policy, watched, Task(problems, "gsm8k", ""), folder)
     steps = []
     for number in range(1, 1 + steps_of(work)):
         watched.warm_up = number <= WARMUP
@@ -204,31 +184,24 @@ def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path
     timed = steps[WARMUP:]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     memory = _memory(trainer, peak, watched.cache_bytes(part))
-    return MeasuredSteps(watched.served, tuple(timed), memory, _given_up(trainer, watched.sampler))
+    given_up = _given_up(trainer, watched.sampler)
+    return {"sampler": watched.served, "steps": tuple(timed), "memory": memory, "given_up": given_up}
 
 
 def measure_steps(job: PointJob[StepWork, None]) -> None:
     """Measure the parts that have no file yet, and write a file after each. All parts share one base."""
-    work, settings = job.parts[0].work, job.parts[0].settings
+    settings = job.parts[0].settings
     if settings and settings.memory_gb is not None:
         cap_memory(settings.memory_gb)
-    base = cache(lambda: random_policy(work.base, 0, choose_device()))
+    base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
     for part in job.parts:
-        out = job.out / part.file
-        if _measured(out, part):
+        out, asked = job.out / part.file, (part.work, part.settings)
+        stored = read(GrpoStepResult, out) if out.exists() else None
+        if stored and (stored.work, stored.settings) == asked and stored.provenance.machine.label == machine()["label"]:
             log.info("%s is measured; delete it to measure it again", out)
-        else:
-            _measure_part(base, part, out)
-            free_memory()
-
-
-def _measured(out: Path, part: PointPart[StepWork, None]) -> bool:
-    """Whether the file has this part's steps on this machine."""
-    if not out.exists():
-        return False
-    result = read(GrpoStepResult, out)
-    same = (result.work, result.settings) == (part.work, part.settings)
-    return same and result.provenance.machine.label == machine()["label"]
+            continue
+        _measure_part(base, part, out)
+        free_memory()
 
 
 def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], out: Path) -> None:
@@ -238,7 +211,7 @@ def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], o
     nets = ", packed delta nets" if work.base.packed_nets else ""
     system = f"{with_kernels('qerl', asked.kernels)} {work.weights.upper()} LoRA{nets}"
 
-    def measure() -> MeasuredSteps:
+    def measure() -> dict[str, Any]:
         shared = base()
         torch.manual_seed(0)  # adapters are those of a part alone
         with TemporaryDirectory() as folder, with_random_adapter(shared, work.rank, train_norms=False) as policy:
@@ -270,12 +243,21 @@ def _measure(run: TimedRun, work: Path) -> Callable[[int], dict[str, float]]:
 def bench_step(job: StepJob) -> None:
     """Time repeated steps of each run, round by round."""
     with TemporaryDirectory() as work:
-        points = [
-            Point(_label(run), lambda run=run: _measure(run, Path(work) / run.id))  # type: ignore[misc]
-            for run in job.runs
-        ]
-        measured = [_row(point) for point in run_points(points, job.settings.repeats, job.settings.interleave)]
-    write(job.out, StepBenchResult(bench=job.bench, kind="step", points=measured, provenance=Provenance.of_now()))
+        points = [Point(_label(run), partial(_measure, run, Path(work) / run.id)) for run in job.runs]
+        run_points(points, job.settings.repeats, job.settings.interleave)
+    rows = [
+        StepPoint(
+            **point.label,
+            samples=[sample["step"] for sample in point.samples],
+            rollout_seconds=[sample["rollout"] for sample in point.samples],
+            update_seconds=[sample["update"] for sample in point.samples],
+            weight_bytes=point.samples[0]["weight_bytes"] if point.samples else None,
+            peak_memory_bytes=point.peak_memory_bytes or None,
+            status=point.status,
+        )
+        for point in points
+    ]
+    write(job.out, StepBenchResult(bench=job.bench, kind="step", points=rows, provenance=Provenance.of_now()))
 
 
 def _label(run: TimedRun) -> dict[str, Any]:
@@ -290,16 +272,3 @@ def _label(run: TimedRun) -> dict[str, Any]:
         "group_size": settings.rollout.group_size,
         "gradient_checkpointing": settings.gradient_checkpointing,
     }
-
-
-def _row(point: Point) -> StepPoint:
-    parts = {part: [sample[part] for sample in point.samples] for part in ("step", "rollout", "update")}
-    return StepPoint(
-        **point.label,
-        samples=parts["step"],
-        rollout_seconds=parts["rollout"],
-        update_seconds=parts["update"],
-        weight_bytes=point.samples[0]["weight_bytes"] if point.samples else None,
-        peak_memory_bytes=point.peak_memory_bytes or None,
-        status=point.status,
-    )

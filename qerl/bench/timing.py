@@ -1,4 +1,4 @@
-"""Timing of points in one process, beside the GPU's ceilings and its memory, and the file of points."""
+"""Timing of points in one process, beside the GPU's ceilings and its memory, and the file of decode points."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from qerl.checkpoints.shapes import prompt_id_range, vocabulary
 from qerl.host.console import log, track
 from qerl.host.gpus import free_memory, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.host.provenance import check_writable, machine
-from qerl.jobs import WARM_UP, enough_runs
 from qerl.models.policy import choose_device
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import Ceilings, DecodePoint, DecodeResult, GpuState, GpuStates
 from qerl.results.store import ResultError, read, write
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Decoding
+
+T = TypeVar("T")
 
 
 def nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -35,6 +36,28 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state."""
     states = (value for state in optimizer.state.values() for value in state.values())
     return nbytes([value for value in states if isinstance(value, torch.Tensor)])
+
+
+def unless_out_of_memory(action: Callable[[], T]) -> T | None:
+    """The return value of `action`, or None if it runs out of memory; its memory is then released."""
+    try:
+        return action()
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        log.warning("%s: %s", NO_MEMORY, str(error))  # only its text, since a log may keep the error and its frames
+    # The error has been deleted, and with it the frames that referenced tensors.
+    free_memory()
+    return None
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one in its chain of causes, means that memory ran out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        error = error.__cause__
+    return False
 
 
 # The GPU's highest measured bandwidth and FLOP rate, as ceilings for speeds; its clocks, temperature and power.
@@ -99,38 +122,26 @@ def gpu_state() -> GpuState | None:
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     query = ["nvidia-smi", f"--id=GPU-{gpu}", f"--query-gpu={','.join(_FIELDS.values())}"]
     answer = subprocess.run([*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
-    return parse_state(answer.stdout)
+    values = dict(zip(_FIELDS, map(str.strip, answer.stdout.split(",")), strict=True))
+    missing = {name for name, value in values.items() if value.startswith("[") or value == "N/A"}
+    return GpuState(**{name: None if name in missing else float(value) for name, value in values.items()})
 
 
-def parse_state(line: str) -> GpuState:
-    """`gpu_state` from the line that nvidia-smi prints."""
-    values = [value.strip() for value in line.split(",")]
-    return GpuState(
-        **{
-            name: None if value.startswith("[") or value == "N/A" else float(value)
-            for name, value in zip(_FIELDS, values, strict=True)
-        }
-    )
-
-
-# Timing of points in one process.
-
-T = TypeVar("T")
+# Points that are timed in turn: the arms of a configuration's bench.
 
 
 @dataclass
 class Point:
     """One combination to time. `make` returns a function that runs a round and returns what it found.
 
-    `label` identifies the point in results. The first round, which compiles and captures, is apart from the samples.
+    `label` identifies the point in results. The first round, which compiles and captures, is no sample.
     """
 
     label: dict[str, Any]
     make: Callable[[], Callable[[int], Any]]
-    first: Any = None
     samples: list[Any] = field(default_factory=list)
     peak_memory_bytes: int = 0
-    status: str = "ok"
+    status: str = OK
 
 
 # In turn, because ratios then hold on a machine with other load. One after another where several policies don't fit
@@ -148,29 +159,19 @@ def run_points(points: Sequence[Point], repeats: int, interleave: bool = True) -
 
 
 def _run_together(points: Sequence[Point], repeats: int) -> None:
-    measures = {id(point): _unless_failed(point, point.make) for point in points}
-    rounds = [(round_, point) for round_ in range(repeats + 1) for point in points]
-    for round_, point in track(rounds, len(rounds), "measurements"):
-        measure = measures[id(point)]
-        if measure is None or point.status != OK:
-            continue
-        reset_peak_memory()
-        found = _unless_failed(point, partial(measure, round_))
+    measures = [unless_out_of_memory(point.make) for point in points]
+    rounds = [(round_, *both) for round_ in range(repeats + 1) for both in zip(points, measures, strict=True)]
+    for round_, point, measure in track(rounds, len(rounds), "measurements"):
+        found = None
+        if measure is not None and point.status == OK:
+            reset_peak_memory()
+            found = unless_out_of_memory(partial(measure, round_))
         if found is None:
+            point.status = NO_MEMORY
             continue
         point.peak_memory_bytes = max(point.peak_memory_bytes, peak_memory_bytes())
-        if round_ == 0:
-            point.first = found
-        else:
+        if round_:
             point.samples.append(found)
-
-
-def _unless_failed(point: Point, action: Callable[[], T]) -> T | None:
-    """What an action of a point returns; None, and the point's status, if it runs out of memory."""
-    result = unless_out_of_memory(action)
-    if result is None:
-        point.status = NO_MEMORY
-    return result
 
 
 # Points of decode speed: timing and the result file, shared by all engines of `qerl.bench`.
@@ -193,6 +194,10 @@ class Engine(NamedTuple):
     release: Callable[[], None] = lambda: None
 
 
+#: The fields of a point without numbers, which a file states, too.
+_UNMEASURED: dict[str, Any] = {"samples": [], "prompt_samples": [], "prompt_seconds": None}
+_UNMEASURED |= {"sampler": None, "peak_memory_bytes": None, "weight_bytes": None}
+
 #: Makes the engine for a number of sequences.
 Start = Callable[[int], Engine]
 
@@ -206,18 +211,21 @@ class DecodePoints:
     def __init__(self, out: Path, work: Decoding) -> None:
         """Read the file if there is one. Raises ConfigError if another job or another machine wrote it."""
         check_writable(out)
-        self.out = out
-        self.work = work
-        self.result = _read(out, work) if out.exists() else _empty(work)
+        self.out, self.work = out, work
+        if out.exists():
+            self.result = _read(out, work)
+        else:
+            self.result = DecodeResult(
+                bench="decode", work=work, ceilings=None, gpu=None, points=[], provenance=Provenance.of_now()
+            )
 
     def missing(self, sequences: Sequence[int]) -> list[int]:
         """The numbers of sequences that have no point yet."""
-        measured = {point.sequences for point in self.result.points}
-        return [count for count in dict.fromkeys(sequences) if count not in measured]
+        return [count for count in dict.fromkeys(sequences) if count not in self.result.keys]
 
-    def note_syncs(self, sync_seconds: list[float]) -> None:
-        """Store seconds of syncs in the result, beside the points."""
-        self.result = self.result.model_copy(update={"sync_seconds": sync_seconds})
+    def update(self, **fields: Any) -> None:
+        """Change fields of the result, which is written with the next point."""
+        self.result = self.result.model_copy(update=fields)
 
     def run(self, sequences: Sequence[int], load: Callable[[], Start]) -> None:
         """Measure the missing points. `load` is called only if points are missing.
@@ -229,31 +237,23 @@ class DecodePoints:
             log.info("%s has all points; delete it to measure them again", self.out)
             return
         gpu = GpuStates(before=gpu_state(), after=None) if torch.cuda.is_available() else None
-        self.result = self.result.model_copy(update={"ceilings": ceilings(choose_device()), "gpu": gpu})
-        self._write()
+        self._write(ceilings=ceilings(choose_device()), gpu=gpu)
         start = unless_out_of_memory(load)
+
+        def measured(count: int) -> DecodePoint | None:
+            reset_peak_memory()
+            return unless_out_of_memory(lambda: timed(start(count), self.work, count)) if start else None
+
         for count in track(missing, len(missing), "points"):
-            self._record(count, start)
+            point = measured(count) or DecodePoint(sequences=count, status=NO_MEMORY, **_UNMEASURED)
+            points = sorted([*self.result.points, point], key=lambda point: point.sequences)
+            self._write(points=points, gpu=gpu and gpu.model_copy(update={"after": gpu_state()}))
+            speed = f"{median(point.samples):.1f} tokens a second" if point.samples else point.status
+            log.info("%s, %d sequences: %s", self.work, count, speed)
 
-    def _record(self, sequences: int, start: Start | None) -> None:
-        reset_peak_memory()
-        point = unless_out_of_memory(lambda: timed(start(sequences), self.work, sequences)) if start else None
-        point = point or _failed(sequences)
-        points = sorted([*self.result.points, point], key=lambda point: point.sequences)
-        gpu = self.result.gpu and GpuStates(before=self.result.gpu.before, after=gpu_state())
-        self.result = self.result.model_copy(update={"points": points, "gpu": gpu})
-        self._write()
-        speed = f"{median(point.samples):.1f} tokens a second" if point.samples else point.status
-        log.info("%s, %d sequences: %s", self.work, sequences, speed)
-
-    def _write(self) -> None:
-        self.result = self.result.model_copy(update={"provenance": Provenance.of_now()})
+    def _write(self, **fields: Any) -> None:
+        self.update(**fields, provenance=Provenance.of_now())
         write(self.out, self.result)
-
-
-def _empty(work: Decoding) -> DecodeResult:
-    provenance = Provenance.of_now()
-    return DecodeResult(bench="decode", work=work, ceilings=None, gpu=None, points=[], provenance=provenance)
 
 
 def _read(out: Path, work: Decoding) -> DecodeResult:
@@ -270,41 +270,6 @@ def _read(out: Path, work: Decoding) -> DecodeResult:
     return result
 
 
-def _failed(sequences: int) -> DecodePoint:
-    return DecodePoint(
-        sequences=sequences,
-        status=NO_MEMORY,
-        samples=[],
-        prompt_seconds=None,
-        prompt_samples=[],
-        sampler=None,
-        peak_memory_bytes=None,
-        weight_bytes=None,
-    )
-
-
-def unless_out_of_memory(action: Callable[[], T]) -> T | None:
-    """The return value of `action`, or None if it runs out of memory; its memory is then released."""
-    try:
-        return action()
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        log.warning("%s: %s", NO_MEMORY, str(error))  # only its text, since a log may keep the error and its frames
-    # The error has been deleted, and with it the frames that referenced tensors.
-    free_memory()
-    return None
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one in its chain of causes, means that memory ran out."""
-    while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        error = error.__cause__
-    return False
-
-
 def check_room(pages: int, page: int, sequences: int, length: int) -> None:
     """Raise OutOfMemoryError if a KV cache of `pages` of `page` tokens can't hold these sequences of `length`.
 
@@ -313,6 +278,21 @@ def check_room(pages: int, page: int, sequences: int, length: int) -> None:
     needed = sequences * -(-length // page)
     if pages < needed:
         raise torch.cuda.OutOfMemoryError(f"the KV cache has {pages} pages, and the sequences need {needed}")
+
+
+#: The most tokens of each sequence that the warm-up of a decode point, or of a step of equal lengths, decodes.
+WARM_UP = 256
+
+
+def enough_runs(seconds: Sequence[float]) -> bool:
+    """Whether a decode point has enough timed runs, by their seconds.
+
+    It has three. Short ones are repeated, up to nine times or until they took 5 s in total. A first run of 10 s or
+    more is enough: three of that length differed by 0.25 % in the median on an H200, and by at most 1.8 %.
+    """
+    if not seconds or seconds[0] >= 10:
+        return bool(seconds)
+    return len(seconds) >= 9 or (len(seconds) >= 3 and sum(seconds) >= 5)
 
 
 def timed(engine: Engine, work: Decoding, sequences: int) -> DecodePoint:

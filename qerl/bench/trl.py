@@ -29,11 +29,10 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from qerl.bench.peers import no_room_is_out_of_memory
 from qerl.bench.timing import nbytes, optimizer_bytes
-from qerl.bench.vllm import no_room_is_out_of_memory
 from qerl.bench.workloads import (
     WARMUP,
-    MeasuredSteps,
     check_drawn,
     completion_lengths,
     is_equal,
@@ -48,8 +47,7 @@ from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
 from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, write_checkpoint
-from qerl.results.floor import byte_parts
-from qerl.results.speeds import StepMemory, TimedStep
+from qerl.results.speeds import StepMemory, TimedStep, byte_parts
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings
 from qerl.settings.workloads import StepWork, TrlStep
@@ -262,7 +260,7 @@ def _check(work: StepWork, asked: TrlStep) -> None:
         raise ConfigError(f"micro_batch={asked.micro_batch} doesn't divide the {work.completions} completions")
 
 
-def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> MeasuredSteps:
+def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> dict[str, Any]:
     if asked.sampler == "vllm":
         # TRL takes the first free port of a short list, which two jobs on one machine can choose at the same time.
         with socket.socket() as probe:
@@ -282,7 +280,7 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> MeasuredSteps:
     if not any(step.grad_norm for step in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
     memory = _memory(trainer, max(clock.peaks[WARMUP:]), work.size)
-    return MeasuredSteps(_sampler(trainer, work.weights), tuple(timed), memory)
+    return {"sampler": _sampler(trainer, work.weights), "steps": tuple(timed), "memory": memory}
 
 
 def measure_steps(job: PointJob[StepWork, None]) -> None:
@@ -292,7 +290,7 @@ def measure_steps(job: PointJob[StepWork, None]) -> None:
         assert isinstance(asked, TrlStep)
         _check(work, asked)
 
-        def measure(work: StepWork = work, asked: TrlStep = asked) -> MeasuredSteps:
+        def measure(work: StepWork = work, asked: TrlStep = asked) -> dict[str, Any]:
             with TemporaryDirectory() as folder, no_room_is_out_of_memory():
                 return _run(work, asked, Path(folder) / "model")
 

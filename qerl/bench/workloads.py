@@ -5,36 +5,28 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+import typer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl.bench.timing import Point, gpu_state, run_points
+from qerl.bench.timing import gpu_state, unless_out_of_memory
 from qerl.checkpoints.shapes import prompt_id_range, vocabulary
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import Problem
 from qerl.host.console import log
-from qerl.host.gpus import Seconds, seconds
-from qerl.results.schema import NO_MEMORY, OK, Provenance
-from qerl.results.speeds import (
-    GivenUp,
-    GpuStates,
-    GrpoStepResult,
-    MixRun,
-    PhaseSeconds,
-    RolloutMixResult,
-    StepMemory,
-    TimedStep,
-    TraceRow,
-)
-from qerl.results.store import read_rows, write
+from qerl.host.gpus import seconds
+from qerl.host.provenance import check_writable
+from qerl.results.schema import NO_MEMORY, OK, Provenance, SampleRow
+from qerl.results.speeds import GpuStates, GrpoStepResult, MixRun, PhaseSeconds, RolloutMixResult, StepMemory, TraceRow
+from qerl.results.store import read_rows, write, write_rows
 from qerl.rl.rewards import Answer
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import EngineStep, Mix, StepWork, TrlStep
@@ -83,12 +75,6 @@ class Lengths:
         numbers = np.random.default_rng([seed, round_])
         return [numbers.integers(*self.ids, size=tokens).tolist() for tokens in self.prompt_tokens]
 
-    def check(self, drawn: list[list[int]]) -> None:
-        """Raise RuntimeError unless all completions have the requested lengths."""
-        if drawn != self.completion_tokens:
-            tokens, wanted = sum(map(sum, drawn)), sum(map(sum, self.completion_tokens))
-            raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
-
 
 def _traced(work: Mix, trace: Path) -> Lengths:
     rows = [row for row in read_rows(TraceRow, trace) if len(row.completions) >= work.group_size][: work.prompts]
@@ -100,6 +86,33 @@ def _traced(work: Mix, trace: Path) -> Lengths:
     kept = [TraceRow(prompt=row.prompt, completions=group) for row, group in zip(rows, cut, strict=True)]
     lengths = [[len(tokens) for tokens in group] for group in cut]
     return Lengths(prompt_id_range(vocabulary(work.size)), [len(row.prompt) for row in rows], lengths, kept)
+
+
+# `python -m qerl.bench.workloads SAMPLES.jsonl CHECKPOINT TRACE.jsonl` writes a trace: the token ids of logged
+# completions, for rollouts that replay them.
+
+
+def traces(samples: Iterable[SampleRow], tokenizer: PreTrainedTokenizerBase) -> Iterator[TraceRow]:
+    """One row per problem, in the order of the samples; a finished completion ends with the stop token."""
+
+    def ids(text: str, ended: bool = False) -> list[int]:
+        return [*tokenizer.encode(text, add_special_tokens=False), *[tokenizer.eos_token_id] * ended]
+
+    for _, group in groupby(samples, key=lambda sample: (sample.dataset, sample.problem)):
+        rows = list(group)
+        completions = [ids(row.completion, row.finished) for row in rows]
+        yield TraceRow(prompt=ids(rows[0].prompt), completions=completions)
+
+
+def write_trace(samples: Path, checkpoint: Path, out: Path) -> None:
+    """Write the trace of SAMPLES, tokenized by CHECKPOINT's tokenizer, to OUT.
+
+    SAMPLES is the samples.jsonl of an evaluation with several completions per problem, and CHECKPOINT has the tokenizer
+    of the evaluated policy.
+    """
+    check_writable(out)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    write_rows(out, traces(read_rows(SampleRow, samples), tokenizer))
 
 
 @dataclass(frozen=True)
@@ -114,32 +127,32 @@ class MixEngine:
 
 def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None:
     """Time an engine and write the result. The first rollout is stored apart; running out of memory is a result."""
-    workload, started = Lengths.of(work), Seconds()
-    before = gpu_state() if torch.cuda.is_available() else None
+    workload, before = Lengths.of(work), gpu_state()
     with ExitStack() as running:  # to close an engine takes seconds: the result is written before
-        engines: list[MixEngine] = []
 
-        def make() -> Callable[[int], MixRun]:
-            nonlocal started
+        def timed() -> dict[str, Any]:
             with seconds() as started:
-                engines.append(start(workload))
-            running.callback(engines[0].close)
-            return partial(_run, work, workload, engines[0])
+                engine = start(workload)
+            running.callback(engine.close)
+            first, *runs = [_run(work, workload, engine, round_) for round_ in range(1 + work.repeats)]
+            return {
+                "status": OK,
+                "sampler": engine.description,
+                "ready_seconds": started.value,
+                "first_seconds": first.seconds,
+                "runs": tuple(runs),
+            }
 
-        [point] = run_points([Point({}, make)], work.repeats)
-        done = point.status == OK
+        nothing = {"sampler": "", "ready_seconds": None, "first_seconds": None, "runs": ()}
+        found = unless_out_of_memory(timed) or {"status": NO_MEMORY, **nothing}
         result = RolloutMixResult(
             bench="rollout_mix",
             work=work,
             prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens,
-            status=point.status,
-            sampler=engines[0].description if done else "",
-            ready_seconds=started.value if done else None,
-            first_seconds=point.first.seconds if done else None,
-            runs=tuple(point.samples) if done else (),
-            gpu=GpuStates(before=before, after=gpu_state()) if torch.cuda.is_available() else None,
+            gpu=None if before is None else GpuStates(before=before, after=gpu_state()),
             provenance=Provenance.of_now(work.seed),
+            **found,
         )
         write(out, result)
 
@@ -148,7 +161,9 @@ def _run(work: Mix, workload: Lengths, engine: MixEngine, round_: int) -> MixRun
     prompts = workload.prompts(work.seed, round_)
     with seconds() as elapsed:
         drawn = engine.rollout(prompts, round_)
-    workload.check(drawn)
+    if drawn != workload.completion_tokens:
+        tokens, wanted = sum(map(sum, drawn)), sum(map(sum, workload.completion_tokens))
+        raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
     tokens = sum(map(sum, drawn))
     log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)
     return MixRun(seconds=elapsed.value, phases=engine.phases())
@@ -165,20 +180,6 @@ WARMUP = 1
 _REWARDS = 2**16
 #: The expected answer of a problem whose completions earn the same.
 _EQUAL = "equal"
-SystemSettings = EngineStep | TrlStep
-
-
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """The timed steps of a system and the memory at their highest peak.
-
-    `sampler` describes the sampler and its weights, `given_up` what this project's engine and update did without.
-    """
-
-    sampler: str
-    steps: tuple[TimedStep, ...]
-    memory: StepMemory
-    given_up: GivenUp | None = None
 
 
 def steps_of(work: StepWork) -> int:
@@ -244,47 +245,42 @@ def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
     """Bytes of memory that PyTorch allocated on the GPU; on a CPU those of the process, with a cache of 0 bytes.
 
     `parts` are disjoint; the rest of the peak without the cache is activations, logits and buffers. `device_bytes` is
-    all memory in use on the GPU now, by any process.
+    all memory in use on the GPU now, by any process: reserved memory, contexts and graphs too; None on a CPU.
     """
-    without = int(peak) - kv_cache
+    without, device_bytes = int(peak) - kv_cache, None
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        device_bytes = total - free
     return StepMemory(
         peak_bytes=int(peak),
         kv_cache_bytes=kv_cache,
         without_kv_cache_bytes=without,
         parts={**parts, "rest": without - sum(parts.values())},
-        device_bytes=device_bytes(),
+        device_bytes=device_bytes,
     )
 
 
-def device_bytes() -> int | None:
-    """Bytes in use on the GPU, including reserved memory, contexts and graphs; None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def write_steps(
-    out: Path,
-    system: str,
-    work: StepWork,
-    settings: SystemSettings,
-    measure: Callable[[], MeasuredSteps],
+    out: Path, system: str, work: StepWork, settings: EngineStep | TrlStep, measure: Callable[[], dict[str, Any]]
 ) -> None:
     """Measure steps and write their result. Running out of memory is a result without steps, with its message.
 
-    `system` is a short name for tables, and `settings` are the system's.
+    `system` is a short name for tables, and `settings` are the system's. `measure` returns fields of `GrpoStepResult`:
+    `steps`, which are the timed ones, `sampler`, `memory` at their highest peak, and what this project has `given_up`.
     """
     try:
-        found = measure()
+        values = {"status": OK, "warmup_steps": WARMUP, **measure()}
     except torch.cuda.OutOfMemoryError as error:
         log.warning("%s: %s", NO_MEMORY, str(error))
-        values: dict[str, Any] = {"status": NO_MEMORY, "message": str(error)}
+        values = {"status": NO_MEMORY, "message": str(error)}
     else:
-        if len(found.steps) != work.repeats:
-            raise RuntimeError(f"{len(found.steps)} steps were timed instead of {work.repeats}")
-        values = {"status": OK, "warmup_steps": WARMUP, **vars(found)}
+        if len(values["steps"]) != work.repeats:
+            raise RuntimeError(f"{len(values['steps'])} steps were timed instead of {work.repeats}")
     result = GrpoStepResult(
         bench="grpo_step", system=system, work=work, settings=settings, provenance=Provenance.of_now(), **values
     )
     write(out, result)
+
+
+if __name__ == "__main__":
+    typer.run(write_trace)

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, Field, model_validator
 from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints import layouts
@@ -24,12 +25,10 @@ from qerl.checkpoints.layouts import (
     text_config,
     unpacked_layers,
 )
-from qerl.settings.base import ConfigError, UserError
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.base import ConfigError, UserError, parse
+from qerl.settings.models import FORMATS, FormatError
 from qerl.settings.run import EngineSettings
 
-#: The supported values of `layer_types` in config.json.
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,10 +41,6 @@ RUN_FILE = "run.yaml"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-#: The largest allowed size in config.json, so that products of sizes fit into 64 bits.
-_LARGEST = 1 << 20
-_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 #: The most bytes of files that are read whole, by suffix. The largest tokenizers have 40 MB, templates 20 KB.
 _MOST_BYTES = {".json": 2**28, ".txt": 2**28, ".model": 2**28, ".jinja": 2**20}
 #: Bytes of an element by safetensors' name of its dtype.
@@ -55,6 +50,40 @@ _BYTES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4
 
 class CheckpointError(UserError):
     """A checkpoint that can't be loaded. The message is one sentence for the user."""
+
+
+#: A size in config.json, so small that products of sizes fit into 64 bits.
+Size = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+
+
+class _Decoder(BaseModel):
+    """The values of a decoder's config.json that decide sizes, before anything is built. The others are transformers'.
+
+    Blocks have one size, so that a list of sizes is refused.
+    """
+
+    model_type: str
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    intermediate_size: Size | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> _Decoder:
+        if self.intermediate_size is None and self.moe_intermediate_size is None:
+            raise ValueError("`intermediate_size` is missing")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"{len(self.layer_types)} layer_types for num_hidden_layers={self.num_hidden_layers}, where each layer "
+                "has a type"
+            )
+        return self
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -85,37 +114,29 @@ def check_base(folder: Path) -> None:
 
 def check_tokenizer(folder: Path) -> None:
     """Raise `CheckpointError` unless there is a tokenizer with a chat template, whose ids all have an embedding."""
+    from tokenizers import Tokenizer
+
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file() or not (folder / TOKENIZER).is_file():
         raise CheckpointError(f"{folder} has no tokenizer: {TOKENIZER} and tokenizer_config.json are needed")
     if "chat_template" not in _read_json(tokenizer) and not (folder / "chat_template.jinja").is_file():
         raise CheckpointError(f"{folder} has no chat template; use a chat checkpoint, or add chat_template.jinja to it")
-    tokens, rows = _vocabulary(folder / TOKENIZER), read_config(folder)["vocab_size"]
-    token = max(tokens, key=lambda token: tokens[token])
-    if tokens[token] >= rows:
-        raise CheckpointError(
-            f"{folder / TOKENIZER} has the token {token[:40]!r} with the id {tokens[token]}, but {folder / CONFIG} has "
-            f"vocab_size={rows}: ids go up to {rows - 1}; give the model its own tokenizer, or resize its embedding"
-        )
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """All tokens of plain text with their ids.
-
-    Special tokens aren't among them, because models may have unused ones. `qerl.data.prompts.check_template` checks the
-    chat template.
-    """
-    from tokenizers import Tokenizer
-
+    path, rows = folder / TOKENIZER, read_config(folder)["vocab_size"]
     try:
         read = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:
         raise CheckpointError(f"{path} holds no tokenizer; copy {TOKENIZER} from where the model comes from") from error
+    # Models may have unused special tokens; `qerl.data.prompts.check_template` checks those of the chat template.
     special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
-    tokens = {token: id for token, id in read.get_vocab().items() if token not in special}
-    if not tokens:
+    ids = {id: token for token, id in read.get_vocab().items() if token not in special}
+    if not ids:
         raise CheckpointError(f"{path} holds no token; copy {TOKENIZER} from where the model comes from")
-    return tokens
+    highest = max(ids)
+    if highest >= rows:
+        raise CheckpointError(
+            f"{path} has the token {ids[highest][:40]!r} with the id {highest}, but {folder / CONFIG} has "
+            f"vocab_size={rows}: ids go up to {rows - 1}; give the model its own tokenizer, or resize its embedding"
+        )
 
 
 def check_adapter(folder: Path) -> None:
@@ -205,27 +226,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = text_config(_read_json(folder / CONFIG))
     except FormatError as error:
         raise CheckpointError(f"{folder / CONFIG} has {error}") from None
-    if not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{folder / CONFIG} has no model_type; download the checkpoint again")
-    needed = [key for key in _SIZES if key != "intermediate_size" or "moe_intermediate_size" not in config]
-    if missing := [key for key in needed if key not in config]:
-        raise CheckpointError(
-            f"{folder / CONFIG} of model_type={config['model_type']!r} has no {missing[0]}, which the configurations "
-            "of supported models have"
-        )
-    for key in (*needed, *_OPTIONAL_SIZES):
-        size = config.get(key, 1 if key in _OPTIONAL_SIZES else None)
-        if isinstance(size, list):
-            raise CheckpointError(
-                f"{folder / CONFIG} of model_type={config['model_type']!r} has a list of {key}, a size for each block, "
-                "and blocks of one size are supported"
-            )
-        if not ((type(size) is int and 0 < size <= _LARGEST) or (size is None and key in _OPTIONAL_SIZES)):
-            raise CheckpointError(
-                f"{folder / CONFIG} has {key}={str(size)[:40]}, which must be a whole number from 1 to {_LARGEST}; "
-                "download the checkpoint again"
-            )
-    _check_layer_types(folder, config)
+    try:
+        parse(_Decoder, config, str(folder / CONFIG))
+    except ConfigError as error:
+        kind = str(config.get("model_type"))[:40]
+        raise CheckpointError(f"{error} (model_type={kind!r}); download the checkpoint again, or correct it") from None
     return config
 
 
@@ -241,21 +246,6 @@ def _check_kind(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"{folder} holds an adapter, which is no checkpoint; give the folder of the model that it was trained on"
-        )
-
-
-def _check_layer_types(folder: Path, config: dict[str, Any]) -> None:
-    types, layers = config.get("layer_types"), config["num_hidden_layers"]
-    if types is None:
-        return
-    if not isinstance(types, list) or len(types) != layers:
-        stated = f"{len(types)} layer_types" if isinstance(types, list) else "layer_types that are no list"
-        raise CheckpointError(
-            f"{folder / CONFIG} has {stated} for num_hidden_layers={layers}; correct one of them, each layer has a type"
-        )
-    if unknown := [name for name in types if name not in LAYER_TYPES]:
-        raise CheckpointError(
-            f"{folder / CONFIG} has {str(unknown[0])[:40]!r} in layer_types; a layer is {' or '.join(LAYER_TYPES)}"
         )
 
 
@@ -326,7 +316,16 @@ def index_of(folder: Path) -> dict[str, str] | None:
     """
     if not (folder / INDEX).exists():
         return None
-    index = _read_index(folder)
+    index = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
+    for shard in index.values():
+        # A path could lead out of the folder.
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard):
+            raise CheckpointError(
+                f"{folder / INDEX} names {str(shard)[:80]!r}, which is no safetensors file of this folder; "
+                "download the checkpoint again"
+            )
     shards = set(index.values()) - {WEIGHTS}
     if not shards or not (folder / WEIGHTS).exists():
         return index
@@ -336,20 +335,6 @@ def index_of(folder: Path) -> dict[str, str] | None:
             "differ in which they load; delete one set"
         )
     return None
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    shards = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(shards, dict):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map; download the checkpoint again")
-    for shard in shards.values():
-        # A path could lead out of the folder.
-        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard):
-            raise CheckpointError(
-                f"{folder / INDEX} names {str(shard)[:80]!r}, which is no safetensors file of this folder; "
-                "download the checkpoint again"
-            )
-    return shards
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:

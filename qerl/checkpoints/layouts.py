@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 # Models of images and text, of which the text model alone is read: its configuration and its names, without torch.
 
@@ -64,18 +64,14 @@ class ImageTextModel:
         return rf".*\b(?:{'|'.join(self.siblings)})\b.*" if self.siblings else None
 
 
-def _tower_model(texts: Mapping[str, str]) -> ImageTextModel:
-    """A kind whose class has a vision tower, a projector and the text model."""
-    siblings = ("vision_tower", "multi_modal_projector")
-    return ImageTextModel(texts, "AutoModelForImageTextToText", "model.language_model.", siblings)
-
-
+#: What `ImageTextModel` has of a class with a vision tower, a projector and the text model.
+_TOWER = ("AutoModelForImageTextToText", "model.language_model.", ("vision_tower", "multi_modal_projector"))
 #: The kinds whose text model is read, by the model_type of the whole.
 IMAGE_TEXT_MODELS = {
     "qwen3_5": ImageTextModel({"qwen3_5_text": "Qwen3_5ForCausalLM"}),
     "qwen3_5_moe": ImageTextModel({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}),
-    "gemma3": _tower_model({"gemma3_text": "Gemma3ForCausalLM"}),
-    "mistral3": _tower_model({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}),
+    "gemma3": ImageTextModel({"gemma3_text": "Gemma3ForCausalLM"}, *_TOWER),
+    "mistral3": ImageTextModel({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, *_TOWER),
 }
 
 
@@ -172,27 +168,29 @@ def weights_format(quantization: object) -> str:
 def ignored(quantization: Mapping[str, Any]) -> list[str]:
     """The parts of a supported scheme that this package doesn't apply, in words."""
     section = quantization.get("quantization", quantization)  # ModelOpt's older files
-    algorithms = [str(section.get("quant_algo", "W4A16"))]
-    algorithms += [str(layer.get("quant_algo")) for layer in _layers(section)]
-    groups = quantization.get("config_groups")
-    rounded = any("W4A16" not in name and name != _MODELOPT_MIXED for name in algorithms) or any(
-        isinstance(group, Mapping) and group.get("input_activations")
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    )
+    algorithms = {str(layer.get("quant_algo", "W4A16")) for layer in (section, *_layers(section))}
+    rounded = any("W4A16" not in name and name != _MODELOPT_MIXED for name in algorithms)
+    rounded |= any(group.get("input_activations") for group in _groups(quantization))
     cache = quantization.get("kv_cache_scheme") or section.get("kv_cache_quant_algo")
     return ["the rounding of activations"] * rounded + ["the rounding of keys and values"] * bool(cache)
 
 
+def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of layers of a compressed-tensors checkpoint; none if one of them is no mapping."""
+    groups = quantization.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    return found if all(isinstance(group, Mapping) for group in found) else []
+
+
 def _compressed(quantization: Mapping[str, Any]) -> str:
     """The format of a compressed-tensors checkpoint in 4 bits, with further layers in FP8."""
-    declared, config_groups = str(quantization.get("format")), quantization.get("config_groups")
-    groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
-    if not groups or not all(isinstance(group, Mapping) for group in groups):
-        raise FormatError(f"compressed-tensors format {declared!r} in {len(groups)} groups; {QUANTIZE_AGAIN}")
-    rounds_outputs = any(group.get("output_activations") for group in groups)
-    for key in ("output_activations", "transform_config", "sparsity_config"):
-        if rounds_outputs if key == "output_activations" else quantization.get(key):
-            raise FormatError(f"{key}, which isn't supported; {QUANTIZE_AGAIN}")
+    declared, groups = str(quantization.get("format")), _groups(quantization)
+    if not groups:
+        raise FormatError(f"compressed-tensors format {declared!r} in 0 groups; {QUANTIZE_AGAIN}")
+    others = [key for key in ("transform_config", "sparsity_config") if quantization.get(key)]
+    others += ["output_activations"] * any(group.get("output_activations") for group in groups)
+    if others:
+        raise FormatError(f"{others[0]}, which isn't supported; {QUANTIZE_AGAIN}")
     formats = {_group_format(declared, group) for group in groups} - {"fp8"}
     if not formats:
         raise _only_fp8(f"compressed-tensors format {declared!r}")
@@ -232,10 +230,9 @@ def _modelopt(quantization: Mapping[str, Any]) -> str:
         raise FormatError(f"ModelOpt's quant_algo={unknown[0]!r}, which isn't supported; take {_OTHER_INTEGERS}")
     if not algorithms & set(_MODELOPT_FP4):
         raise _only_fp8(f"ModelOpt's {', '.join(sorted(algorithms)) or 'quant_algo of no layer'}")
-    group_size = FORMATS["nvfp4"].group_size
     for layer in layers:
         if str(layer.get("quant_algo")).upper() in _MODELOPT_FP4:
-            _require({"group_size": group_size, **layer}, {"group_size": group_size})
+            _require({"group_size": 16, **layer}, {"group_size": 16})
     return "nvfp4"
 
 
@@ -282,14 +279,16 @@ _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|
 _STACKED = {"blocks": "weight_packed", "scales": "weight_scale", "bias": "bias"}
 #: The layers of an expert that a dense stack has one after the other.
 _DENSE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-#: A tensor of a mixture in files of Mixtral, and the names of its experts' layers here.
-_OF_MIXTRAL = re.compile(r"(.*)\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.(.+)")
-_LAYERS_OF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-#: The same tensor here.
-_OF_MIXTURE = re.compile(r"(.*)\.mlp\.(gate|experts\.\d+)(?:\.(gate_proj|up_proj|down_proj))?\.(.+)")
-#: A router's correction of scores in files of Ernie 4.5 and EXAONE, and the same tensor here.
-_CORRECTION = re.compile(r"(.*\.mlp)\.((?:moe_statics\.)?e_score_correction_bias)")
-_OF_ROUTER = re.compile(r"(.*\.mlp)\.gate\.((?:moe_statics\.)?e_score_correction_bias)")
+#: Parts of names in files of Mixtral, Ernie 4.5 and EXAONE, and what they are here. The first one tells the family.
+_FAMILIES = (
+    (("block_sparse_moe.gate.", "mlp.gate."),),
+    (
+        ("block_sparse_moe.experts.", "mlp.experts."),
+        *((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+    ),
+    ((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.moe_statics.e_score_correction_bias"),),
+    ((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+)
 #: Rows and columns of a block of FP8 weights that shares a scale.
 FP8_BLOCK = 128
 
@@ -320,59 +319,52 @@ def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
-    stored = dict(_expert_tensors({_own_mixture_name(name): info for name, info in _text_tensors(stored).items()}))
-    tensors = dict(named for name, info in stored.items() if (named := _own(name, info, stored)))
+    has_images = any(name.startswith(tuple(_PREFIXES)) for name in stored)
+    texts = ((own_name(name) if has_images else name, info) for name, info in stored.items())
+    named = {_family_name(name): info for name, info in texts if name is not None}
+    apart = dict(part for name, info in named.items() for part in _apart(name, info, named))
+    tensors = dict(own for name, info in apart.items() if (own := _own(name, info, apart)))
     packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{_HEAD}.weight_")}
     return {**tensors, f"{_HEAD}.weight": _unpacked(packed)} if packed else tensors
 
 
+def _family_name(name: str) -> str:
+    """The name of a tensor here, of its name in the files of a text model."""
+    for parts in _FAMILIES:
+        for theirs, ours in parts if parts[0][0] in name else ():
+            name = name.replace(theirs, ours)
+    return name
+
+
 def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
     """How tensors are named in files like those of `headers`: as here, but for parts of some mixtures."""
-    if any(_OF_MIXTRAL.fullmatch(info.stored) for info in headers.values()):
-        stored = {layer: short for short, layer in _LAYERS_OF_MIXTRAL.items()}
-        return lambda name: _renamed(name, _OF_MIXTURE, "block_sparse_moe", stored)
-    if any(_CORRECTION.fullmatch(info.stored) for info in headers.values()):
-        return lambda name: _OF_ROUTER.sub(r"\1.\2", name)
-    return str
 
-
-def _own_mixture_name(name: str) -> str:
-    return _CORRECTION.sub(r"\1.gate.\2", _renamed(name, _OF_MIXTRAL, "mlp", _LAYERS_OF_MIXTRAL))
-
-
-def _renamed(name: str, pattern: re.Pattern[str], mixture: str, layers: Mapping[str, str]) -> str:
-    match = pattern.fullmatch(name)
-    if match is None:
+    def named(name: str) -> str:
+        for parts in families:
+            for theirs, ours in parts if parts[0][1] in name else ():
+                name = name.replace(ours, theirs)
         return name
-    block, part, layer, tensor = match.groups()
-    return ".".join(filter(None, (block, mixture, part, layers.get(layer), tensor)))
+
+    families = [parts for parts in _FAMILIES if any(parts[0][0] in info.stored for info in headers.values())]
+    return named
 
 
-def _text_tensors(stored: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    """The tensors of the text model, by its names."""
-    if not any(name.startswith(tuple(_PREFIXES)) for name in stored):
-        return stored
-    named = ((own_name(name), info) for name, info in stored.items())
-    return {name: info for name, info in named if name is not None}
-
-
-def _expert_tensors(stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors, with those of each expert in place of stacks."""
-    for name, info in stored.items():
-        stack = _STACK.fullmatch(name)
-        if stack is None:
-            yield name, info
-            continue
-        experts, layer, part = stack.groups()
-        if part is None and f"{name}_bias" not in stored:
-            yield from _dense_stack_parts(experts, layer, info)
-        elif part is not None and len(info.shape) > 1:
-            yield from _packed_stack_parts(experts, f"{layer}.{_STACKED[part]}", info)
-        else:
-            raise FormatError(
-                f"{info.shard} holds {name} {list(info.shape)}, a stack of experts in another format than MXFP4, which "
-                "isn't supported; take the checkpoint in MXFP4 as it is published"
-            )
+def _apart(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensor, or those of each expert in place of a stack."""
+    stack = _STACK.fullmatch(name)
+    if stack is None:
+        yield name, info
+        return
+    experts, layer, part = stack.groups()
+    if part is None and f"{name}_bias" not in stored:
+        yield from _dense_stack_parts(experts, layer, info)
+    elif part is not None and len(info.shape) > 1:
+        yield from _packed_stack_parts(experts, f"{layer}.{_STACKED[part]}", info)
+    else:
+        raise FormatError(
+            f"{info.shard} holds {name} {list(info.shape)}, a stack of experts in another format than MXFP4, which "
+            "isn't supported; take the checkpoint in MXFP4 as it is published"
+        )
 
 
 def _packed_stack_parts(experts: str, part: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
@@ -410,7 +402,6 @@ def unpacked_layers(headers: Mapping[str, TensorInfo]) -> list[str]:
 def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple[str, TensorInfo] | None:
     """A tensor's name and reading in this package; None if another tensor includes it or nothing reads it."""
     layer, _, part = name.rpartition(".")
-    weight = stored.get(f"{layer}.weight")
     if name.endswith((*_OF_ACTIVATIONS, *_COMPUTED)):
         return None
     if part in _OTHER_FUNCTIONS:
@@ -418,8 +409,19 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
             f"{info.shard} holds {name}, with which {layer} computes more than a product with its weight; take a "
             "checkpoint without, or the dense one"
         )
+    weight, scales = stored.get(f"{layer}.weight"), ("weight_scale", "weight_scale_inv")
     if weight is not None and weight.dtype == "F8_E4M3":
-        return _own_fp8(layer, part, info, stored)
+        scale = next((stored[key] for each in scales if (key := f"{layer}.{each}") in stored), None)
+        if part in scales:
+            return None
+        if part != "weight" or scale is None:
+            return name, info
+        if scale.dtype not in ("F32", "BF16", "F16") or scale_grid(scale.shape, info.shape) is None:
+            raise FormatError(
+                f"{info.shard} holds {name} in FP8 {list(info.shape)} with a scale {scale.dtype} {list(scale.shape)}; "
+                f"only a scale a tensor, a row, or a block of {FP8_BLOCK} x {FP8_BLOCK} is supported"
+            )
+        return name, replace(info, reading="scaled", parts=(scale,))
     if part == "weight" and info.dtype == "U8" and f"{layer}.weight_scale_2" in stored:
         return f"{layer}.weight_packed", info
     if part == "weight_scale_2":
@@ -430,36 +432,20 @@ def _own(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> tuple
     return (f"{_HEAD}.weight" if name == _HEAD_OF_NEOX else name), info
 
 
-def _own_fp8(
-    layer: str, part: str, info: TensorInfo, stored: Mapping[str, TensorInfo]
-) -> tuple[str, TensorInfo] | None:
-    scale = stored.get(f"{layer}.weight_scale") or stored.get(f"{layer}.weight_scale_inv")
-    if part in ("weight_scale", "weight_scale_inv"):
+def scale_grid(scale: Sequence[int], weight: Sequence[int]) -> tuple[int, int] | None:
+    """Rows and columns of a grid of FP8 scales for a weight [out, in]: one of all, of each row, or of each block.
+
+    None for scales of another shape. Dimensions of blocks may be 1.
+    """
+    if len(weight) != 2:
         return None
-    if part != "weight" or scale is None:
-        return f"{layer}.{part}", info
-    if len(info.shape) != 2 or scale.dtype not in ("F32", "BF16", "F16") or not _scales(scale.shape, info.shape):
-        raise FormatError(
-            f"{info.shard} holds {layer}.weight in FP8 {list(info.shape)} with a scale {scale.dtype} "
-            f"{list(scale.shape)}; only a scale a tensor, a row, or a block of {FP8_BLOCK} x {FP8_BLOCK} is supported"
-        )
-    return f"{layer}.weight", replace(info, reading="scaled", parts=(scale,))
-
-
-def is_of_rows(scale: tuple[int, ...], rows: int) -> bool:
-    """Whether an FP8 scale of this shape has a value for each row of a weight."""
-    return scale in ((rows,), (rows, 1))
-
-
-def blocks_of(weight: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of blocks of an FP8 weight [out, in] whose blocks share a scale."""
-    return -(-weight[0] // FP8_BLOCK), -(-weight[1] // FP8_BLOCK)
-
-
-def _scales(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
-    """Whether a scale of this shape is one of a tensor, of each row, or of each block, whose dimensions may be 1."""
-    narrow, blocks = (tuple(size for size in shape if size != 1) for shape in (scale, blocks_of(weight)))
-    return math.prod(scale) == 1 or is_of_rows(scale, weight[0]) or narrow == blocks
+    blocks = (-(-weight[0] // FP8_BLOCK), -(-weight[1] // FP8_BLOCK))
+    if math.prod(scale) == 1:
+        return 1, 1
+    if tuple(scale) in ((weight[0],), (weight[0], 1)):
+        return weight[0], 1
+    narrow, of_blocks = ([size for size in shape if size != 1] for shape in (scale, blocks))
+    return blocks if narrow == of_blocks else None
 
 
 def _unpacked(packed: dict[str, TensorInfo]) -> TensorInfo:

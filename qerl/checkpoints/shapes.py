@@ -150,17 +150,12 @@ class ModelShape:
         return (*attention, (wide, hidden), (wide, hidden), (hidden, wide)) if wide else attention
 
     @property
-    def packable_of_net(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers that are wide enough to be packed."""
+    def net_linears(self) -> tuple[tuple[int, int], ...]:
+        """[out, in] of a delta net's layers; the last two are narrow, and a weight format packs the three before."""
         if self.nets is None:
             return ()
-        channels, values = self.nets.channels, self.nets.value_width
-        return (channels, self.hidden), (values, self.hidden), (self.hidden, values)
-
-    @property
-    def net_linears(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of a delta net's layers; the last two layers are narrow."""
-        return (*self.packable_of_net, *((self.nets.value, self.hidden),) * 2) if self.nets else ()
+        channels, values, narrow = self.nets.channels, self.nets.value_width, (self.nets.value, self.hidden)
+        return (channels, self.hidden), (values, self.hidden), (self.hidden, values), narrow, narrow
 
     @property
     def attentions(self) -> int:
@@ -171,13 +166,13 @@ class ModelShape:
     def packable(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the projections of all blocks that a weight format packs, without experts."""
         nets = self.layers - self.attentions
-        of_nets = self.packable_of_net * nets if self.nets and self.nets.packed else ()
+        of_nets = self.net_linears[:3] * nets if self.nets and self.nets.packed else ()
         return (*self.linears * self.attentions, *self.linears[4:] * nets, *of_nets)
 
     @property
     def dense(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of the layers of all delta nets that are bfloat16 in each format."""
-        each = self.net_linears[-2:] if self.nets and self.nets.packed else self.net_linears
+        each = self.net_linears[3:] if self.nets and self.nets.packed else self.net_linears
         return each * (self.layers - self.attentions)
 
     @property
@@ -216,11 +211,6 @@ class ModelShape:
         return (2 * wide, hidden), (hidden, wide)
 
     @property
-    def projections(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of all projections of a block."""
-        return (*self.linears, *self.expert_linears * (self.mixture.experts if self.mixture else 0))
-
-    @property
     def dense_bytes(self) -> int:
         """Bytes of all packable projections in bfloat16, without those of experts, which are never unpacked."""
         return HALF * sum(rows * columns for rows, columns in self.packable)
@@ -240,74 +230,33 @@ def _windowed(config: Mapping[str, Any]) -> int:
 
 # Shapes of published models as values of config.json, for benches on random weights.
 
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_GEMMA_ROPE = {
-    "sliding_attention": _ROPE,
-    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-}
-_HYBRID_ROPE = {
-    **_ROPE,
-    "rope_theta": 10000000.0,
-    "partial_rotary_factor": 0.25,
-    "mrope_section": [11, 11, 10],
-    "mrope_interleaved": True,
-}
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 150000.0,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+
+def _rope(base: float, **others: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base, **others}
 
 
 def _shape(
-    kind: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int | None, vocabulary: int, **others: Any
+    kind: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **others: Any
 ) -> dict[str, Any]:
-    wide = {} if intermediate is None else {"intermediate_size": intermediate}
     return {
         "model_type": kind,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
+        "intermediate_size": intermediate,
         "vocab_size": vocabulary,
         "max_position_embeddings": 8192,
         "bos_token_id": None,
         "eos_token_id": 1,
         "pad_token_id": None,
-        **wide,
         **others,
     }
 
 
 def _every(last: str, others: str, period: int, layers: int) -> list[str]:
-    """Kinds of blocks, of which the last of each `period` is another."""
+    """Kinds of blocks; the last of each `period` is another."""
     return [last if layer % period == period - 1 else others for layer in range(layers)]
-
-
-def _gemma(hidden: int, layers: int, heads: int, kv: int, intermediate: int, window: int) -> dict[str, Any]:
-    return _shape(
-        "gemma3_text", hidden, layers, heads, kv, intermediate, 262144, head_dim=256, query_pre_attn_scalar=256,
-        sliding_window=window, layer_types=_every("full_attention", "sliding_attention", 6, layers),
-        rope_parameters=_GEMMA_ROPE, tie_word_embeddings=True,
-    )  # fmt: skip
-
-
-def _hybrid(layers: int, value_heads: int) -> dict[str, Any]:
-    return {
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 262144,
-        "layer_types": _every("full_attention", "linear_attention", 4, layers),
-        "rope_parameters": _HYBRID_ROPE,
-    }
 
 
 def _qwen(
@@ -316,8 +265,7 @@ def _qwen(
     """Values of Qwen2.5, with the ids of its tokens."""
     return _shape(
         "qwen2", hidden, layers, heads, kv, intermediate, vocabulary, tie_word_embeddings=tied,
-        bos_token_id=151643, eos_token_id=151645, max_position_embeddings=32768,
-        rope_parameters={**_ROPE, "rope_theta": 1000000.0},
+        bos_token_id=151643, eos_token_id=151645, max_position_embeddings=32768, rope_parameters=_rope(1e6),
     )  # fmt: skip
 
 
@@ -335,30 +283,35 @@ QWEN: dict[str, dict[str, Any]] = {
 #: Values of config.json by name. Of models with images they are the text model's.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral-7b": _shape("mistral", 4096, 32, 32, 8, 14336, 32000, sliding_window=4096, head_dim=128),
-    # Positions of Phi-4-mini's scaled frequencies take as long as any.
-    "phi-4-mini": _shape(
-        "phi3", 3072, 32, 24, 8, 8192, 200064, sliding_window=262144, tie_word_embeddings=True,
-        rope_parameters={**_ROPE, "partial_rotary_factor": 0.75},
+    "gemma-3-12b": _shape(
+        "gemma3_text", 3840, 48, 16, 8, 15360, 262208, head_dim=256, query_pre_attn_scalar=256, sliding_window=1024,
+        layer_types=_every("full_attention", "sliding_attention", 6, 48), tie_word_embeddings=True,
+        rope_parameters={
+            "sliding_attention": _rope(1e4), "full_attention": {**_rope(1e6), "rope_type": "linear", "factor": 8.0},
+        },
     ),
-    "phi-4": _shape("phi3", 5120, 40, 40, 10, 17920, 100352, sliding_window=None, rope_parameters=_ROPE),
-    "gemma-3-1b": _gemma(1152, 26, 4, 1, 6912, 512),
-    "gemma-3-12b": {**_gemma(3840, 48, 16, 8, 15360, 1024), "vocab_size": 262208},
     "qwen3-30b-a3b": _shape(
         "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8, norm_topk_prob=True, rope_parameters={**_ROPE, "rope_theta": 1000000.0},
+        num_experts_per_tok=8, norm_topk_prob=True, rope_parameters=_rope(1e6),
     ),
     # The published files have MXFP4 experts, and the rest in bfloat16.
     "gpt-oss-20b": _shape(
         "gpt_oss", 2880, 24, 64, 8, 2880, 201088, head_dim=64, sliding_window=128, num_local_experts=32,
-        num_experts_per_tok=4, max_position_embeddings=131072, attention_bias=True, rope_parameters=_GPT_OSS_ROPE,
+        num_experts_per_tok=4, max_position_embeddings=131072, attention_bias=True,
         layer_types=_every("full_attention", "sliding_attention", 2, 24),
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
     ),
     # Qwen3.6-27B has this shape, too.
-    "qwen3.5-27b": _shape("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, **_hybrid(64, 48)),
-    # And Qwen3.6-35B-A3B has this one.
-    "qwen3.5-35b-a3b": _shape(
-        "qwen3_5_moe_text", 2048, 40, 16, 2, None, 248320, num_experts=256, num_experts_per_tok=8,
-        moe_intermediate_size=512, shared_expert_intermediate_size=512, **_hybrid(40, 32),
+    "qwen3.5-27b": _shape(
+        "qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        max_position_embeddings=262144, layer_types=_every("full_attention", "linear_attention", 4, 64),
+        rope_parameters=_rope(
+            1e7, partial_rotary_factor=0.25, mrope_section=[11, 11, 10], mrope_interleaved=True,
+        ),
     ),
 }  # fmt: skip
 #: Kinds of models whose published files have packed experts alone, in MXFP4.

@@ -18,10 +18,10 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from qerl import api
+from qerl import __version__, api
 from qerl.checkpoints.files import RUN_FILE
 from qerl.cli import workflow
-from qerl.cli.console import console, print_error, print_table
+from qerl.cli.workflow import console, print_error, print_table
 from qerl.host.console import UNKNOWN, configure_logging, quiet
 from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
@@ -41,7 +41,6 @@ from qerl.settings.run import (
     SamplingSettings,
 )
 from qerl.settings.workflow import EvaluationSettings, merged, nested
-from qerl.version import VERSION
 from qerl.workflow.run_folder import file_values
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ Instruction = Annotated[
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(VERSION)
+        typer.echo(__version__)
         raise typer.Exit
 
 
@@ -203,11 +202,8 @@ def sample(
         raise ConfigError("nothing to sample from: give a prompt, or a file of prompts with --prompts")
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed)
-    form = api.form_of(model)
-    added = form.get("instruction", "") if instruction is None else instruction
     with quiet():
-        policy = api.load(model, dtype)
-        drawn = api.sample(policy, texts, count=count, seed=seed, instruction=added, date=form.get("date"), **sampling)
+        drawn = api.sample(model, texts, count=count, seed=seed, instruction=instruction, dtype=dtype, **sampling)
     for text, completions in zip(texts, drawn, strict=True):
         for completion in completions:
             _print_completion(text, completion, as_json)
@@ -238,18 +234,15 @@ def evaluate(
     dtype: Dtype = None,
 ) -> None:
     """Score a model or a trained policy by lm-eval (gsm8k) or lighteval (math, aime)."""
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     _check_options(sampling, seed, repeats)
     data = _problems(model, problems, dataset)
     if fewshot is not None and task is None:
         raise ConfigError("--fewshot counts the examples of a --task; name one")
     stock = api.stock_task(task, fewshot=fewshot) if task else None
-    form = api.form_of(model) if stock is None else {}
-    form |= {} if instruction is None else {"instruction": instruction}
-    api.check_evaluation(data, out, stock)
+    sampling |= {"repeats": repeats, "seed": seed, "instruction": instruction, "task": stock, "dtype": dtype}
     with quiet():
-        policy = api.load(model, dtype)
-        outcome = api.evaluate(policy, data, out, repeats=repeats, seed=seed, task=stock, **{**form, **sampling})
+        outcome = api.evaluate(model, data, out, **sampling)
     about, accuracy = outcome.metrics, outcome.accuracy
     measures = {key: about[key] for key in ("harness", "problems", "repeats")}
     interval = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}

@@ -1,4 +1,4 @@
-"""Commands around the workflow: its rules, its plan, its folder, its gates, its speed grid and its state."""
+"""What commands print on, and the commands around the workflow: rules, plan, folder, gates, speed grid and state."""
 
 from __future__ import annotations
 
@@ -14,23 +14,51 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Console
 
-from qerl.cli.console import console, print_error, print_table, show
+from qerl.host.console import VisibleConsole, visible
 from qerl.host.imports import imports
 from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
 from qerl.host.provenance import check_writable, writing
-from qerl.jobs import Job, KilledError, parse_job
+from qerl.jobs import Job, KilledError, Plan, PointJob, parse_job
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+# What all commands print on.
+
+
+def console() -> Console:
+    """The terminal at its width; a file or pipe at the width of tables."""
+    from qerl.report.format import WIDTH
+
+    return VisibleConsole(width=None if Console().is_terminal else WIDTH)
+
+
+def print_error(sentence: object) -> None:
+    """Print a sentence for the user on standard error."""
+    typer.echo(f"qerl: {visible(str(sentence))}", err=True)
+
+
+def print_table(title: str, rows: list[dict[Any, Any]]) -> None:
+    """Print rows, whose keys are the columns, under a title."""
     import pandas as pd
 
-    from qerl.workflow.runs import Plan
+    from qerl.report.format import rich_table
+
+    show(rich_table(title, pd.DataFrame(rows)))
+
+
+def show(table: Table) -> None:
+    """Print a table, or its cells line by line where the terminal is too narrow for it."""
+    from qerl.report.format import fitting
+
+    screen = console()
+    screen.print(fitting(table, screen))
 
 
 # `qerl rule`: what the workflow's rules call.
@@ -139,13 +167,8 @@ def show_plan(
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
         return
     # The columns that distinguish the runs, and their cost; --csv prints all columns.
-    table = Table(title=plan_.folder, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in _SHEET.values():
-        table.add_column(name, no_wrap=name == "run", justify="left" if name in ("run", "done") else "right")
-    hours = {f"{phase}_hours": _with_estimates(runs, phase) for phase in ("rollout", "update")}
-    for row in runs.assign(**hours)[list(_SHEET)].itertuples(index=False):
-        table.add_row(*map(str, row))
-    show(table)
+    hours = {name: runs[name].map(_rounded) for name in ("rollout_hours", "update_hours")}
+    print_table(plan_.folder, runs.assign(**hours)[list(_SHEET)].rename(columns=_SHEET).to_dict("records"))
     print_table("Checkpoints on disk", disk(plan_))
     for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
         console().print(line, soft_wrap=True)
@@ -161,12 +184,6 @@ _SHEET = {
     "update_hours": "updates, h",
     "done": "done",
 }
-
-
-def _with_estimates(runs: pd.DataFrame, phase: str) -> pd.Series:
-    """Hours by measured speeds, or else marked estimates."""
-    hours, estimates = runs[f"{phase}_hours"], runs[f"{phase}_estimate"]
-    return hours.map(_rounded).where(estimates.isna(), "~" + estimates.map(_rounded))
 
 
 def _rounded(hours: float | str) -> str:
@@ -191,13 +208,12 @@ def grid(
 ) -> None:
     """List the jobs of a configuration's `shapes` with their state."""
     from qerl.workflow.grid import point_jobs, remaining, state
-    from qerl.workflow.outputs import Files
 
     plan = _plan(config, None)
     shapes = plan.config.shapes
     if shapes is None:
         raise ConfigError(f"{config} has no `shapes`; name a configuration like config/shapes.yaml")
-    jobs = point_jobs(shapes, Files(plan).points)
+    jobs = point_jobs(plan.points, PointJob.path(plan).parent)
     left = {id: job for id, one in jobs.items() if (job := remaining(one, shapes))}
     if missing:
         commands = [["python", "-P", "-m", "qerl", "rule", job.model_dump_json()] for job in left.values()]
@@ -211,7 +227,7 @@ def grid(
 def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a folder of results.")]) -> None:
     """Print the verdicts; the exit code is 0 only if every gate passes."""
     from qerl.gates.compare import read_verdicts, sentence, verdict_table
-    from qerl.report.summary import rich_table
+    from qerl.report.format import rich_table
 
     verdicts = read_verdicts(verdict)
     show(rich_table("", verdict_table(verdicts)))
@@ -222,15 +238,17 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 @gate_app.command()
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
     """Commit the last measurements of the gates as the baseline of this class of machines."""
-    from qerl.gates.accept import accept
+    from qerl.gates.compare import accept
+    from qerl.jobs import VerdictJob
 
-    typer.echo(accept(_plan(config, keys)))
+    plan = _plan(config, keys)
+    typer.echo(accept(plan.config, VerdictJob.path(plan)))
 
 
 @app.command(rich_help_panel=PANEL)
 def summary(root: Path) -> None:
     """Print the main table of a folder of results, and the paths of all results."""
-    from qerl.report.summary import print_summary
+    from qerl.report.format import print_summary
 
     print_summary(root)
 

@@ -24,17 +24,16 @@ from typing import BinaryIO, NoReturn, cast
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 2 << 30
 
-_EQUAL, _DIFFERENT, _LIMIT = b"equal\n", b"different\n", b"limit\n"
-#: Exit statuses of a fork; any other is an error of the comparison itself.
-_STATUS = {0: _EQUAL, 10: _DIFFERENT, 11: _LIMIT}
+#: Exit statuses of a fork; a signal ends it at a limit, and any other status is an error of the comparison itself.
+_EQUAL, _DIFFERENT, _LIMIT = 0, 10, 11
 #: math-verify's limits in seconds of wall-clock time, which are so high that only ours take effect.
 _NEVER = 3600
 
 
 def equal(expected: str, answer: str) -> bool | None:
     """Whether `answer` is mathematically equal to `expected` (LaTeX, without delimiters); None above the limits."""
-    reply = _helper.ask(json.dumps([expected, answer]).encode() + b"\n")
-    return None if reply == _LIMIT else reply == _EQUAL
+    status = _helper.ask(json.dumps([expected, answer]).encode() + b"\n")
+    return None if status not in (_EQUAL, _DIFFERENT) else status == _EQUAL
 
 
 # math-verify's own limit is SIGALRM, which needs the main thread; elsewhere it fails, and the library turns that into
@@ -47,27 +46,24 @@ class _Helper:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, question: bytes) -> bytes:
+    def ask(self, question: bytes) -> int:
+        """The exit status of the question's fork, or minus the number of the signal that ended it."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                self.process = self._start()
+                # -P: the folder of this file isn't searched for modules, whose names could hide those of libraries.
+                command = [sys.executable, "-P", __file__]
+                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                atexit.register(_stop, self.process)
             stdin, stdout = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
             try:
                 stdin.write(question)
                 stdin.flush()
-                reply = stdout.readline()
+                status = int(stdout.readline() or 1)
             except BrokenPipeError:  # it couldn't start
-                reply = b""
-        if reply not in (_EQUAL, _DIFFERENT, _LIMIT):
+                status = 1
+        if status > 0 and status not in (_DIFFERENT, _LIMIT):
             raise RuntimeError(f"the comparison of {question.decode().strip()} failed; its error stands above")
-        return reply
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # -P: the folder of this file isn't searched for modules, whose names could hide those of libraries.
-        command = [sys.executable, "-P", __file__]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        atexit.register(_stop, process)
-        return process
+        return status
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -106,9 +102,9 @@ def _judge(question: bytes) -> NoReturn:
         if sys.platform == "linux":
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        status = 0 if _compare(*json.loads(question)) else 10
+        status = _EQUAL if _compare(*json.loads(question)) else _DIFFERENT
     except (MemoryError, RecursionError):
-        status = 11
+        status = _LIMIT
     finally:
         if status == 1:
             traceback.print_exc()
@@ -127,7 +123,7 @@ def _serve() -> None:
         if fork == 0:
             _judge(question)
         _, status = os.waitpid(fork, 0)
-        replies.write(_LIMIT if os.WIFSIGNALED(status) else _STATUS.get(os.WEXITSTATUS(status), b"error\n"))
+        replies.write(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

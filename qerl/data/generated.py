@@ -1,15 +1,14 @@
-"""Seeded problems that are generated: arithmetic, word problems with comparisons, and countdown."""
+"""Seeded problems that are generated: arithmetic and countdown."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 
 from qerl.data.grading import Goal
 from qerl.data.records import DataError, Record
-from qerl.settings.data import ComparisonData, CountdownData, Generated, GeneratedSplits, RecordFormat, Split
+from qerl.settings.data import CountdownData, Generated, GeneratedSplits, RecordFormat, Split
 
 # Splits of generated problems, without repeated questions, and without a problem of another split in another guise.
 
@@ -29,19 +28,20 @@ class Draw:
     """Makes its record, once it is known to be new."""
 
 
-def make_splits(settings: GeneratedSplits, draw: Callable[[], Draw]) -> dict[Split, list[Record]]:
+def generate(settings: GeneratedSplits, record_format: RecordFormat) -> dict[Split, list[Record]]:
     """The splits' records.
 
     No two records share a question. No record of one split has the core of a record of another split, and no two
     records for testing or validation have one core. Training may have a core again, as it may in real data.
     """
+    rng = random.Random(f"{settings.seed} {record_format}")
     seen: set[object] = set()
     held_out: set[object] = set()
     sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
     splits: dict[Split, list[Record]] = {split: [] for split in sizes}
     for split, size in sizes.items():
         for _ in range(size):
-            draws = (draw() for _ in range(_PATIENCE))
+            draws = (_draw(settings, record_format, rng) for _ in range(_PATIENCE))
             problem = next((one for one in draws if one.question not in seen and one.core not in held_out), None)
             if problem is None:
                 raise DataError("there are no more problems to generate; ask for fewer (train, validation, test)")
@@ -52,11 +52,11 @@ def make_splits(settings: GeneratedSplits, draw: Callable[[], Draw]) -> dict[Spl
     return splits
 
 
-def _apply(left: int, sign: str, right: int) -> int | None:
-    """The result of an operation; None for a division with a remainder."""
-    if sign == "/":
-        return left // right if left % right == 0 else None
-    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+def _draw(settings: GeneratedSplits, record_format: RecordFormat, rng: random.Random) -> Draw:
+    if isinstance(settings, CountdownData):
+        return _countdown(settings, rng)
+    assert isinstance(settings, Generated)
+    return _arithmetic(record_format, settings.terse, rng)
 
 
 # Seeded arithmetic problems with worked solutions, in the three record formats.
@@ -85,49 +85,35 @@ _LABELS: dict[RecordFormat, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Step:
-    """One operation: `left` `sign` `right` = `result`."""
-
-    left: int
-    sign: str
-    right: int
-    result: int
-
-    def __str__(self) -> str:
-        return f"{self.left}{self.sign}{self.right}={self.result}"
+#: An operation: left, sign, right and result.
+Step = tuple[int, str, int, int]
 
 
 # A merely under-trained policy of a million parameters gains little in twenty RL steps. So solutions have two correct
 # styles, of which the policy imitates both: nearly always right step by step, mostly wrong with the answer at once.
 # GRPO finds the former. It imitates what RL does to a real model and is no evidence about real models.
-def generate_arithmetic(record_format: RecordFormat, settings: Generated) -> dict[Split, list[Record]]:
-    """Make the splits' records (`make_splits`)."""
-    rng = random.Random(f"{settings.seed} {record_format}")
+def _arithmetic(record_format: RecordFormat, terse: float, rng: random.Random) -> Draw:
+    length, steps = rng.choice(LEVELS[record_format]), list[Step]()
+    value = rng.randint(2, 12)
+    for _ in range(length):
+        steps.append(_step(value, rng))
+        value = steps[-1][-1]
+    question = _QUESTIONS[record_format](steps, rng)
 
-    def draw() -> Draw:
-        length, steps = rng.choice(LEVELS[record_format]), list[Step]()
-        value = rng.randint(2, 12)
-        for _ in range(length):
-            steps.append(_step(value, rng))
-            value = steps[-1].result
-        question = _QUESTIONS[record_format](steps, rng)
+    def record(split: Split) -> Record:
+        is_terse = rng.random() < (terse if split == "train" else 0.0)
+        final = f"#### {value}" if record_format == "gsm8k" else f"\\boxed{{{value}}}"
+        labels = _LABELS[record_format]
+        lines = [f"{label}{a}{sign}{b}={c}" for label, (a, sign, b, c) in zip(labels, steps, strict=False)]
+        solution = final if is_terse else "\n".join([*lines, final])
+        if record_format == "gsm8k":
+            return {"question": question, "answer": solution}
+        if record_format == "math":
+            return {"problem": question, "solution": solution, "level": f"Level {len(steps)}"}
+        return {"problem": question, "solution": solution, "answer": str(value)}
 
-        def record(split: Split) -> Record:
-            is_terse = rng.random() < (settings.terse if split == "train" else 0.0)
-            final = f"#### {value}" if record_format == "gsm8k" else f"\\boxed{{{value}}}"
-            lines = [f"{label}{step}" for label, step in zip(_LABELS[record_format], steps, strict=False)]
-            solution = final if is_terse else "\n".join([*lines, final])
-            if record_format == "gsm8k":
-                return {"question": question, "answer": solution}
-            if record_format == "math":
-                return {"problem": question, "solution": solution, "level": f"Level {len(steps)}"}
-            return {"problem": question, "solution": solution, "answer": str(value)}
-
-        # Its core is the question: chains are few, so that splits share some in other words.
-        return Draw(question, question, record)
-
-    return make_splits(settings, draw)
+    # Its core is the question: chains are few, so that splits share some in other words.
+    return Draw(question, question, record)
 
 
 def _step(value: int, rng: random.Random) -> Step:
@@ -137,37 +123,35 @@ def _step(value: int, rng: random.Random) -> Step:
         signs.append("*")
     sign = rng.choice(signs)
     right = rng.choice(list(_TIMES)) if sign == "*" else small
-    return Step(value, sign, right, {"+": value + right, "-": value - right, "*": value * right}[sign])
+    return value, sign, right, {"+": value + right, "-": value - right, "*": value * right}[sign]
 
 
 def _story(steps: list[Step], rng: random.Random) -> str:
     """A diary: "Mia has 7 apples. Monday buys 5. Tuesday doubles them. How many apples has Mia now?"."""
     name, noun = rng.choice(_NAMES), rng.choice(_OBJECTS)
-    parts = [f"{name} has {steps[0].left} {noun}."]
-    for label, step in zip(_LABELS["gsm8k"], steps, strict=False):
-        verb = {"+": rng.choice(_GAIN), "-": rng.choice(_LOSS), "*": _TIMES.get(step.right)}[step.sign]
-        parts.append(f"{label}{verb} {'them' if step.sign == '*' else step.right}.")
+    parts = [f"{name} has {steps[0][0]} {noun}."]
+    for label, (_, sign, right, _) in zip(_LABELS["gsm8k"], steps, strict=False):
+        verb = {"+": rng.choice(_GAIN), "-": rng.choice(_LOSS), "*": _TIMES.get(right)}[sign]
+        parts.append(f"{label}{verb} {'them' if sign == '*' else right}.")
     return " ".join([*parts, f"How many {noun} has {name} now?"])
 
 
 def _number_game(steps: list[Step], rng: random.Random) -> str:
     """Instructions: "Start with 7. A: add 5. B: times 2. What is the result?"."""
     verbs = {"+": ("add", "plus"), "-": ("subtract", "minus"), "*": ("multiply by", "times")}
-    parts = [f"{rng.choice(('Start with', 'Take'))} {steps[0].left}."]
-    for label, step in zip(_LABELS["math"], steps, strict=False):
-        parts.append(f"{label} {rng.choice(verbs[step.sign])} {step.right}.")
+    parts = [f"{rng.choice(('Start with', 'Take'))} {steps[0][0]}."]
+    for label, (_, sign, right, _) in zip(_LABELS["math"], steps, strict=False):
+        parts.append(f"{label} {rng.choice(verbs[sign])} {right}.")
     return " ".join([*parts, rng.choice(("What is the result?", "What number is it?"))])
 
 
 def _definitions(steps: list[Step], rng: random.Random) -> str:
     """Definitions: "Let a=7, b=a+5, c=b*2. Find c."."""
-    names = "abcde"
-    parts = [f"a={steps[0].left}"]
-    for label, old, step in zip(_LABELS["aime"], names, steps, strict=False):
-        parts.append(f"{label}{old}{step.sign}{step.right}")
-    return (
-        f"{rng.choice(('Let', 'Suppose'))} {', '.join(parts)}. {rng.choice(('Find', 'Compute'))} {names[len(steps)]}."
-    )
+    names, parts = "abcde", [f"a={steps[0][0]}"]
+    for label, old, (_, sign, right, _) in zip(_LABELS["aime"], names, steps, strict=False):
+        parts.append(f"{label}{old}{sign}{right}")
+    begin, end = rng.choice(("Let", "Suppose")), rng.choice(("Find", "Compute"))
+    return f"{begin} {', '.join(parts)}. {end} {names[len(steps)]}."
 
 
 _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {
@@ -177,114 +161,6 @@ _QUESTIONS: dict[RecordFormat, Callable[[list[Step], random.Random], str]] = {
 }
 
 
-# Seeded word problems in which the obvious short way is wrong: chains of comparisons, some of them turned around.
-#
-# "Mia has 12 plums. Mia has 4 more than Tom. How many plums has Tom?" asks for 12-4, and its words suggest 12+4. A
-# hasty solution computes a turned comparison in the order of its words. A training solution does so at each turned
-# comparison with probability `hasty`, and is right only if it never does. A policy that imitates such solutions knows
-# both ways at each step, and reinforcement learning can find that the careful one is rewarded.
-
-#: The largest number of a problem, on the careful and on the hasty way.
-LARGEST_COUNT = 60
-
-_NOUNS = ["plums", "books", "coins", "cards", "shells", "pens", "beads", "stamps"]
-#: The operation that the words of a comparison suggest.
-_SIGNS = {"more": "+", "fewer": "-", "twice": "*", "half": "/"}
-_UNDONE = {"+": "-", "-": "+", "*": "/", "/": "*"}
-
-
-@dataclass(frozen=True)
-class Clause:
-    """A comparison of a person with the previous one, by `word` and `amount`; if `turned`, the previous is named
-    first.
-    """
-
-    word: str
-    amount: int
-    turned: bool
-
-    def text(self, before: str, after: str) -> str:
-        """The sentence, from the person whose number is known to the one whose number is asked."""
-        first, second = (before, after) if self.turned else (after, before)
-        if self.word in ("more", "fewer"):
-            return f"{first} has {self.amount} {self.word} than {second}."
-        return f"{first} has {self.word} as many as {second}."
-
-    def sign(self, hasty: bool) -> str:
-        """The operation on the known number: the right one, or the one that the order of words suggests."""
-        sign = _SIGNS[self.word]
-        return _UNDONE[sign] if self.turned and not hasty else sign
-
-
-@dataclass(frozen=True)
-class ComparisonProblem:
-    """A chain of comparisons that begins with a known number."""
-
-    names: list[str]
-    noun: str
-    start: int
-    clauses: list[Clause]
-
-    @property
-    def question(self) -> str:
-        """The problem in words."""
-        pairs = zip(self.names, self.names[1:], self.clauses, strict=False)
-        sentences = [clause.text(before, after) for before, after, clause in pairs]
-        last = f"How many {self.noun} has {self.names[-1]}?"
-        return " ".join([f"{self.names[0]} has {self.start} {self.noun}.", *sentences, last])
-
-    def solve(self, hasty: Sequence[bool]) -> tuple[list[str], int] | None:
-        """The steps and their result; None unless all results are whole numbers from 1 to `LARGEST_COUNT`."""
-        steps, value = list[str](), self.start
-        for name, clause, is_hasty in zip(self.names[1:], self.clauses, hasty, strict=True):
-            sign = clause.sign(is_hasty)
-            result = _apply(value, sign, clause.amount)
-            if result is None or not 0 < result <= LARGEST_COUNT:
-                return None
-            steps.append(f"{name} {value}{sign}{clause.amount}={result}")
-            value = result
-        return steps, value
-
-    @property
-    def misleads(self) -> bool:
-        """Whether every way can be computed, and the short one ends elsewhere than the careful one."""
-        ways = [self.solve(hasty) for hasty in product((False, True), repeat=len(self.clauses))]
-        careful, short = ways[0], ways[-1]
-        return None not in ways and careful is not None and short is not None and careful[1] != short[1]
-
-
-def generate_comparisons(settings: ComparisonData) -> dict[Split, list[Record]]:
-    """Make the splits' records (`make_splits`)."""
-    rng = random.Random(f"{settings.seed} comparisons")
-
-    def draw() -> Draw:
-        while True:
-            count = rng.choice(settings.clauses)
-            clauses = [_clause(settings.turned, rng) for _ in range(count)]
-            names = rng.sample(_NAMES, count + 1)
-            problem = ComparisonProblem(names, rng.choice(_NOUNS), rng.randint(2, LARGEST_COUNT), clauses)
-            if problem.misleads:
-                break
-
-        def record(split: Split) -> Record:
-            share = settings.hasty if split == "train" else 0.0
-            careful, written = (problem.solve([rng.random() < p for _ in clauses]) for p in (0.0, share))
-            assert careful  # every way can be computed
-            assert written
-            solution = "\n".join([*written[0], f"\\boxed{{{written[1]}}}"])
-            level = f"Level {len(clauses)}"
-            return {"problem": problem.question, "answer": str(careful[1]), "solution": solution, "level": level}
-
-        return Draw(problem.question, (problem.start, tuple(clauses)), record)
-
-    return make_splits(settings, draw)
-
-
-def _clause(turned: float, rng: random.Random) -> Clause:
-    word = rng.choice(list(_SIGNS))
-    return Clause(word, 2 if word in ("twice", "half") else rng.randint(2, 9), rng.random() < turned)
-
-
 # Seeded countdown problems: reach a target from given numbers, which most targets allow in several ways.
 #
 # A training solution writes its steps and then the formula ("8-3=5", "5*4=20", "#### (8-3)*4"). For the share `missed`
@@ -292,55 +168,41 @@ def _clause(turned: float, rng: random.Random) -> Clause:
 # that seldom reach the target, so a single completion is mostly wrong, but one of many is right.
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A way to combine numbers: its steps, their result, and the formula of all of them together."""
+def _countdown(settings: CountdownData, rng: random.Random) -> Draw:
+    attempt = None
+    while attempt is None:
+        numbers = [rng.randint(1, settings.largest) for _ in range(rng.choice(settings.numbers))]
+        attempt = _attempt(numbers, settings, rng)
+    target, solution = attempt
+    goal = Goal(target, tuple(numbers), settings.use)
 
-    steps: list[str]
-    value: int
-    formula: str
+    def record(split: Split) -> Record:
+        misses = split == "train" and rng.random() < settings.missed
+        # A few draws may find no attempt on the same numbers with another value.
+        others = (_attempt(numbers, settings, rng) for _ in range(50 if misses else 0))
+        miss = next((text for value, text in filter(None, others) if value != target), None)
+        return {"numbers": numbers, "target": target, "use": goal.use, "solution": miss or solution}
 
-    @property
-    def text(self) -> str:
-        """The attempt as a worked solution."""
-        return "\n".join([*self.steps, f"#### {self.formula}"])
-
-
-def generate_countdown(settings: CountdownData) -> dict[Split, list[Record]]:
-    """Make the splits' records (`make_splits`)."""
-    rng = random.Random(f"{settings.seed} countdown")
-
-    def draw() -> Draw:
-        attempt = None
-        while attempt is None:
-            numbers = [rng.randint(1, settings.largest) for _ in range(rng.choice(settings.numbers))]
-            attempt = _attempt(numbers, settings, rng)
-        goal, solution = Goal(attempt.value, tuple(numbers), settings.use), attempt.text
-
-        def record(split: Split) -> Record:
-            misses = split == "train" and rng.random() < settings.missed
-            # A few draws may find no attempt on the same numbers with another value.
-            others = (_attempt(numbers, settings, rng) for _ in range(50 if misses else 0))
-            miss = next((one for one in others if one is not None and one.value != goal.target), None)
-            text = miss.text if miss else solution
-            return {"numbers": numbers, "target": goal.target, "use": goal.use, "solution": text}
-
-        return Draw(goal.question, (tuple(sorted(numbers)), goal.target), record)
-
-    return make_splits(settings, draw)
+    return Draw(goal.question, (tuple(sorted(numbers)), target), record)
 
 
-def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) -> Attempt | None:
-    """Combine two results at a time until one is left; None if a step leaves the whole numbers in the range."""
+def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) -> tuple[int, str] | None:
+    """A value that numbers can make, and its worked solution; None if a step leaves the whole numbers in the range.
+
+    Two results at a time are combined until one is left.
+    """
     count = len(numbers) if settings.use == "all" else rng.randint(2, len(numbers))
     results = [(number, str(number)) for number in rng.sample(numbers, count)]
-    steps: list[str] = []
+    lines: list[str] = []
     while len(results) > 1:
         (left, one), (right, other) = (results.pop(rng.randrange(len(results))) for _ in range(2))
         sign = rng.choice("+-*/")
-        value = _apply(left, sign, right)
-        if value is None or not 0 < value <= settings.largest_target:
+        if sign == "/" and left % right:
             return None
-        steps.append(f"{left}{sign}{right}={value}")
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
+        if not 0 < value <= settings.largest_target:
+            return None
+        lines.append(f"{left}{sign}{right}={value}")
         results.append((value, sign.join(part if part.isdigit() else f"({part})" for part in (one, other))))
-    return Attempt(steps, *results[0])
+    [(value, formula)] = results
+    return value, "\n".join([*lines, f"#### {formula}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from collections import Counter
@@ -259,32 +260,36 @@ def _words(answer: str, units: Collection[str]) -> set[str]:
 # Arithmetic formulas of whole numbers, read strictly: their exact value and a form that equal solutions share.
 #
 # A formula has whole numbers, `+ - * /`, parentheses and spaces, and nothing else: no sign before a number, no
-# decimals, no equality. Completions are untrusted text, so a parser reads them, and no text is ever evaluated as code.
+# decimals, no equality. Completions are untrusted text: Python's parser reads their syntax, and nothing is evaluated.
 
 #: A number, or a sign with its two operands.
 Formula = int | tuple[str, "Formula", "Formula"]
 
 #: The most characters of a formula, which bounds the recursion's depth and the value's size.
 _LONGEST_FORMULA = 100
-_TOKENS = re.compile(r" *(?:(0|[1-9][0-9]{0,5})(?![0-9])|([-+*/()]))")
+#: What Python would read as another expression, such as a number with a leading zero, has other characters or is none.
+_NO_FORMULA = re.compile(r"[^-+*/() 0-9]|[0-9]{7}|(?<![0-9])0[0-9]")
+_SIGN_OF: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _SUM, _PRODUCT = ("+", "-"), ("*", "/")
 
 
 def parse_formula(text: str) -> Formula | None:
     """The formula that the whole text represents, or None."""
     text = text.rstrip(" ")
-    tokens, place = [], 0
-    while place < len(text) <= _LONGEST_FORMULA:
-        match = _TOKENS.match(text, place)
-        if match is None:
-            return None
-        tokens.append(match.group(1) or match.group(2))
-        place = match.end()
-    try:
-        formula, rest = _chain(tokens, 0, _SUM)
-    except (IndexError, ValueError):
+    if len(text) > _LONGEST_FORMULA or _NO_FORMULA.search(text):
         return None
-    return formula if rest == len(tokens) else None
+    try:
+        return _formula(ast.parse(text.lstrip(" "), mode="eval").body)
+    except SyntaxError:
+        return None
+
+
+def _formula(node: ast.expr) -> Formula:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _SIGN_OF:
+        return _SIGN_OF[type(node.op)], _formula(node.left), _formula(node.right)
+    raise SyntaxError("a formula has whole numbers and + - * / alone")
 
 
 def value(formula: Formula) -> Fraction | None:
@@ -297,13 +302,9 @@ def value(formula: Formula) -> Fraction | None:
     return {"+": left.__add__, "-": left.__sub__, "*": left.__mul__, "/": left.__truediv__}[sign](right)
 
 
-def leaves(formula: Formula) -> Iterator[int]:
+def leaves(formula: Formula) -> list[int]:
     """The numbers of the formula from left to right, with repetitions."""
-    if isinstance(formula, int):
-        yield formula
-    else:
-        yield from leaves(formula[1])
-        yield from leaves(formula[2])
+    return [formula] if isinstance(formula, int) else leaves(formula[1]) + leaves(formula[2])
 
 
 def canonical(formula: Formula) -> str:
@@ -313,26 +314,6 @@ def canonical(formula: Formula) -> str:
     """
     sign, key = _signed(formula)
     return key if sign > 0 else f"-{key}"
-
-
-def _chain(tokens: list[str], place: int, signs: tuple[str, str]) -> tuple[Formula, int]:
-    """The sum (or product) that begins at `place`, grouped from the left, and the place after it."""
-    formula, place = _operand(tokens, place, signs)
-    while place < len(tokens) and tokens[place] in signs:
-        right, after = _operand(tokens, place + 1, signs)
-        formula, place = (tokens[place], formula, right), after
-    return formula, place
-
-
-def _operand(tokens: list[str], place: int, signs: tuple[str, str]) -> tuple[Formula, int]:
-    if signs == _SUM:
-        return _chain(tokens, place, _PRODUCT)
-    if tokens[place] != "(":
-        return int(tokens[place]), place + 1
-    formula, place = _chain(tokens, place + 1, _SUM)
-    if tokens[place] != ")":
-        raise ValueError("a parenthesis isn't closed")
-    return formula, place + 1
 
 
 def _signed(formula: Formula) -> tuple[int, str]:
@@ -396,12 +377,6 @@ class Goal:
         used, numbers = Counter(leaves(formula)), Counter(self.numbers)
         allowed = used == numbers if self.use == "all" else used <= numbers
         return allowed and value(formula) == self.target
-
-
-def solves(formula: str, goal: str) -> bool:
-    """Whether a formula, as text, reaches a goal, as text."""
-    parsed = parse_formula(formula)
-    return parsed is not None and Goal.read(goal).is_reached_by(parsed)
 
 
 def solution_key(formula: str) -> str:
@@ -490,14 +465,7 @@ def extract(
     `units` may follow a number besides `UNITS`. A number with units is returned without them, any
     other answer as written, without delimiters.
     """
-    spoken = after_thinking(text)
-    if form == "tags":
-        return _tagged(spoken, record_format, units)
-    if record_format in ("gsm8k", "countdown"):
-        answer = _after_hashes(spoken, record_format)
-        return answer[0] if answer else None
-    boxed = _last_boxed(spoken)
-    return _in_format(boxed[0].strip(), record_format, units) if boxed else None
+    return _find(text, record_format, form, units)[0]
 
 
 def boxed(text: str) -> str | None:
@@ -537,7 +505,8 @@ def verdict(
     if answer is None:
         return "wrong"
     if record_format == "countdown":
-        return "right" if solves(answer, problem_answer) else "wrong"
+        formula = parse_formula(answer)
+        return "right" if formula is not None and Goal.read(problem_answer).is_reached_by(formula) else "wrong"
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
         return "right" if number == expected else "wrong"
@@ -552,41 +521,41 @@ def well_formed(
     With tags, the text has each of the four tags once, in their order, with only white space outside. Inside the
     answer's tags stands only the answer. Prose such as `I do not know` isn't an answer.
     """
-    answer = extract(text, record_format, form, units)
+    answer, is_alone = _find(text, record_format, form, units)
     if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
         return False
-    if form == "tags":
-        before, box, _ = _content(text).partition(_BOXED)
-        is_alone = not box or _BEFORE_BOX.fullmatch(before) is not None
-        return all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None and is_alone
+    return is_alone
+
+
+def _find(text: str, record_format: RecordFormat, form: AnswerForm, units: Collection[str]) -> tuple[str | None, bool]:
+    """The answer that a completion states, None if it states none, and whether it stands there as it should."""
     spoken = after_thinking(text)
-    if record_format in ("gsm8k", "countdown"):
-        after = _after_hashes(spoken, record_format)
-        return after is not None and spoken.count("####") == 1 and not spoken[after[1] :].strip()
-    boxed = _last_boxed(spoken)
-    return boxed is not None and spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, boxed[1]) is not None
-
-
-def _after_hashes(spoken: str, record_format: RecordFormat) -> tuple[str, int] | None:
-    """The number of the first `#### n`, or the formula up to the end of its line, and the index after it."""
+    if form == "tags":
+        content = _content(spoken)
+        before, box, _ = content.partition(_BOXED)
+        is_alone = all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None
+        is_alone = is_alone and (not box or _BEFORE_BOX.fullmatch(before) is not None)
+        if record_format == "countdown":
+            formula = content.strip()
+            return (formula if parse_formula(formula) is not None else None), is_alone
+        answer = _bare(content) or None
+        if answer is not None and record_format != "math":
+            amount = read_amount(answer, units)
+            answer = None if amount is None else _in_format(amount, record_format, units)
+        return answer, is_alone
+    if record_format in ("math", "aime"):
+        found = _last_boxed(spoken)
+        if found is None:
+            return None, False
+        is_alone = spoken.count(_BOXED) == 1 and _AFTER_BOX.fullmatch(spoken, found[1]) is not None
+        return _in_format(found[0].strip(), record_format, units), is_alone
     match = (_HASHES if record_format == "gsm8k" else _FORMULA).search(spoken)
     if match is None:
-        return None
-    if record_format == "countdown":
-        return (match.group(1).strip(), match.end()) if parse_formula(match.group(1)) is not None else None
-    number = match.group(1).rstrip(".,")
-    return (number, match.start(1) + len(number)) if _number(number, "gsm8k") is not None else None
-
-
-def _tagged(spoken: str, record_format: RecordFormat, units: Collection[str]) -> str | None:
-    if record_format == "countdown":
-        formula = _content(spoken).strip()
-        return formula if parse_formula(formula) is not None else None
-    answer = _bare(_content(spoken))
-    if not answer or record_format == "math":
-        return answer or None
-    amount = read_amount(answer, units)
-    return None if amount is None else _in_format(amount, record_format, units)
+        return None, False
+    stated = match.group(1).rstrip(".,") if record_format == "gsm8k" else match.group(1)
+    is_answer = (_number(stated, "gsm8k") if record_format == "gsm8k" else parse_formula(stated)) is not None
+    is_alone = spoken.count("####") == 1 and not spoken[match.start(1) + len(stated) :].strip()
+    return (stated.strip() if is_answer else None), is_alone
 
 
 def _content(spoken: str) -> str:

@@ -1,12 +1,17 @@
-"""The Hugging Face hub: whether it answers, the lock file of commits, and the files of a data set's splits."""
+"""Files by their content, on this machine and of the Hugging Face hub.
+
+The hashes by which results are kept, whether the hub answers, the lock file of commits, and the files of a data set.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -16,10 +21,78 @@ import yaml
 
 from qerl.checkpoints.files import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG
 from qerl.data.records import DataError
+from qerl.host.provenance import cache_folder, write_text
 from qerl.settings.base import ConfigError, parse, parse_yaml
 from qerl.settings.data import HubData, Split
 from qerl.settings.models import HubModel, LockedRepo
 from qerl.settings.workflow import Config
+
+# Hashes of the user's files, by which results are kept.
+#
+# Times of files aren't compared, because a copy may keep its old time or get a new one.
+
+#: Files of records.
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+#: The card of a repository says which of its files hold which split.
+_CARD = "README.md"
+#: Files that are read from a model's folder: weights, configuration, tokenizer, chat template.
+_OF_MODEL = (
+    *(CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+)
+#: The size in bytes from which a file's hash is cached.
+_LARGE = 2**24
+
+
+def data_files(path: Path) -> list[Path]:
+    """The file of records, or those of a folder with their card. Files in hidden folders don't count."""
+    if not path.is_dir():
+        return [path]
+    files = (file for file in path.rglob("*") if file.suffix in DATA_SUFFIXES or file.name == _CARD)
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that are read."""
+    return sorted({file for pattern in _OF_MODEL for file in folder.glob(pattern) if file.is_file()})
+
+
+def contents_of(path: Path) -> dict[str, str]:
+    """The SHA-256 of each file that is read of the user's problems or model, by its path in that folder."""
+    folder = path if path.is_dir() else path.parent
+    files = model_files(path) if (path / CONFIG).is_file() else data_files(path)
+    return {file.relative_to(folder).as_posix(): hash_of(file) for file in files if file.is_file()}
+
+
+def content_of(path: Path) -> str:
+    """A hash of the user's problems or model, over names and content of all files that are read."""
+    return hashlib.sha256(json.dumps(contents_of(path)).encode()).hexdigest()[:12]
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_of(file: Path) -> str:
+    """The SHA-256 of a file. For a large file it is cached in the user's folder, so that the file is read only once.
+
+    The key of the cache includes the time of the last change of the file's state, which nobody can set.
+    """
+    state = file.stat()
+    if state.st_size < _LARGE:
+        return sha256_of(file)
+    place = [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    cached = cache_folder("hashes") / hashlib.sha256(repr(place).encode()).hexdigest()[:32]
+    with suppress(OSError):
+        if len(digest := cached.read_text(encoding="utf-8")) == 64:
+            return digest
+    digest = sha256_of(file)
+    with suppress(OSError):  # without a writable cache, only time is lost
+        write_text(cached, digest)
+    return digest
+
 
 # Whether the hub answers, found out before its client waits for it.
 #
@@ -162,12 +235,6 @@ def verify(entry: LockedRepo, folder: Path) -> None:
             raise ConfigError(f"{path} has SHA-256 {digest}, the lock file says {expected}; download it again")
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_lock(config: Config) -> Path:
     """Write the lock file: the commit of every repository of `config` and its files' hashes, as the hub has them."""
     if config.lock is None:
@@ -214,15 +281,10 @@ def _entry(origin: HubModel | HubData) -> LockedRepo:
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The files of each split, in `folder`, a copy of the repository."""
+    """The files of each split in a copy of the repository, and the SHA-256 of each by its path there."""
 
-    folder: Path
     splits: dict[Split, list[Path]]
-
-    def hashes(self) -> dict[str, str]:
-        """The SHA-256 of each file, by its path in the repository."""
-        every = dict.fromkeys(path for paths in self.splits.values() for path in paths)
-        return {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in every}
+    hashes: dict[str, str]
 
 
 def hub_files(origin: HubData, locked: LockedRepo | None = None) -> HubFiles:
@@ -236,32 +298,23 @@ def hub_files(origin: HubData, locked: LockedRepo | None = None) -> HubFiles:
     if revision is None and origin.folder is None:
         raise DataError(f"{origin.repo} has no revision: set origin.revision to a commit of the repository")
     folder = _folder(origin, revision or "main")
-    of_repo = _files_of_subset(origin, folder)
-    splits: dict[Split, list[Path]] = {}
+    files = _files_of_subset(origin, folder)
     for split, name in origin.splits.items():
-        if name not in of_repo:
-            # The message proposes, as YAML, the settings' splits that exist and another name for the missing one.
-            present = {split: name for split, name in origin.splits.items() if name in of_repo}
-            others = [name for name in of_repo if name not in present.values()]
-            possible = present | ({split: others[0]} if others else {})
-            alone = "" if others else f", or to {{{split}: {next(iter(of_repo))}}} for {split} alone"
-            shown = ", ".join(f"{split}: {name}" for split, name in possible.items())
+        if name not in files:
+            subset = f", subset {origin.subset}," if origin.subset else ""
             raise DataError(
-                f"{origin.repo}{f', subset {origin.subset},' if origin.subset else ''} has no split {name!r}; set "
-                f"origin.splits, for instance to {{{shown}}}{alone} (it has {', '.join(of_repo)})"
+                f"{origin.repo}{subset} has no split {name!r} (it has {', '.join(files)}); set origin.splits to those "
+                f"that you use, such as {{{split}: {next(iter(files))}}}"
             )
-        splits[split] = of_repo[name]
-    files = HubFiles(folder, splits)
-    for path, digest in files.hashes().items() if locked else ():
-        assert locked is not None
-        if path not in locked.files:
-            raise DataError(f"{path} of {origin.repo} is not in the lock file; renew the lock file")
-        if digest != locked.files[path]:
+    splits = {split: files[name] for split, name in origin.splits.items()}
+    hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for paths in splits.values() for path in paths}
+    for path, digest in hashes.items() if locked else ():
+        if locked and digest != locked.files.get(path):
             raise DataError(
                 f"{path} of {origin.repo} is not the locked file (SHA-256 {digest[:12]}..., locked "
-                f"{locked.files[path][:12]}...); fetch the repository again, or renew the lock file"
+                f"{locked.files.get(path, 'nothing')[:12]}...); fetch the repository again, or renew the lock file"
             )
-    return files
+    return HubFiles(splits, hashes)
 
 
 def _command(origin: HubData, revision: str) -> str:

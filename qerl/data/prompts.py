@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from qerl.data.grading import TAGS
 from qerl.data.records import DataError, Problem
 
+#: A user's message that stands for any.
+_PROBE = "What is 2+3"
+
 
 def prompt_text(question: str, instruction: str) -> str:
     """The user's message: the question, then the data set's instruction on a separate line."""
@@ -30,9 +33,7 @@ def prompts_ids(
     tokenizer: PreTrainedTokenizerBase, questions: Iterable[str], instruction: str, date: datetime.date | None = None
 ) -> list[list[int]]:
     """`prompt_ids` of each question."""
-    _check_there(tokenizer)
-    chats = ([{"role": "user", "content": prompt_text(question, instruction)}] for question in questions)
-    return texts_ids(tokenizer, [chat_text(tokenizer, chat, date=date) for chat in chats])
+    return texts_ids(tokenizer, [_message_text(tokenizer, question, instruction, date) for question in questions])
 
 
 def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -43,12 +44,11 @@ def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
     return list(encoded["input_ids"])
 
 
-def _check_there(tokenizer: PreTrainedTokenizerBase) -> None:
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
-            "use a chat checkpoint, or add chat_template.jinja to its folder"
-        )
+def _message_text(
+    tokenizer: PreTrainedTokenizerBase, question: str, instruction: str = "", date: datetime.date | None = None
+) -> str:
+    """The text of the chat up to the start of the policy's answer."""
+    return chat_text(tokenizer, [{"role": "user", "content": prompt_text(question, instruction)}], date=date)
 
 
 def chat_text(
@@ -60,8 +60,13 @@ def chat_text(
     """Render a chat by the tokenizer's template, which the library runs in a sandbox.
 
     A template that states the date (`strftime_now`) states `date`, by default today's. Raises `DataError` for a
-    template that is broken or accesses more than text.
+    template that is missing or broken, or accesses more than text.
     """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
+            "use a chat checkpoint, or add chat_template.jinja to its folder"
+        )
     # As a variable of the template it hides the library's function of this name, which reads the clock.
     moment = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
     dated: dict[str, Any] = {"strftime_now": moment.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
@@ -79,9 +84,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
 
     `vocab_size` is the number of tokens with an embedding in the model.
     """
-    _check_there(tokenizer)
-    question, instruction = "What is 2+3", "Answer briefly"
-    text = chat_text(tokenizer, [{"role": "user", "content": prompt_text(question, instruction)}])
+    question, instruction = _PROBE, "Answer briefly"
+    text = _message_text(tokenizer, question, instruction)
     for part, what in ((question, "question"), (instruction, "instruction")):
         if part not in text:
             raise DataError(
@@ -110,10 +114,7 @@ def longer_than(
     if not problems:
         return {}
     first = problems[0].question
-    around = len(
-        chat_text(tokenizer, [{"role": "user", "content": prompt_text(first, instruction)}], date=date).encode()
-    )
-    around -= len(first.encode())
+    around = len(_message_text(tokenizer, first, instruction, date).encode()) - len(first.encode())
     long = [problem for problem in problems if len(problem.question.encode()) + around > most]
     tokens = {problem.id: len(prompt_ids(tokenizer, problem.question, instruction, date)) for problem in long}
     return {id: count for id, count in tokens.items() if count > most}
@@ -153,8 +154,6 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
 _HEADER = re.compile(
     r"(?:<\|start\|>[^<]*)?(?:<\|channel\|>([^<]*)(?:<\|message\|>)?|<\|message\|>)",
 )
-#: A user's message that stands for any.
-_PROBE = "What is 2+3"
 
 
 class Thinking:
@@ -174,7 +173,7 @@ class Thinking:
         #: The end of every prompt, after the user's message.
         self._turn = ""
         if template:
-            self._turn = chat_text(tokenizer, [{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
+            self._turn = _message_text(tokenizer, _PROBE).rpartition(_PROBE)[2]
 
     @property
     def begins_in_prompt(self) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-import unicodedata
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, get_args
@@ -55,9 +54,49 @@ class Problem:
     level: int | None = None
 
 
+@dataclass(frozen=True)
+class Row:
+    """A record under its format's own names, its place as text, and the problem that it states."""
+
+    where: str
+    record: Record
+    problem: Problem
+
+
 def question_id(question: str) -> str:
     """Short hash of a question, equal for questions that differ in white space only."""
     return hashlib.sha256(" ".join(question.split()).encode()).hexdigest()[:16]
+
+
+def as_record(value: Any, where: str) -> Record:
+    """The record at the place `where`. Raises `DataError` if it isn't a mapping with keys."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
+    return dict(value)
+
+
+def parse_records(
+    located: Iterable[Located],
+    record_format: RecordFormat | None = None,
+    columns: Mapping[str, str] | None = None,
+    units: Collection[str] = (),
+) -> tuple[RecordFormat, list[Row]]:
+    """The format of records, which the first one decides without `record_format`, and all records with their problems.
+
+    `columns` maps the format's names to the records' own, and `units` are those besides `qerl.data.grading.UNITS`.
+    """
+    rows = []
+    for where, own in located:
+        record = {key: value for key, value in own.items() if key not in (columns or {}).values()}
+        for name, column in (columns or {}).items():
+            if column not in own:
+                names = ", ".join(map(str, own)) or "none"
+                raise DataError(f"{where} has no `{column}`, which `columns` names for `{name}`; its columns: {names}")
+            record[name] = own[column]
+        record_format = record_format or detect_format(record, where)
+        rows.append(Row(where, record, parse_record(record, record_format, where, units)))
+    assert record_format is not None  # no source is without records
+    return record_format, rows
 
 
 def detect_format(record: Mapping[str, Any], where: str = "the record") -> RecordFormat:
@@ -70,37 +109,11 @@ def detect_format(record: Mapping[str, Any], where: str = "the record") -> Recor
         # MATH-500 has an `answer` beside its boxed solution; AIME's solution is optional and AIME has no level.
         is_math = "level" in record or _get(record, "answer") is None
         return "math" if is_math else "aime"
-    raise DataError(f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); {_mapping(record)}")
-
-
-#: Names of questions and answers in other data sets, such as those for TRL.
-_QUESTIONS = ("prompt", "query", "input", "instruction", "text")
-_ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "completion", "response", "output", "target", "label")
-
-
-def _mapping(record: Mapping[str, Any]) -> str:
-    """The hint that `columns` can map a record's own names to those of a format."""
-    # Alpaca's records have an `input` that is mostly empty beside their `instruction`.
-    question = next((name for name in _QUESTIONS if name in record and str(record[name]).strip()), None)
-    chat = next((name for name, value in record.items() if _is_chat(value)), None)
-    if chat is not None and question in (None, chat):
-        return f"its `{chat}` is a list, such as a chat: give the question as text, in a column of its own"
-    answer = next((name for name in _ANSWERS if name in record and str(record[name]).strip()), None)
-    if question is None or answer is None:
-        return f"name its own in `columns`; they are {', '.join(map(str, record)) or 'none'}"
-    if not isinstance(record[question], str):
-        return f"its `{question}` is a {type(record[question]).__name__}: give the question as text"
-    stated = str(record[answer])
-    if gold(stated, "gsm8k") is not None:
-        record_format, columns = "gsm8k", {"question": question, "answer": answer}
-    else:
-        record_format, columns = "math", {"problem": question, "solution" if "\\boxed" in stated else "answer": answer}
-    named = ", ".join(f"{name}: {column}" for name, column in columns.items() if name != column)
-    return f"write its own names as `dataset: {{format: {record_format}, columns: {{{named}}}, origin: ...}}`"
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    raise DataError(
+        f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); its keys are "
+        f"{', '.join(map(str, record)) or 'none'}; name those of question and answer, which are text, as `dataset: "
+        "{format: math, columns: {problem: NAME, answer: NAME}, origin: ...}`"
+    )
 
 
 def parse_record(
@@ -110,8 +123,7 @@ def parse_record(
 
     `units` may follow a gsm8k answer besides `qerl.data.grading.UNITS`.
     """
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where} is not a record: expected an object with keys, found {type(record).__name__}")
+    record = as_record(record, where)
     solution: str | None
     if record_format == "countdown":
         goal = _goal(record, where)
@@ -217,32 +229,28 @@ _ORDER: tuple[Split, ...] = ("test", "validation", "train")
 _NAMED = 3
 
 
-def distinct(
-    splits: dict[Split, list[Located]], record_format: RecordFormat, units: Collection[str] = ()
-) -> dict[Split, list[Located]]:
+def distinct(splits: Mapping[Split, Sequence[Row]], record_format: RecordFormat) -> dict[Split, list[Row]]:
     """The splits with the first record of each question; the log says how many were dropped.
 
     If the answers to a question contradict each other within a split, all its records are dropped.
     """
-    form = "#### {}" if record_format == "gsm8k" else "\\boxed{{{}}}"
     seen: set[str] = set()
-    rest: dict[Split, list[Located]] = {}
+    rest: dict[Split, list[Row]] = {}
     for split in _ORDER:
-        questions: dict[str, list[tuple[Located, Problem]]] = defaultdict(list)
-        for where, record in splits.get(split, []):
-            problem = parse_record(record, record_format, where, units)
-            questions[problem.id].append(((where, record), problem))
+        questions: dict[str, list[Row]] = defaultdict(list)
+        for row in splits.get(split, []):
+            questions[row.problem.id].append(row)
         rest[split], contradictory = [], []
         repeated = held_out = 0
         for id, same in questions.items():
-            first, *others = dict.fromkeys(problem.answer for _, problem in same)
+            first, *others = dict.fromkeys(row.problem.answer for row in same)
             if id in seen:
                 held_out += len(same)
-            elif all(is_correct(form.format(other), first, record_format) for other in others):
-                rest[split].append(same[0][0])
+            elif all(is_correct(statement(other, record_format), first, record_format) for other in others):
+                rest[split].append(same[0])
                 repeated += len(same) - 1
             else:  # with the place of the first record of each answer
-                places = {problem.answer: where for (where, _), problem in reversed(same)}
+                places = {row.problem.answer: row.where for row in reversed(same)}
                 shown = [f"{places[answer]} ({answer[:40]})" for answer in (first, *others)]
                 contradictory.append(" and ".join(shown))
         seen |= questions.keys()
@@ -264,30 +272,11 @@ def distinct(
 # math-verify reads LaTeX. It takes `1e3` for a product, and `√2`, `x**2` and `٣٤` equal their own characters alone. A
 # policy can't solve such problems, which the preparation of a data set must say.
 
-_NUMBER_WITH_EXPONENT = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,2})")
-_COUNT = re.compile(
-    r"([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\s*\}?"
+#: Characters of Unicode, and numbers, operators, functions and names as programs or people write them.
+_UNUSUAL = re.compile(
+    r"[^\x00-\x7f\u2212]|[0-9][eE][-+]?[0-9]|\*\*|(?<![A-Za-z\\])(?:sqrt\s*\(|(?:pi|theta|oo)(?![A-Za-z]))"
+    r"|[0-9][ '_][0-9]{3}(?![0-9])|thousand|million|billion|trillion"
 )
-_COUNTS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_RAISED = "".join(
-    sign for sign in map(chr, range(0x80, 0x2100)) if unicodedata.decomposition(sign).startswith("<super>")
-)
-_SIGNS = {
-    **{"∞": "\\infty ", "π": "\\pi ", "θ": "\\theta ", "·": "\\cdot ", "⋅": "\\cdot ", "×": "\\times ", "÷": "\\div "},
-    **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset "},
-    **{"∈": "\\in ", "°": "^\\circ ", "−": "-", "⁄": "/"},
-}
-#: Characters and calls of other notations, and LaTeX for them.
-_LATEX: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"\*\*\s*\(([^()]*)\)|\*\*\s*(-?[0-9]+|\w)"), r"^{\1\2}"),
-    (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))"), r"\\sqrt{\1\2}"),
-    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"∛\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))"), r"\\sqrt[3]{\1\2}"),
-    (re.compile(r"(?<![A-Za-z\\])(pi|theta|oo)(?![A-Za-z])"), lambda name: f"\\{name[1].replace('oo', 'infty')} "),
-    (re.compile(f"[{_RAISED}]+"), lambda signs: f"^{{{unicodedata.normalize('NFKC', signs[0])}}}"),
-    (re.compile(r"(?<=[0-9])[\s'’_](?=[0-9]{3}(?![0-9]))"), ""),
-    (re.compile(r"(?<!\\)%"), r"\\%"),
-]
 
 
 def warn_of_notation(
@@ -300,42 +289,17 @@ def warn_of_notation(
     """Warn of the problems whose answer no usual completion equals, with their number and examples."""
     if record_format == "countdown":  # its answer is a goal, which formulas reach
         return
-    # The usual writing of an answer if the grader refuses it, empty if it is right.
-    refused: dict[str, str] = {}
-    count = 0
-    for answer in (problem.answer for problem in problems):
-        if answer not in refused:
-            writings = dict.fromkeys((answer, usual(answer)))
-            wrong = (
-                writing
-                for writing in writings
-                if not is_correct(statement(writing, record_format, form), answer, record_format, form, units)
-            )
-            refused[answer] = next(wrong, "")
-        count += bool(refused[answer])
-    if count:
-        examples = [f"{answer[:40]!r} ({writing[:40]})" for answer, writing in refused.items() if writing]
+
+    def is_refused(answer: str) -> bool:
+        if _UNUSUAL.search(answer) and not is_text(answer):
+            return True
+        return not is_correct(statement(answer, record_format, form), answer, record_format, form, units)
+
+    counts = Counter(problem.answer for problem in problems)
+    refused = {answer: count for answer, count in counts.items() if is_refused(answer)}
+    if refused:
         log.warning(
-            "split %s: the grader refuses what completions usually write for the answers of %d problems; write them "
-            "as completions do: %s",
-            *(split, count, ", ".join(examples[:_NAMED])),
+            "split %s: the answers of %d problems are in a notation that the grader doesn't read; write them as "
+            "completions do, in LaTeX or digits: %s",
+            *(split, sum(refused.values()), ", ".join(repr(answer[:40]) for answer in list(refused)[:_NAMED])),
         )
-
-
-def usual(answer: str) -> str:
-    """What completions write for an answer in the notation of a program or of Unicode: decimals and LaTeX."""
-    answer = "".join(str(unicodedata.decimal(sign, sign)) for sign in answer.strip())
-    if is_text(answer):
-        return answer
-    if number := _NUMBER_WITH_EXPONENT.fullmatch(answer):
-        return f"{Decimal(number[1]).scaleb(int(number[2])):f}"
-    if count := _COUNT.fullmatch(answer):
-        return f"{Decimal(count[1].replace(',', '')).scaleb(_COUNTS[count[2]]):f}"
-    characters = []
-    for sign in answer:  # a character such as `½` as LaTeX
-        over, slash, under = unicodedata.normalize("NFKC", sign).partition("⁄")
-        characters.append(f"\\frac{{{over}}}{{{under}}}" if slash and over and under else sign)
-    answer = "".join(characters)
-    for pattern, latex in _LATEX:
-        answer = pattern.sub(latex, answer)
-    return "".join(_SIGNS.get(sign, sign) for sign in answer).strip()

@@ -19,16 +19,17 @@ from typing import Any, get_args
 import numpy as np
 
 from qerl.data import generated
-from qerl.data.hub import HubFiles, hub_files, key_of, read_lock
-from qerl.data.inputs import DATA_SUFFIXES, data_files
+from qerl.data.hub import DATA_SUFFIXES, HubFiles, data_files, hub_files, key_of, read_lock
 from qerl.data.records import (
     DataError,
     Located,
     Problem,
     Record,
-    detect_format,
+    Row,
+    as_record,
     distinct,
     parse_record,
+    parse_records,
     warn_of_notation,
 )
 from qerl.host.imports import call
@@ -39,12 +40,9 @@ from qerl.results.schema import PreparedDataset
 from qerl.results.store import read, write
 from qerl.settings.base import ConfigError, Settings, can_name_a_file, check_unicode, not_empty, parse
 from qerl.settings.data import (
-    ComparisonData,
-    CountdownData,
     DatasetSettings,
     FilterSettings,
     FunctionData,
-    Generated,
     GeneratedSplits,
     HubData,
     LocalData,
@@ -106,8 +104,6 @@ def split_files(folder: Path) -> dict[Split, list[Path]]:
 # what was renamed and filtered. It also has the rows and SHA-256 of each file, and for the hub the SHA-256 of the
 # repository's files.
 
-_Splits = dict[Split, list[Located]]
-
 
 def prepare(settings: DatasetSettings, target: Path, locked: LockedRepo | None = None) -> None:
     """Write the prepared data set into the folder `target`. A `DataError` names the place of a bad record.
@@ -116,30 +112,24 @@ def prepare(settings: DatasetSettings, target: Path, locked: LockedRepo | None =
     """
     origin = settings.origin
     hub = hub_files(origin, locked) if isinstance(origin, HubData) else None
-    located = distinct(_filter(_read(settings, hub), settings), settings.format, settings.units)
-    for split, records in located.items():
-        problems = (parse_record(record, settings.format, where, settings.units) for where, record in records)
-        warn_of_notation(split, problems, settings.format, settings.answer, settings.units)
-    splits = {split: [record for _, record in records] for split, records in located.items()}
+    splits = distinct(_filter(_read(settings, hub), settings.filter), settings.format)
     target.mkdir(parents=True, exist_ok=True)
     sha256 = {}
     for split in SPLITS:
-        content = lines_of(splits.get(split, [])).encode()
+        rows = splits.get(split, [])
+        warn_of_notation(split, [row.problem for row in rows], settings.format, settings.answer, settings.units)
+        content = lines_of(row.record for row in rows).encode()
         split_file(target, split).write_bytes(content)
         sha256[split] = hashlib.sha256(content).hexdigest()
     about = PreparedDataset(
+        **{**settings.form, "date": settings.date or date.today()},
         format=settings.format,
-        instruction=settings.instruction,
-        answer=settings.answer,
-        units=settings.units,
-        thinking=settings.thinking,
-        date=settings.date or date.today(),
         rows={split: len(splits.get(split, [])) for split in SPLITS},
         sha256=sha256,
         columns=settings.columns,
         filter=settings.filter.model_dump(mode="json"),
         origin=origin.model_dump(mode="json"),
-        repository_files=hub.hashes() if hub else {},
+        repository_files=hub.hashes if hub else {},
     )
     write(target / DATASET, about)
 
@@ -179,16 +169,10 @@ def check_problem_file(
 ) -> RecordFormat:
     """Validate every record of a local file, or of each file of a folder, and return the format.
 
-    Without `record_format` the first record decides. A `DataError` names the file, the line and the missing key.
-    `columns`: the records' own names of the format's columns; `units`: units besides `qerl.data.grading.UNITS`.
+    The parameters are those of `parse_records`. A `DataError` names the file, the line and the missing key.
     """
-    detected = record_format
-    for file in chain(*split_files(path).values()) if path.is_dir() else [path]:
-        for where, record in renamed(_file(file), columns or {}):
-            detected = detected or detect_format(record, where)
-            parse_record(record, detected, where, units)
-    assert detected is not None
-    return detected
+    files = chain(*split_files(path).values()) if path.is_dir() else [path]
+    return parse_records(chain(*map(_file, files)), record_format, columns or {}, units)[0]
 
 
 def _file(path: Path) -> list[Located]:
@@ -253,12 +237,9 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     except DataError:
         raise
-    except RecursionError:
-        raise DataError(f"{where} is nested too deeply; write it with fewer levels") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not valid JSON in UTF-8: {error}; save the file as UTF-8") from None
-    # Broken JSON, lone surrogates and numbers with thousands of digits.
-    except ValueError as error:
+    # Broken JSON, other encodings, lone surrogates, numbers with thousands of digits and deep nesting.
+    except (ValueError, RecursionError) as error:
+        hint = "; save the file as UTF-8" if isinstance(error, UnicodeDecodeError) else hint
         raise DataError(f"{where} is not valid JSON in UTF-8: {error}{hint}") from None
     return value
 
@@ -272,71 +253,47 @@ def _object(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def as_record(value: Any, where: str) -> Record:
-    """The record at the place `where`. Raises `DataError` if it isn't a mapping with keys."""
-    if not isinstance(value, Mapping):
-        raise DataError(f"{where} is not a record: expected an object with keys, found {type(value).__name__}")
-    return dict(value)
-
-
-def _read(settings: DatasetSettings, hub: HubFiles | None) -> _Splits:
+def _read(settings: DatasetSettings, hub: HubFiles | None) -> dict[Split, list[Row]]:
     """The records of the origin by split, under the names of the format's columns."""
-    origin = settings.origin
+    origin, columns = settings.origin, settings.columns
+    data: Mapping[Split, Iterable[Located]] | list[Located]
     if isinstance(origin, GeneratedSplits):
-        if isinstance(origin, CountdownData):
-            splits = generated.generate_countdown(origin)
-        elif isinstance(origin, ComparisonData):
-            splits = generated.generate_comparisons(origin)
-        else:
-            assert isinstance(origin, Generated)
-            splits = generated.generate_arithmetic(settings.format, origin)
-        return {split: [(f"generated {split}", record) for record in records] for split, records in splits.items()}
-
-    def of_files(files: Mapping[Split, list[Path]]) -> _Splits:
-        return {split: [located for path in paths for located in _file(path)] for split, paths in files.items()}
-
-    records: _Splits | list[Located]
-    if hub is not None:
-        records = of_files(hub.splits)
+        made, columns = generated.generate(origin, settings.format), {}
+        data = {split: [(f"generated {split}", record) for record in records] for split, records in made.items()}
     elif isinstance(origin, FunctionData):
-        records = _locate(call(origin.function, key="origin.function"), origin.function)
+        data = _locate(call(origin.function, key="origin.function"), origin.function)
+    elif isinstance(origin, LocalData) and not origin.path.is_dir():
+        data = _file(origin.path)
     else:
-        assert isinstance(origin, LocalData)
-        records = of_files(split_files(origin.path)) if origin.path.is_dir() else _file(origin.path)
-    if isinstance(records, dict):
+        files = split_files(origin.path) if isinstance(origin, LocalData) else hub.splits if hub else {}
+        data = {split: chain(*map(_file, paths)) for split, paths in files.items()}
+
+    def parse(located: Iterable[Located]) -> list[Row]:
+        return parse_records(located, settings.format, columns, settings.units)[1]
+
+    if not isinstance(data, list):
+        fields = type(origin).model_fields
         for name in ("validation_fraction", "test_fraction"):
-            if not hub and getattr(origin, name) != type(origin).model_fields[name].default:
+            if name in fields and getattr(origin, name) != fields[name].default:
                 raise DataError(
                     f"origin.{name} divides one list of records, and these come in splits already; remove it, or name "
                     "one file"
                 )
-        return {split: list(renamed(of_split, settings.columns)) for split, of_split in records.items()}
+        return {split: parse(located) for split, located in data.items()}
     assert isinstance(origin, (LocalData, FunctionData))
     if origin.test_fraction + origin.validation_fraction > 1:
         raise DataError("origin.test_fraction and origin.validation_fraction add up to more than 1; lower one")
-    divided: _Splits = {split: [] for split in SPLITS}
-    for where, record in renamed(records, settings.columns):
-        problem = parse_record(record, settings.format, where, settings.units)
+    divided: dict[Split, list[Row]] = {split: [] for split in SPLITS}
+    for row in parse(data):
         # By the hash of its question, so that new records don't move others.
-        position = int(problem.id, 16) / 16 ** len(problem.id)
+        position = int(row.problem.id, 16) / 16 ** len(row.problem.id)
         held_out = position < origin.test_fraction + origin.validation_fraction
         split: Split = "test" if position < origin.test_fraction else "validation" if held_out else "train"
-        divided[split].append((where, record))
+        divided[split].append(row)
     return divided
 
 
-def renamed(records: Iterable[Located], columns: Mapping[str, str]) -> Iterator[Located]:
-    """The records under the format's own names: `columns` maps these to the records'."""
-    for where, record in records:
-        for name, column in columns.items():
-            if column not in record:
-                names = ", ".join(map(str, record)) or "none"
-                raise DataError(f"{where} has no `{column}`, which `columns` names for `{name}`; its columns: {names}")
-        rest = {key: value for key, value in record.items() if key not in columns.values()}
-        yield where, {**rest, **{name: record[column] for name, column in columns.items()}}
-
-
-def _locate(data: Any, source: str) -> _Splits | list[Located]:
+def _locate(data: Any, source: str) -> dict[Split, list[Located]] | list[Located]:
     """Records that Python code gives, or splits of records, each with its place as text."""
     if not isinstance(data, Mapping):
         return _locate_all(data, source)
@@ -360,19 +317,18 @@ def _locate_all(records: Any, source: str) -> list[Located]:
     return located
 
 
-def _filter(splits: _Splits, settings: DatasetSettings) -> _Splits:
+def _filter(splits: dict[Split, list[Row]], conditions: FilterSettings) -> dict[Split, list[Row]]:
     """Apply the filter to the training records."""
-    conditions, training = settings.filter, splits.get("train", [])
-    if conditions == FilterSettings() or not training:
-        return splits
-    rest = []
-    for where, record in training:
-        problem = parse_record(record, settings.format, where, settings.units)
-        is_short = conditions.max_characters is None or len(problem.question) <= conditions.max_characters
-        has_level = conditions.levels is None or problem.level in conditions.levels
-        if is_short and has_level and all(_is_within(record, *each) for each in conditions.within.items()):
-            rest.append((where, record))
-    if not rest:
+    training = splits.get("train", [])
+    most, levels = conditions.max_characters, conditions.levels
+    rest = [
+        row
+        for row in training
+        if (most is None or len(row.problem.question) <= most)
+        and (levels is None or row.problem.level in levels)
+        and all(_is_within(row.record, *each) for each in conditions.within.items())
+    ]
+    if training and not rest:
         raise DataError(f"`filter` leaves none of {len(training)} training records; widen it")
     return {**splits, "train": rest}
 
@@ -398,12 +354,12 @@ def lines_of(records: Iterable[Record]) -> str:
             for column, value in record.items()
         )
         lines.append(f"{{{', '.join(values)}}}\n")
-        check_unicode(lines[-1], "a record")
-    return "".join(lines)
+    check_unicode(text := "".join(lines), "a record")
+    return text
 
 
 def _plain(column: str, value: Any) -> Any:
-    """A number, array or date of a column as a JSON value."""
+    """A number, array or date as a JSON value."""
     if isinstance(value, np.floating):  # of 32 bits 0.1 is 0.1, and not 0.10000000149011612
         return float(str(value))
     if hasattr(value, "tolist"):
@@ -467,10 +423,8 @@ def as_files(dataset: Any, folder: Path) -> RecordFiles:
         return RecordFiles(dataset, {})
     located = _locate(objects() if callable(objects) else objects, "dataset")
     splits = located if isinstance(located, dict) else {"records": located}
-    record_format: RecordFormat | None = settings.get("format")
-    for where, record in renamed(chain(*splits.values()), settings.get("columns") or {}):
-        record_format = record_format or detect_format(record, where)
-        parse_record(record, record_format, where, settings.get("units") or ())
+    columns, units = settings.get("columns") or {}, settings.get("units") or ()
+    record_format, _ = parse_records(chain(*splits.values()), settings.get("format"), columns, units)
     target = folder / RECORDS
     files = {target / f"{name}.jsonl": lines_of(record for _, record in rows) for name, rows in splits.items()}
     path = target if isinstance(located, dict) else target / "records.jsonl"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qerl.checkpoints.files import usable_length
-from qerl.data.grading import is_correct
 from qerl.data.prompts import Thinking, prompts_ids
 from qerl.evals.evaluate import open_task
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
@@ -119,13 +118,12 @@ def _right(
     policy: Policy, dataset: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
 ) -> Scores:
     """The share of right completions of each problem, [problems]."""
-    form = (dataset.format, dataset.answer, dataset.units)
     thinking = Thinking(policy.tokenizer, dataset.thinking)
     shares = []
     for problem, prompt, completions in zip(dataset.problems, prompts, drawn, strict=True):
         begun = str(policy.tokenizer.decode(prompt))
         texts = [thinking.text(completion.token_ids, begun) for completion in completions]
-        shares.append(np.mean([is_correct(text, problem.answer, *form) for text in texts]))
+        shares.append(np.mean([dataset.judge(text, problem) == "right" for text in texts]))
     return np.array(shares)
 
 

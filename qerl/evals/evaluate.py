@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qerl import __version__
 from qerl.checkpoints.files import usable_length
-from qerl.data.grading import Verdict, extract, solution_key, verdict
+from qerl.data.grading import Verdict, solution_key
 from qerl.data.prompts import prompts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
@@ -34,7 +35,6 @@ from qerl.rollout.sampler import Sampler, SamplingParams
 from qerl.settings.data import Split
 from qerl.settings.run import SamplingSettings
 from qerl.settings.workflow import EvaluationSettings, Harness, StockTask, TaskSettings, check_scored
-from qerl.version import VERSION
 
 # Evaluation of data sets of every format by the grader and the prompt of training.
 
@@ -56,11 +56,10 @@ def grader_verdicts(
     completions: Iterable[Drawn], problem: Problem, dataset: EvaluationSet
 ) -> Iterator[tuple[str | None, Verdict]]:
     """The answer that each completion of a problem states, and the verdict on it; equal texts are graded once."""
-    form = (dataset.format, dataset.answer, dataset.units)
     known: dict[str, tuple[str | None, Verdict]] = {}
     for text in (drawn.text for drawn in completions):
         if text not in known:
-            known[text] = extract(text, *form), verdict(text, problem.answer, *form)
+            known[text] = dataset.read(text), dataset.judge(text, problem)
         yield known[text]
 
 
@@ -141,7 +140,7 @@ def _score(
     right = [outcome.right for outcome in outcomes]
     return TaskScore(
         harness=task.harness,
-        harness_version=VERSION if task.harness == "qerl" else version(task.harness),
+        harness_version=__version__ if task.harness == "qerl" else version(task.harness),
         problems=len(outcomes),
         repeats=len(repeats),
         accuracy=fmean(row.correct for row in rows),
@@ -184,13 +183,13 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:
     assert task.task is not None
-    examples = _stock_records(task.task, folder, "train") if task.task == "gsm8k" and task.fewshot != 0 else []
-    if task.task == "gsm8k" and task.fewshot != 0 and not examples:
+    examples = _stock_records(task.task, folder, "train") if task.task == "gsm8k" and task.fewshot != 0 else None
+    if examples == []:
         raise EvaluationError(
             f"task gsm8k takes its examples from the training split, which {folder} lacks; set fewshot: 0, or prepare "
             "the data set from an origin with a training split"
         )
-    return Stock(task.task, _stock_records(task.task, folder, "test"), task.chat, task.fewshot, examples)
+    return Stock(task.task, _stock_records(task.task, folder, "test"), task.chat, task.fewshot, examples or ())
 
 
 def _stock_records(task: StockTask, folder: Path, split: Split) -> list[dict[str, str]]:
@@ -254,7 +253,7 @@ def evaluate_policy(job: EvaluateJob) -> None:
 
     The result of a failed run has its status and no task.
     """
-    about = job.policy.described
+    about = job.policy
     file = job.trained and job.trained.parent / RUN
     if file and file.is_file() and (status := read(RunResult, file).status) != OK:
         job.out.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from lighteval.models.model_output import ModelResponse
 from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
 from lighteval.tasks.requests import Doc
 
-from qerl.data.grading import after_thinking, boxed, extract
+from qerl.data.grading import after_thinking, boxed
 from qerl.data.prompts import plain_ids, prompt_text, prompts_ids
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 from qerl.settings.workflow import StockTask
@@ -53,17 +53,11 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     with a box, lighteval would first take what follows "final answer is".
     """
 
-    def of_tags(text: str) -> str:
-        answer = extract(text, dataset.format, dataset.answer, dataset.units)
-        return "" if answer is None else _boxed(answer)
+    def read(text: str) -> str:
+        answer = dataset.read(text) or "" if dataset.answer == "tags" else boxed(text)
+        return after_thinking(text) if answer is None else answer and _boxed(answer)
 
-    def of_box(text: str) -> str:
-        answer = boxed(text)
-        return after_thinking(text) if answer is None else _boxed(answer) if answer else ""
-
-    if dataset.stock:
-        return after_thinking
-    return of_tags if dataset.answer == "tags" else of_box
+    return after_thinking if dataset.stock else read
 
 
 def task_config(dataset: EvaluationSet) -> LightevalTaskConfig:
@@ -142,29 +136,24 @@ def _cpu_limit() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def documents(dataset: EvaluationSet) -> tuple[list[Doc], Any]:
-    """Return the task's documents in the order of the problems, and its metric."""
+def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
+    """Draw and score the test split; verdicts by problem, then by repeat."""
+    # It would log a warning for each completion without an answer, which the samples file already shows.
+    logging.getLogger("lighteval").setLevel(logging.ERROR)
     config = stock_config(dataset.stock.task) if dataset.stock else task_config(dataset)
     rows = dataset.stock.records if dataset.stock else [asdict(problem) for problem in dataset.problems]
     task = LightevalTask(config)
     # Setting the data set avoids a look-up on the hub and a cache on disk.
     task.dataset = DatasetDict({config.evaluation_splits[0]: Dataset.from_list(rows)})
     # lighteval shuffles the documents and numbers them by `id`.
-    return sorted(task.get_docs(), key=lambda doc: int(doc.id)), config.metrics[0]
-
-
-def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
-    """Draw and score the test split; verdicts by problem, then by repeat."""
-    # It would log a warning for each completion without an answer, which the samples file already shows.
-    logging.getLogger("lighteval").setLevel(logging.ERROR)
-    docs, stock_metric = documents(dataset)
+    docs: list[Doc] = sorted(task.get_docs(), key=lambda doc: int(doc.id))
     if dataset.stock is None or dataset.stock.chat:
         prompts = prompts_ids(policy.tokenizer, (doc.query for doc in docs), "", policy.date)
     else:
         prompts = [plain_ids(policy.tokenizer, doc.query) for doc in docs]
     drawn = policy.draw(prompts, docs[0].stop_sequences or ())
     recorded: list[tuple[str | None, bool]] = []
-    metric, read = _recording(stock_metric, recorded), _reader(dataset)
+    metric, read = _recording(config.metrics[0], recorded), _reader(dataset)
     # lighteval's metric would average the repeats, so each repeat is scored as a separate response.
     pairs = [
         (doc, ModelResponse(text=[read(one.text)])) for doc, repeats in zip(docs, drawn, strict=True) for one in repeats

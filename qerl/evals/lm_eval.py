@@ -25,7 +25,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from qerl.data.grading import after_thinking, extract
+from qerl.data.grading import after_thinking
 from qerl.data.prompts import chat_text, plain_ids, prompt_text, texts_ids
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 
@@ -142,12 +142,10 @@ def _reader(dataset: EvaluationSet) -> Callable[[str], str]:
     """
 
     def as_hashes(text: str) -> str:
-        answer = extract(text, dataset.format, dataset.answer, dataset.units)
+        answer = dataset.read(text)
         return "" if answer is None else f"#### {answer}"
 
-    if dataset.stock:
-        return str
-    return as_hashes if dataset.answer == "tags" else after_thinking
+    return str if dataset.stock else as_hashes if dataset.answer == "tags" else after_thinking
 
 
 def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:

@@ -11,6 +11,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import check_room
+from qerl.data.grading import Verdict, extract, verdict
 from qerl.data.prompts import Thinking, check_lengths
 from qerl.data.records import Problem
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
@@ -83,6 +84,14 @@ class EvaluationSet:
     thinking: tuple[str, str] | None = None
     date: datetime.date | None = None
 
+    def read(self, text: str) -> str | None:
+        """The answer that the grader of training reads in a completion; None if it states none."""
+        return extract(text, self.format, self.answer, self.units)
+
+    def judge(self, text: str, problem: Problem) -> Verdict:
+        """The verdict of the grader of training on a completion."""
+        return verdict(text, problem.answer, self.format, self.answer, self.units)
+
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
@@ -106,11 +115,16 @@ class EvaluatedPolicy:
 
     def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
         """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""
-        drawn = []
+        drawn: list[list[Drawn]] = []
         for prompt, completions in zip(prompts, self.complete(prompts), strict=True):
-            text = cast(str, self.tokenizer.decode(prompt))
+            before = cast(str, self.tokenizer.decode(prompt))
             texts: dict[tuple[int, ...], str] = {}  # many completions of a prompt are the same
-            drawn.append([self._drawn(text, completion, stop, texts) for completion in completions])
+            drawn.append([])
+            for completion in completions:
+                ids = tuple(completion.token_ids)
+                text = texts[ids] if ids in texts else texts.setdefault(ids, self.thinking.text(ids, before))
+                end = min((text.index(string) for string in stop if string in text), default=None)
+                drawn[-1].append(Drawn(before, text[:end], len(ids), completion.finished or end is not None))
         return drawn
 
     def complete(self, prompts: Sequence[list[int]]) -> list[list[Completion]]:
@@ -121,11 +135,3 @@ class EvaluatedPolicy:
             longer = (len(prompt) for prompt in prompts if len(prompt) > self.context - limit)
             check_lengths(longer, len(prompts), self.context, limit, "or leave these prompts out")
         return self.sampler.generate(prompts, self.params)
-
-    def _drawn(
-        self, prompt: str, completion: Completion, stop: Sequence[str], texts: dict[tuple[int, ...], str]
-    ) -> Drawn:
-        ids = tuple(completion.token_ids)
-        text = texts[ids] if ids in texts else texts.setdefault(ids, self.thinking.text(ids, prompt))
-        end = min((text.index(string) for string in stop if string in text), default=None)
-        return Drawn(prompt, text[:end], len(ids), completion.finished or end is not None)

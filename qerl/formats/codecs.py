@@ -4,25 +4,28 @@ A weight W [out_features, in_features] is stored as 4-bit codes and scales (pape
 
 * NVFP4: W = e2m1 * e4m3 / global_scale, one E4M3 scale for 16 weights of a row, one FP32 global scale a tensor;
 * MXFP4: W = e2m1 * 2^(e8m0 - 127), one E8M0 scale for 32 weights of a row;
-* NF4: W = quant_map[code] * absmax, one absmax for 64 weights (`qerl.formats.nf4`; on a GPU by bitsandbytes).
+* NF4: W = quant_map[code] * absmax, one absmax for 64 weights of the flattened tensor. bitsandbytes rounds to it, and
+  unpacks on a GPU.
 
-NVFP4 and MXFP4 follow compressed-tensors: low nibble first.
+NVFP4 and MXFP4 follow compressed-tensors: two codes a byte, low nibble first. NF4 is bitsandbytes' 4-bit NormalFloat
+(QLoRA, arXiv 2305.14314): high nibble first.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor
 
-from qerl.formats import nf4
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: Formats with packed weights.
 PACKED_FORMATS = tuple(FORMATS)
@@ -90,34 +93,35 @@ def joined(parts: Sequence[Packed]) -> Packed:
     return Packed(first.weights_format, (rows, first.shape[1]), tensors)
 
 
-class Codec(Protocol):
-    """A format of `FORMATS`: an object with these methods, or a module with these functions, such as `nf4`.
+class Codec(ABC):
+    """A format of `FORMATS`. A `shape` is a weight's [out, in]; tensors have the names of `Packed`."""
 
-    `shape` is the weight's [out, in]; the format's group size divides `in`. Tensors have the names of `Packed`.
-    """
+    #: Name in a checkpoint, without the layer's own, of a tensor that only packed layers have.
+    marker = "weight_packed"
 
+    @abstractmethod
     def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
         """Shape and dtype of each tensor; `nested` (NF4 only): with double quantization."""
 
+    @abstractmethod
     def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
-        """The tensors of a contiguous weight in float32 or bfloat16; options are those of `codecs.quantize`."""
+        """The tensors of a contiguous weight in float32 or bfloat16; see `codecs.quantize` for the options."""
 
+    @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The weight [out, in] in `dtype`: computed in float32, rounded once."""
 
+    @abstractmethod
     def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
         """A bound on the weight's magnitudes, NaN if a tensor has NaN, with the name of the tensor that decides it."""
 
+    @abstractmethod
     def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
         """Tensors and shape of a weight from a layer's tensors in a checkpoint."""
 
-    def to_checkpoint(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in metadata, if there are any."""
-
     def checkpoint_name(self, name: str) -> str:
         """Name of a tensor in a checkpoint, without the layer's own."""
+        return name
 
 
 def tensor_specs(weights_format: str, shape: tuple[int, int], nested: bool = True) -> Specs:
@@ -193,23 +197,13 @@ def _check_group(weights_format: str, columns: int) -> None:
 def from_checkpoint(weights_format: str, tensors: Mapping[str, Tensor]) -> Packed:
     """A layer's tensors by their names in a checkpoint, without the layer's own name, as a `Packed`.
 
-    Raises `FormatError` for an NF4 state with other block sizes or data types than those of this module, and as
+    Raises `FormatError` for an NF4 state with other block sizes or data types, and as
     `check_scales` does.
     """
     renamed, shape = CODECS[weights_format].from_checkpoint(tensors)
     packed = Packed(weights_format, shape, renamed)
     check_scales(packed)
     return packed
-
-
-def to_checkpoint(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """The inverse of `from_checkpoint`; `dtype` is the unpacked weight's dtype in NF4's metadata."""
-    return CODECS[packed.weights_format].to_checkpoint(packed.tensors, packed.shape, dtype)
-
-
-def checkpoint_name(weights_format: str, name: str) -> str:
-    """Name in a checkpoint, without the layer's own name, of a tensor of a `Packed`."""
-    return CODECS[weights_format].checkpoint_name(name)
 
 
 # --- E2M1: NVFP4 and MXFP4, as compressed-tensors stores them --------------------------------------------------------
@@ -237,7 +231,7 @@ def _e8m0_values(device: torch.device) -> Tensor:
     return torch.tensor([2.0 ** (exponent - _E8M0_BIAS) for exponent in range(256)], dtype=torch.float32, device=device)
 
 
-class _E2m1:
+class _E2m1(Codec):
     """Codes of a row two a byte, low nibble first, and one scale [out, in / group] for each group of them."""
 
     name: ClassVar[str]
@@ -251,14 +245,6 @@ class _E2m1:
     def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
         rows, half = tensors["weight_packed"].shape
         return dict(tensors), (rows, 2 * half)
-
-    def to_checkpoint(
-        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        return dict(tensors)
-
-    def checkpoint_name(self, name: str) -> str:
-        return name
 
     def _groups(self, weight: Tensor) -> Tensor:
         return weight.view(weight.shape[0], -1, FORMATS[self.name].group_size)
@@ -333,4 +319,139 @@ class _Mxfp4(_E2m1):
         return "weight_scale", _E2M1_MAX * 2.0 ** (int(tensors["weight_scale"].max()) - _E8M0_BIAS)
 
 
-CODECS: dict[str, Codec] = {"nvfp4": _Nvfp4(), "mxfp4": _Mxfp4(), "nf4": nf4}
+# --- NF4, as bitsandbytes stores it ----------------------------------------------------------------------------------
+#
+# Double quantization stores absmax in 8 bits: nested_quant_map[code] * nested_absmax + offset, with one nested_absmax
+# for 256 of them. QLoRA defines NF4 with it (4.127 bits per weight). The paper says "default", which in bitsandbytes
+# means without; the codec reads both.
+
+_GROUP_SIZE = FORMATS["nf4"].group_size
+#: Blocks of absmax that share one scale under double quantization.
+_NESTED_GROUP_SIZE: Literal[256] = 256
+#: The dtypes of activations that bitsandbytes' kernels support.
+NF4_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Name of an NF4 weight's metadata in a checkpoint.
+_STATE_NAME = "weight.quant_state.bitsandbytes__nf4"
+
+
+class _State(BaseModel, strict=True):
+    """The metadata of an NF4 weight that this module decodes."""
+
+    quant_type: Literal["nf4"]
+    blocksize: Literal[64]
+    shape: tuple[PositiveInt, PositiveInt]
+    nested_blocksize: Literal[256] = _NESTED_GROUP_SIZE
+    nested_dtype: Literal["float32"] = "float32"
+    nested_offset: float | None = Field(None, ge=torch.finfo(torch.float32).min, le=torch.finfo(torch.float32).max)
+
+
+def read_nf4_state(tensor: Tensor) -> tuple[tuple[int, int], Tensor | None]:
+    """Shape and offset of an NF4 weight by its metadata, JSON in a uint8 tensor.
+
+    The offset belongs to a doubly quantized absmax, float32 [1]; None without double quantization. Raises `FormatError`
+    if this module can't decode the weight.
+    """
+    try:
+        state = _State.model_validate_json(tensor.cpu().numpy().tobytes())
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"])) or "text"
+        raise FormatError(
+            f"NF4 weight has metadata whose {where} is missing, no finite number or of another quantization; quantize "
+            "it again"
+        ) from None
+    offset = state.nested_offset
+    return state.shape, None if offset is None else torch.tensor([offset], dtype=torch.float32, device=tensor.device)
+
+
+class _Nf4(Codec):
+    marker = _STATE_NAME
+
+    def tensor_specs(self, shape: tuple[int, int], nested: bool) -> Specs:
+        count = math.prod(shape)
+        blocks = count // _GROUP_SIZE
+        specs: Specs = {
+            "weight_packed": ((count // 2, 1), torch.uint8),
+            "weight_absmax": ((blocks,), torch.uint8 if nested else torch.float32),
+            "weight_quant_map": ((16,), torch.float32),
+        }
+        if nested:
+            specs["weight_nested_absmax"] = ((math.ceil(blocks / _NESTED_GROUP_SIZE),), torch.float32)
+            specs["weight_nested_quant_map"] = ((256,), torch.float32)
+            specs["weight_nested_offset"] = ((1,), torch.float32)
+        return specs
+
+    def quantize(self, weight: Tensor, global_scale: Tensor | None, double_quant: bool) -> dict[str, Tensor]:
+        from bitsandbytes.functional import quantize_4bit
+
+        codes, state = quantize_4bit(weight, blocksize=_GROUP_SIZE, quant_type="nf4", compress_statistics=double_quant)
+        tensors = {"weight_packed": codes, "weight_absmax": state.absmax, "weight_quant_map": state.code}
+        if double_quant:
+            tensors |= {
+                "weight_nested_absmax": state.state2.absmax,
+                "weight_nested_quant_map": state.state2.code,
+                "weight_nested_offset": state.offset.reshape(1),
+            }
+        return tensors
+
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        if tensors["weight_packed"].is_cuda and dtype in NF4_KERNEL_DTYPES:
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(tensors["weight_packed"], _quant_state(tensors, shape, dtype))
+        absmax = tensors["weight_absmax"]
+        if "weight_nested_absmax" in tensors:
+            scale = tensors["weight_nested_absmax"].repeat_interleave(_NESTED_GROUP_SIZE)[: absmax.numel()]
+            absmax = tensors["weight_nested_quant_map"][absmax.long()] * scale + tensors["weight_nested_offset"]
+        packed = tensors["weight_packed"].view(-1)
+        codes = torch.stack((packed >> 4, packed & 0xF), dim=-1)
+        values = tensors["weight_quant_map"][codes.view(-1, _GROUP_SIZE).int()] * absmax.unsqueeze(-1)
+        return values.view(shape).to(dtype)
+
+    def largest(self, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+        numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        tops = {name: tensor.double().abs().max().item() for name, tensor in numbers.items()}
+        if "weight_nested_absmax" not in tops:
+            return "weight.absmax", tops["weight_quant_map"] * tops["weight_absmax"]
+        absmax = tops["weight_nested_quant_map"] * tops["weight_nested_absmax"] + tops["weight_nested_offset"]
+        return "weight.absmax", tops["weight_quant_map"] * absmax
+
+    def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        shape, offset = read_nf4_state(tensors[_STATE_NAME])
+        named = tensors if offset is None else {**tensors, _STATE_NAME: offset}
+        specs = self.tensor_specs(shape, nested=offset is not None)
+        return {name: named[self.checkpoint_name(name)] for name in specs}, shape
+
+    def checkpoint_name(self, name: str) -> str:
+        if name == "weight_nested_offset":
+            return _STATE_NAME
+        return "weight" if name == "weight_packed" else name.replace("weight_", "weight.", 1)
+
+
+# NF4 is a baseline here, and QLoRA's users run bitsandbytes' kernels.
+def multiply_nf4(x: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+    """x [m, in] W^T + bias [out] on a GPU, without gradients, in the dtype of x, one of `NF4_KERNEL_DTYPES`."""
+    from bitsandbytes import matmul_4bit
+
+    with torch.no_grad():
+        return matmul_4bit(x, tensors["weight_packed"], _quant_state(tensors, shape, x.dtype), bias=bias)
+
+
+def _quant_state(tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    """bitsandbytes' quantization state of a weight."""
+    from bitsandbytes.functional import QuantState
+
+    state = QuantState(
+        tensors["weight_absmax"], torch.Size(shape), tensors["weight_quant_map"], _GROUP_SIZE, "nf4", dtype
+    )
+    if "weight_nested_absmax" in tensors:
+        state.nested, state.offset = True, tensors["weight_nested_offset"]
+        state.state2 = QuantState(
+            tensors["weight_nested_absmax"],
+            code=tensors["weight_nested_quant_map"],
+            blocksize=_NESTED_GROUP_SIZE,
+            dtype=torch.float32,
+        )
+    return state
+
+
+CODECS: dict[str, Codec] = {"nvfp4": _Nvfp4(), "mxfp4": _Mxfp4(), "nf4": _Nf4()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats.codecs import Packed
-from qerl.settings.formats import FORMATS, FormatError
+from qerl.settings.models import FORMATS, FormatError
 
 #: Formats that have kernels of their own.
 KERNEL_FORMATS = ("nvfp4", "mxfp4")
@@ -32,8 +32,8 @@ _SCALE_BYTES = BLOCK_COLUMNS
 WORDS = BLOCK_COLUMNS // 8
 #: Bytes of a block of tiles.
 BLOCK_BYTES = BLOCK_ROWS // _TILE_ROWS * (_CODE_BYTES + _SCALE_BYTES)
-#: Bits of a bfloat16 scale are byte * multiplier + offset. Scales come out times 2^118, of which a code's place takes
-#: 2^-126 away: products are 2^-LEFT of the weight's.
+#: Bits of a bfloat16 scale are byte * multiplier + offset. Scales come out times 2^118, and a code's place is worth
+#: 2^-126: products are 2^-LEFT of the weight's.
 NVFP4_DECODE = (1 << 4, (236 << 7) * 0x10001)
 MXFP4_DECODE = (1 << 7, 0)
 LEFT = 8

@@ -1,11 +1,12 @@
-"""The verdict of a gate: its rows, the collected measurements, and their comparison with a baseline."""
+"""The verdict of a gate: its rows, the collected measurements, baselines, and the comparison with one."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from qerl.gates.baselines import any_baseline, own_baseline
 from qerl.jobs import VerdictJob
 from qerl.report.format import page
 from qerl.results.paths import (
@@ -34,6 +34,7 @@ from qerl.results.schema import (
     Check,
     EvaluationResult,
     GateMeasurements,
+    Machine,
     NumericsResult,
     Outcome,
     RunResult,
@@ -46,9 +47,9 @@ from qerl.results.schema import (
 )
 from qerl.results.speeds import RolloutBenchResult
 from qerl.results.statistics import paired_ratio_interval
-from qerl.results.store import read, read_rows, write
+from qerl.results.store import ResultError, read, read_rows, write
 from qerl.settings.base import ConfigError, Settings, parse
-from qerl.settings.workflow import GateSettings
+from qerl.settings.workflow import Config, GateSettings
 
 # The gates as data: rows of a tab-separated file.
 
@@ -69,21 +70,20 @@ def read_gates(file: Path) -> list[Gate]:
     """The rows of a file of gates. A `ConfigError` names an invalid line."""
     if not file.is_file():
         raise ConfigError(f"file of gates {file} doesn't exist")
+    gates: dict[str, Gate] = {}
     with file.open(newline="", encoding="utf-8") as lines:
         rows = csv.DictReader(lines, delimiter="\t", strict=True)
         if tuple(rows.fieldnames or ()) != COLUMNS:
             raise ConfigError(f"{file} must begin with the columns {', '.join(COLUMNS)}, separated by tabs")
-        gates = [_gate(row, f"{file}, line {rows.line_num}") for row in rows]
-    names = [gate.gate for gate in gates]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{file} has two gates called {twice[0]!r}; rename one")
-    return gates
-
-
-def _gate(row: dict[str, str], where: str) -> Gate:
-    if None in row or None in row.values():
-        raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
-    return parse(Gate, row, where)
+        for row in rows:
+            where = f"{file}, line {rows.line_num}"
+            if None in row or None in row.values():
+                raise ConfigError(f"{where}: a row has {len(COLUMNS)} columns, separated by tabs")
+            gate = parse(Gate, row, where)
+            if gate.gate in gates:
+                raise ConfigError(f"{file} has two gates called {gate.gate!r}; rename one")
+            gates[gate.gate] = gate
+    return list(gates.values())
 
 
 # The metrics that gates judge, collected from the stored results of one configuration.
@@ -103,8 +103,18 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
             run, steps = read(RunResult, file), list(read_rows(StepMetrics, file.with_name(METRICS)))
             values |= _of_run(run, steps)
             series |= {f"{column}/{_name(run)}": [getattr(step, column) for step in steps] for column in GOLDEN}
-    evaluations = [file for file in files if file.name == RESULT]
-    stored = [file for file in evaluations if file.parent.parent.name == STORED]
+    accuracies: dict[str, dict[str, float]] = {}
+    completions: dict[str, dict[str, str]] = {}
+    for file in (file for file in files if file.name == RESULT):
+        rows = list(read_rows(SampleRow, file.with_name(SAMPLES)))
+        if file.parent.parent.name == STORED:
+            completions[f"{STORED}/{read(StoredPolicyResult, file).stored}"] = dict(map(_completion, rows))
+            continue
+        trained = read(EvaluationResult, file)
+        varied = ", ".join(f"{key}={value}" for key, value in trained.varied.items())
+        accuracy = sum(row.correct for row in rows) / len(rows)
+        accuracies.setdefault(f"accuracy/{trained.arm}", {})[varied] = accuracy
+        values[f"evaluation-noise/{_name(trained)}"] = trained.noise_norm
     # Seconds per token, each paired with those of bf16, or of the baseline's code, that were measured next to them.
     points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in bench.points}
     ratios = {
@@ -113,13 +123,12 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
         if weights != "bf16"
     }
     ratios |= {f"{workload}-to-baseline": (pairs.now, pairs.baseline) for workload, pairs in speed.samples.items()}
-    trained = {file: read(EvaluationResult, file) for file in evaluations if file not in stored}
     return GateMeasurements(
         key=key,
-        values=values | {f"evaluation-noise/{_name(result)}": result.noise_norm for result in trained.values()},
+        values=values,
         series=series,
-        accuracies=_accuracies(trained),
-        completions={f"{STORED}/{read(StoredPolicyResult, file).stored}": _completions(file) for file in stored},
+        accuracies=accuracies,
+        completions=completions,
         ratios=ratios,
         compared_with=speed.baseline,
         provenance=speed.provenance,
@@ -144,27 +153,64 @@ def _of_run(run: RunResult, steps: Sequence[StepMetrics]) -> Iterator[tuple[str,
         yield f"noise/{_name(run)}", min(noisy)
 
 
-def _accuracies(trained: Mapping[Path, EvaluationResult]) -> dict[str, dict[str, float]]:
-    """The accuracies of every arm's runs."""
-    accuracies: dict[str, dict[str, float]] = {}
-    for file, result in trained.items():
-        right = [row.correct for row in _samples(file)]
-        varied = ", ".join(f"{key}={value}" for key, value in result.varied.items())
-        accuracies.setdefault(f"accuracy/{result.arm}", {})[varied] = sum(right) / len(right)
-    return accuracies
+def _completion(row: SampleRow) -> tuple[str, str]:
+    """The name of a completion, and a hash of its text with its verdict."""
+    digest = hashlib.sha256(row.completion.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{row.dataset} {row.problem} {row.repeat}", f"{digest} {row.correct}"
 
 
-def _completions(file: Path) -> dict[str, str]:
-    completions = {}
-    for row in _samples(file):
-        digest = hashlib.sha256(row.completion.encode(errors="surrogatepass")).hexdigest()[:8]
-        completions[f"{row.dataset} {row.problem} {row.repeat}"] = f"{digest} {row.correct}"
-    return completions
+# Baselines: one file per machine class, with the accepted measurements of that class.
 
 
-def _samples(file: Path) -> Iterator[SampleRow]:
-    """The completions beside a result.json."""
-    return read_rows(SampleRow, file.with_name(SAMPLES))
+def machine_class(machine: Machine) -> str:
+    """The machine class, a name for machines with comparable measurements: the GPUs, or else the CPU and its cores."""
+    return re.sub(r"[^a-z0-9]+", "-", machine.label.lower()).strip("-")
+
+
+def read_baseline(file: Path) -> Baseline:
+    """Read a baseline. Raises `ConfigError` with one sentence if the file isn't a valid baseline."""
+    try:
+        return read(Baseline, file)
+    except ResultError as error:
+        raise ConfigError(f"{error}; restore it from git") from None
+
+
+def find_baseline(folder: Path, key: str, machine: Machine | None = None) -> Baseline | None:
+    """The baseline of a workload and of a machine's class; without a machine the first of any class.
+
+    Another machine's serves for numbers that differ between machines only by rounding.
+    """
+    files = folder.glob(f"{machine_class(machine) if machine else '*'}.json")
+    return next((found for file in sorted(files) if (found := read_baseline(file)).measured.key == key), None)
+
+
+def write_baseline(folder: Path, measured: GateMeasurements) -> Path:
+    """Write the baseline of the measuring machine's class, and return its file."""
+    file = folder / f"{machine_class(measured.provenance.machine)}.json"
+    write(file, Baseline(measured=measured))
+    return file
+
+
+def accept(config: Config, folder: Path) -> Path:
+    """Make the measurements in `folder` the baseline of their machine class, in a git commit of its own."""
+    if config.gates is None:
+        raise ConfigError(f"configuration {config.name} has no `gates`; use config/ci.yaml")
+    file = folder / MEASURED
+    if not file.is_file():
+        raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
+    measured = read(GateMeasurements, file)
+    commit = measured.provenance.commit
+    if measured.provenance.dirty or not commit:
+        raise ConfigError("the measured code isn't committed, so no later run could be compared with it; commit first")
+    if subprocess.run(["git", "diff", "--cached", "--quiet"], check=False).returncode:
+        raise ConfigError("other changes are staged, and a baseline moves in a commit of its own; commit them first")
+    written = write_baseline(config.gates.baselines, measured)
+    message = f"Baseline {written.stem}: {commit[:12]}"
+    for arguments in (["add", str(written)], ["commit", "--quiet", "--message", message]):
+        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        if answer.returncode:
+            raise ConfigError(f"git {arguments[0]} failed: {answer.stderr.strip()}")
+    return written
 
 
 # The verdict of a gate, from the measurements and a baseline.
@@ -186,158 +232,105 @@ def _samples(file: Path) -> Iterator[SampleRow]:
 
 #: The first steps, which are comparable with another machine's; later, rounding has led to other completions.
 EARLY_STEPS = 2
+#: The kinds of metrics that checks judge (`GateMeasurements`); the others judge numbers.
+_KINDS: dict[Check, str] = {
+    "ratio-at-most": "ratios",
+    "paired": "accuracies",
+    "same": "completions",
+    "golden": "series",
+}
 
 
-@dataclass(frozen=True)
-class Baselines:
-    """The baselines of this workload: `same_machine` of this machine class, `other` of any machine."""
+def judge(gate: Gate, measured: GateMeasurements, own: Baseline | None, other: Baseline | None) -> Verdict:
+    """The verdict of one gate. A gate whose metric wasn't measured fails, for every check.
 
-    same_machine: Baseline | None
-    other: Baseline | None
+    `own` is the baseline of this machine class, and `other` that of any, which is used without an own one.
+    """
+    kind, metric = _KINDS.get(gate.check, "values"), gate.metric
+    now = getattr(measured, kind).get(metric)
+    compares = gate.check in ("growth", "paired", "same", "golden")
+    baseline = own if own or gate.check == "growth" else other
+    before = getattr(baseline.measured, kind).get(metric) if baseline and compares else None
+    without_speed = metric.endswith("-to-baseline") and measured.compared_with is None
+    if now is None and not without_speed:
+        found: dict[str, Any] = {"outcome": "fail", "detail": "nothing was measured under this name"}
+    elif now is None or (compares and before is None):
+        detail = "no baseline of this machine and workload; `qerl gate accept` makes one"
+        found = {"outcome": "no baseline", "detail": detail, "now": now if kind == "values" else None}
+    elif gate.check == "ratio-at-most":
+        ratio = paired_ratio_interval(*now)
+        found = {"outcome": ratio.low <= gate.limit, "now": ratio.mean, "low": ratio.low, "high": ratio.high}
+    elif compares:
+        same_versions = own is not None and own.measured.provenance.versions == measured.provenance.versions
+        found = _COMPARISONS[gate.check](before, now, gate.limit, same_versions)
+    else:
+        found = {"outcome": now <= gate.limit if gate.check == "at-most" else now >= gate.limit, "now": now}
+    if isinstance(passes := found["outcome"], (bool, np.bool_)):
+        found = {"limit": gate.limit, **found, "outcome": "pass" if passes else "fail"}
+    return Verdict(gate=gate.gate, metric=metric, check=gate.check, why=gate.why, **found)
 
-    def any_of(self, metric: str, kind: str) -> Any:
-        """A metric of the baseline of this machine class, or else of any machine; None without a baseline."""
-        baseline = self.same_machine or self.other
-        return getattr(baseline.measured, kind).get(metric) if baseline else None
 
-    def same_versions(self, measured: GateMeasurements) -> bool:
-        """Whether the baseline of this machine class exists and has the same versions of all libraries."""
-        return (
-            self.same_machine is not None
-            and self.same_machine.measured.provenance.versions == measured.provenance.versions
-        )
-
-
-def judge(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Verdict:
-    """The verdict of one gate. A gate whose metric wasn't measured fails, for every check."""
-    identity = {"gate": gate.gate, "metric": gate.metric, "check": gate.check, "why": gate.why}
-    if gate.metric not in _measured_for(gate.check, measured):
-        without = gate.metric.endswith("-to-baseline") and measured.compared_with is None
-        outcome = _no_baseline() if without else {"outcome": "fail", "detail": "nothing was measured under this name"}
-        return Verdict(**identity, **outcome)  # type: ignore[arg-type]
-    return Verdict(**identity, **_CHECKS[gate.check](gate, measured, baselines))  # type: ignore[arg-type]
-
-
-def overall(verdicts: list[Verdict]) -> Outcome:
+def overall(verdicts: Sequence[Verdict]) -> Outcome:
     """The worst of all outcomes."""
     outcomes = {verdict.outcome for verdict in verdicts}
     return "fail" if "fail" in outcomes else "no baseline" if "no baseline" in outcomes else "pass"
 
 
-Finding = dict[str, object]
-
-
-def _measured_for(check: Check, measured: GateMeasurements) -> Mapping[str, object]:
-    kinds: dict[Check, Mapping[str, object]] = {
-        "ratio-at-most": measured.ratios,
-        "paired": measured.accuracies,
-        "same": measured.completions,
-        "golden": measured.series,
-    }
-    return kinds.get(check, measured.values)
-
-
-def _outcome(passes: bool) -> Outcome:
-    return "pass" if passes else "fail"
-
-
-def _no_baseline(detail: str = "no baseline of this machine and workload") -> Finding:
-    return {"outcome": "no baseline", "detail": f"{detail}; `qerl gate accept` makes one"}
-
-
-def _bounded(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
-    now = measured.values[gate.metric]
-    passes = now <= gate.limit if gate.check == "at-most" else now >= gate.limit
-    return {"outcome": _outcome(passes), "now": now, "limit": gate.limit}
-
-
-def _ratio_at_most(gate: Gate, measured: GateMeasurements, _: Baselines) -> Finding:
-    ratio = paired_ratio_interval(*measured.ratios[gate.metric])
-    numbers = {"now": ratio.mean, "low": ratio.low, "high": ratio.high, "limit": gate.limit}
-    return {"outcome": _outcome(ratio.low <= gate.limit), **numbers}
-
-
-def _growth(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
-    now = measured.values[gate.metric]
-    before = baselines.same_machine.measured.values.get(gate.metric) if baselines.same_machine else None
-    if before is None:
-        return {**_no_baseline(), "now": now}
-    limit = before + gate.limit
-    return {"outcome": _outcome(now <= limit), "now": now, "baseline": before, "limit": limit}
+def _growth(before: float, now: float, limit: float, _: bool) -> dict[str, Any]:
+    return {"outcome": now <= before + limit, "now": now, "baseline": before, "limit": before + limit}
 
 
 # The limit of accuracy comes from reruns with other seeds, since the interval of one evaluation omits the variation
 # of training. Such a gate detects a broken trainer or grader; the golden series detects small losses, which can't
 # occur without a change of numbers.
-def _paired(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
-    now = measured.accuracies[gate.metric]
-    mean = float(np.mean(list(now.values())))
-    before = baselines.any_of(gate.metric, "accuracies")
-    if before is None:
-        return {**_no_baseline(), "now": mean}
+def _paired(before: Mapping[str, float], now: Mapping[str, float], limit: float, _: bool) -> dict[str, Any]:
+    mean, earlier = (float(np.mean(list(accuracies.values()))) for accuracies in (now, before))
     if now.keys() != before.keys():
-        return {"outcome": "fail", "now": mean, "detail": "other runs were evaluated than in the baseline"}
+        return {"outcome": False, "now": mean, "detail": "other runs were evaluated than in the baseline"}
     differences = [now[run] - before[run] for run in before]
-    earlier, difference = float(np.mean(list(before.values()))), float(np.mean(differences))
+    difference = float(np.mean(differences))
     # If no completion changed, the difference is exactly 0. It is bounded on both sides, because a lenient grader or a
     # leak of test problems raises accuracy.
     return {
-        "outcome": _outcome(abs(difference) <= gate.limit),
+        "outcome": abs(difference) <= limit,
         "now": mean,
         "baseline": earlier,
-        "limit": earlier + (gate.limit if difference > 0 else -gate.limit),
+        "limit": earlier + (limit if difference > 0 else -limit),
         "detail": "in points: " + ", ".join(f"{100 * one:+.1f}" for one in differences),
     }
 
 
-def _same(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
-    now = measured.completions[gate.metric]
-    before = baselines.any_of(gate.metric, "completions")
-    if before is None:
-        return _no_baseline()
+def _same(before: Mapping[str, str], now: Mapping[str, str], limit: float, same_versions: bool) -> dict[str, Any]:
     if now.keys() != before.keys():
-        return {"outcome": "fail", "detail": "other problems were asked than in the baseline"}
-    share = sum(now[name] != before[name] for name in before) / len(before)
-    limit = 0.0 if baselines.same_versions(measured) else gate.limit
-    return {"outcome": _outcome(share <= limit), "now": share, "limit": limit, "detail": _flips(before, now)}
-
-
-def _flips(before: Mapping[str, str], now: Mapping[str, str], shown: int = 4) -> str:
-    """A text on the completions that differ, those that became wrong, and those that became right."""
+        return {"outcome": False, "detail": "other problems were asked than in the baseline"}
     differing = [name for name in before if before[name] != now[name]]
-    if not differing:
-        return "equal to the bit"
-    lost = [name for name in differing if before[name][-1] > now[name][-1]]
-    won = [name for name in differing if before[name][-1] < now[name][-1]]
-    named = ", ".join(differing[:shown]) + (", ..." if len(differing) > shown else "")
-    return f"{len(differing)} of {len(before)} completions differ, {len(lost)} lost, {len(won)} won: {named}"
+    share, limit = len(differing) / len(before), 0.0 if same_versions else limit
+    detail = "equal to the bit"
+    if differing:
+        lost = sum(before[name][-1] > now[name][-1] for name in differing)
+        won = sum(before[name][-1] < now[name][-1] for name in differing)
+        named = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
+        detail = f"{len(differing)} of {len(before)} completions differ, {lost} lost, {won} won: {named}"
+    return {"outcome": share <= limit, "now": share, "limit": limit, "detail": detail}
 
 
-def _golden(gate: Gate, measured: GateMeasurements, baselines: Baselines) -> Finding:
-    now = measured.series[gate.metric]
-    before = baselines.any_of(gate.metric, "series")
-    if before is None:
-        return _no_baseline()
-    if baselines.same_versions(measured):
-        return {"outcome": _outcome(now == before), "limit": 0.0, "detail": _first_difference(before, now)}
-    early = zip(before[:EARLY_STEPS], now[:EARLY_STEPS], strict=True)
-    worst = max(abs(b - a) / max(abs(a), 1e-12) for a, b in early)
-    detail = f"another machine or other versions than the baseline's: the first {EARLY_STEPS} steps alone"
-    return {"outcome": _outcome(worst <= gate.limit), "now": worst, "limit": gate.limit, "detail": detail}
-
-
-def _first_difference(before: list[float], now: list[float]) -> str:
+def _golden(before: Sequence[float], now: Sequence[float], limit: float, same_versions: bool) -> dict[str, Any]:
+    if not same_versions:
+        early = zip(before[:EARLY_STEPS], now[:EARLY_STEPS], strict=True)
+        worst = max(abs(b - a) / max(abs(a), 1e-12) for a, b in early)
+        detail = f"another machine or other versions than the baseline's: the first {EARLY_STEPS} steps alone"
+        return {"outcome": worst <= limit, "now": worst, "detail": detail}
     if len(before) != len(now):
-        return f"{len(now)} steps, and {len(before)} in the baseline"
-    differing = (step for step, pair in enumerate(zip(before, now, strict=True), start=1) if pair[0] != pair[1])
-    step = next(differing, None)
-    return "equal to the bit" if step is None else f"step {step}: {now[step - 1]!r}, and {before[step - 1]!r} before"
+        detail = f"{len(now)} steps, and {len(before)} in the baseline"
+    elif now == before:
+        detail = "equal to the bit"
+    else:
+        step = next(index for index, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+        detail = f"step {step + 1}: {now[step]!r}, and {before[step]!r} before"
+    return {"outcome": now == before, "limit": 0.0, "detail": detail}
 
 
-_CHECKS: dict[Check, Callable[[Gate, GateMeasurements, Baselines], Finding]] = {
-    "at-most": _bounded,
-    "at-least": _bounded,
-    "ratio-at-most": _ratio_at_most,
+_COMPARISONS: dict[Check, Callable[[Any, Any, float, bool], dict[str, Any]]] = {
     "growth": _growth,
     "paired": _paired,
     "same": _same,
@@ -359,23 +352,20 @@ def judge_results(job: VerdictJob) -> None:
 
 def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path) -> None:
     """Judge all gates; folder `out` gets measured.json, verdict.json and the table in verdict.html."""
-    baseline = own_baseline(settings.baselines, measured.provenance.machine, measured.key)
-    baselines = Baselines(baseline, baseline or any_baseline(settings.baselines, measured.key))
-    verdicts = [judge(gate, measured, baselines) for gate in read_gates(settings.file)]
+    own = find_baseline(settings.baselines, measured.key, measured.provenance.machine)
+    other = own or find_baseline(settings.baselines, measured.key)
+    verdicts = [judge(gate, measured, own, other) for gate in read_gates(settings.file)]
     write(out / MEASURED, measured)
     stamp = ". ".join(f"{name.capitalize()}: {text}" for name, text in measured.provenance.columns.items())
     (out / VERDICT_TABLE).write_text(page({"": verdict_table(verdicts)}, f"{_CAPTION}. {stamp}."), encoding="utf-8")
     result = VerdictResult(
         outcome=overall(verdicts),
         key=measured.key,
-        baseline=baseline.commit if baseline else None,
+        baseline=own.commit if own else None,
         gates=verdicts,
         provenance=measured.provenance,
     )
     write(out / VERDICT, result)
-
-
-# --- for people ------------------------------------------------------------------------------------------------------
 
 
 def read_verdicts(file: Path) -> list[Verdict]:
@@ -410,5 +400,5 @@ def verdict_table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
 def sentence(verdicts: Sequence[Verdict]) -> str:
     """The numbers of gates that fail, have no baseline, and pass, as text."""
-    counts = pd.Series([verdict.outcome for verdict in verdicts]).value_counts()
-    return ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("fail", "no baseline", "pass"))
+    outcomes = [verdict.outcome for verdict in verdicts]
+    return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in ("fail", "no baseline", "pass"))

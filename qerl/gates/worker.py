@@ -1,8 +1,8 @@
-"""A worker that samples and trains on request and reports times, for one of the two versions that `speed.py` compares.
+"""A worker that samples and trains on request and reports times, for one of the versions that `measure.py` compares.
 
 It runs as a file, with one version of the package first on the import path. It uses only `load`, `sample`, `train` and
-the columns of metrics.jsonl, so that future versions can be compared with today's. Requests are JSON lines: first the
-arguments of `load`, then names of workloads. An answer has the seconds per token of each repeat.
+the columns of metrics.jsonl, so that future versions can be compared with today's. Its argument has the checkpoint in
+JSON; each request is the name of a workload in a line, and its answer the seconds per token of each repeat.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class Workloads:
 def main() -> None:
     """Answer requests until the input ends."""
     answers, sys.stdout = sys.stdout, sys.stderr  # so that libraries can't print among the answers
-    asked = json.loads(sys.stdin.readline())
+    given = json.loads(sys.argv[1])
     from qerl import api
 
     imported = Path(api.__file__).resolve().parents[1]
-    if imported != Path(asked.pop("code")).resolve():
+    if imported != Path(given.pop("code")).resolve():
         sys.exit(f"the imported version is in {imported}, which is not the version to be timed")
-    workloads = Workloads(api, **asked)
+    workloads = Workloads(api, **given)
     known: dict[str, Callable[[], list[float]]] = {"rollout": workloads.rollout, "update": workloads.update}
     for line in sys.stdin:
-        print(json.dumps(known[json.loads(line)]()), file=answers, flush=True)
+        print(json.dumps(known[line.strip()]()), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
@@ -100,7 +100,7 @@ def quiet(log_file: Path | None = None) -> Iterator[None]:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") if log_file else TemporaryFile() as file:
         try:
-            with _redirected(file) as number, _shown_on(number):
+            with _redirected(file):
                 yield
         except (ValueError, OSError):  # of which the command line says one sentence
             raise
@@ -112,13 +112,27 @@ def quiet(log_file: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _redirected(file: IO[bytes]) -> Iterator[int]:
-    """Point standard output and error to a file, and yield a descriptor of what standard error was."""
+def _redirected(file: IO[bytes]) -> Iterator[None]:
+    """Point standard output and error to a file; progress and the project's log stay on what standard error was.
+
+    Processes that start now open the screen anew. Where it is a file, neither may overwrite what the other wrote.
+    """
+    global _console
     before = {number: os.dup(number) for number in (1, 2)}
     _point({number: file.fileno() for number in before})
+    screen = before[2]
+    fcntl.fcntl(screen, fcntl.F_SETFL, fcntl.fcntl(screen, fcntl.F_GETFL) | os.O_APPEND)
+    os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{screen}"
     try:
-        yield before[2]
+        with os.fdopen(os.dup(screen), "w", buffering=1, errors=UNKNOWN) as stream:
+            handler = _show(stream)
+            try:
+                yield
+            finally:
+                _console = None
+                log.removeHandler(handler)
     finally:
+        del os.environ[SCREEN]
         _point(before)
         for number in before.values():
             os.close(number)
@@ -131,24 +145,8 @@ def _point(descriptors: dict[int, int]) -> None:
         os.dup2(target, number)
 
 
-@contextmanager
-def _shown_on(number: int) -> Iterator[None]:
-    """Show progress and the project's log on the screen behind a descriptor, here and in processes that start now."""
-    global _console
-    # They open the screen anew. Where it is a file, neither may overwrite what the other wrote.
-    fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
-    os.environ[SCREEN] = f"/proc/{os.getpid()}/fd/{number}"
-    with os.fdopen(os.dup(number), "w", buffering=1, errors=UNKNOWN) as stream:
-        handler = _show(stream)
-        try:
-            yield
-        finally:
-            _console = None
-            log.removeHandler(handler)
-            del os.environ[SCREEN]
-
-
 def _show(stream: TextIO) -> ScreenHandler:
+    """Show progress and the project's log on a stream."""
     global _console
     _console = VisibleConsole(file=stream)
     handler = ScreenHandler(_console)
@@ -167,8 +165,6 @@ def join_screen() -> None:
 
 T = TypeVar("T")
 
-#: The least columns of a screen on which a bar is drawn.
-_BARRED = 80
 #: Seconds between two lines of progress in a log.
 LOG_EVERY = 15.0
 
@@ -188,43 +184,20 @@ class Advance(Protocol):
     def __call__(self, about: str = "") -> None: ...  # noqa: D102
 
 
-def showing(total: int, what: str, start: int = 0) -> AbstractContextManager[Advance]:
+@contextmanager
+def showing(total: int, what: str, start: int = 0) -> Iterator[Advance]:
     """A context that shows how many of `total` are done, of which `start` were done before, and the time left."""
-    screen = console()
-    return _bar(total, what, start, screen) if screen.is_terminal else _lines(total, what, start)
-
-
-def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Yield `items` and show how many of `total` are done."""
-    with showing(total, what) as advance:
-        for item in items:
-            yield item
-            advance()
-
-
-def _columns(width: int) -> list[ProgressColumn]:
-    """The parts of a bar. Where the line is short, what is said of an item takes several, and the bar itself none."""
-    whole, folded = Column(no_wrap=True), Column(overflow="fold")
-    return [
-        TextColumn("{task.description}"),
-        *([BarColumn(10)] if width >= _BARRED else []),
-        MofNCompleteColumn(table_column=whole),
-        TextColumn("{task.fields[about]}", table_column=folded),
-        TimeRemainingColumn(table_column=whole),
-    ]
-
-
-@contextmanager
-def _bar(total: int, what: str, start: int, screen: Console) -> Iterator[Advance]:
-    alone = screen.stderr  # else what libraries print belongs in the log
-    with Progress(*_columns(screen.width), console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
-        task = progress.add_task(what, total=total, completed=start, about="")
-        yield lambda about="": progress.update(task, advance=1, about=about)
-
-
-@contextmanager
-def _lines(total: int, what: str, start: int) -> Iterator[Advance]:
-    done, begun = start, time.monotonic()
+    screen, done, begun = console(), start, time.monotonic()
+    if screen.is_terminal:
+        whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
+        about = TextColumn("{task.fields[about]}", table_column=Column(overflow="fold"))
+        ends = MofNCompleteColumn(table_column=whole), about, TimeRemainingColumn(table_column=whole)
+        alone = screen.stderr  # else what libraries print belongs in the log
+        columns = [TextColumn("{task.description}"), BarColumn(10), *ends]
+        with Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
+            task = progress.add_task(what, total=total, completed=start, about="")
+            yield lambda about="": progress.update(task, advance=1, about=about)
+        return
     last = begun
 
     def advance(about: str = "") -> None:
@@ -237,3 +210,11 @@ def _lines(total: int, what: str, start: int) -> Iterator[Advance]:
             log.info(", ".join(filter(None, parts)))
 
     yield advance
+
+
+def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """Yield `items` and show how many of `total` are done."""
+    with showing(total, what) as advance:
+        for item in items:
+            yield item
+            advance()

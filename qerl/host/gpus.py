@@ -1,50 +1,18 @@
-"""The GPUs of this machine and what this project doesn't support of them; time and memory of this process."""
+"""Accelerators that this project doesn't support; time and memory of this process."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pynvml
 import torch
 
-from qerl.host.lease import LEAST_CAPABILITY, VISIBLE, devices
-from qerl.settings.base import ConfigError
-
-# The GPUs of this machine by NVML, and what this project doesn't support of them, as one sentence.
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that this process may use; memory is in bytes."""
-
-    name: str
-    capability: tuple[int, int]
-    total: int
-    free: int
-
-
-def visible_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that this process may use, without CUDA's context; empty without a driver."""
-    uuids = devices()
-    if not uuids:
-        return []
-    pynvml.nvmlInit()
-    try:
-        found = []
-        for handle in map(pynvml.nvmlDeviceGetHandleByUUID, uuids.values()):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-            found.append(Gpu(pynvml.nvmlDeviceGetName(handle), capability, int(memory.total), int(memory.free)))
-        return found
-    except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-        raise ConfigError(f"{VISIBLE} names a GPU that this machine doesn't have; correct it") from None
-    finally:
-        pynvml.nvmlShutdown()
+from qerl.host.lease import LEAST_CAPABILITY
 
 
 def too_old(name: str, capability: tuple[int, int]) -> str | None:
@@ -83,15 +51,27 @@ class Seconds:
     value: float = 0.0
 
 
+class _LeftOut(threading.local):
+    seconds = 0.0
+
+
+_LEFT_OUT = _LeftOut()
+
+
+def leave_out(taken: float) -> None:
+    """Leave seconds that were somebody else's out of the blocks that this thread measures now."""
+    _LEFT_OUT.seconds += taken
+
+
 @contextmanager
 def seconds() -> Iterator[Seconds]:
-    """Measure the wall-clock seconds of a block, including its work on the GPU."""
+    """Measure the wall-clock seconds of a block, including its work on the GPU, without those of `leave_out`."""
     elapsed = Seconds()
     _synchronise()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _LEFT_OUT.seconds
     yield elapsed
     _synchronise()
-    elapsed.value = time.perf_counter() - start
+    elapsed.value = time.perf_counter() - start - (_LEFT_OUT.seconds - before)
 
 
 def _synchronise() -> None:

@@ -18,13 +18,12 @@ from importlib import metadata
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from qerl.host.provenance import hash_of_code, of_this_package
+from qerl.host.provenance import hash_of_code, installed_version, of_this_package
 from qerl.settings.base import ConfigError
 from qerl.settings.run import EngineSettings
 
@@ -43,18 +42,16 @@ DO_WITHOUT = {
 }
 
 
-def check_installed(extra: str) -> None:
-    """Raise `ConfigError` unless the libraries of an extra of this package are installed, before any long work.
-
-    If the package itself isn't installed, as in a working tree on PYTHONPATH, its extras are unknown and nothing is
-    checked.
-    """
-    for requirement in requirements(extra):
-        if installed_version(requirement.name) is None:
-            raise ConfigError(
-                f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
-                f"pip install '{DISTRIBUTION}[{extra}]'"
-            )
+def requirements(extra: str = "") -> list[Requirement]:
+    """What an extra of this package requires, or with none the package itself; none if it isn't installed."""
+    try:
+        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    except metadata.PackageNotFoundError:  # as in a working tree on PYTHONPATH
+        return []
+    marked = [(one, one.marker.evaluate({"extra": ""}) if one.marker else True) for one in declared]
+    if not extra:
+        return [one for one, always in marked if always]
+    return [one for one, always in marked if not always and one.marker and one.marker.evaluate({"extra": extra})]
 
 
 def extras() -> list[str]:
@@ -65,23 +62,14 @@ def extras() -> list[str]:
         return []
 
 
-def requirements(extra: str = "") -> list[Requirement]:
-    """What an extra of this package requires, or with none the package itself; none if it isn't installed."""
-    try:
-        declared = map(Requirement, metadata.requires(DISTRIBUTION) or [])
-    except metadata.PackageNotFoundError:
-        return []
-    if not extra:
-        return [one for one in declared if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return [one for one in declared if one.marker and one.marker.evaluate({"extra": extra})]
-
-
-def installed_version(library: str) -> str | None:
-    """The installed version of a library, or None."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
+def check_installed(extra: str) -> None:
+    """Raise `ConfigError` unless the libraries of an extra of this package are installed, before any long work."""
+    for requirement in requirements(extra):
+        if installed_version(requirement.name) is None:
+            raise ConfigError(
+                f"{requirement.name} isn't installed; install it with the extra `{extra}`, as in "
+                f"pip install '{DISTRIBUTION}[{extra}]'"
+            )
 
 
 def check_engine(settings: EngineSettings, key: str) -> None:
@@ -173,54 +161,31 @@ _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 def load(path: str) -> Callable[..., Any]:
     """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
 
-    Errors of the module during its import propagate, with a note that names the module.
+    Errors of the module during its import propagate, with a note that names the function.
     """
     module_name, _, name = path.partition(":")
     # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
     # can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    module = _imported(module_name, path)
+    try:
+        module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ConfigError(f"{path}: the module ends the process; it must only define functions") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path}: there is no module {module_name}; put {module_name.replace('.', '/')}.py into the working "
+                "directory, or install it"
+            ) from None
+        error.add_note(f"importing {path} raised this error; correct the module, and start again")
+        raise
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
     if not callable(function):
         raise ConfigError(f"{path}: {name} is of type {type(function).__name__}, not a function; name a function")
     return function  # type: ignore[no-any-return]
-
-
-def _imported(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{path}: {_place(error)} imports {error.name}, which isn't installed; install it, or correct "
-                "the import"
-            ) from error
-        raise ConfigError(
-            f"{path}: there is no module {name}; put {name.replace('.', '/')}.py into the working directory, or "
-            "install it"
-        ) from None
-    except ImportError as error:
-        raise ConfigError(f"{path}: {_place(error)}: {error}; correct the import") from error
-    except SyntaxError as error:
-        where = error.filename if error.lineno is None else f"{error.filename}, line {error.lineno}"
-        raise ConfigError(f"{path}: {where}: {error.msg}; correct the line") from None
-    except SystemExit as error:
-        raise ConfigError(f"{path}: {_place(error)} ends the process; a module must only define functions") from error
-    except Exception as error:
-        error.add_note(f"importing {path} raised this error; correct the module, and start again")
-        raise
-
-
-def _place(error: BaseException) -> str:
-    """The file and line in the user's code at which an error was raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    # Libraries may replace functions that end the process: importing wandb wraps `sys.exit`.
-    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
-    return f"{frame.filename}, line {frame.lineno}"
 
 
 def check(path: str, key: str) -> None:
@@ -237,21 +202,18 @@ def check(path: str, key: str) -> None:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
         return
-    if not _accepts(signature, arguments):
-        name, asked = path.partition(":")[2], ", ".join(arguments)
-        raise ConfigError(
-            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({asked}); "
-            f"write `def {name}({asked})`"
-        )
-
-
-def _accepts(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
     try:
         signature.bind(*arguments)
+        # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
+        accepts = not {"prompts", "completions"} & set(signature.parameters)
     except TypeError:
-        return False
-    # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
-    return not {"prompts", "completions"} & set(signature.parameters)
+        accepts = False
+    if not accepts:
+        name, given = path.partition(":")[2], ", ".join(arguments)
+        raise ConfigError(
+            f"{key} {path} is defined as {name}{signature}, but it is called as {name}({given}); "
+            f"write `def {name}({given})`"
+        )
 
 
 def path_of(function: Callable[..., Any], key: str) -> str:
@@ -285,8 +247,7 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
         ) from error
     except SystemExit as error:
         raise ConfigError(
-            f"{key} {path} ended the process with code {error.code!r} ({_place(error)}); raise an error there, or "
-            "return a value"
+            f"{key} {path} ended the process with code {error.code!r}; raise an error there, or return a value"
         ) from error
     except Exception as error:
         error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")
@@ -327,12 +288,12 @@ def source_version(path: str) -> str:
     source = inspect.getsourcefile(sys.modules[name]) if getattr(sys.modules[name], "__file__", None) else None
     if source is None:
         raise ConfigError(f"{path}: the module has no source file to hash; use a module with Python source")
-    file, depth = Path(source), name.count(".")
+    file, depth, top = Path(source), name.count("."), name.partition(".")[0]
     root = file.parents[depth + (file.name == "__init__.py")]
-    top = name.partition(".")[0]
+    installed = {"site-packages", "dist-packages"} & set(root.parts) or root == Path(sysconfig.get_path("stdlib"))
 
     def counts(other: str) -> bool:
-        return other.partition(".")[0] == top or not (_is_installed(root) or of_this_package(other))
+        return other.partition(".")[0] == top or not (installed or of_this_package(other))
 
     # Importing a module of a package also runs the package and its parents.
     packages = [name.rsplit(".", level)[0] for level in range(depth + 1)]
@@ -349,7 +310,3 @@ def check_unchanged(path: str) -> None:
     if spec is seen_spec and version != seen_version:
         raise ConfigError(f"{path} has changed since this process imported it; start Python anew, or reload its module")
     _SEEN[path] = (spec, version)
-
-
-def _is_installed(root: Path) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(root.parts)) or root == Path(sysconfig.get_path("stdlib"))

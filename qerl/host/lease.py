@@ -35,64 +35,52 @@ WHOLE, PART = 100, 5
 _POLL_SECONDS = 1.0
 
 
-# By UUID, because in every SLURM job or container the first GPU has index 0.
-def devices(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The GPUs that this process may use, as a mapping from their name in CUDA_VISIBLE_DEVICES to their UUID.
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process may use; memory is in bytes.
 
-    Locks use the UUID, because within a SLURM job or a container every first GPU has the index 0.
+    Locks use the UUID, because within a SLURM job or a container every first GPU has the index 0. A part of a GPU
+    (MIG), whose capability NVML doesn't tell, counts as supported.
     """
-    uuids = _uuids()
-    visible = environment.get(VISIBLE)
-    if visible is None:
-        return uuids
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return {name: uuids.get(name, name) for name in names} if uuids else {}
+
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: str) -> Gpu:
+        """The GPU of an index of NVML's or of a UUID."""
+        find = pynvml.nvmlDeviceGetHandleByIndex if device.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        handle = find(int(device) if device.isdigit() else device)
+        capability, total, free = LEAST_CAPABILITY, 0, 0
+        with suppress(pynvml.NVMLError_NotSupported):
+            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+        with suppress(pynvml.NVMLError_NotSupported):  # a GPU without memory of its own
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            total, free = int(memory.total), int(memory.free)
+        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+        return cls(uuid, name, capability, total, free)
 
 
-def _uuids() -> dict[str, str]:
-    """The UUID of every GPU of this machine by its index; empty without a driver."""
+def devices(environment: Mapping[str, str] = os.environ) -> dict[str, Gpu]:
+    """The NVIDIA GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES; empty without a driver.
+
+    Raises `ConfigError` if the variable names a GPU that isn't there.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return {str(index): pynvml.nvmlDeviceGetUUID(handle) for index, handle in enumerate(handles)}
+        every = ",".join(map(str, range(pynvml.nvmlDeviceGetCount())))
+        names = [name.strip() for name in environment.get(VISIBLE, every).split(",") if name.strip()]
+        return {name: Gpu.of(name) for name in names if name != "-1"}
+    except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+        raise ConfigError(f"{VISIBLE} names a GPU that this machine doesn't have; correct it") from None
     finally:
         pynvml.nvmlShutdown()
-
-
-def _supported(visible: Mapping[str, str]) -> dict[str, str]:
-    """The GPUs that have kernels; all if none has, so that the job states the reason.
-
-    A GPU whose capability NVML doesn't tell, such as a part of one (MIG), counts as supported.
-    """
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return dict(visible)
-    try:
-        supported = {name: uuid for name, uuid in visible.items() if _capability(uuid) >= LEAST_CAPABILITY}
-    finally:
-        pynvml.nvmlShutdown()
-    return supported or dict(visible)
-
-
-def _capability(uuid: str) -> tuple[int, int]:
-    try:
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-    except pynvml.NVMLError:
-        return LEAST_CAPABILITY
-    return major, minor
-
-
-def lock_folder() -> Path:
-    """The folder of this node's locks, which all users share."""
-    folder = Path(tempfile.gettempdir()) / "qerl-gpus"
-    if not folder.is_dir():
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o1777)
-    return folder
 
 
 @contextmanager
@@ -145,19 +133,73 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     process that waits for whole GPUs reserves the emptiest ones, of which no further parts are leased. Raises
     `ConfigError` if the machine has fewer GPUs than requested.
     """
-    visible = _supported(devices())
-    if visible and count > len(visible):
+    gpus = devices()
+    # All if none has kernels, so that the job states the reason.
+    gpus = {name: gpu for name, gpu in gpus.items() if gpu.capability >= LEAST_CAPABILITY} or gpus
+    if gpus and count > len(gpus):
         raise ConfigError(
-            f"{count} GPUs are needed, but only {len(visible)} are visible and supported; lower `processes` or "
+            f"{count} GPUs are needed, but only {len(gpus)} are visible and supported; lower `processes` or "
             "`tensor_parallel`"
         )
-    if not visible or count == 0:
+    if not gpus or count == 0:
         yield []
         return
-    with ExitStack() as locks:
-        names = _wait(visible, count, percent, locks)
-        locks.enter_context(environment_variables({VISIBLE: ",".join(names), ORDER: BY_BUS}))
-        yield names
+    waiting, reserved = False, list[FileLock]()
+    while not (taken := _take(gpus, count, percent, reserved)):
+        if not waiting:
+            part = "" if percent == WHOLE else f"{percent} % of "
+            log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(gpus))
+            waiting = True
+        time.sleep(_POLL_SECONDS)
+    for lock in reserved:
+        lock.release()
+    with ExitStack() as held:
+        for lock in itertools.chain(*taken.values()):
+            held.callback(lock.release)
+        held.enter_context(environment_variables({VISIBLE: ",".join(taken), ORDER: BY_BUS}))
+        yield [*taken]
+
+
+def _take(gpus: Mapping[str, Gpu], count: int, percent: int, reserved: list[FileLock]) -> dict[str, list[FileLock]]:
+    """Names of `count` GPUs with the locks of `percent` of their parts: all or none, so none can block others.
+
+    If too few are free, whole ones are `reserved`, or a stream of small jobs would never leave one free.
+    """
+    folder, needed = Path(tempfile.gettempdir()) / "qerl-gpus", percent // PART
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
+    with FileLock(folder / "node.lock", mode=0o666):  # one process at a time looks, or each might get half of the parts
+        places = {
+            name: [folder / f"{gpu.uuid}-{n:02}.lock" for n in range(WHOLE // PART)] for name, gpu in gpus.items()
+        }
+        free = {name: [*filter(None, map(_locked, files))] for name, files in places.items()}
+        whole = {name: folder / f"{gpu.uuid}-whole.lock" for name, gpu in gpus.items()}
+        emptiest = sorted(gpus, key=lambda name: len(free[name]), reverse=True)
+        ordered = [*gpus]
+        if percent < WHOLE:
+            probes = {name: lock for name in emptiest if (lock := _locked(whole[name]))}
+            for lock in probes.values():
+                lock.release()
+            ordered = [*probes]
+        enough = [name for name in ordered if len(free[name]) >= needed][:count]
+        taken = {name: free[name][:needed] for name in enough} if len(enough) == count else {}
+        for name, locks in free.items():
+            for lock in locks[len(taken.get(name, ())) :]:
+                lock.release()
+        if not taken and percent == WHOLE and not reserved:
+            reserved += filter(None, (_locked(whole[name]) for name in emptiest[:count]))
+    return taken
+
+
+def _locked(file: Path) -> FileLock | None:
+    """The lock of a file that all users of the node may write; None if another process has it."""
+    lock = FileLock(file, mode=0o666, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
 
 
 @contextmanager
@@ -185,83 +227,6 @@ def keep_to_own_cores(gpus: Sequence[str], visible: Sequence[str]) -> None:
     parts = {name: cores[begin:end] for name, begin, end in zip(visible, ends, ends[1:], strict=False)}
     if own_cores := {core for name in gpus for core in parts[name]}:
         os.sched_setaffinity(0, own_cores)
-
-
-def _wait(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str]:
-    """Names of `count` GPUs whose locks `locks` now has: all at once or none, so that two waiting can't block."""
-    waiting = False
-    with ExitStack() as reserved:
-        while (names := _try(visible, count, percent, locks)) is None:
-            if not waiting:
-                part = "" if percent == WHOLE else f"{percent} % of "
-                log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(visible))
-                # Of these no further part is leased, or a stream of small jobs would never leave one free.
-                for name in _emptiest_first(visible)[:count] if percent == WHOLE else ():
-                    with _file_lock(visible[name]):
-                        _locked(_reservation(visible[name]), reserved)
-                waiting = True
-            time.sleep(_POLL_SECONDS)
-    return names
-
-
-def _try(visible: Mapping[str, str], count: int, percent: int, locks: ExitStack) -> list[str] | None:
-    """Names of `count` GPUs whose locks `locks` now has; None if too few are free, and then it has no more locks."""
-    ordered = list(visible) if percent == WHOLE else _emptiest_first(visible)
-    with ExitStack() as tried:
-        free = (name for name in ordered if _lock(visible[name], percent, tried))
-        names = list(itertools.islice(free, count))
-        if len(names) < count:
-            return None
-        locks.push(tried.pop_all())
-        return names
-
-
-def _emptiest_first(visible: Mapping[str, str]) -> list[str]:
-    def free_parts(name: str) -> int:
-        with ExitStack() as tried, _file_lock(visible[name]):
-            return _lock_parts(visible[name], WHOLE // PART, tried)
-
-    return sorted(visible, key=free_parts, reverse=True)
-
-
-def _lock(uuid: str, percent: int, locks: ExitStack) -> bool:
-    """Lock as many free parts of a GPU as make up `percent`; none if there are too few, or they are reserved."""
-    with ExitStack() as tried, _file_lock(uuid):  # one process at a time looks, or each might get half of the parts
-        if percent < WHOLE and _is_reserved(uuid):
-            return False
-        if _lock_parts(uuid, percent // PART, tried) < percent // PART:
-            return False
-        locks.push(tried.pop_all())
-        return True
-
-
-def _is_reserved(uuid: str) -> bool:
-    with ExitStack() as tried:
-        return not _locked(_reservation(uuid), tried)
-
-
-def _reservation(uuid: str) -> FileLock:
-    """The lock of who waits for the whole of a GPU."""
-    return _file_lock(f"{uuid}-whole", timeout=0)
-
-
-def _lock_parts(uuid: str, count: int, locks: ExitStack) -> int:
-    """Lock up to `count` free parts of a GPU, and return how many."""
-    free = (part for part in range(WHOLE // PART) if _locked(_file_lock(f"{uuid}-{part:02}", timeout=0), locks))
-    return sum(1 for _ in itertools.islice(free, count))
-
-
-def _locked(lock: FileLock, locks: ExitStack) -> bool:
-    try:
-        locks.enter_context(lock)
-    except Timeout:
-        return False
-    return True
-
-
-def _file_lock(name: str, timeout: float = -1) -> FileLock:
-    # All users of the node may write the file, regardless of its owner.
-    return FileLock(lock_folder() / f"{name}.lock", mode=0o666, timeout=timeout)
 
 
 #: The variables by which users configure the allocator; the second is the older name, which all versions read.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -25,8 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from qerl import __version__
 from qerl.settings.base import ConfigError
-from qerl.version import VERSION
 
 # Files that are written completely or not at all, and checks for a clock that was set back.
 
@@ -87,12 +87,9 @@ def share(path: Path) -> None:
 
     safetensors writes files that only their owner can read.
     """
+    os.umask(mask := os.umask(0o077))
     for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
-        probe = file.with_name(f".{file.name}.mode")
-        with probe.open("xb") as new:
-            mode = os.fstat(new.fileno()).st_mode
-        probe.unlink()
-        file.chmod(stat.S_IMODE(mode))
+        file.chmod(0o666 & ~mask)
 
 
 def put(partial: Path, path: Path) -> None:
@@ -147,18 +144,11 @@ def check_writable(path: Path) -> None:
         ) from None
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """A path, and for a folder everything in it."""
-    yield path
-    for folder, _, names in os.walk(path):
-        yield from (Path(folder, name) for name in sorted(names))
-
-
 def check_clock(paths: Iterable[Path]) -> None:
     """Raise `ConfigError` if a file is from the future: after the clock is set back, Snakemake trusts stale files."""
     now = time.time()
     for path in paths:
-        for file in _files(path):
+        for file in itertools.chain([path], path.rglob("*")):
             written = file.lstat().st_mtime if os.path.lexists(file) else now
             if written > now + CLOCK_SKEW:
                 raise ConfigError(
@@ -172,8 +162,8 @@ def check_clock(paths: Iterable[Path]) -> None:
 
 PACKAGE = Path(__file__).parents[1]
 
-#: Modules that decide no result, because they only report progress and origin.
-TELLING = ("qerl.data.inputs", "qerl.host.console", "qerl.host.provenance", "qerl.trackers", "qerl.version")
+#: Modules that decide no result, because they only report progress and origin, or plan: the fields of a job decide.
+TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
 
@@ -358,62 +348,51 @@ def code_state() -> dict[str, Any]:
     """
     commit = os.environ.get("QERL_COMMIT")
     checkout = {"commit": commit, "dirty": None} if commit else _checkout()
-    return {**checkout, "version": VERSION, "files": _hash_of_files(PACKAGE)}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver."""
-    try:
-        return Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-
-
-def _host() -> str:
-    """A hash that is the same for all processes of a machine, whatever container they are in, until it boots anew."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    identity = boot.read_text(encoding="utf-8") if boot.is_file() else platform.node()
-    return hashlib.sha256(identity.strip().encode()).hexdigest()[:8]
+    return {**checkout, "version": __version__, "files": _hash_of_files(PACKAGE)}
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores this process may use, GPUs with their driver, memory in GiB, and a short label for captions."""
+    """CPU, cores this process may use, GPUs with their driver, memory in GiB, and a short label for captions.
+
+    `host` is a hash that is the same for all processes of a machine, whatever container they are in, until it boots.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch, gpus = sys.modules.get("torch"), []
     if torch is not None and torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    models = re.findall(r"(?m)^model name\s*: *(.*)$", _of_kernel("/proc/cpuinfo") or "")
+    cpu = models[0] if models else platform.processor() or platform.machine()
+    boot = _of_kernel("/proc/sys/kernel/random/boot_id") or platform.node()
     kinds = " + ".join(f"{count}x {name}" for name, count in Counter(gpus).items())
-    label = kinds or f"{_cpu_name()}, {cores} cores"
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cores": cores,
-        "memory_gib": round(memory, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": gpus or None,
-        "driver": _driver() if gpus else None,
+        "driver": _of_kernel("/sys/module/nvidia/version") if gpus else None,
         "cuda": torch.version.cuda if torch and gpus else None,
-        "host": _host(),
-        "label": label,
+        "host": hashlib.sha256(boot.encode()).hexdigest()[:8],
+        "label": kinds or f"{cpu}, {cores} cores",
     }
+
+
+def _of_kernel(path: str) -> str | None:
+    """What a file of the kernel says; None on a system without it."""
+    return Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else None
+
+
+def installed_version(library: str) -> str | None:
+    """The installed version of a library, or None."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that decide results."""
-    installed = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    installed = {name: version for name in LIBRARIES if (version := installed_version(name))}
+    return {"python": platform.python_version(), **installed}
 
 
 def stamp(seed: int | None = None) -> dict[str, Any]:

@@ -40,25 +40,6 @@ class Packing:
         """Number of keys of each piece, its prompt's included."""
         return _widths(self.lengths, self.prompts)
 
-    def parts(self, row: Tensor, dim: int) -> list[list[Tensor]]:
-        """The parts (its prompt's and its own) of each piece's keys or values, from a `row` along dimension `dim`."""
-        pieces = row.split(self.lengths, dim)
-        copies: dict[int, Iterator[Tensor]] = {}
-        parts = []
-        for place, (piece, prompt) in enumerate(zip(pieces, self.prompts, strict=True)):
-            if prompt is None:
-                # All copies come from one `expand`, whose backward pass sums their gradients in one operation. Adding
-                # them one by one in 16 bits would round each time.
-                copies[place] = iter(piece.expand(1 + self.prompts.count(place), *piece.shape).unbind(0))
-                parts.append([next(copies[place])])
-            else:
-                parts.append([next(copies[prompt]), piece])
-        return parts
-
-    def keys(self, row: Tensor, dim: int) -> list[Tensor]:
-        """The keys or values of each piece, from a `row` along dimension `dim`."""
-        return [torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts in self.parts(row, dim)]
-
     def padded(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The row as a padded batch of whole sequences, for attention that takes no packed rows.
 
@@ -150,7 +131,8 @@ class KeyPlaces:
 def all_keys(row: Tensor, copies: KeyPlaces) -> Tensor:
     """The keys or values of all pieces, concatenated along dimension 0 in one write.
 
-    The gradients of a prompt's copies are summed in one operation, as those of `Packing.keys`.
+    The gradients of a prompt's copies are summed in one operation: to add them one by one in 16 bits would round each
+    time.
     """
     return _AllKeys.apply(row, copies)
 
@@ -275,20 +257,14 @@ def _deterministic() -> Iterator[None]:
 
 
 def _by_piece(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    query, key, value = (row.transpose(0, 1)[None] for row in (query, key, value))
     if query.is_cuda:  # fused kernels take a mask only with as many key as query heads; others keep all weights
         key, value = (row.repeat_interleave(query.shape[1] // row.shape[1], 1) for row in (key, value))
-    pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
+    keys, values = (all_keys(row, packing.copies).split(packing.widths) for row in (key, value))
     outs = []
-    for q, k, v in pieces:
+    for piece in zip(query.split(packing.lengths), keys, values, strict=True):
+        q, k, v = (row.transpose(0, 1)[None] for row in piece)
         last = k.shape[2] - q.shape[2]  # the last key that the first query sees
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(last)
         if window is not None:

@@ -1,4 +1,8 @@
-"""The kernels' operations in plain PyTorch: decode steps, delta nets and mixtures of experts."""
+"""What samplers and updates compute beside products with packed weights, in plain PyTorch.
+
+These functions define the operations, and CPUs use them. `qerl.kernels.triton` has the same functions for GPUs, which
+are tested against them; `qerl.kernels.operations` chooses.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,15 @@ from qerl.kernels.state import (
     KVCache,
     Norm,
     PromptRow,
+    Rope,
     SamplingState,
     block_size,
     most_blocks,
 )
 
-# Operations of a decode step and of log-probabilities in plain PyTorch.
-#
-# CPUs use them, and the kernels are tested against them.
-
 _WORD = 0xFFFFFFFF
+
+# Norms, gates and attention.
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -38,6 +41,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
     scale = norm.weight.float() if norm.noise is None else norm.weight.float() + norm.noise
     scale = scale + norm.offset if norm.offset else scale
+    scale = scale if norm.runs is None else scale[norm.runs.rows.long()]
     return (scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps))).to(x.dtype)
 
 
@@ -57,13 +61,7 @@ def clamped_glu(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def attend(
-    qkv: Tensor,
-    cache: KVCache,
-    state: DecodeState,
-    rows: Tensor,
-    rope: tuple[Tensor, Tensor],
-    heads: Heads,
-    splits: int,
+    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, splits: int
 ) -> Tensor:
     """Append each token's key and value to the cache, and attend to all tokens so far.
 
@@ -86,7 +84,7 @@ def attend(
     return out
 
 
-def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: Rope, heads: Heads) -> Tensor:
     """Write keys and values of prompts to the cache and attend within each prompt; returns [n, Hq * D].
 
     qkv is [n, `heads.width`] and may be overwritten; cache and rope are as in `attend`.
@@ -135,13 +133,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, wide[..., rotary:]], dim=-1).to(x.dtype)
 
 
+# Tokens and their log-probabilities.
+
+
 def draw(
-    logits: Tensor,
-    rows: Tensor,
-    state: DecodeState,
-    sampling: SamplingState,
-    truncated: bool,
-    replayed: bool = False,
+    logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool, replayed: bool = False
 ) -> None:
     """Draw a token from logits [B, V] for each slot of `rows` [B] that isn't idle, and advance the slots.
 
@@ -150,10 +146,14 @@ def draw(
     is the one that stands in `state.tokens` at its place.
     """
     live = state.position[rows] != IDLE
-    rows, scaled = rows[live].long(), logits[live].float() * sampling.scale[0]
-    noisy = scaled + sampling.scale[1] * gumbel(sampling.seed, state.sequence[rows], state.drawn[rows], logits.shape[1])
+    rows = rows[live].long()
+    run = state.run[rows].long()
+    inverse, weight = sampling.scale[run, :, None].unbind(1)
+    scaled = logits[live].float() * inverse
+    noise = gumbel(sampling.seed[run, None], state.sequence[rows], state.drawn[rows], logits.shape[1])
+    noisy = scaled + weight * noise
     if truncated:
-        allowed = logits[live].float() >= threshold(logits[live], sampling)[:, None]
+        allowed = logits[live].float() >= threshold(logits[live], run, sampling)[:, None]
         noisy = noisy.masked_fill(~allowed, -torch.inf)
     token = state.tokens[rows, state.drawn[rows].long()].long() if replayed else noisy.argmax(-1)
     logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
@@ -170,21 +170,22 @@ def _advance(token: Tensor, logprob: Tensor, rows: Tensor, state: DecodeState, s
     state.position[rows] = torch.where(done, IDLE, state.position[rows] + 1).int()
 
 
-def threshold(logits: Tensor, sampling: SamplingState) -> Tensor:
-    """The smallest logit [B] that top-k and top-p keep; equal logits are kept or dropped together.
+def threshold(logits: Tensor, run: Tensor, sampling: SamplingState) -> Tensor:
+    """The smallest logit [B] that top-k and top-p of each row's run [B] keep; equal ones are kept or dropped together.
 
     A token is kept while the mass before it is below top_p; this is the smallest set with mass of at least top_p. The
     whole mass is that of the tokens that top-k keeps, as in vLLM and transformers.
     """
     ordered = logits.float().sort(dim=-1, descending=True).values
-    first = torch.arange(logits.shape[1], device=logits.device) < sampling.top_k
-    probs = torch.softmax((ordered * sampling.scale[0]).masked_fill(~first, -torch.inf), dim=-1)
-    allowed = first & ((probs.cumsum(-1) - probs < sampling.top_p) | (sampling.top_p >= 1))
+    inverse, top_k, top_p = sampling.scale[run, :1], sampling.top_k[run, None], sampling.top_p[run, None]
+    first = torch.arange(logits.shape[1], device=logits.device) < top_k
+    probs = torch.softmax((ordered * inverse).masked_fill(~first, -torch.inf), dim=-1)
+    allowed = first & ((probs.cumsum(-1) - probs < top_p) | (top_p >= 1))
     return ordered.gather(-1, allowed.sum(-1, keepdim=True) - 1)[:, 0]
 
 
 def gumbel(seed: Tensor, sequence: Tensor, number: Tensor, width: int) -> Tensor:
-    """Gumbel noise [B, width] float32, a function of seed [1], sequence [B], number [B] and the column alone.
+    """Gumbel noise [B, width] float32, a function of seed [B, 1] or [1], sequence [B], number [B] and the column alone.
 
     It uses Philox with ten rounds, keyed by the seed; one counter gives the noise of four columns.
     """
@@ -280,9 +281,7 @@ def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return (places >= 0) & (places < count), places.clamp(0, count - 1)[:, None]
 
 
-# Gated delta nets of decode steps and prompts in plain PyTorch, token by token (Yang et al. 2025, Eq. 10).
-#
-# CPUs use them, and the kernels of `qerl.kernels.triton.delta` are tested against them. In the shapes n is the number
+# Gated delta nets of decode steps and prompts, token by token (Yang et al. 2025, Eq. 10). In the shapes n is the number
 # of tokens, C channels, H value heads, K and V the features of a key and of a value.
 
 #: What is added to the squares of a query's or key's length before it is divided by the length.
@@ -383,9 +382,7 @@ def _gated_norm(x: Tensor, z: Tensor, heads: DeltaHeads) -> Tensor:
     return ((heads.norm.to(x.dtype) * normed).flatten(1) * silu(z.to(x.dtype))).to(z.dtype)
 
 
-# The operations of a mixture of experts in plain PyTorch.
-#
-# CPUs use them, and the kernels are tested against them.
+# Mixtures of experts.
 
 
 def scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

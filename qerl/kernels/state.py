@@ -25,14 +25,34 @@ PAGE = 64
 CHUNK = 4096
 
 
+#: Cosines and sines [positions, R / 2] of the R elements of a head that rotate.
+Rope = tuple[Tensor, Tensor]
+
+
+class RowRuns:
+    """The run of each row of x in the present pass of a cohort, whose runs share a base and have adapters of their own.
+
+    The decoder sets `rows` before a pass, also while a graph is captured; norms and products of several runs read it.
+    """
+
+    def __init__(self, count: int) -> None:
+        #: The number of runs.
+        self.count = count
+        self.rows = torch.zeros(0, dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm's tensors, which are the policy's own: (offset + weight + noise) x / rms(x)."""
+    """An RMSNorm's tensors, which are the policy's own: (offset + weight + noise) x / rms(x).
+
+    With `runs`, weight and noise have a row for each run.
+    """
 
     weight: Tensor
     noise: Tensor | None
     eps: float
     offset: float
+    runs: RowRuns | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +143,7 @@ class DecodeState:
     token: Tensor  # [slots + 1] int64, the last token of each sequence
     limit: Tensor  # [slots + 1] int32, number of tokens to draw
     sequence: Tensor  # [slots + 1] int64, key of the sequence's draws
+    run: Tensor  # [slots + 1] int32, the run of a cohort whose policy draws the sequence; 0 without a cohort
     tokens: Tensor  # [slots + 1, tokens] int32, drawn so far
     logprobs: Tensor  # [slots + 1, tokens] float32, of `tokens`
     pages: Tensor  # [slots + 1, pages] int32, pages of each sequence in the cache; page 0 belongs to none
@@ -137,6 +158,7 @@ class DecodeState:
             token=torch.zeros(rows, dtype=torch.int64, device=device),
             limit=torch.zeros(rows, dtype=torch.int32, device=device),
             sequence=torch.zeros(rows, dtype=torch.int64, device=device),
+            run=torch.zeros(rows, dtype=torch.int32, device=device),
             tokens=torch.zeros(rows, tokens, dtype=torch.int32, device=device),
             logprobs=torch.zeros(rows, tokens, dtype=torch.float32, device=device),
             pages=torch.zeros(rows, pages, dtype=torch.int32, device=device),
@@ -150,35 +172,37 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class SamplingState:
-    """Sampling parameters on the device, so that a captured graph reads their present values."""
+    """Sampling parameters of each run on the device, so that a captured graph reads their present values."""
 
-    scale: Tensor  # [2] float32: 1 / temperature, and the weight of the noise (0: greedy)
-    seed: Tensor  # [1] int64
-    top_p: Tensor  # [1] float32
-    top_k: Tensor  # [1] int64; the largest integer without truncation
-    stops: Tensor  # [MAX_STOPS] int32, padded with -1
+    scale: Tensor  # [runs, 2] float32: 1 / temperature, and the weight of the noise (0: greedy)
+    seed: Tensor  # [runs] int64
+    top_p: Tensor  # [runs] float32
+    top_k: Tensor  # [runs] int64; the largest integer without truncation
+    stops: Tensor  # [MAX_STOPS] int32, padded with -1; runs share them, as they share the model
 
     @classmethod
-    def empty(cls, device: torch.device) -> SamplingState:
+    def empty(cls, device: torch.device, runs: int = 1) -> SamplingState:
         """A state with default values, which `set` then changes."""
         return cls(
-            scale=torch.ones(2, device=device),
-            seed=torch.zeros(1, dtype=torch.int64, device=device),
-            top_p=torch.ones(1, device=device),
-            top_k=torch.ones(1, dtype=torch.int64, device=device),
+            scale=torch.ones(runs, 2, device=device),
+            seed=torch.zeros(runs, dtype=torch.int64, device=device),
+            top_p=torch.ones(runs, device=device),
+            top_k=torch.ones(runs, dtype=torch.int64, device=device),
             stops=torch.full((MAX_STOPS,), -1, dtype=torch.int32, device=device),
         )
 
-    def set(self, *, temperature: float, seed: int, top_p: float, top_k: int, stops: Collection[int]) -> None:
-        """Set the parameters. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 don't truncate."""
+    def set(
+        self, *, temperature: float, seed: int, top_p: float, top_k: int, stops: Collection[int], run: int = 0
+    ) -> None:
+        """Set a run's parameters. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 don't truncate."""
         if len(stops) > MAX_STOPS:
             raise ValueError(
                 f"the model has {len(stops)} stop tokens, but the native engine supports {MAX_STOPS}; use engine=vllm"
             )
-        self.scale.copy_(torch.tensor([1 / (temperature or 1.0), float(temperature > 0)]))
-        self.seed.fill_((seed + 2**63) % 2**64 - 2**63)  # the signed number with the lowest 64 bits
-        self.top_p.fill_(max(top_p, torch.finfo(torch.float32).tiny))  # rounded to 0 it would keep no token
-        self.top_k.fill_(top_k or torch.iinfo(torch.int64).max)
+        self.scale[run].copy_(torch.tensor([1 / (temperature or 1.0), float(temperature > 0)]))
+        self.seed[run].fill_((seed + 2**63) % 2**64 - 2**63)  # the signed number with the lowest 64 bits
+        self.top_p[run].fill_(max(top_p, torch.finfo(torch.float32).tiny))  # rounded to 0 it would keep no token
+        self.top_k[run].fill_(top_k or torch.iinfo(torch.int64).max)
         padded = [*sorted(stops), *[-1] * (MAX_STOPS - len(stops))]
         self.stops.copy_(torch.tensor(padded, dtype=torch.int32))
 
@@ -388,6 +412,7 @@ class PromptRow:
     blocks: Tensor  # [blocks, 3] int32, for each block of queries: its first query, and its prompt's start and end
     #: The prompts' lengths, for attention prompt by prompt; None in graphs, which must not depend on the host.
     packing: Packing | None
+    runs: Tensor  # [n] int32, the run of a cohort that each token is of
     #: [prompts] int32, the rows of delta nets' states that get those after each prompt; None without delta nets.
     slots: Tensor | None = None
 
@@ -396,9 +421,9 @@ class PromptRow:
         cls, row: Tensor, tokens: int, prompts: int, packing: Packing | None, slots: Tensor | None = None
     ) -> PromptRow:
         """Views of the fields in a `row` from `pack`; `tokens` and `prompts` include a graph's padding."""
-        parts = [tokens, tokens, tokens, prompts]
-        ids, positions, places, last, blocks = row.split([*parts, len(row) - sum(parts)])
-        return cls(ids, positions, places, last, blocks.view(-1, 3), packing, slots)
+        parts = [tokens, tokens, tokens, tokens, prompts]
+        ids, positions, places, runs, last, blocks = row.split([*parts, len(row) - sum(parts)])
+        return cls(ids, positions, places, last, blocks.view(-1, 3), packing, runs, slots)
 
     @property
     def starts(self) -> Tensor:
@@ -412,19 +437,26 @@ class PromptRow:
 
 
 def pack(
-    prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], page: int, tokens: int, most: int | None = None
+    prompts: Sequence[Sequence[int]],
+    pages: Sequence[Sequence[int]],
+    page: int,
+    tokens: int,
+    most: int | None = None,
+    runs: Sequence[int] | None = None,
 ) -> np.ndarray:
     """The concatenated fields of a `PromptRow` of `tokens`, int32.
 
     `page` is the number of tokens per page. Padding has position 0 and goes to page 0, which no sequence owns. With
-    `most`, prompts and blocks are padded with empty ones, so that their numbers don't depend on the prompts.
+    `most`, prompts and blocks are padded with empty ones, so that their numbers don't depend on the prompts. `runs`
+    are those of the prompts, 0 by default.
     """
     ends = list(accumulate([len(prompt) for prompt in prompts], initial=0))
-    row = np.zeros((3, tokens), dtype=np.int32)
-    for start, prompt, page_numbers in zip(ends[:-1], prompts, pages, strict=True):
+    row = np.zeros((4, tokens), dtype=np.int32)
+    for start, prompt, page_numbers, run in zip(ends[:-1], prompts, pages, runs or [0] * len(prompts), strict=True):
         position = np.arange(len(prompt))
         place = np.asarray(page_numbers)[position // page] * page + position % page
-        row[:, start : start + len(prompt)] = prompt, position, place
+        row[:3, start : start + len(prompt)] = prompt, position, place
+        row[3, start : start + len(prompt)] = run
     blocks = _blocks([*ends, tokens] if ends[-1] < tokens else ends)
     if most is not None:
         blocks += [(0, 0, 0)] * (tokens // QUERY_BLOCK + most + 1 - len(blocks))

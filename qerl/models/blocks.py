@@ -28,7 +28,7 @@ from qerl.models.structure import Structure, epsilon_of, structure_of
 #
 # The noise is in a separate buffer, so it never accumulates.
 
-#: What reads a norm's output: the projections of a block's attention, or those of its MLP.
+#: What reads a norm's output: the projections of a block's attention, or the MLP's.
 ROLES = ("attention", "mlp")
 
 
@@ -313,41 +313,17 @@ class PackedAttention(nn.Module):
         return rotate(query, key, cos, sin)
 
 
-class PackedQwen2Attention(PackedAttention, Qwen2Attention):
-    """Attention of Qwen2 and Qwen2.5."""
-
-
-class PackedQwen3Attention(PackedAttention, Qwen3Attention):
-    """Attention of Qwen3, which normalises queries and keys."""
-
-
-class PackedQwen3MoeAttention(PackedAttention, Qwen3MoeAttention):
-    """Attention of Qwen3-MoE, which computes what that of Qwen3 does."""
-
-
-class PackedLlamaAttention(PackedAttention, LlamaAttention):
-    """Attention of Llama."""
-
-
-class PackedMistralAttention(PackedAttention, MistralAttention):
-    """Attention of Mistral."""
-
-
-#: transformers' classes that only project, normalise, rotate, attend and project.
+#: Subclasses for packed rows of transformers' classes that only project, normalise, rotate, attend and project.
 _PACKED: dict[type, type[PackedAttention]] = {
-    Qwen2Attention: PackedQwen2Attention,
-    Qwen3Attention: PackedQwen3Attention,
-    Qwen3MoeAttention: PackedQwen3MoeAttention,
-    LlamaAttention: PackedLlamaAttention,
-    MistralAttention: PackedMistralAttention,
+    kind: type(f"Packed{kind.__name__}", (PackedAttention, kind), {})
+    for kind in (Qwen2Attention, Qwen3Attention, Qwen3MoeAttention, LlamaAttention, MistralAttention)
 }
 
 
 def fuse_attentions(model: nn.Module) -> None:
     """Change every attention module of a known class to its subclass for packed sequences on a GPU.
 
-    Only the module's class changes, so its weights, their names, hooks and configuration stay. The classes are named
-    in this file, so copies and pickles work.
+    Only the module's class changes, so its weights, their names, hooks and configuration stay.
     """
     for module in model.modules():
         if type(module) in _PACKED:

@@ -27,31 +27,20 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from qerl.host.console import log
 from qerl.kernels.packed_sequences import Packing
 
-# Whether flash-linear-attention, which transformers takes where it is installed, can train delta nets on a GPU.
+# flash-linear-attention, which transformers takes where it is installed, raises in the gated rule's backward pass where
+# its gradients would be wrong: on Hopper with some versions of Triton (its issue 640), unless it has tilelang.
 
-#: Versions of Triton, from the first to before the second, whose code for Hopper has wrong gradients (its issue 640).
+_INSTALLED = find_spec("fla") is not None
+#: The first version of Triton whose code for Hopper has wrong gradients, and the first after it that has right ones.
 _WRONG = (Version("3.4.0"), Version("3.7.1"))
-
-
-@cache
-def library_is_installed() -> bool:
-    """Whether transformers finds the library."""
-    return find_spec("fla") is not None
-
-
-def library_backward_fails(capability: tuple[int, int], triton: str, tilelang: bool) -> bool:
-    """Whether the library raises in the gated rule's backward pass on a GPU of that compute capability.
-
-    It does so where its gradients would be wrong: on Hopper with some versions of Triton, unless it has tilelang.
-    """
-    return capability == (9, 0) and not tilelang and _WRONG[0] <= Version(triton) < _WRONG[1]
 
 
 @cache
 def library_trains_on(device: torch.device) -> bool:
     """Whether the library computes gradients on a GPU. If it doesn't, the log says so once."""
     triton = version("triton")
-    if not library_backward_fails(torch.cuda.get_device_capability(device), triton, find_spec("tilelang") is not None):
+    hopper, wrong = torch.cuda.get_device_capability(device) == (9, 0), _WRONG[0] <= Version(triton) < _WRONG[1]
+    if not hopper or not wrong or find_spec("tilelang") is not None:
         return True
     log.warning(
         "flash-linear-attention has no correct gradients on this GPU with Triton %s, so updates compute delta nets in "
@@ -92,8 +81,8 @@ def gated_delta_rule(
 
     `query` and `key` are [B, T, G, K], `value` [B, T, H, V], log-decays `g` (at most 0) and rates `beta` [B, T, H], and
     `initial_state` [B, H, K, V]. All is computed in float32, or in float64 if queries are. The last states have that
-    dtype, too. The names are those of transformers' `torch_chunk_gated_delta_rule`, which needs as many heads of keys
-    as of values.
+    dtype, too. Arguments are named as in transformers' `torch_chunk_gated_delta_rule`, which needs as many key heads as
+    value heads.
     """
     dtype, (sequences, tokens, groups, features) = torch.promote_types(query.dtype, torch.float32), key.shape
     heads, width = value.shape[2:]
@@ -216,8 +205,8 @@ def _lost(key: Tensor, w: Tensor, decay: Tensor) -> Tensor:
 
 # Gated delta nets, which mix tokens by a short convolution and a recurrent state in place of attention.
 #
-# In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from that of its prompt.
-# transformers' functions compute the convolution and steps of one token, and this module more tokens. On a
+# In a packed row each piece has its own state: a prompt's starts from zero, and a completion's from the last state of
+# its prompt. transformers' functions compute the convolution and steps of one token, and this module more tokens. On a
 # GPU, kernels of causal-conv1d and flash-linear-attention take their places where these are installed.
 
 
@@ -239,7 +228,7 @@ def functions_for(x: Tensor) -> Functions:
     """The functions that take x: kernels of the libraries take 16-bit tensors on a GPU alone."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return PLAIN
-    usable = library_is_installed() and (not torch.is_grad_enabled() or library_trains_on(x.device))
+    usable = _INSTALLED and (not torch.is_grad_enabled() or library_trains_on(x.device))
     return INSTALLED if usable else INSTALLED._replace(chunks=PLAIN.chunks)
 
 
@@ -359,17 +348,9 @@ def _similar(packing: Packing) -> list[list[int]]:
     return [[place for place, one in enumerate(kinds) if one == kind] for kind in sorted(set(kinds))]
 
 
-class PackedQwen3_5DeltaNet(PackedDeltaNet, Qwen3_5GatedDeltaNet):
-    """The gated delta net of Qwen3.5."""
-
-
-class PackedQwen3_5MoeDeltaNet(PackedDeltaNet, Qwen3_5MoeGatedDeltaNet):
-    """The gated delta net of Qwen3.5 with experts, which computes the same."""
-
-
 _PACKED: dict[type, type[PackedDeltaNet]] = {
-    Qwen3_5GatedDeltaNet: PackedQwen3_5DeltaNet,
-    Qwen3_5MoeGatedDeltaNet: PackedQwen3_5MoeDeltaNet,
+    kind: type(f"Packed{kind.__name__}", (PackedDeltaNet, kind), {})
+    for kind in (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
 }
 
 

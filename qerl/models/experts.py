@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any, cast
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
@@ -17,9 +21,19 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qerl.formats.layouts import KERNEL_FORMATS, Words
 from qerl.kernels import reference
-from qerl.kernels.operations import Operations, operations
+from qerl.kernels.operations import operations
 from qerl.kernels.state import GroupedLora, Groups
-from qerl.models.linear import Lora, PackedLinear, StackedLora, device_of, stacked, words_of
+from qerl.models.linear import (
+    POLICY_ADAPTER,
+    Layer,
+    Lora,
+    PackedLinear,
+    StackedLora,
+    device_of,
+    shared_weights,
+    stacked,
+    weight_of,
+)
 from qerl.models.lora import products
 
 # The MLP of a block. With a kernel for the device, its activation takes one pass over memory in each direction.
@@ -109,23 +123,23 @@ def fuse_mlps(model: nn.Module) -> None:
 
 # Layers of all experts of a mixture as one grouped product, with its gradient and with the sum of experts' outputs.
 
-#: A frozen layer of an expert.
-Layer = nn.Linear | PackedLinear
 
-
-class GroupedLinear(Protocol):
+class GroupedLinear(ABC):
     """Layers of every expert that read the same input, as one product; an expert's outputs are concatenated."""
 
-    #: N, the outputs of an expert, and K, its inputs.
-    out_features: int
-    in_features: int
     #: The same products of dense tensors, for adapters.
-    dense: Operations
+    dense: ModuleType
 
-    def sync(self) -> None:
+    def __init__(self, experts: Sequence[Sequence[Layer]]) -> None:
+        #: N, the outputs of an expert, and K, its inputs.
+        self.out_features = sum(layer.out_features for layer in experts[0])
+        self.in_features = experts[0][0].in_features
+        self._bias = _biases(experts)
+
+    def sync(self) -> None:  # noqa: B027
         """Do nothing: adapters are apart."""
-        ...
 
+    @abstractmethod
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
     ) -> None:
@@ -133,29 +147,23 @@ class GroupedLinear(Protocol):
 
         With `silu`, out [pairs, N/2] = silu(first half) * second half. All tensors are contiguous and of one dtype.
         """
-        ...
 
+    @abstractmethod
     def input_gradient(self, grad: Tensor, groups: Groups, out: Tensor) -> None:
-        """Write the gradient out [pairs, K] of each pair's input, of that of its output [T, N] or [pairs, N]."""
-        ...
+        """Write each pair's input gradient, out [pairs, K], given its output gradient [T, N] or [pairs, N]."""
 
 
-class TorchGroupedLinear:
-    """A `GroupedLinear` in plain PyTorch, one expert after the other, of which one is unpacked at a time.
+class TorchGroupedLinear(GroupedLinear):
+    """A `GroupedLinear` in plain PyTorch, which unpacks one expert after the other.
 
     It waits for the device, so that no CUDA graph can have it.
     """
 
-    dense: Operations = reference
+    dense: ModuleType = reference
 
     def __init__(self, experts: Sequence[Sequence[Layer]]) -> None:
+        super().__init__(experts)
         self._experts = experts
-        self.out_features = sum(layer.out_features for layer in experts[0])
-        self.in_features = experts[0][0].in_features
-        self._bias = _biases(experts)
-
-    def sync(self) -> None:
-        """See `GroupedLinear`."""
 
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
@@ -177,39 +185,34 @@ class TorchGroupedLinear:
 
     def _weight(self, number: int, dtype: torch.dtype) -> Tensor:
         """An expert's weights [N, K]."""
-        layers = self._experts[number]
-        return torch.cat([_dense(layer, dtype) for layer in layers]) if len(layers) > 1 else _dense(layers[0], dtype)
+        weights = [weight_of(layer, dtype) for layer in self._experts[number]]
+        return torch.cat(weights) if len(weights) > 1 else weights[0]
 
 
-class PortableGroupedLinear:
+class PortableGroupedLinear(GroupedLinear):
     """A `GroupedLinear` by kernels in Triton: of NVFP4 or MXFP4 layers, or of dense ones.
 
-    The layers' weights move into one tensor, of which each layer then reads its part, so there is only one copy.
+    The layers' weights move into one tensor, whose parts the layers then read, so there is only one copy.
     """
 
     def __init__(self, experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> None:
         from qerl.kernels import triton
         from qerl.kernels.triton.experts import GroupedOperands
 
-        self.dense: Operations = triton
+        super().__init__(experts)
+        self.dense: ModuleType = triton
         layers = list(chain.from_iterable(experts))
-        self.out_features = sum(layer.out_features for layer in experts[0])
-        self.in_features = layers[0].in_features
         packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
         dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
-        weights: Words | Tensor = words_of(packed) if packed else stacked(dense)
+        weights: Words | Tensor = shared_weights(packed, Words) if packed else stacked(dense)
         factors = None
         if isinstance(weights, Words):
             parts = torch.tensor(weights.parts)
             factors = torch.tensor(weights.factors).repeat_interleave(parts).to(weights.data.device)
-        bias = _biases(experts)
         self._dtype = dtype
         self.operands = GroupedOperands(
-            weights, self.out_features, factors, None if bias is None else bias.float().flatten()
+            weights, self.out_features, factors, None if self._bias is None else self._bias.float().flatten()
         )
-
-    def sync(self) -> None:
-        """See `GroupedLinear`."""
 
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor, silu: bool = False, lora: GroupedLora | None = None
@@ -247,24 +250,16 @@ def grouped(experts: Sequence[Sequence[Layer]], dtype: torch.dtype) -> TorchGrou
     return TorchGroupedLinear(experts)
 
 
-def _dense(layer: Layer, dtype: torch.dtype) -> Tensor:
-    return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
-
-
 def _biases(experts: Sequence[Sequence[Layer]]) -> Tensor | None:
     """The biases [experts, N]; None without biases."""
     if all(layer.bias is None for layer in chain.from_iterable(experts)):
         return None
-    rows = [
-        torch.cat(
-            [
-                torch.zeros(layer.out_features, device=device_of(layer)) if layer.bias is None else layer.bias.detach()
-                for layer in layers
-            ]
-        )
-        for layers in experts
-    ]
-    return torch.stack(rows)
+
+    def bias(layer: Layer) -> Tensor:
+        zeros = torch.zeros(layer.out_features, device=device_of(layer))
+        return zeros if layer.bias is None else layer.bias.detach()
+
+    return torch.stack([torch.cat([bias(layer) for layer in layers]) for layers in experts])
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -296,9 +291,9 @@ def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
 
 
 class GroupedAdapters(StackedLora):
-    """Adapters of a grouped product in the dtype of its activations; A and B are those of every expert."""
+    """Adapters of a grouped product in the dtype of its activations; A and B have all experts."""
 
-    def __init__(self, loras: Sequence[Lora], dense: Operations, dtype: torch.dtype) -> None:
+    def __init__(self, loras: Sequence[Lora], dense: ModuleType, dtype: torch.dtype) -> None:
         super().__init__(loras, dtype)
         self._dense = dense
 
@@ -359,7 +354,7 @@ def _loras(adapters: Sequence[Tensor], scale: float) -> list[Lora]:
 def grouped_product(x: Tensor, groups: Groups, linear: GroupedLinear, loras: Sequence[Lora] = ()) -> Tensor:
     """Outputs [pairs, N] of each pair's expert for x [T, K] by tokens or [pairs, K], with gradients of x, A and B.
 
-    `loras` are those of all layers that read x, with one scale, or none.
+    `loras` has the adapter of each layer that reads x, with one scale, or none.
     """
     scale, adapters = (loras[0].scale if loras else 0.0), (part for lora in loras for part in (lora.down, lora.up))
     return _GroupedProduct.apply(x.contiguous(), groups, linear, scale, *adapters)
@@ -391,7 +386,7 @@ class ExpertLora:
 
 
 class Experts(nn.ModuleList):
-    """The experts of a block. A token's output is the weighted sum of those that it is routed to."""
+    """The experts of a block. A token's output is the weighted sum of its chosen experts' outputs."""
 
     def __init__(self, *modules: Any) -> None:
         super().__init__(*modules)
@@ -489,9 +484,7 @@ def split_experts(model: nn.Module) -> None:
             if traits not in classes:
                 classes[traits] = _router_class(module)
             module.__class__ = classes[traits]
-        elif isinstance(module, GptOssExperts):
-            model.set_submodule(name, _split_gpt_oss(module))
-        elif _is_plain_stack(module):
+        elif isinstance(module, GptOssExperts) or _is_plain_stack(module):
             model.set_submodule(name, _split(module))
 
 
@@ -519,7 +512,7 @@ def _router_class(module: nn.Module) -> type[nn.Module]:
     router: Any = deepcopy(module).to_empty(device="cpu").float()
     for tensor in chain(router.parameters(), router.buffers()):
         tensor.normal_(generator=generator)
-    # Scores of some 2: probabilities differ, and those of the experts that aren't chosen count.
+    # Scores of some 2: probabilities differ, and the probabilities of experts that aren't chosen count.
     hidden = torch.empty(16, router.weight.shape[1], dtype=torch.float32, device="cpu").normal_(generator=generator)
     hidden *= 2 / hidden.shape[1] ** 0.5
     in_training, weights = (_weights_of_all(router.train(training), hidden) for training in (True, False))
@@ -530,7 +523,7 @@ def _router_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _weights_of_all(router: Any, hidden: Tensor) -> Tensor | None:
-    """The weights [T, E] of all experts, of which a router chooses some; None if it takes or gives something else."""
+    """The weights [T, E] of all experts, 0 where one isn't chosen; None if a router takes or gives something else."""
     try:
         outputs = router(hidden.clone())
         [weights] = [one for one in outputs if one.shape == (len(hidden), router.top_k) and one.is_floating_point()]
@@ -563,22 +556,80 @@ def _is_plain_stack(module: nn.Module) -> bool:
 
 
 def _split(stack: nn.Module) -> Experts:
-    """Experts of a stack's shapes: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]."""
+    """Experts of a stack's shapes: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], or gpt-oss's transposed ones."""
     down = stack.get_parameter("down_proj")
-    count, hidden, wide = down.shape
-    options: dict[str, Any] = {"bias": False, "dtype": down.dtype, "device": "meta"}
-    shapes = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
-    experts = ({name: nn.Linear(*shape, **options) for name, shape in shapes.items()} for _ in range(count))
-    return Experts(GatedMLP(nn.ModuleDict(expert)) for expert in experts)
+    oss = isinstance(stack, GptOssExperts)
+    count, *sizes = down.shape
+    wide, hidden = sizes if oss else reversed(sizes)
+
+    def linear(columns: int, rows: int) -> nn.Linear:
+        return nn.Linear(columns, rows, bias=oss, dtype=down.dtype, device="meta")
+
+    def expert() -> nn.Module:
+        if isinstance(stack, GptOssExperts):
+            return GptOssExpert(linear(hidden, 2 * wide), linear(wide, hidden), stack.alpha, stack.limit)
+        parts = {"gate_proj": linear(hidden, wide), "up_proj": linear(hidden, wide), "down_proj": linear(wide, hidden)}
+        return GatedMLP(nn.ModuleDict(parts))
+
+    return Experts(expert() for _ in range(count))
 
 
-def _split_gpt_oss(stack: GptOssExperts) -> Experts:
-    """Experts of a stack's shapes: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]."""
-    count, wide, hidden = stack.down_proj.shape
-    options: dict[str, Any] = {"bias": True, "dtype": stack.down_proj.dtype, "device": "meta"}
-    return Experts(
-        GptOssExpert(
-            nn.Linear(hidden, 2 * wide, **options), nn.Linear(wide, hidden, **options), stack.alpha, stack.limit
-        )
-        for _ in range(count)
-    )
+# LoRA on the experts of a mixture: each expert has an adapter of its own for each projection.
+#
+# The adapters of a projection are one tensor A [experts, r, in] and one B [experts, out, r]: with two matrices for each
+# layer, Qwen3-30B-A3B would have 36,864 matrices more for optimizer, norm and copies.
+
+
+class AdaptedExperts(nn.Module, BaseTunerLayer):
+    """Frozen `Experts` with the policy's adapter on `projections`, such as "up_proj"; B is 0.
+
+    PEFT enables, disables and freezes it with the adapters of other layers.
+    """
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base: Experts, projections: Sequence[str], rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.projections = tuple(projections)
+        self.scale = alpha / rank
+        downs, ups = nn.ParameterDict(), nn.ParameterDict()
+        for name in projections:  # A as PEFT draws it for a linear layer, both float32
+            layer: Layer = base[0].get_submodule(name)  # type: ignore[assignment]
+            down = torch.empty(len(base) * rank, layer.in_features, device=device_of(layer))
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+            downs[name] = nn.Parameter(down.view(len(base), rank, -1))
+            ups[name] = nn.Parameter(torch.zeros(len(base), layer.out_features, rank, device=down.device))
+        self.lora_A = nn.ModuleDict({POLICY_ADAPTER: downs})
+        self.lora_B = nn.ModuleDict({POLICY_ADAPTER: ups})
+
+    @property
+    def lora(self) -> ExpertLora:
+        """The adapter, even while it is disabled."""
+        both = ("gate_up_proj",) if self.in_stacks else ("gate_proj", "up_proj")
+        return ExpertLora(self._loras(*both), self._loras("down_proj"))
+
+    @property
+    def in_stacks(self) -> bool:
+        """Whether each expert has one layer for gate and up, as in gpt-oss, whose files have stacks of experts."""
+        return hasattr(self.base_layer[0], "gate_up_proj")
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts.forward`."""
+        enabled = not self.disable_adapters and POLICY_ADAPTER in self.active_adapters
+        out: Tensor = self.base_layer(hidden, chosen, weights, self.lora if enabled else None)
+        return out
+
+    def adapter(self, side: str, projection: str) -> nn.Parameter:
+        """A ("A") [experts, r, in] or B ("B") [experts, out, r] of a projection."""
+        return self.get_parameter(f"lora_{side}.{POLICY_ADAPTER}.{projection}")
+
+    def _loras(self, *projections: str) -> list[Lora]:
+        """The adapters of projections that read the same input: all of them have one, or none."""
+        named = [name for name in projections if name in self.projections]
+        return [Lora(self.adapter("A", name), self.adapter("B", name), self.scale) for name in named]
+
+
+def adapted_experts(model: nn.Module) -> dict[str, AdaptedExperts]:
+    """The experts with adapters, by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedExperts)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +19,6 @@ from qerl.checkpoints.files import (
     CONFIG,
     INDEX,
     MODELOPT_CONFIG,
-    WEIGHTS,
     CheckpointError,
     check_adapter,
     index_of,
@@ -27,7 +27,6 @@ from qerl.checkpoints.files import (
     weight_files,
     weights_format_of,
 )
-from qerl.checkpoints.layouts import names_in_files
 from qerl.checkpoints.tensors import converted, stream, write_tensors
 from qerl.formats.codecs import dequantize
 from qerl.host.provenance import put, writing
@@ -35,10 +34,8 @@ from qerl.models.adapter_files import adapter_values, check_plain, read_adapter,
 from qerl.models.loading import (
     has_packed_delta_nets,
     load_tokenizer,
-    packed_layers,
     packed_tensors,
     read_layer,
-    read_packed,
     tied_weights,
 )
 from qerl.models.quantize import DENSE, quantize_checkpoint, write_config, write_shards
@@ -64,19 +61,32 @@ def lora_room(rank: int) -> int:
 
 def write_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Write a packed checkpoint to the folder `target`, with all weights unpacked to `dtype`."""
-    weights_format = weights_format_of(source)
-    headers = read_headers(source)
-    layers = set(packed_layers(headers, weights_format))
-    unpacked = {name: info for name, info in headers.items() if name.rpartition(".weight")[0] not in layers}
-    tensors = {name: converted(unpacked[name], tensor, dtype) for name, tensor in stream(unpacked)}
-    for layer, packed in read_packed(headers, weights_format):
-        tensors[f"{layer}.weight"] = dequantize(packed, dtype)
+    _write_unpacked(source, target, dtype, lambda name, weight: weight)
     _copy_but_weights(source, target)
     config = {key: value for key, value in read_config(source).items() if key != "quantization_config"}
     (target / MODELOPT_CONFIG).unlink(missing_ok=True)
     (target / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
-    named = names_in_files(headers)
-    write_tensors({named(name): tensor for name, tensor in tensors.items()}, target / WEIGHTS)
+
+
+def _write_unpacked(source: Path, target: Path, dtype: torch.dtype, changed: Callable[[str, Tensor], Tensor]) -> None:
+    """Write what `changed` makes of each weight of a checkpoint by its name, unpacked, as `dtype`.
+
+    Memory holds one file of `target`, and of `source` one layer.
+    """
+    headers, weights_format = read_headers(source), weights_format_of(source)
+    packed = packed_tensors(headers, weights_format)
+
+    def tensors_of(name: str) -> dict[str, Tensor]:
+        layer = name.rpartition(".weight")[0]
+        if layer not in packed:
+            [(_, weight)] = stream({name: headers[name]})
+            return {name: converted(headers[name], changed(name, weight), dtype)}
+        if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
+            return {}
+        weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)
+        return {f"{layer}.weight": changed(f"{layer}.weight", weight).to(dtype)}
+
+    write_shards(headers, target, tensors_of)
 
 
 # vLLM takes no norms with an adapter, so trained norms go into a copy of the checkpoint in float32 beside an adapter of
@@ -120,7 +130,7 @@ def trained_tensors(trained: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 def check_changes(checkpoint: Path, weights: set[str], changed: set[str]) -> None:
     """Raise `CheckpointError` unless the base has each changed weight among its `weights`, and for itself alone."""
-    if shared := sorted(changed & tied_weights(checkpoint)):
+    if shared := sorted(changed.intersection(tied_weights(checkpoint))):
         raise CheckpointError(
             f"the adapter changes {shared[0]}, and {checkpoint} has one weight for embedding and head; "
             "merge this adapter by PEFT"
@@ -149,14 +159,14 @@ def _copy_but_weights(source: Path, target: Path) -> None:
 # Merges of a trained policy into one checkpoint: dense, or with its linear layers packed again.
 #
 # A merged weight is W + (alpha / r) B A, with W unpacked, in float32 and then rounded once. A trained norm replaces
-# that of the base. Noise (AQN) is no part of a stored policy, and so of no merge.
+# the base's norm. Noise (AQN) is no part of a stored policy, and so of no merge.
 
 
 def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) -> None:
     """Write `checkpoint` with the adapter `trained` merged into it to the new folder `target`, with the tokenizer.
 
     All tensors are bfloat16, trained norms too; with `nvfp4` the linear layers of the blocks are then rounded to
-    nearest, as `quantize_checkpoint` does. Delta nets are packed if those of `checkpoint` are. Raises
+    nearest, as `quantize_checkpoint` does. Delta nets are packed if they are packed in `checkpoint`. Raises
     `CheckpointError` if the adapter belongs to another base, or has more than plain LoRA.
     """
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
@@ -168,22 +178,19 @@ def merge(checkpoint: Path, trained: Path, target: Path, weights: MergedFormat) 
 
 
 def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dtype = DENSE) -> None:
-    """Write the merged weights as `dtype` into the new folder `target`, without the tokenizer.
-
-    Memory holds one file of `target`, and of the base one layer.
-    """
+    """Write the merged weights as `dtype` into the new folder `target`, without the tokenizer."""
     check_adapter(trained)
-    weights_format, headers = weights_format_of(checkpoint), read_headers(checkpoint)
+    headers = read_headers(checkpoint)
     if any(info.place is not None and info.rows is None for info in headers.values()):
         raise CheckpointError(
             f"{checkpoint} stacks experts in MXFP4, and no merged checkpoint of such experts is supported; export base "
             "and adapter apart, without --merged"
         )
-    packed = packed_tensors(headers, weights_format)
     config = adapter_values(trained)
     check_plain(trained, config, "only plain LoRA is merged here; merge this adapter by PEFT")
     scale, (norms, lora) = config["lora_alpha"] / config["r"], trained_tensors(trained)
     changed = {*norms, *(f"{name.rpartition('.lora_')[0]}.weight" for name in lora)}
+    packed = packed_tensors(headers, weights_format_of(checkpoint))
     check_changes(checkpoint, {*headers, *(f"{layer}.weight" for layer in packed)}, changed)
 
     # The adapter is added to unpacked weights in float32 and rounded once; trained norms are rounded, too, since
@@ -195,15 +202,5 @@ def write_merged(checkpoint: Path, trained: Path, target: Path, dtype: torch.dty
         lora_A, lora_B = (lora[f"{name.removesuffix('.weight')}.lora_{side}.weight"].float() for side in "AB")
         return weight.float() + scale * (lora_B @ lora_A)
 
-    def tensors_of(name: str) -> dict[str, Tensor]:
-        layer = name.rpartition(".weight")[0]
-        if layer not in packed:
-            [(_, weight)] = stream({name: headers[name]})
-            return {name: converted(headers[name], merged(name, weight), dtype)}
-        if name != next(iter(packed[layer])):  # a layer's first tensor stands for all of them
-            return {}
-        weight = dequantize(read_layer(layer, packed[layer], weights_format), torch.float32)
-        return {f"{layer}.weight": merged(f"{layer}.weight", weight).to(dtype)}
-
-    write_shards(headers, target, tensors_of)
+    _write_unpacked(checkpoint, target, dtype, merged)
     write_config(checkpoint, target)

@@ -6,19 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qerl.formats import nf4
-from qerl.formats.codecs import Packed, dequantize, joined, split_rows, tensor_specs
+from qerl.formats.codecs import (
+    NF4_KERNEL_DTYPES,
+    Packed,
+    dequantize,
+    joined,
+    multiply_nf4,
+    split_rows,
+    tensor_specs,
+)
 from qerl.formats.layouts import Tiles, Words
 from qerl.kernels.cuda.w4a16 import RANK_STEP, Mode, Operands, dense, multiply
-from qerl.kernels.portable import PortableOperands
-from qerl.kernels.state import Activation, gated
+from qerl.kernels.state import Activation, RowRuns, gated
 from qerl.settings.base import ConfigError
 from qerl.settings.run import Kernels
 
@@ -64,7 +70,7 @@ class PackedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`nested` selects NF4 with double quantization; `dtype` is that of the bias.
+        """`nested` selects NF4 with double quantization; `dtype` is the bias's.
 
         Raises `FormatError` for a shape that the format doesn't support.
         """
@@ -98,7 +104,7 @@ class PackedLinear(nn.Module):
     def use_tiles(self, tiles: Tiles | Words, *parts: int) -> None:
         """Use `parts` of `tiles`, which other layers may share, and drop the layer's packed tensors.
 
-        The layer's rows are those of its parts, in order.
+        The layer's rows are its parts' rows, in order.
         """
         for name in self.packed_names:
             delattr(self, name)
@@ -149,6 +155,21 @@ class PackedLinear(nn.Module):
         return super()._apply(move, recurse)
 
 
+#: A frozen layer.
+Layer = nn.Linear | PackedLinear
+Layout = TypeVar("Layout", Tiles, Words)
+
+
+def weight_of(layer: Layer, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a layer in `dtype`, unpacked if it is packed."""
+    return layer.dense_weight(dtype) if isinstance(layer, PackedLinear) else layer.weight.to(dtype)
+
+
+def device_of(layer: Layer) -> torch.device:
+    """The device of a layer's weights."""
+    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
+
+
 def packed_format(model: nn.Module) -> str | None:
     """The weight format of a model's packed layers; None of a dense model."""
     layers = (module for module in model.modules() if isinstance(module, PackedLinear))
@@ -167,7 +188,7 @@ def _keepable(model: nn.Module) -> list[PackedLinear]:
 
 @contextmanager
 def dense_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which every `PackedLinear` of `model`, but those of experts, keeps its weight unpacked in `dtype`.
+    """A context in which every `PackedLinear` of `model` outside of experts keeps its weight unpacked in `dtype`.
 
     Samplers and updates use it for many passes on the same weights, if there is memory (`unpacked_bytes`). Outputs for
     inputs of `dtype` stay the same, bit for bit.
@@ -206,11 +227,10 @@ class Lora:
         return self.down.shape[-2]
 
 
-@dataclass(frozen=True)
-class Adapted:
+class Adapted(NamedTuple):
     """A base layer with the policy's adapter."""
 
-    base: nn.Linear | PackedLinear
+    base: Layer
     lora: Lora
 
 
@@ -234,11 +254,6 @@ def unwrap(layer: nn.Module) -> Adapted:
     return Adapted(layer, lora)
 
 
-def device_of(layer: nn.Linear | PackedLinear) -> torch.device:
-    """The device of a layer's weights."""
-    return (layer.qweight if isinstance(layer, PackedLinear) else layer.weight).device
-
-
 def embedding_weight(embedding: Any) -> Tensor:
     """The weight whose rows are the tokens' vectors. Raises `ConfigError` for an embedding with LoRA."""
     if isinstance(embedding, LoraLayer):
@@ -247,17 +262,46 @@ def embedding_weight(embedding: Any) -> Tensor:
     return weight
 
 
+class Cohort:
+    """Policies of several runs on one base, which a sampler serves together: its modules are those of the first."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.runs = RowRuns(len(models))
+        self._models = models
+        self._names = {module: name for name, module in models[0].named_modules()}
+
+    def of(self, module: nn.Module) -> list[nn.Module]:
+        """The module of each run in the place of a module of the first run."""
+        return [model.get_submodule(self._names[module]) for model in self._models]
+
+
+def adapted_layers(
+    layers: Sequence[nn.Module], cohort: Cohort | None
+) -> tuple[list[nn.Linear | PackedLinear], list[Lora]]:
+    """The base of each layer, and its adapter; in a cohort one adapter of each run, layer by layer."""
+    runs = [[unwrap(one) for one in (cohort.of(layer) if cohort else [layer])] for layer in layers]
+    if not all(one.base is first.base for first, *others in runs for one in others):
+        raise ValueError("the policies of a cohort must share the layers of their base")
+    return [first.base for first, *_ in runs], [one.lora for each in runs for one in each]
+
+
 class StackedLora:
     """Adapters of layers with the same input as one: `down` [R, K], and block-diagonal `up` [N, R].
 
     R is the sum of the ranks; `up` includes the adapters' scales. Both are in `dtype`, and their addresses never
-    change. Those of experts have these as a further, first dimension.
+    change. Those of experts have these as a further, first dimension. With `runs`, each layer has one adapter of each
+    run in turn, and a row of x takes the ranks of its own run (`of_own_run`), which `run_of_rank` [R] names.
     """
 
-    def __init__(self, loras: Sequence[Lora], dtype: torch.dtype) -> None:
+    def __init__(self, loras: Sequence[Lora], dtype: torch.dtype, runs: RowRuns | None = None) -> None:
         *experts, _, columns = loras[0].down.shape
-        self._loras, device = loras, loras[0].down.device
-        self.rank, rows = sum(lora.rank for lora in loras), sum(lora.up.shape[-2] for lora in loras)
+        self._loras, device, self.runs = loras, loras[0].down.device, runs
+        self._each = runs.count if runs else 1  # adapters of a layer
+        self.rank, rows = sum(lora.rank for lora in loras), sum(lora.up.shape[-2] for lora in loras[:: self._each])
+        self.run_of_rank: Tensor | None = None
+        if runs is not None:
+            numbers = torch.arange(len(loras), dtype=torch.int32) % runs.count
+            self.run_of_rank = numbers.repeat_interleave(torch.tensor([lora.rank for lora in loras])).to(device)
         self.down = torch.zeros(*experts, self.rank, columns, dtype=dtype, device=device)
         self.up = torch.zeros(*experts, rows, self.rank, dtype=dtype, device=device)
         self.sync()
@@ -265,11 +309,17 @@ class StackedLora:
     def parts(self, down: Tensor, up: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each layer's A and B in tensors of the shapes of `down` and `up`."""
         parts, row, rank = [], 0, 0
-        for lora in self._loras:
+        for number, lora in enumerate(self._loras, 1):
             rows, ranks = slice(row, row + lora.up.shape[-2]), slice(rank, rank + lora.rank)
             parts.append((down[..., ranks, :], up[..., rows, ranks]))
-            row, rank = rows.stop, ranks.stop
+            row, rank = row if number % self._each else rows.stop, ranks.stop
         return parts
+
+    def of_own_run(self, shrunk: Tensor) -> Tensor:
+        """A x [B, R] with 0 at the ranks of other runs than a row's."""
+        if self.runs is None or self.run_of_rank is None:
+            return shrunk
+        return shrunk.masked_fill_(self.runs.rows[:, None] != self.run_of_rank, 0.0)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -288,20 +338,20 @@ class StackedLora:
 class TorchLinear:
     """A `FusedLinear` in plain PyTorch. Packed weights are unpacked in every call."""
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        adapted = [unwrap(layer) for layer in layers]
-        self._bases = [layer.base for layer in adapted]
+    #: The dtype of the joint bias; None for the activations' dtype.
+    _BIAS_DTYPE: torch.dtype | None = None
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        self._bases, loras = adapted_layers(layers, cohort)
         self._dtype = dtype
-        self._adapters = StackedLora([layer.lora for layer in adapted], dtype)
+        self._adapters = StackedLora(loras, dtype, cohort.runs if cohort else None)
         dense = [base for base in self._bases if isinstance(base, nn.Linear)]
         self._weight = stacked(dense) if len(dense) == len(self._bases) else None  # else some layers are packed
         self.out_features = sum(base.out_features for base in self._bases)
-        biases = [base.bias for base in self._bases]
+        biased = [base.bias for base in self._bases if base.bias is not None]
         self._bias = None
-        if any(bias is not None for bias in biases):
-            self._bias = torch.zeros(
-                self.out_features, dtype=dtype, device=next(b for b in biases if b is not None).device
-            )
+        if biased:
+            self._bias = torch.zeros(self.out_features, dtype=self._BIAS_DTYPE or dtype, device=biased[0].device)
         self.sync()
 
     @torch.no_grad()
@@ -330,13 +380,10 @@ class TorchLinear:
             for part, bias, base in zip(self._parts(out), biases, self._bases, strict=True):
                 self._multiply_base(x, base, bias, part, residual)
         if self._adapters.rank:
-            out.addmm_(x @ self._adapters.down.T, self._adapters.up.T)
+            out.addmm_(self._adapters.of_own_run(x @ self._adapters.down.T), self._adapters.up.T)
 
-    def _multiply_base(
-        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
-    ) -> None:
-        weight = base.dense_weight(self._dtype) if isinstance(base, PackedLinear) else base.weight
-        _multiply(x, weight, bias, out, residual)
+    def _multiply_base(self, x: Tensor, base: Layer, bias: Tensor | None, out: Tensor, residual: bool) -> None:
+        _multiply(x, weight_of(base, self._dtype), bias, out, residual)
 
     def _parts(self, joint: Tensor) -> tuple[Tensor, ...]:
         """The columns of each layer's output."""
@@ -346,11 +393,9 @@ class TorchLinear:
 class BitsandbytesLinear(TorchLinear):
     """A `FusedLinear` of NF4 layers on a GPU by bitsandbytes, which has one fused kernel for few rows."""
 
-    def _multiply_base(
-        self, x: Tensor, base: nn.Linear | PackedLinear, bias: Tensor | None, out: Tensor, residual: bool
-    ) -> None:
+    def _multiply_base(self, x: Tensor, base: Layer, bias: Tensor | None, out: Tensor, residual: bool) -> None:
         assert isinstance(base, PackedLinear)
-        product = nf4.multiply(x, base.packed.tensors, (base.out_features, base.in_features), bias)
+        product = multiply_nf4(x, base.packed.tensors, (base.out_features, base.in_features), bias)
         if residual:
             out += product
         else:
@@ -392,6 +437,23 @@ def _adjacent(weights: Sequence[Tensor]) -> bool:
 # Linear layers with 4-bit weights and LoRA that run as one product on a Hopper GPU.
 
 
+def shared_weights(bases: Sequence[PackedLinear], layout: type[Layout], interleaved: bool = False) -> Layout:
+    """The tiles or words that these layers already share, or new ones, which replace the layers' packed tensors.
+
+    With `interleaved`, the layers are gate and up, or one with both as its halves.
+    """
+    weights = bases[0].tiles
+    if not isinstance(weights, layout):
+        packed, options = [base.packed for base in bases], {"interleaved": True} if interleaved else {}
+        if interleaved and len(bases) == 1:
+            packed = split_rows(packed[0], bases[0].out_features // 2)
+        weights = layout.pack(packed, **options)
+        parts = len(packed) // len(bases)
+        for number, base in enumerate(bases):
+            base.use_tiles(weights, *range(number * parts, (number + 1) * parts))
+    return weights
+
+
 def is_hopper(capability: tuple[int, int] | None) -> bool:
     """Whether a GPU of this compute capability (None: the CPU) has the instructions of `W4Linear`."""
     return capability is not None and capability[0] == 9
@@ -400,39 +462,43 @@ def is_hopper(capability: tuple[int, int] | None) -> bool:
 class W4Linear:
     """A `FusedLinear` of NVFP4 or MXFP4 layers with bfloat16 activations.
 
-    The layers' weights move into `Tiles`, of which each layer then reads its part, so there is only one copy.
+    The layers' weights move into `Tiles`, whose parts the layers then read, so there is only one copy.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False) -> None:
+    def __init__(self, layers: Sequence[nn.Module], interleaved: bool = False, cohort: Cohort | None = None) -> None:
         """With `interleaved`, the layers are gate and up, or one with both as its halves, called with an activation."""
-        adapted = [unwrap(layer) for layer in layers]
-        bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
-        self.tiles = _tiles_of(bases, interleaved)
+        frozen, self._loras = adapted_layers(layers, cohort)
+        bases = [base for base in frozen if isinstance(base, PackedLinear)]
+        self.tiles = shared_weights(bases, Tiles, interleaved)
         self.out_features = self.tiles.rows
-        device = self.tiles.data.device
-        self._loras = [layer.lora for layer in adapted]
+        device, self._runs = self.tiles.data.device, cohort.runs.count if cohort else 1
         if len(self.tiles.parts) > len(layers):
             # Phi-3's fused gate and up is stored as two layers whose rows alternate, so that the product applies SiLU
             # itself. Both have its A. A x is computed twice, at rank 16 under 0.2 % of the layer's bytes.
-            [lora] = self._loras
-            self._loras = [Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)]
-        self.rank = -(-max(lora.rank for lora in self._loras) // RANK_STEP) * RANK_STEP
-        shape = (len(self._loras), self.rank, self.tiles.columns)
+            halves = [[Lora(lora.down, up, lora.scale) for up in lora.up.detach().chunk(2)] for lora in self._loras]
+            self._loras = [half[part] for part in range(2) for half in halves]
+        #: The ranks of a run's adapter, padded.
+        self._rank = -(-max(lora.rank for lora in self._loras) // RANK_STEP) * RANK_STEP
+        self.rank = self._rank * self._runs
+        shape = (len(self.tiles.parts), self.rank, self.tiles.columns)
         self.operands = Operands(
             tiles=self.tiles,
             bias=_bias(bases, interleaved),
             down=torch.zeros(shape, dtype=torch.bfloat16, device=device),
             ups=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
-            scales=tuple(lora.scale for lora in self._loras),
+            scales=torch.tensor([lora.scale for lora in self._loras], device=device),
+            runs=cohort.runs if cohort else None,
         )
         self.sync()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """The copies of `sync` as (target, source); further ranks of the targets stay zero."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for lora, down, up in zip(self._loras, self.operands.down, self.operands.ups, strict=True):
+        for number, lora in enumerate(self._loras):
+            part, run = divmod(number, self._runs)
             if lora.rank:
-                pairs += [(down[: lora.rank], lora.down), (up[:, : lora.rank], lora.up)]
+                ranks = slice(run * self._rank, run * self._rank + lora.rank)
+                pairs += [(self.operands.down[part, ranks], lora.down), (self.operands.ups[part][:, ranks], lora.up)]
         return pairs
 
     @torch.no_grad()
@@ -443,30 +509,13 @@ class W4Linear:
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous bfloat16."""
-        m, columns = x.shape
-        width = self.tiles.rows // 2 if activation else self.tiles.rows
-        if bool(activation) != self.tiles.interleaved or columns != self.tiles.columns or out.shape != (m, width):
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
-        for tensor in (x, out):
-            if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-                raise ValueError("activations must be contiguous bfloat16")
+        if bool(activation) != self.tiles.interleaved:
+            raise ValueError(f"this layer is interleaved for an activation: {self.tiles.interleaved} ({activation=})")
+        _check_activations(x, out, self.tiles, torch.bfloat16, activation)
         if activation:
             multiply(self.operands, x, out, Mode.GATED, activation)
         else:
             multiply(self.operands, x, out, Mode.RESIDUAL if residual else Mode.PLAIN)
-
-
-def _tiles_of(bases: Sequence[PackedLinear], interleaved: bool) -> Tiles:
-    """The tiles that these layers already share, or new ones, which replace the layers' packed tensors."""
-    tiles = bases[0].tiles
-    if not isinstance(tiles, Tiles) and interleaved and len(bases) == 1:
-        tiles = Tiles.pack(split_rows(bases[0].packed, bases[0].out_features // 2), interleaved)
-        bases[0].use_tiles(tiles, 0, 1)
-    elif not isinstance(tiles, Tiles):
-        tiles = Tiles.pack([base.packed for base in bases], interleaved)
-        for part, base in enumerate(bases):
-            base.use_tiles(tiles, part)
-    return tiles
 
 
 def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
@@ -482,63 +531,46 @@ def _bias(bases: Sequence[PackedLinear], interleaved: bool) -> Tensor | None:
 # Linear layers with 4-bit weights and LoRA that run as one product on any supported GPU, by kernels in Triton.
 
 
-class PortableLinear:
+class PortableLinear(TorchLinear):
     """A `FusedLinear` of NVFP4 or MXFP4 layers.
 
-    The layers' weights move into `Words`, of which each layer then reads its part, so there is only one copy.
+    The layers' weights move into `Words`, whose parts the layers then read, so there is only one copy.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        adapted = [unwrap(layer) for layer in layers]
-        self._bases = [layer.base for layer in adapted if isinstance(layer.base, PackedLinear)]
-        self._words = words_of(self._bases)
-        self.out_features = self._words.rows
-        self._dtype = dtype
-        self._adapters = StackedLora([layer.lora for layer in adapted], dtype)
-        rows = [
-            torch.full((part,), factor) for part, factor in zip(self._words.parts, self._words.factors, strict=True)
-        ]
-        factors = torch.cat(rows).to(self._words.data.device)
-        biased = any(base.bias is not None for base in self._bases)
+    _BIAS_DTYPE = torch.float32
+
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        from qerl.kernels.triton.linear import PortableOperands
+
+        super().__init__(layers, dtype, cohort)
+        words = shared_weights([base for base in self._bases if isinstance(base, PackedLinear)], Words)
+        rows = [torch.full((part,), factor) for part, factor in zip(words.parts, words.factors, strict=True)]
         self.operands = PortableOperands(
-            words=self._words,
-            factors=factors,
-            bias=torch.zeros_like(factors) if biased else None,
+            words=words,
+            factors=torch.cat(rows).to(words.data.device),
+            bias=self._bias,
             down=self._adapters.down,
             up=self._adapters.up,
+            runs=self._adapters.runs,
+            run_of_rank=self._adapters.run_of_rank,
         )
-        self.sync()
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        """See `FusedLinear`."""
-        self._adapters.sync()
-        if (bias := self.operands.bias) is not None:
-            for part, base in zip(bias.split(self._words.parts), self._bases, strict=True):
-                if base.bias is not None:
-                    part.copy_(base.bias)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
         """See `FusedLinear`; x [m, in] and out [m, outs], with an activation [m, outs / 2], are contiguous."""
         from qerl.kernels.triton.linear import multiply
 
-        width = self.out_features // 2 if activation else self.out_features
-        if x.shape[1] != self._words.columns or out.shape != (len(x), width):
-            raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
-        for tensor in (x, out):
-            if tensor.dtype != self._dtype or not tensor.is_contiguous():
-                raise ValueError(f"activations must be contiguous {self._dtype}")
+        _check_activations(x, out, self.operands.words, self._dtype, activation)
         multiply(self.operands, x, out, residual, activation)
 
 
-def words_of(bases: Sequence[PackedLinear]) -> Words:
-    """The words that these layers already share, or new ones, which replace the layers' tensors."""
-    words = bases[0].tiles
-    if not isinstance(words, Words):
-        words = Words.pack([base.packed for base in bases])
-        for part, base in enumerate(bases):
-            base.use_tiles(words, part)
-    return words
+def _check_activations(
+    x: Tensor, out: Tensor, weights: Tiles | Words, dtype: torch.dtype, activation: Activation | None
+) -> None:
+    width = weights.rows // 2 if activation else weights.rows
+    if x.shape[1] != weights.columns or out.shape != (len(x), width):
+        raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)} don't fit this layer ({activation=})")
+    if any(tensor.dtype != dtype or not tensor.is_contiguous() for tensor in (x, out)):
+        raise ValueError(f"activations must be contiguous {dtype}")
 
 
 # Dense layers with few outputs and their adapters, as one launch on a GPU.
@@ -550,8 +582,8 @@ _MOST_ROWS = 128
 class NarrowLinear(TorchLinear):
     """A `FusedLinear` of dense layers; with few rows in 16 bits, product and adapters are one launch on a GPU."""
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        super().__init__(layers, dtype)
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, cohort: Cohort | None = None) -> None:
+        super().__init__(layers, dtype, cohort)
         self._fused = self._weight is not None and self._bias is None and dtype.itemsize == 2
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False, activation: Activation | None = None) -> None:
@@ -562,8 +594,11 @@ class NarrowLinear(TorchLinear):
         from qerl.kernels.triton.linear import narrow_product
 
         assert self._weight is not None
-        rank = self._adapters.rank
-        narrow_product(x, self._weight, *((self._adapters.down, self._adapters.up) if rank else (x[:0], x[:0])), out)
+        lora = self._adapters
+        if lora.rank:
+            narrow_product(x, self._weight, lora.down, lora.up, out, lora.runs, lora.run_of_rank)
+        else:
+            narrow_product(x, self._weight, x[:0], x[:0], out)
 
 
 # Matrix products of a decode step: their protocol, and the choice of an implementation for given layers.
@@ -605,25 +640,31 @@ def product_class(
     fits = Tiles.fits if for_hopper else Words.fits
     if dtype == torch.bfloat16 and fits(weights_format, shapes):
         return W4Linear if for_hopper else PortableLinear
-    return BitsandbytesLinear if weights_format == "nf4" and dtype in nf4.KERNEL_DTYPES else TorchLinear
+    return BitsandbytesLinear if weights_format == "nf4" and dtype in NF4_KERNEL_DTYPES else TorchLinear
 
 
 def fuse(
-    layers: Sequence[nn.Module], dtype: torch.dtype, gated: bool = False, kernels: Kernels = "auto"
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype,
+    gated: bool = False,
+    kernels: Kernels = "auto",
+    cohort: Cohort | None = None,
 ) -> FusedLinear:
     """Combine layers with the same input into one product: `nn.Linear`, `PackedLinear` or PEFT's LoRA around either.
 
     `dtype` is the activations' dtype. `gated` layers are gate and up, or one with both as its halves, called with
-    an activation. `kernels` is the setting.
+    an activation. `kernels` is the setting. In a `cohort`, each run has its own adapter of these layers.
     """
     bases = [unwrap(layer).base for layer in layers]
     formats = {base.weights_format if isinstance(base, PackedLinear) else "bf16" for base in bases}
     shapes = [(base.out_features, base.in_features) for base in bases]
     # Layers in several formats have no common product.
     kind = product_class(_capability(bases[0]), formats.pop() if len(formats) == 1 else "", shapes, dtype, kernels)
-    return W4Linear(layers, interleaved=gated) if issubclass(kind, W4Linear) else kind(layers, dtype)
+    if issubclass(kind, W4Linear):
+        return W4Linear(layers, gated, cohort)
+    return kind(layers, dtype, cohort)
 
 
-def _capability(base: nn.Linear | PackedLinear) -> tuple[int, int] | None:
+def _capability(base: Layer) -> tuple[int, int] | None:
     device = device_of(base)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,18 +32,15 @@ from qerl.checkpoints.files import (
 )
 from qerl.checkpoints.layouts import TensorInfo
 from qerl.checkpoints.tensors import converted, stream
-from qerl.formats import codecs, nf4
+from qerl.formats.codecs import CODECS, Packed, check_scales, from_checkpoint, read_nf4_state
 from qerl.host.console import log
-from qerl.host.process import SECONDS, template_ends
 from qerl.models.blocks import use_attend
 from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.structure import MISFITS, Structure, StructureError, empty_model, structure_of
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FormatError
+from qerl.settings.models import FormatError
 
-#: By format, the suffix of a tensor that only packed layers have.
-_MARKER = dict.fromkeys(codecs.PACKED_FORMATS, ".weight_packed") | {"nf4": f".{nf4.STATE_NAME}"}
 _GENERATION = "generation_config.json"
 
 
@@ -99,32 +96,29 @@ def load_model(
     `qerl.models.blocks`, because transformers' default has no soft caps. With `float32_norms`, the
     norms that can have noise keep float32 weights; the caller replaces them by modules that compute with such weights.
     Routers of experts are float32 always.
-    Tensors are read one at a time, so the memory peak is that of the model; with a GPU as `device`, host memory has at
+    Tensors are read one at a time, so the memory peak is the model's size; with a GPU as `device`, host memory has at
     most one file. Raises `CheckpointError`, which names the file and the fix.
     """
     folder = Path(folder)
-    weights_format = weights_format_of(folder)
-    structure = checkpoint_structure(folder)
-    norms = structure.noisy_norms()
-    headers = read_headers(folder)
-    check_layers(folder, headers)
+    norms, headers = checkpoint_structure(folder).noisy_norms(), read_headers(folder)
     for difference in differences(folder, headers):
         log.info("%s", difference)
-    model: PreTrainedModel = empty_model(config_of(folder), dtype)
-    if weights_format != "bf16":
-        _insert_packed(model, headers, weights_format, folder, dtype)
-    slots, tied_head = _slots(model), _tied_head(structure, model.config)
-    _check_names(slots, headers, tied_head, folder)
+    model, slots = _empty_slots(folder, headers, dtype)
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Float32Router))
     for name, tensor in stream(headers, device):
         slot = slots[name]
         wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
         _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
-    _check_scales(model, headers)
-    if tied_head is not None:
-        if tied_head in headers:
-            embedding = model.get_input_embeddings().get_parameter("weight")
-            _check_tied(model.get_parameter(tied_head), embedding, headers[tied_head])
+    for layer, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            try:
+                check_scales(module.packed)
+            except FormatError as error:
+                shard = headers[f"{layer}.{CODECS[module.weights_format].marker}"].shard
+                raise CheckpointError(f"{shard}: {layer}: {error}") from None
+    if tied := tied_weights(folder):
+        if tied[0] in headers:
+            _check_tied([model.get_parameter(name) for name in tied], headers[tied[0]])
         model.tie_weights()
     _restore_computed_buffers(model, device)
     if (folder / _GENERATION).exists():
@@ -149,54 +143,41 @@ def _generation_config(folder: Path) -> GenerationConfig:
 def check_tensors(folder: Path) -> None:
     """Raise the `CheckpointError` with which a dense checkpoint would fail to load, before any work is done with it.
 
-    Names and shapes are compared with those of config.json. Values are read of a head alone that config.json ties.
+    Names and shapes are compared with config.json's. Only a head that config.json ties has its values read.
     """
     headers = read_headers(folder)
-    check_layers(folder, headers)
-    model = empty_model(config_of(folder), torch.bfloat16)
-    slots, tied_head = _slots(model), _tied_head(checkpoint_structure(folder), model.config)
-    _check_names(slots, headers, tied_head, folder)
+    _, slots = _empty_slots(folder, headers, torch.bfloat16)
     for name, info in headers.items():
         target = getattr(slots[name].module, slots[name].name)
         if info.shape != target.shape:
             raise _mismatch(name, info, target)
-    if tied_head in headers:
-        embedding = next(n for n, slot in slots.items() if slot.module is model.get_input_embeddings())
-        head, embedded = (tensor for _, tensor in stream({n: headers[n] for n in (tied_head, embedding)}))
-        _check_tied(head, embedded, headers[tied_head])
+    tied = tied_weights(folder)
+    if tied and tied[0] in headers:
+        weights = dict(stream({name: headers[name] for name in tied}))
+        _check_tied([weights[name] for name in tied], headers[tied[0]])
 
 
-def tied_weights(folder: Path) -> set[str]:
-    """The names of the embedding's and the head's weights, if config.json ties them; else none."""
-    model = empty_model(config_of(folder), torch.bfloat16)
-    if not model.config.tie_word_embeddings:
-        return set()
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    return {f"{name}.weight" for name, module in model.named_modules() if module in ends}
+def tied_weights(folder: Path) -> tuple[str, ...]:
+    """The names of the head's and the embedding's weights, if config.json ties them; else none."""
+    structure = checkpoint_structure(folder)
+    ends = f"{structure.head}.weight", f"{structure.embedding}.weight"
+    return ends if config_of(folder).tie_word_embeddings else ()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
-    Raises CheckpointError if it needs code from the checkpoint, or has a chat template without an end.
+    Raises CheckpointError if it needs code from the checkpoint.
     """
     check_files(folder)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         raise CheckpointError(f"{folder} has a tokenizer that can't be loaded: {error}") from None
-    templates = tokenizer.chat_template
-    tokens = tuple(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
-    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
-        if not template_ends(template, tokens):
-            raise CheckpointError(
-                f"{folder} has a chat template that isn't done with a short chat after {SECONDS} s, or needs too much "
-                "memory for it; use the template of another checkpoint"
-            )
     return tokenizer
 
 
-def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, codecs.Packed]]:
+def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator[tuple[str, Packed]]:
     """Yield (layer name, packed weight) of a packed checkpoint."""
     for layer, infos in packed_tensors(headers, weights_format).items():
         yield layer, read_layer(layer, infos, weights_format)
@@ -204,7 +185,12 @@ def read_packed(headers: dict[str, TensorInfo], weights_format: str) -> Iterator
 
 def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of each layer with packed weights, by the layer's name and their own; none of a dense checkpoint."""
-    layers: dict[str, dict[str, TensorInfo]] = {layer: {} for layer in packed_layers(headers, weights_format)}
+    if weights_format == "bf16":
+        return {}
+    marker = f".{CODECS[weights_format].marker}"
+    layers: dict[str, dict[str, TensorInfo]] = {
+        name.removesuffix(marker): {} for name in headers if name.endswith(marker)
+    }
     for name, info in headers.items():
         layer, separator, _ = name.rpartition(".weight")
         if separator and layer in layers:
@@ -212,29 +198,21 @@ def packed_tensors(headers: dict[str, TensorInfo], weights_format: str) -> dict[
     return layers
 
 
-def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) -> codecs.Packed:
+def read_layer(layer: str, infos: dict[str, TensorInfo], weights_format: str) -> Packed:
     """The packed weight of a layer out of the tensors that `packed_tensors` names."""
     tensors = {name.removeprefix(layer + "."): tensor for name, tensor in stream(infos)}
     try:
-        return codecs.from_checkpoint(weights_format, tensors)
+        return from_checkpoint(weights_format, tensors)
     except FormatError as error:
         raise CheckpointError(f"{next(iter(infos.values())).shard}: {layer}: {error}") from None
 
 
-def packed_layers(headers: dict[str, TensorInfo], weights_format: str) -> list[str]:
-    """The names of the layers with packed weights."""
-    marker = _MARKER.get(weights_format)
-    if marker is None:
-        return []
-    return [name.removesuffix(marker) for name in headers if name.endswith(marker)]
-
-
 def has_packed_delta_nets(folder: Path) -> bool:
     """Whether a checkpoint has packed weights of delta nets; not if its folder has no weights."""
-    nets = checkpoint_structure(folder).layers_of_delta_nets()
+    nets = checkpoint_structure(folder).packed_nets
     if not nets or not any(folder.glob("*.safetensors")):
         return False
-    return not nets.isdisjoint(packed_layers(read_headers(folder), weights_format_of(folder)))
+    return not nets.isdisjoint(packed_tensors(read_headers(folder), weights_format_of(folder)))
 
 
 def _insert_packed(
@@ -243,7 +221,7 @@ def _insert_packed(
     """Replace the linear layers whose weights are packed in the checkpoint."""
     modules = dict(model.named_modules())
     expert_prefixes = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
-    for layer in packed_layers(headers, weights_format):
+    for layer in packed_tensors(headers, weights_format):
         dense = modules.get(layer)
         if not isinstance(dense, nn.Linear):
             raise CheckpointError(
@@ -266,30 +244,31 @@ def _insert_packed(
         model.set_submodule(layer, packed)
 
 
-def _slots(model: PreTrainedModel) -> dict[str, _Slot]:
-    """Every tensor that the checkpoint must contain, by its name there."""
+def _empty_slots(
+    folder: Path, headers: dict[str, TensorInfo], dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, _Slot]]:
+    """A checkpoint's model without weights, and every tensor that the files must have, by its name there."""
+    check_layers(folder, headers)
+    model: PreTrainedModel = empty_model(config_of(folder), dtype)
+    _insert_packed(model, headers, weights_format_of(folder), folder, dtype)
     slots = {}
     for prefix, module in model.named_modules():
-        names = [*module._parameters, *module._buffers]
-        for name in names:
+        stored = {}
+        if isinstance(module, PackedLinear):
+            codec = CODECS[module.weights_format]
+            stored = {name: codec.checkpoint_name(name) for name in module.packed_names}
+        for name in (*module._parameters, *module._buffers):
             if getattr(module, name) is None or name in module._non_persistent_buffers_set:
                 continue
-            stored = name
-            if isinstance(module, PackedLinear) and name in module.packed_names:
-                stored = codecs.checkpoint_name(module.weights_format, name)
-            slots[f"{prefix}.{stored}"] = _Slot(module, name)
-        if isinstance(module, PackedLinear) and module.weights_format == "nf4":
-            slots.setdefault(f"{prefix}.{nf4.STATE_NAME}", _Slot(module, "weight_nested_offset"))
-    return slots
+            slots[f"{prefix}.{stored.get(name, name)}"] = _Slot(module, name)
+        if stored:  # NF4's metadata, which hold an offset, have no tensor of their own without one
+            slots.setdefault(f"{prefix}.{codec.marker}", _Slot(module, "weight_nested_offset"))
+    _check_names(slots, headers, tied_weights(folder), folder)
+    return model, slots
 
 
-def _tied_head(structure: Structure, config: PreTrainedConfig) -> str | None:
-    """The name of the head's weight if config.json ties it to the embedding's."""
-    return f"{structure.head}.weight" if config.tie_word_embeddings else None
-
-
-def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_head: str | None, folder: Path) -> None:
-    missing = [name for name in slots if name not in headers and name != tied_head]
+def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: tuple[str, ...], folder: Path) -> None:
+    missing = [name for name in slots if name not in headers and name not in tied[:1]]
     superfluous = [name for name in headers if name not in slots]
     if missing and superfluous:
         raise CheckpointError(
@@ -312,14 +291,13 @@ def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied_h
 def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
     """Store a tensor of the file in its parameter or buffer."""
     module = slot.module
-    if name.endswith(nf4.STATE_NAME):
-        assert isinstance(module, PackedLinear)
+    if name.endswith(CODECS["nf4"].marker):
         try:
-            state = nf4.read_state(tensor)
+            _, offset = read_nf4_state(tensor)
         except FormatError as error:
             raise CheckpointError(f"{info.shard}: {error}") from None
-        if "nested_offset" in state:
-            module.weight_nested_offset = nf4.offset(state, tensor.device)
+        if offset is not None:
+            setattr(module, slot.name, offset)
         return
     target = getattr(module, slot.name)
     packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
@@ -337,19 +315,8 @@ def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
     )
 
 
-def _check_scales(model: PreTrainedModel, headers: dict[str, TensorInfo]) -> None:
-    """Raise `CheckpointError` if scales of a packed layer make infinity or NaN of codes."""
-    for layer, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            try:
-                codecs.check_scales(module.packed)
-            except FormatError as error:
-                marker = _MARKER[module.weights_format]
-                raise CheckpointError(f"{headers[layer + marker].shard}: {layer}: {error}") from None
-
-
-def _check_tied(head: Tensor, embedding: Tensor, info: TensorInfo) -> None:
-    if not torch.equal(head, embedding):
+def _check_tied(weights: Sequence[Tensor], info: TensorInfo) -> None:
+    if not torch.equal(*weights):
         raise CheckpointError(
             f"{info.shard} holds a head that differs from the embedding, though config.json ties them; "
             "set tie_word_embeddings to false there"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels import reference
-from qerl.kernels.operations import Operations, operations
+from qerl.kernels.operations import operations
 
 #: Rows and columns of a tile of logits. One tile exists at a time, of 64 MB in 16 bits.
 ROWS, COLUMNS = 2048, 16384
@@ -143,7 +144,7 @@ def _has_kernels(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _operations(hidden: Tensor) -> Operations:
+def _operations(hidden: Tensor) -> ModuleType:
     """Triton's operations on a GPU, or PyTorch's on other devices and for float64."""
     return operations(hidden.device) if _has_kernels(hidden) else reference
 

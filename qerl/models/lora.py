@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qerl.models.linear import PackedLinear
+from qerl.models.linear import Layer, PackedLinear, weight_of
 
 # LoRA dropout whose mask depends only on the sequence, not on the packing or the process.
 
@@ -72,16 +72,11 @@ def set_keys(modules: Iterable[KeyedDropout], keys: Sequence[Key], lengths: Sequ
 # PEFT's LoRA with leaner forward and backward passes, on dense layers and `PackedLinear`, in PEFT's file format.
 
 
-@dataclass(frozen=True)
-class _Frozen:
+class _Frozen(NamedTuple):
     """The base layer of an adapter, and the adapter's scale."""
 
-    base: nn.Linear | PackedLinear
+    base: Layer
     scale: float
-
-    def weight(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] in `dtype`, unpacked if it is packed."""
-        return self.base.dense_weight(dtype) if isinstance(self.base, PackedLinear) else self.base.weight.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -115,26 +110,32 @@ class _Operands:
         for layer, up, part in zip(self.layers, self.ups, self.parts(shrunk), strict=True):
             bias = layer.base.bias
             out = part @ up.T if bias is None else torch.addmm(bias.to(x.dtype), part, up.T)
-            outs.append(out.addmm_(x, layer.weight(x.dtype).T))
+            outs.append(out.addmm_(x, weight_of(layer.base, x.dtype).T))
         return shrunk, tuple(outs)
 
     def add_bases(self, grads: Sequence[Tensor], grad_x: Tensor) -> Tensor:
         """Add the base layers' share of the gradient of x [M, in] in place, from the outputs' gradients."""
         for layer, grad in zip(self.layers, grads, strict=True):
-            grad_x.addmm_(grad, layer.weight(grad.dtype))
+            grad_x.addmm_(grad, weight_of(layer.base, grad.dtype))
         return grad_x
 
 
 class SharedCasts:
-    """Adapters in the 16-bit dtype of passes, which all passes of an update read."""
+    """Operands of adapters that don't change for a while, which all passes read.
 
-    # In a small policy every fourth kernel of a pass would otherwise be a cast. Larger adapters are cast in each pass,
-    # as their casts would take memory.
+    These are the adapters in the 16-bit dtype of passes. With `every`, they are also those that passes read as they
+    are, and large ones.
+    """
+
+    # In a small policy every fourth kernel of an update's pass would otherwise be a cast, and the operands of each step
+    # would take an eighth of a decode step on a CPU. Larger adapters are cast in each pass of an update, as their casts
+    # would take memory.
     #: The most elements of the adapters of layers with the same input. Those of an MLP of 7B have more.
     MOST = 2**18
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, every: bool = False) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
+        self.every = every
         self._operands: dict[Any, tuple[_Operands, Sequence[Tensor]]] = {}
 
     @contextmanager
@@ -164,8 +165,9 @@ class SharedCasts:
     def operands(
         self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
     ) -> _Operands | None:
-        """The operands of layers; None if they are large, or if passes read the adapters as they are."""
-        if dtype == adapters[0].dtype or sum(part.numel() for part in adapters) > self.MOST:
+        """The operands of layers; None if passes make them."""
+        large = sum(part.numel() for part in adapters) > self.MOST
+        if not self.every and (large or dtype == adapters[0].dtype):
             return None
         if (key, dtype) not in self._operands:
             self._operands[key, dtype] = _Operands.of(layers, adapters, dtype), adapters
@@ -227,15 +229,11 @@ class LeanLoraLinear(LoraLinear):
     adapters are active, and if the base is trained.
     """
 
-    #: Operands by dtype and number of layers, the first of them this one; None outside of `constant_adapters`.
-    operands: dict[tuple[torch.dtype, int], _Operands] | None = None
-    #: The casts that passes of an update share; None outside of `SharedCasts.unchanged`.
+    #: The operands that passes share; None outside of `SharedCasts.unchanged`.
     casts: SharedCasts | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
-        if self.operands and not (args or kwargs):
-            return _products(x, None, [self])[0]
         if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
         dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
@@ -258,9 +256,6 @@ class LeanLoraLinear(LoraLinear):
 
 def products(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Outputs of layers with the same x [..., in], with fewer passes if all are plain LoRA without dropout."""
-    # Operands of the first layer alone say nothing about the others, which may have no adapter.
-    if any(count == len(layers) for _, count in getattr(layers[0], "operands", None) or ()):
-        return _products(x, None, layers)  # type: ignore[arg-type]
     lean = [layer for layer in layers if isinstance(layer, LeanLoraLinear) and layer.is_plain(x) and not layer.drops]
     return _products(x, None, lean) if len(lean) == len(layers) else tuple(layer(x) for layer in layers)
 
@@ -269,16 +264,10 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
-    operands = layers[0].operands
-    if operands is not None and dropped is None and rows is not None:
-        if (dtype, len(layers)) not in operands:
-            operands[dtype, len(layers)] = _Operands.of(*_read(layers), dtype)
-        outs = operands[dtype, len(layers)].products(rows)[1]
-    else:
-        frozen, adapters = _read(layers)
-        casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
-        shared = casts.operands(key, frozen, adapters, dtype) if casts else None
-        outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
+    frozen, adapters = _read(layers)
+    casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
+    shared = casts.operands(key, frozen, adapters, dtype) if casts else None
+    outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
 
@@ -292,23 +281,6 @@ def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]
         frozen.append(_Frozen(base, layer.scaling[name]))
         adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
     return frozen, adapters
-
-
-# To prepare them in each step takes an eighth of a small policy's decode step on a CPU.
-@contextmanager
-def constant_adapters(model: nn.Module) -> Iterator[None]:
-    """A context without gradients or changes of adapters, in which plain LoRA layers prepare theirs once.
-
-    Outputs stay the same, bit for bit.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LeanLoraLinear)]
-    try:
-        for layer in layers:
-            layer.operands = {}
-        yield
-    finally:
-        for layer in layers:
-            layer.operands = None
 
 
 class PackedLoraLinear(LeanLoraLinear):

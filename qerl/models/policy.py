@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,29 +38,25 @@ from qerl.host.provenance import share
 from qerl.models.adapter_files import (
     PREFIX,
     Base,
+    adapt_experts,
     adapter_config,
     check_taken,
+    fill_experts,
     misfit,
-    name_for_stock,
+    projections_of,
     read_adapter,
+    refused_expert_adapters,
+    save_adapter,
+    take_experts,
     write_card,
 )
 from qerl.models.blocks import fuse_attentions, make_noisy
-from qerl.models.expert_adapters import (
-    adapt_experts,
-    fill_experts,
-    projections_of,
-    refused_expert_adapters,
-    store_experts,
-    take_experts,
-)
-from qerl.models.experts import fuse_mlps
-from qerl.models.linear import POLICY_ADAPTER
+from qerl.models.experts import Experts, Float32Router, fuse_mlps
+from qerl.models.linear import POLICY_ADAPTER, PackedLinear
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.lora import key_dropout, register_lora
 from qerl.models.structure import MISFITS, Structure, structure_of
-from qerl.settings.base import ConfigError
-from qerl.settings.errors import nearest
+from qerl.settings.base import ConfigError, nearest
 from qerl.settings.run import LAYERS, AdapterSettings
 
 # Float32 copies of a policy's 16-bit weights, which the optimizer updates while passes compute with the weights.
@@ -67,7 +65,7 @@ from qerl.settings.run import LAYERS, AdapterSettings
 class Masters:
     """The master of each 16-bit weight of `lm`, with the values that `exact` has under its name.
 
-    Each gradient of such a weight is added to that of its master, in float32, and not kept.
+    Each gradient of such a weight is added to its master's gradient, in float32, and not kept.
     """
 
     def __init__(self, lm: nn.Module, exact: nn.Module) -> None:
@@ -77,14 +75,14 @@ class Masters:
             name: nn.Parameter(values[name].detach().to(weight.device, torch.float32, copy=True))
             for name, weight in self._weights.items()
         }
-        for name, weight in self._weights.items():
-            weight.register_post_accumulate_grad_hook(partial(self._move_gradient, self._masters[name]))
 
-    @staticmethod
-    def _move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        gradient, weight.grad = weight.grad.float(), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        def move_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            gradient, weight.grad = weight.grad.float(), None
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+        for name, weight in self._weights.items():
+            weight.register_post_accumulate_grad_hook(partial(move_gradient, self._masters[name]))
 
     def of(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters, with a master in place of each weight that has one."""
@@ -121,7 +119,7 @@ class ShardedRoot(nn.Module):
 
     @staticmethod
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which each process may have a shard or an addend."""
+        """A whole tensor, though each process may have a shard or an addend of it."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole: torch.Tensor = tensor.full_tensor()
@@ -250,7 +248,12 @@ class Policy:
         function is saved to the subfolder `value`: its adapter in the same layout, and its head.
         """
         if self.peft is not None:
-            self._save_adapters(self.peft, folder, base)
+            checkpoint = Path(str(self.lm.name_or_path)).resolve()
+            base = base or Base(str(checkpoint))
+            for name in self.peft.peft_config:
+                save_adapter(self.peft, name, folder if name == POLICY_ADAPTER else folder / name, base, checkpoint)
+            norms = bool(getattr(self.peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
+            write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
             if self.value_head is not None:
                 head = {name: tensor.contiguous() for name, tensor in self.value_head.state_dict().items()}
                 write_tensors(head, folder / VALUE_ADAPTER / f"{VALUE_HEAD}.safetensors")
@@ -264,24 +267,6 @@ class Policy:
             self.lm.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             share(folder)
-
-    def _save_adapters(self, peft: PeftModel, folder: Path, base: Base | None) -> None:
-        checkpoint = Path(str(self.lm.name_or_path)).resolve()
-        base = base or Base(str(checkpoint))
-        for config in peft.peft_config.values():
-            config.base_model_name_or_path, config.revision = base.name, base.revision
-            # PEFT keeps these as sets, whose order in a file would follow the process's hash seed.
-            for key in ("target_modules", "exclude_modules"):
-                if isinstance(names := getattr(config, key), set):
-                    setattr(config, key, sorted(names))
-        # Embeddings are never trained, so PEFT needn't query the hub for changes to them.
-        peft.save_pretrained(str(folder), save_embedding_layers=False)
-        store_experts(peft, folder)
-        share(folder)
-        for name in peft.peft_config:
-            name_for_stock(folder if name == POLICY_ADAPTER else folder / name, checkpoint)
-        norms = bool(getattr(peft.peft_config[POLICY_ADAPTER], "modules_to_save", None))
-        write_card(folder, base, weights_format_of(checkpoint), norms, stock_loading(checkpoint))
 
 
 def choose_device() -> torch.device:
@@ -361,30 +346,32 @@ def _lora_targets(adapter: AdapterSettings, structure: Structure) -> list[str]:
     The seven targets of the default together mean all linear layers of the blocks. Others mean the layers whose names
     end so, or the fused layer that has all of its parts among them. Raises `ConfigError` if the model lacks a target.
     """
-    targets = adapter.beside_experts
+    targets, found = adapter.beside_experts, list[str]()
     if set(targets) == set(LAYERS) != set(structure.targets):
         return list(structure.targets)
-    return list(dict.fromkeys(name for target in targets for name in _layers_of(target, targets, structure)))
-
-
-def _layers_of(target: str, targets: Sequence[str], structure: Structure) -> list[str]:
-    if any(_ends(name, target) for name in structure.linears):
-        # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
-        return [name for name in structure.targets if _ends(name, target)] or [target]
-    for fused, parts in _FUSED.items():
-        if target in parts and fused in structure.targets:
+    for target in targets:
+        fused = [name for name, parts in _FUSED.items() if target in parts and name in structure.targets]
+        if any(_ends(name, target) for name in structure.linears):
+            # The end of a name that experts' layers have too is longer, so that PEFT adapts these layers alone.
+            found += [name for name in structure.targets if _ends(name, target)] or [target]
+        elif fused:
+            parts = _FUSED[fused[0]]
             if missing := [part for part in parts if part not in targets]:
                 raise ConfigError(
-                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused}; "
+                    f"adapter.targets has {target} without {missing[0]}, and the model has both in {fused[0]}; "
                     f"name all of {', '.join(parts)}, or none"
                 )
-            return [fused]
-    experts_have_it = any(_ends(name, target) for name in structure.experts)
-    hint = f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
-    raise ConfigError(
-        f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
-        f"adapter.targets out to adapt all of them{hint}"
-    )
+            found += fused
+        else:
+            experts_have_it = any(_ends(name, target) for name in structure.experts)
+            hint = (
+                f"; experts.{target} means that of experts" if experts_have_it else nearest(target, structure.targets)
+            )
+            raise ConfigError(
+                f"adapter.targets has {target}, and the blocks of the model have {', '.join(structure.targets)}; leave "
+                f"adapter.targets out to adapt all of them{hint}"
+            )
+    return list(dict.fromkeys(found))
 
 
 def _ends(name: str, end: str) -> bool:
@@ -398,7 +385,32 @@ def with_adapter(
 
     The layers are those that the settings name, experts' too. Raises `ConfigError` as `lora_config` does.
     """
+    [policy] = with_adapters(checkpoint, [(adapter, seed)], dtype, device)
+    return policy
+
+
+def with_adapters(
+    checkpoint: Path,
+    adapters: Sequence[tuple[AdapterSettings, int]],
+    dtype: str,
+    device: torch.device | None = None,
+) -> list[Policy]:
+    """Policies of several runs on one frozen base, each as `with_adapter` makes it of adapter and seed.
+
+    They share the base's layers, and each has its own adapter, norms and noise.
+    """
     lm, tokenizer = _base(checkpoint, dtype, device)
+    models = [lm, *(_on_same_layers(lm) for _ in adapters[1:])]
+    return [_adapted(one, tokenizer, *adapter) for one, adapter in zip(models, adapters, strict=True)]
+
+
+def _on_same_layers(lm: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a frozen model's structure, whose layers and weights are those of the model."""
+    shared = [m for m in lm.modules() if isinstance(m, (nn.Linear, PackedLinear, nn.Embedding, Experts, Float32Router))]
+    return deepcopy(lm, {id(one): one for one in (*shared, *lm.parameters())})
+
+
+def _adapted(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: AdapterSettings, seed: int) -> Policy:
     torch.manual_seed(seed)
     structure = structure_of(lm.config)
     config, projections = lora_config(adapter, structure)
@@ -446,7 +458,7 @@ def load_policy(checkpoint: Path, trained: Path | None, dtype: str, device: torc
 
 def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     """A model with the adapter of a folder, frozen."""
-    config = register_lora(adapter_config(trained, (name for name, _ in lm.named_modules())))
+    config = register_lora(adapter_config(trained))
     structure = structure_of(lm.config)
     projections = take_experts(config, structure, trained)
     config.inference_mode, config.base_model_name_or_path = True, None
@@ -459,7 +471,7 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
         set_peft_model_state_dict(peft, others)
     except CheckpointError:
         raise
-    except MISFITS as error:
+    except (*MISFITS, re.error) as error:  # PEFT takes regular expressions
         raise misfit(trained, error) from None
     check_taken(peft, others, trained)
     return peft.eval().requires_grad_(False)

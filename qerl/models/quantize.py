@@ -40,14 +40,13 @@ from qerl.checkpoints.tensors import converted, finite, stream, write_tensors
 from qerl.data.prompts import prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
-from qerl.formats.codecs import Packed, check_magnitudes, dequantize, tensor_specs
+from qerl.formats.codecs import check_magnitudes, dequantize, tensor_specs
 from qerl.host.console import track
 from qerl.host.provenance import put
 from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FORMATS, FormatError
-from qerl.settings.models import CalibrationSettings, RandomErrorSettings
+from qerl.settings.models import FORMATS, CalibrationSettings, FormatError, RandomErrorSettings
 from qerl.settings.run import LAYERS
 
 # Writing of a dense checkpoint in 4 bits, shard by shard, so that memory never has the whole model.
@@ -57,7 +56,7 @@ from qerl.settings.run import LAYERS
 #: The dtype to which weights are rounded before packing, and of the tensors that stay unpacked.
 DENSE = torch.bfloat16
 
-#: The part of a layer's name that says of which expert it is.
+#: The part of a layer's name that names its expert.
 _EXPERT = re.compile(r"(?<=\.)(?:experts\.\d+|shared_expert)\.")
 #: vLLM runs these layers of a delta net as one, so they share a scale. llmcompressor knows no such pair, and so gets
 #: them by the names of one that it knows.
@@ -67,14 +66,14 @@ _GENERATION = "generation_config.json"
 _REPLACED = ("torch_dtype", "quantization_config")
 
 
-def linear_layers(source: Path, pack_delta_nets: bool = False) -> set[str]:
+def linear_layers(source: Path, pack_delta_nets: bool = False) -> frozenset[str]:
     """Names of the linear layers of the blocks (all that the formats quantize) of the checkpoint `source`.
 
     Those of delta nets are among them where they are to be packed. Raises `CheckpointError` if there are none then.
     """
 
     structure = checkpoint_structure(source)
-    if pack_delta_nets and not structure.layers_of_delta_nets():
+    if pack_delta_nets and not structure.packed_nets:
         raise CheckpointError(
             f"{source} has no delta nets, which pack_delta_nets would pack; leave pack_delta_nets out"
         )
@@ -95,8 +94,8 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
     headers = read_headers(source)
     layers = {f"{layer}.weight" for layer in linear_layers(source, pack_delta_nets)}
     others = _other_matrices(source, headers, layers)
-    packer = _CompressedTensors(scheme, others) if (scheme := FORMATS[weights_format].scheme) else _NF4(others)
-    partners = {name: packer.partners(name) & layers for name in layers}
+    packer = _CompressedTensors(weights_format, others) if FORMATS[weights_format].scheme else _NF4(others)
+    partners = packer.partners(layers)
     members = set().union(*partners.values())
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -128,11 +127,11 @@ def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[st
 
 
 def write_shards(headers: dict[str, TensorInfo], target: Path, tensors_of: Callable[[str], dict[str, Tensor]]) -> None:
-    """Write into the new folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
+    """Write into the folder `target` what `tensors_of` makes of each tensor's name, in as many files as before.
 
-    The files have the names of those of `headers`, so that stock classes read them.
+    The files have the same names as the files of `headers`, so that stock classes read them.
     """
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     shards, named = by_shard(headers), names_in_files(headers)
     weight_map: dict[str, str] = {}
     size = 0
@@ -175,38 +174,47 @@ def _known(name: str) -> str:
     return _EXPERT.sub("", name)
 
 
-def _own(expert: re.Match[str] | None, name: str) -> str:
-    """The name of a layer, given the one that llmcompressor knows and the expert that it is of."""
-    for name_in_file, known in _PAIR.items():
-        name = name.replace(known, name_in_file)
-    return name if expert is None else name[: expert.start()] + expert.group() + name[expert.start() :]
+def compressed_config(weights_format: str, ignore: list[str]) -> Any:
+    """compressed-tensors' configuration of a checkpoint whose linear layers are packed, but for those to `ignore`."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+
+    packed = FORMATS[weights_format]
+    scheme = preset_name_to_scheme(packed.scheme, ["Linear"])
+    scheme.format = packed.layout
+    status = QuantizationStatus.COMPRESSED
+    groups = {"group_0": scheme}
+    return QuantizationConfig(config_groups=groups, ignore=ignore, format=packed.layout, quantization_status=status)
 
 
 class _CompressedTensors:
     """A scheme of weights alone by llmcompressor's quantization without a model."""
 
-    def __init__(self, name: str, ignore: list[str]) -> None:
+    def __init__(self, weights_format: str, ignore: list[str]) -> None:
         quiet()
-        # The imports take seconds, so only a process that quantizes pays for them.
-        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+        # The import takes seconds, so only a process that quantizes pays for it.
         from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
-        scheme = preset_name_to_scheme(name, ["Linear"])
-        self._converter = ModelFreePtqConverter(QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignore))
+        self._config = compressed_config(weights_format, ignore)
+        self._converter = ModelFreePtqConverter(self._config)
 
-    def partners(self, name: str) -> set[str]:
-        expert = _EXPERT.search(name)
-        return {_own(expert, partner) for partner in self._converter.get_dependencies(_known(name))}
+    def partners(self, layers: set[str]) -> dict[str, set[str]]:
+        """The other layers with which layers share a scale, by the first of them; all are names of weights."""
+        found = {}
+        named = {("".join(_EXPERT.findall(name)), _known(name)): name for name in layers}
+        for (expert, known), name in named.items():
+            others = ((expert, other) for other in self._converter.get_dependencies(known))
+            found[name] = {named[other] for other in others if other in named}
+        return found
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        expert = _EXPERT.search(next(iter(weights)))
+        named = {_known(name).removesuffix("weight"): name.removesuffix("weight") for name in weights}
         packed = self._converter.process({_known(name): weight for name, weight in weights.items()})
-        return {_own(expert, name): tensor for name, tensor in packed.items()}
+        parts = ((key.rpartition("."), tensor) for key, tensor in packed.items())
+        return {f"{named[f'{layer}.']}{part}": tensor for (layer, _, part), tensor in parts}
 
     def describe(self) -> dict[str, Any]:
-        described = self._converter.update_config(None).model_dump(mode="json")
-        named = {"quant_method": "compressed-tensors", "version": version("compressed-tensors")}
-        return {**described, **named, "transform_config": {}}
+        named = {"version": version("compressed-tensors"), "transform_config": {}}
+        return self._config.model_dump(mode="json") | named
 
 
 class _NF4:
@@ -216,8 +224,8 @@ class _NF4:
         # Without a list transformers leaves the head dense by itself.
         self._ignore = ignore if len(ignore) > 1 else None
 
-    def partners(self, name: str) -> set[str]:
-        return set()
+    def partners(self, layers: set[str]) -> dict[str, set[str]]:
+        return {}
 
     def pack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         from bitsandbytes.functional import quantize_4bit
@@ -259,31 +267,27 @@ def write_random_error(source: Path, target: Path, error: RandomErrorSettings) -
         write_packed(source, packed, error.of)
         rounded = dict(read_packed(read_headers(packed), error.of))
     headers = read_headers(source)
-    write_shards(headers, target, lambda name: {name: _with_error(name, headers[name], rounded, error)})
+
+    def with_error(name: str) -> dict[str, Tensor]:
+        [(_, stored)] = stream({name: headers[name]})
+        dense = converted(headers[name], stored, DENSE)
+        packed = rounded.get(name.removesuffix(".weight"))
+        if packed is None:
+            return {name: dense}
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        generator = np.random.Generator(np.random.Philox(key=np.array([error.seed or 0, key], dtype=np.uint64)))
+        normal = torch.from_numpy(generator.standard_normal(tuple(dense.shape), dtype=np.float32))
+        drawn = group_error(dense.float(), dequantize(packed, torch.float32), FORMATS[error.of].group_size, normal)
+        return {name: (dense.float() + math.sqrt(error.variance) * drawn).to(DENSE)}
+
+    write_shards(headers, target, with_error)
     write_config(source, target)
-
-
-def _with_error(name: str, info: TensorInfo, rounded: dict[str, Packed], error: RandomErrorSettings) -> Tensor:
-    [(_, weight)] = stream({name: info})
-    dense = converted(info, weight, DENSE)
-    packed = rounded.get(name.removesuffix(".weight"))
-    if packed is None:
-        return dense
-    normal = _standard_normal(name, error.seed or 0, dense.shape)
-    drawn = group_error(dense.float(), dequantize(packed, torch.float32), FORMATS[error.of].group_size, normal)
-    return (dense.float() + math.sqrt(error.variance) * drawn).to(DENSE)
 
 
 def group_error(weight: Tensor, rounded: Tensor, group: int, normal: Tensor) -> Tensor:
     """`normal` draws scaled in each group of a row to the mean square of rounding's error; all [out, in]."""
     squares = (rounded - weight).square().unflatten(-1, (-1, group)).mean(-1, keepdim=True)
     return (normal.unflatten(-1, (-1, group)) * squares.sqrt()).flatten(-2)
-
-
-def _standard_normal(name: str, seed: int, shape: torch.Size) -> Tensor:
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, key], dtype=np.uint64)))
-    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))
 
 
 # AWQ (arXiv 2306.00978) by llmcompressor: equalise a dense model so that rounding it to 4 bits costs less.
@@ -366,7 +370,7 @@ def equalise(
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     rounding = QuantizationModifier(targets="Linear", scheme=FORMATS[weights_format].scheme, ignore=["lm_head"])
-    processor: Any = tokenizer  # without one the library asks the folder for that of images
+    processor: Any = tokenizer  # without one the library asks the folder for a processor of images
     rows: Any = [{"input_ids": torch.tensor([text])} for text in texts]
     batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
     oneshot(model=model, recipe=[_modifier(), rounding], dataset=batches, processor=processor)
@@ -378,6 +382,8 @@ def _modifier() -> Any:
     from llmcompressor.pipelines.cache import IntermediatesCache
 
     host = torch.device("cpu")
+    if torch.accelerator.is_available():
+        return AWQModifier(offload_device=host)
 
     class Unpinned(IntermediatesCache):
         def pin_memory(self, *_: Any) -> None: ...
@@ -390,8 +396,7 @@ def _modifier() -> Any:
             for module in self._parent_args_cache:
                 self._parent_args_cache[module] = Unpinned(None, host)
 
-    modifier = AWQModifier if torch.accelerator.is_available() else CPUModifier
-    return modifier(offload_device=host)
+    return CPUModifier(offload_device=host)
 
 
 # Quantize dense checkpoints: NVFP4 and MXFP4 by llmcompressor, NF4 by bitsandbytes, as these libraries save them.
@@ -463,7 +468,7 @@ def quantization_report(
 ) -> dict[str, Any]:
     """Size and error of a quantized checkpoint.
 
-    size_bytes is that of the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
+    size_bytes counts the weight files. bits_per_weight is over the linear layers of the blocks, scales included,
     and bits_per_weight_model over all parameters. relative_error is |W - W_hat| / |W| (Frobenius) by layer type
     ("q_proj").
     """
@@ -495,27 +500,24 @@ def _dense_headers(source: Path) -> dict[str, TensorInfo]:
 
 
 def _relative_errors(
-    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: set[str]
+    dense: dict[str, TensorInfo], headers: dict[str, TensorInfo], weights_format: str, layers: frozenset[str]
 ) -> dict[str, float]:
-    if weights_format == "bf16":
-        stored: Iterable[tuple[str, Tensor]] = ((layer, _weight(layer, headers).float()) for layer in sorted(layers))
-    else:
+    def weight_of(layer: str, infos: dict[str, TensorInfo]) -> Tensor:
+        [(_, weight)] = stream({f"{layer}.weight": infos[f"{layer}.weight"]})
+        return weight
+
+    def squares(values: Tensor) -> float:
+        return torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2
+
+    stored: Iterable[tuple[str, Tensor]] = ((layer, weight_of(layer, headers).float()) for layer in sorted(layers))
+    if weights_format != "bf16":
         packed = read_packed(headers, weights_format)
         stored = ((layer, dequantize(weight, torch.float32)) for layer, weight in packed)
     error: dict[str, float] = defaultdict(float)
     norm: dict[str, float] = defaultdict(float)
     for layer, rounded in stored:
-        kind, weight = layer.rpartition(".")[2], _weight(layer, dense)
-        error[kind] += _squares(rounded.sub_(weight))
-        norm[kind] += _squares(weight)
+        kind, weight = layer.rpartition(".")[2], weight_of(layer, dense)
+        error[kind] += squares(rounded.sub_(weight))
+        norm[kind] += squares(weight)
     # Weights of zero are packed without an error.
     return {kind: math.sqrt(error[kind] / (norm[kind] or 1.0)) for kind in sorted(error)}
-
-
-def _weight(layer: str, headers: dict[str, TensorInfo]) -> Tensor:
-    [(_, weight)] = stream({f"{layer}.weight": headers[f"{layer}.weight"]})
-    return weight
-
-
-def _squares(values: Tensor) -> float:
-    return torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2

@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, product
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any, cast
 
 import torch
@@ -30,7 +32,6 @@ from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, lora_config, use_own_modules
 from qerl.models.structure import empty_model, structure_of
-from qerl.settings.formats import FORMATS
 from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
 
@@ -110,28 +111,22 @@ def write_tokenizer(folder: Path, texts: Sequence[str], known: int = VOCABULARY 
     tokenizer.train_from_iterator(texts, trainer)
     learned: Any = json.loads(tokenizer.to_str())["model"]
     vocabulary, merges = learned["vocab"], [tuple(pair) for pair in learned["merges"]]
-    count = min(known - len(ADDED), VOCABULARY)
-    for pair in _letter_merges():  # the id of a token is 256 and the rank of its merge
-        if len(vocabulary) == count:
+    size = min(known - len(ADDED), VOCABULARY)
+    letters = [*ascii_lowercase, *ascii_uppercase]
+    # Merges build every string of letters from the one that is a letter shorter. The id of a token is 256 and the rank
+    # of its merge.
+    pairs = (("".join(stem), letter) for n in count(2) for *stem, letter in product(letters, repeat=n))
+    for pair in pairs:
+        if len(vocabulary) == size:
             break
         if "".join(pair) not in vocabulary:
             vocabulary["".join(pair)] = len(vocabulary)
             merges.append(pair)
-    added = {count + n: AddedToken(token, special=token in SPECIAL, normalized=False) for n, token in enumerate(ADDED)}
+    added = {size + n: AddedToken(token, special=token in SPECIAL, normalized=False) for n, token in enumerate(ADDED)}
     options: dict[str, Any] = {"vocab": vocabulary, "merges": merges, "unk_token": None, "eos_token": END}
     options |= {"added_tokens_decoder": added, "extra_special_tokens": [*SPECIAL[1:]]}
     options |= {"chat_template": _TEMPLATE, "model_max_length": 131072}
     Qwen2Tokenizer(**options).save_pretrained(folder)
-
-
-def _letter_merges() -> Iterator[tuple[str, str]]:
-    """Merges that build every string of two or more letters from the one that is a letter shorter, short ones first."""
-    letters = [*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"]
-    stems = letters
-    while True:
-        for stem in stems:
-            yield from ((stem, letter) for letter in letters)
-        stems = [stem + letter for stem in stems for letter in letters]
 
 
 # Random checkpoints of Qwen2.5's architectures, in the layout of its repositories on the hub.
@@ -171,32 +166,6 @@ def random_config(size: str) -> PreTrainedConfig:
     return AutoConfig.for_model(**config_of(size))
 
 
-#: `quantization_config` of a checkpoint in NVFP4, as llmcompressor writes it.
-QUANTIZATION: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "format": "nvfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "tensor_group",
-                "group_size": FORMATS["nvfp4"].group_size,
-                "symmetric": True,
-                "dynamic": False,
-            },
-        }
-    },
-}
-
-
 # Models of known shapes with random weights: any decoder whose structure the package reads.
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -211,7 +180,7 @@ def random_model(size: str, weights: str, device: torch.device, packed_nets: boo
     config = random_config(size)
     lm: Any = empty_model(config, torch.bfloat16)
     structure = structure_of(config)
-    packed = [name for name in structure.packed_layers(packed_nets) if weights != "bf16"]
+    packed = [name for name in sorted(structure.packed_layers(packed_nets)) if weights != "bf16"]
     if structure.experts and config.model_type in EXPERTS_ALONE:
         packed = [name for name in packed if ".experts." in name]
     if any("rotary_emb" not in name for name, _ in lm.named_buffers()):
@@ -290,5 +259,5 @@ def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> It
     finally:
         assert policy.peft is not None
         policy.peft.unload()
-        for name, parameter in base.lm.named_parameters():  # norms are those of the adapter, trained in float32
+        for name, parameter in base.lm.named_parameters():  # norms are the adapter's, trained in float32
             parameter.data = parameter.requires_grad_(False).data.to(dtypes[name])

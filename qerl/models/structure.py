@@ -8,14 +8,12 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
-from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -50,6 +48,10 @@ MISFITS = (
 
 class StructureError(UserError):
     """A model whose structure this project doesn't handle. The message is one sentence for the user."""
+
+
+def _unsupported(kind: str, reason: str) -> StructureError:
+    return StructureError(f"model_type={kind!r} isn't supported, because {reason}")
 
 
 def rope_types(config: PreTrainedConfig) -> set[str]:
@@ -110,54 +112,23 @@ def check_dropout(lm: nn.Module, kind: str) -> None:
     by a function.
     """
     for name, module in lm.named_modules():
-        probability = module.p if isinstance(module, nn.Dropout) else getattr(module, "layerdrop", 0.0)
-        if probability > 0:
-            raise StructureError(
-                f"model_type={kind!r} has dropout of {probability} in {name}, which updates don't support; set its "
-                "probability to 0 in config.json"
-            )
-        if (jitter := getattr(module, "jitter_noise", 0.0)) > 0:
-            raise StructureError(
-                f"model_type={kind!r} has noise of {jitter} in {name}, which updates don't support; set "
-                "router_jitter_noise to 0 in config.json"
-            )
+        drops = module.p if isinstance(module, nn.Dropout) else getattr(module, "layerdrop", 0.0)
+        jitter = getattr(module, "jitter_noise", 0.0)
+        for what, probability, key in (("dropout", drops, "its probability"), ("noise", jitter, "router_jitter_noise")):
+            if probability > 0:
+                raise StructureError(
+                    f"model_type={kind!r} has {what} of {probability} in {name}, which updates don't support; set "
+                    f"{key} to 0 in config.json"
+                )
 
 
-def attention_dropout(attention: nn.Module) -> float:
-    """The probability that a module of attention passes on. Persimmon has a module of that name, and GLM takes null."""
-    dropout = getattr(attention, "attention_dropout", 0.0)
-    return dropout if isinstance(dropout, float) else 0.0
-
-
-# What a forward pass of a decoder calls, on the meta device, where it has no weights.
+# What a forward pass of a decoder calls, on the meta device, where it has no weights. Its head reads numbers.
 
 _TRACED = "qerl-structure"
-
-
-class _Elementwise(TorchDispatchMode):
-    """Notes products of tensors with numbers, and tanh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: What it reads, the number, or None of tanh, and its result.
-        self.steps: list[tuple[Tensor, float | None, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor) and isinstance(args[1], (int, float)):
-            self.steps.append((args[0], args[1] if func is torch.ops.aten.mul.Tensor else 1 / args[1], out))
-        elif func is torch.ops.aten.tanh.default:
-            self.steps.append((args[0], None, out))
-        return out
-
-    def between(self, before: Tensor, after: Tensor) -> list[float | None] | None:
-        """What makes one tensor the other: nothing for the same one or a view; None if other operations do."""
-        numbers = []
-        for tensor, number, result in self.steps:
-            if is_view(tensor, before) and not is_view(after, before):
-                numbers.append(number)
-                before = result
-        return numbers if is_view(after, before) else None
+#: Weights of the head in that pass. Logits of small products show the factor, logits of large ones the cap.
+_PRODUCTS = torch.logspace(-9, 6, 31, dtype=torch.float64)
+#: The last hidden states of its two tokens.
+_ONE = torch.ones(1, 2, 1, dtype=torch.float64)
 
 
 @dataclass
@@ -176,6 +147,13 @@ class Trace:
         """Note a call of a module, as a forward hook."""
         if inputs and isinstance(output, Tensor):
             self.inputs[module], self.outputs[module] = inputs[0], output
+
+
+class _Head(nn.Linear):
+    """A head with numbers, which leaves what has none as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.is_meta else super().forward(x)
 
 
 def _attend(
@@ -202,45 +180,68 @@ AttentionMaskInterface.register(_TRACED, sdpa_mask)
 @torch.inference_mode(False)  # a caller's inference mode refuses in-place operations of some models
 @torch.no_grad()
 def traced(lm: Any, kind: str) -> Trace:
-    """A forward pass over two tokens, with the arguments of `qerl.models.blocks.token_hidden`."""
+    """A forward pass over two tokens, with the arguments of `qerl.models.blocks.token_hidden`.
+
+    The head of `lm` is replaced by one that multiplies by `_PRODUCTS`.
+    """
     if "position_ids" not in signature(lm.base_model.forward).parameters:
-        raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass takes no position_ids")
+        raise _unsupported(kind, "its forward pass takes no position_ids")
     if not lm._can_set_attn_implementation():
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because its attention isn't transformers' interface"
-        )
+        raise _unsupported(kind, "its attention isn't transformers' interface")
     lm.set_attn_implementation(_TRACED)
     for module in lm.modules():
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"  # others read values of position_ids, which a meta tensor doesn't have
+    head = lm.get_output_embeddings()
+    probe = _Head(1, len(_PRODUCTS), bias=getattr(head, "bias", None) is not None, dtype=torch.float64)
+    for parameter in probe.parameters():
+        parameter.copy_(_PRODUCTS.view_as(parameter))
+    if isinstance(head, nn.Linear):
+        lm.set_submodule(_name_of(lm, head), probe)
     misfit: Exception | None = None
     for settings in ({"packing": True}, {}):
         try:
-            return _pass(lm, settings)
+            return _pass(lm, probe, settings)
         except StructureError:
             raise
         except MISFITS as error:
             misfit = misfit or error
-    raise StructureError(f"model_type={kind!r} isn't supported, because its forward pass fails ({misfit})") from misfit
+    raise _unsupported(kind, f"its forward pass fails ({misfit})") from misfit
 
 
-def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
-    trace, last = Trace(takes_packed_rows=bool(settings)), []
+def _pass(lm: Any, head: nn.Module, settings: dict[str, Any]) -> Trace:
+    # The head reads 1, unless the model computes the last hidden states by other modules than `token_hidden` does.
+    trace, bases, found = Trace(takes_packed_rows=bool(settings)), [], None
+
+    def ones(base: nn.Module, _: Any, output: Any) -> Any:
+        bases.append(base)
+        return type(output)(last_hidden_state=_ONE)
+
     hooks = [module.register_forward_hook(trace.note) for module in lm.modules()]
-    hooks.append(lm.base_model.register_forward_hook(lambda _, __, output: last.append(output.last_hidden_state)))
+    hooks.append(lm.base_model.register_forward_hook(ones))
     with torch.device("meta"):
         ids, positions = torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None]
         mask = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     token = _TRACE.set(trace)
     try:
-        with Dropouts() as dropouts, _Elementwise() as elementwise:
+        with Dropouts() as dropouts:
             output = lm(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **settings)
+        if not output.logits.is_meta:
+            found = _scale_and_cap(head(_ONE)[0, 0], output.logits[0, 0])
+    except MISFITS:
+        if not bases:
+            raise
     finally:
         _TRACE.reset(token)
         for hook in hooks:
             hook.remove()
-    # `token_hidden` calls this module, which a model that calls its parts alone leaves out.
-    trace.logit_scale, trace.logit_cap = _logits_of(lm, trace, last[0] if last else None, output.logits, elementwise)
+    if found is None:
+        raise _unsupported(
+            lm.config.model_type,
+            "its logits aren't the product of the last hidden states and the head's weight, with or without a factor "
+            "and a soft cap",
+        )
+    trace.logit_scale, trace.logit_cap = found
     if max(dropouts.probabilities, default=0) > 0:
         values = lm.config.to_dict().items()
         keys = [key for key, value in values if "drop" in key and isinstance(value, float) and value > 0]
@@ -251,39 +252,13 @@ def _pass(lm: Any, settings: dict[str, Any]) -> Trace:
     return trace
 
 
-def _logits_of(
-    lm: Any, trace: Trace, hidden: Tensor | None, logits: Tensor, elementwise: _Elementwise
-) -> tuple[float, float | None]:
-    """Scale and cap of the logits, `Structure.logit_scale` and `logit_cap`.
-
-    A factor of the hidden states is one of the logits. Raises `StructureError` if they are computed in another way.
-    """
-    head = lm.get_output_embeddings()
-    read, products = trace.inputs.get(head), trace.outputs.get(head)
-    # Operations in place would change the version.
-    if isinstance(head, nn.Linear) and not (read is None or hidden is None or products is None or products._version):
-        before, after = elementwise.between(hidden, read), elementwise.between(products, logits)
-        if (both := _scale_and_cap(before, after, head.bias is not None)) is not None:
-            return both
-    raise StructureError(
-        f"model_type={lm.config.model_type!r} isn't supported, because its logits aren't the product of the last "
-        "hidden states and the head's weight, with or without a factor and a soft cap"
-    )
-
-
-def _scale_and_cap(
-    before: list[float | None] | None, after: list[float | None] | None, bias: bool
-) -> tuple[float, float | None] | None:
-    """What the operations before and after the head amount to; None if that isn't a scale and perhaps a cap."""
-    # A bias doesn't get a factor of the hidden states.
-    if before is None or after is None or None in before or (before and bias):
-        return None
-    end = after.index(None) if None in after else len(after)
-    inner, outer = [*before, *after[:end]], after[end + 1 :]
-    if None in outer:
-        return None
-    scale, cap = (prod(cast(list[float], part), start=1.0) for part in (inner, outer))
-    return (scale, cap if None in after else None) if scale > 0 and cap > 0 else None
+def _scale_and_cap(products: Tensor, logits: Tensor) -> tuple[float, float | None] | None:
+    """`Structure.logit_scale` and `logit_cap` of logits, given the head's products; None if they aren't such."""
+    slope, top = (logits[0] / products[0]).item(), logits[-1].item()
+    linear = torch.allclose(logits, slope * products, rtol=1e-5)
+    scale, cap = (slope, None) if linear else (slope / top, top)
+    fits = linear or torch.allclose(logits, top * (scale * products).tanh(), rtol=1e-5)
+    return (scale, cap) if fits and scale > 0 and (cap is None or cap > 0) else None
 
 
 def is_view(tensor: Tensor, base: Tensor | None) -> bool:
@@ -310,7 +285,7 @@ _KNOWN = {
 #: The name of attention's parameter of scores that no token has.
 _SINKS = "sinks"
 #: Values of `model_type` with which stock PEFT is tested to adapt layers beside experts that have names as experts'.
-#: In other models it takes such a name for that of experts.
+#: In other models it takes such a name for the name of experts' layers.
 _SHARED = ("qwen2_moe", "qwen3_5_moe_text")
 #: Modules whose parameters are neither linear layers' nor norms'.
 _WITH_PARAMETERS = (Float32Router, PackedDeltaNet)
@@ -326,6 +301,8 @@ class Structure:
     """Name of the list of blocks, such as "model.layers"."""
     head: str
     """Name of the output head, such as "lm_head"."""
+    embedding: str
+    """Name of the embedding of tokens, such as "model.embed_tokens"."""
     linears: tuple[str, ...]
     """The linear layers that can have adapters, such as "self_attn.q_proj". A block may have some of them.
 
@@ -333,10 +310,10 @@ class Structure:
     """
     experts: tuple[str, ...]
     """The linear layers of experts, such as "mlp.experts.0.up_proj". A block may have none."""
-    packed: tuple[tuple[str, ...], ...]
-    """The linear layers of each block that are quantized: all but those of delta nets and gates of one number."""
-    packed_nets: tuple[tuple[str, ...], ...]
-    """The layers of each block's delta net that can be packed too: all but those of b and a."""
+    packed: frozenset[str]
+    """Full names of the linear layers that are quantized: all but delta nets' layers and gates of one number."""
+    packed_nets: frozenset[str]
+    """Full names of the layers of delta nets that can be packed too: all but the layers of b and a."""
     norms: dict[str, str]
     """The norm that the projections of "attention", and of "mlp", read. One norm may feed both: it is attention's.
 
@@ -360,9 +337,13 @@ class Structure:
     @property
     def targets(self) -> tuple[str, ...]:
         """Ends of the linear layers' names, such as "q_proj", or "shared_expert.up_proj" beside experts' "up_proj"."""
-        expert_ends = {name.rpartition(".")[2] for name in self.experts}
-        parts = (name.split(".") for name in self.linears)
-        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in expert_ends else part[-1:]) for part in parts))
+        experts, parts = self.expert_layers, (name.split(".") for name in self.linears)
+        return tuple(dict.fromkeys(".".join(part[-2:] if part[-1] in experts else part[-1:]) for part in parts))
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Last parts of the names of each expert's layers, in order, such as "up_proj"."""
+        return tuple(dict.fromkeys(map(_end, self.experts)))
 
     def noisy_norms(self) -> dict[str, tuple[int, str]]:
         """Layer and role ("attention", "mlp") of each norm that can be trained and have noise, by its full name."""
@@ -371,16 +352,9 @@ class Structure:
         layers = range(len(self.windows))
         return {f"{self.blocks}.{i}.{name}": (i, role) for i in layers for role, name in self.norms.items()}
 
-    def packed_layers(self, nets: bool = False) -> set[str]:
-        """Full names of the linear layers that are quantized, with or without those of delta nets."""
-        return self._full_names(self.packed) | (self.layers_of_delta_nets() if nets else set())
-
-    def layers_of_delta_nets(self) -> set[str]:
-        """Full names of the layers that can be packed too; none of a model without delta nets."""
-        return self._full_names(self.packed_nets)
-
-    def _full_names(self, blocks: tuple[tuple[str, ...], ...]) -> set[str]:
-        return {f"{self.blocks}.{i}.{name}" for i, names in enumerate(blocks) for name in names}
+    def packed_layers(self, nets: bool = False) -> frozenset[str]:
+        """Full names of the linear layers that are quantized, with or without the layers of delta nets."""
+        return self.packed | self.packed_nets if nets else self.packed
 
 
 _structures: dict[str, Structure] = {}
@@ -403,56 +377,49 @@ def _find(lm: Any) -> Structure:
     trace = traced(lm, kind)
     windows = tuple(_window(block, f"{blocks}.{index}", trace, kind) for index, block in enumerate(layers))
     if not trace.attention:
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because no block has attention, which transformers' cache needs to "
-            "count tokens"
-        )
+        raise _unsupported(kind, "no block has attention, which transformers' cache needs to count tokens")
     _check_windows(lm.config, windows, kind)
-    if not trace.takes_packed_rows and any(map(_delta_net, layers)):
-        raise StructureError(f"model_type={kind!r} isn't supported, because its delta nets need packed rows")
-    linears = [tuple(name for name in _linears(block) if not _is_gate(block, name)) for block in layers]
+    if not trace.takes_packed_rows and any(_within(block, PackedDeltaNet) for block in layers):
+        raise _unsupported(kind, "its delta nets need packed rows")
+    # Persimmon has a module of that name, and GLM takes null.
+    dropouts = (getattr(module, "attention_dropout", None) for module in trace.attention)
     norms = [dict(_norms(block, trace)) for block in layers]
     if any(one != norms[0] for one in norms):
         raise StructureError(f"model_type={kind!r} has blocks that differ in their norms, which isn't supported")
     offsets = {offset_of(block.get_submodule(name)) for block in layers for name in norms[0].values()}
-    every = dict.fromkeys(name for names in linears for name in names)
-    experts = dict.fromkeys(name for block in layers for name in _linears(block) if _is_within(block, name, Experts))
+    parts = [_parts(block) for block in layers]
+    full = {f"{blocks}.{i}.{name}": part for i, block in enumerate(parts) for name, part in block.items()}
+    every = {name: part for block in parts for name, part in block.items()}
+    experts = tuple(name for name, part in every.items() if part == "expert")
     if experts and not _reads_each_expert(kind) and not any(map(_has_biased_experts, layers)):
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because transformers reads its experts as stacks alone"
-        )
-    expert_ends = set() if kind in _SHARED else {name.rpartition(".")[2] for name in experts}
+        raise _unsupported(kind, "transformers reads its experts as stacks alone")
+    expert_ends = set() if kind in _SHARED else set(map(_end, experts))
     return Structure(
         kind=kind,
         blocks=blocks,
-        head=next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings()),
-        linears=tuple(n for n in every if n not in experts and n.rpartition(".")[2] not in expert_ends),
-        experts=tuple(experts),
-        packed=tuple(
-            tuple(name for name in names if not _is_within(block, name, PackedDeltaNet))
-            for block, names in zip(layers, linears, strict=True)
-        ),
-        packed_nets=tuple(
-            tuple(
-                name
-                for name in names
-                if _is_within(block, name, PackedDeltaNet) and name.rpartition(".")[2] in PACKABLE
-            )
-            for block, names in zip(layers, linears, strict=True)
-        ),
+        head=_name_of(lm, lm.get_output_embeddings()),
+        embedding=_name_of(lm, lm.get_input_embeddings()),
+        linears=tuple(name for name in every if name not in experts and _end(name) not in expert_ends),
+        experts=experts,
+        packed=frozenset(name for name, part in full.items() if part != "delta net"),
+        packed_nets=frozenset(name for name, part in full.items() if part == "delta net" and _end(name) in PACKABLE),
         norms=norms[0],
         offset=offsets.pop() if len(offsets) == 1 else None,
         windows=windows,
-        attention_dropout=max(attention_dropout(module) for module in trace.attention),
+        attention_dropout=max((one for one in dropouts if isinstance(one, float)), default=0.0),
         takes_packed_rows=trace.takes_packed_rows,
         logit_scale=trace.logit_scale,
         logit_cap=trace.logit_cap,
-        block_weights=sum(
-            cast(nn.Linear, block.get_submodule(name)).weight.numel()
-            for block, names in zip(layers, linears, strict=True)
-            for name in names
-        ),
+        block_weights=sum(lm.get_submodule(name).get_parameter("weight").numel() for name in full),
     )
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _name_of(lm: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in lm.named_modules() if module is part)
 
 
 def _reads_each_expert(kind: str) -> bool:
@@ -462,7 +429,7 @@ def _reads_each_expert(kind: str) -> bool:
 
 
 def _has_biased_experts(block: nn.Module) -> bool:
-    """Whether experts of a block have biases, as those of gpt-oss, whose stacks are packed as published."""
+    """Whether experts of a block have biases, as in gpt-oss, whose stacks are packed as published."""
     layers = (layer for module in block.modules() if isinstance(module, Experts) for layer in module.modules())
     return any(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers)
 
@@ -471,24 +438,24 @@ def _linears(block: nn.Module) -> Iterator[str]:
     return (name for name, module in block.named_modules() if isinstance(module, nn.Linear))
 
 
-def _is_within(block: nn.Module, name: str, kind: type[nn.Module]) -> bool:
-    """Whether a module is one of a class, or within one."""
-    parts = name.split(".")
-    return any(isinstance(block.get_submodule(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+def _within(block: nn.Module, *kinds: type[nn.Module]) -> tuple[str, ...]:
+    """Prefixes of the names of what is in a block's modules of some classes."""
+    return tuple(f"{name}." for name, module in block.named_modules() if isinstance(module, kinds))
 
 
-def _delta_net(block: nn.Module) -> str | None:
-    """Name of the block's delta net."""
-    return next((name for name, module in block.named_modules() if isinstance(module, PackedDeltaNet)), None)
+def _parts(block: nn.Module) -> dict[str, str]:
+    """The linear layers of a block and what each is in: an "expert", a "delta net", or the "block".
 
-
-def _is_gate(block: nn.Module, name: str) -> bool:
-    """Whether a linear layer gives one number, as a shared expert's gate does. It is as small as a router.
-
-    A delta net may have one head.
+    Without those that give one number, as a shared expert's gate does, which is as small as a router. A delta net may
+    have one head.
     """
-    layer = block.get_submodule(name)
-    return isinstance(layer, nn.Linear) and layer.out_features == 1 and not _is_within(block, name, PackedDeltaNet)
+    experts, nets, parts = _within(block, Experts), _within(block, PackedDeltaNet), {}
+    for name in _linears(block):
+        if name.startswith(nets):
+            parts[name] = "delta net"
+        elif block.get_submodule(name).out_features != 1:
+            parts[name] = "expert" if name.startswith(experts) else "block"
+    return parts
 
 
 def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
@@ -507,50 +474,39 @@ def _blocks(lm: Any, kind: str) -> tuple[str, list[nn.Module]]:
 
 def _check_parameters(block: nn.Module, name: str, kind: str) -> None:
     """Raise `StructureError` for a parameter that is in neither a linear layer nor a norm, and for a linear router."""
+    known = _within(block, nn.Linear, *_WITH_PARAMETERS)
     for path, module in block.named_modules():
         for part, parameter in module.named_parameters(recurse=False):
             leaf = next(module.children(), None) is None and parameter.ndim == 1 and part in ("weight", "bias")
-            known = isinstance(module, nn.Linear) or any(_is_within(block, path, one) for one in _WITH_PARAMETERS)
-            if not known and not leaf and part != _SINKS:
+            if not f"{path}.".startswith(known) and not leaf and part != _SINKS:
                 full = ".".join(filter(None, (name, path, part)))
-                raise StructureError(
-                    f"model_type={kind!r} isn't supported, because {full} {list(parameter.shape)} is a "
-                    f"parameter of {type(module).__name__}, which is neither nn.Linear nor a norm"
+                raise _unsupported(
+                    kind,
+                    f"{full} {list(parameter.shape)} is a parameter of {type(module).__name__}, which is neither "
+                    "nn.Linear nor a norm",
                 )
-    classes = {part for part in (Experts, Float32Router) if any(isinstance(one, part) for one in block.modules())}
-    if classes == {Experts}:  # then the router would be packed and adapted as other linear layers are
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because {name} has no module that routes tokens to its "
-            "experts by a matrix of scores"
-        )
+    if _within(block, Experts) and not _within(block, Float32Router):
+        # Then the router would be packed and adapted as other linear layers are.
+        raise _unsupported(kind, f"{name} has no module that routes tokens to its experts by a matrix of scores")
 
 
 def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
     """The sliding window of a block's attention. Raises `StructureError` if packing can't express its attention."""
     calls = [trace.attention[module] for module in block.modules() if module in trace.attention]
-    if len(calls) + (_delta_net(block) is not None) != 1:
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because {name} doesn't mix tokens by one call of transformers' "
-            "attention interface"
-        )
+    if len(calls) + bool(_within(block, PackedDeltaNet)) != 1:
+        raise _unsupported(kind, f"{name} doesn't mix tokens by one call of transformers' attention interface")
     settings = calls[0] if calls else {}
-    unknown = sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False))
-    causal = settings.get("is_causal") is not False and all(
-        getattr(module, "is_causal", True) for module in block.modules()
-    )
-    if unknown or not causal:
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because the attention of {name} "
-            + (f"has {unknown[0]}" if unknown else "isn't causal")
-        )
-    sinks = [p for path, p in block.named_parameters() if path.rpartition(".")[2] == _SINKS]
+    if unknown := sorted(key for key, value in settings.items() if key not in _KNOWN and value not in (None, False)):
+        raise _unsupported(kind, f"the attention of {name} has {unknown[0]}")
+    if settings.get("is_causal") is False or not all(getattr(one, "is_causal", True) for one in block.modules()):
+        raise _unsupported(kind, f"the attention of {name} isn't causal")
+    sinks = [p for path, p in block.named_parameters() if _end(path) == _SINKS]
     if sinks and settings.get("softcap"):
-        raise StructureError(f"model_type={kind!r} isn't supported, because {name} has sinks and a soft cap")
+        raise _unsupported(kind, f"{name} has sinks and a soft cap")
     if any(p is not settings.get("s_aux") for p in sinks):
-        raise StructureError(f"model_type={kind!r} isn't supported, because attention isn't told the sinks of {name}")
-    idle = [path for path in _linears(block) if block.get_submodule(path) not in trace.inputs]
-    if idle:
-        raise StructureError(f"model_type={kind!r} isn't supported, because {name}.{idle[0]} isn't called as a module")
+        raise _unsupported(kind, f"attention isn't told the sinks of {name}")
+    if idle := [path for path in _linears(block) if block.get_submodule(path) not in trace.inputs]:
+        raise _unsupported(kind, f"{name}.{idle[0]} isn't called as a module")
     window = settings.get("sliding_window")
     return None if window is None else int(window)
 
@@ -558,9 +514,7 @@ def _window(block: nn.Module, name: str, trace: Trace, kind: str) -> int | None:
 def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], kind: str) -> None:
     types = getattr(config, "layer_types", None) or []
     if any(type_ == "sliding_attention" and window is None for type_, window in zip(types, windows, strict=False)):
-        raise StructureError(
-            f"model_type={kind!r} isn't supported, because the attention of its sliding layers isn't told the window"
-        )
+        raise _unsupported(kind, "the attention of its sliding layers isn't told the window")
     # transformers' cache drops tokens by the slice [-window + 1:], which keeps all of them for a window of 1.
     if narrow := [window for window in windows if window is not None and window < 2]:
         raise StructureError(
@@ -571,14 +525,14 @@ def _check_windows(config: PreTrainedConfig, windows: tuple[int | None, ...], ki
 
 def _norms(block: nn.Module, trace: Trace) -> Iterator[tuple[str, str]]:
     """Role and name of the block's own norms whose outputs linear layers read."""
-    attention = _delta_net(block) or next(n for n, module in block.named_modules() if module in trace.attention)
-    known = set()
+    calls = tuple(f"{name}." for name, module in block.named_modules() if module in trace.attention)
+    attention, known = _within(block, PackedDeltaNet) or calls, set()
     for name, norm in block.named_children():
         if isinstance(norm, nn.Linear) or next(norm.children(), None) is not None or not [*norm.parameters()]:
             continue
         out = trace.outputs.get(norm)
         readers = [path for path in _linears(block) if is_view(trace.inputs[block.get_submodule(path)], out)]
-        roles = {"attention" if path.startswith(f"{attention}.") else "mlp" for path in readers}
+        roles = {"attention" if path.startswith(attention) else "mlp" for path in readers}
         if roles and min(roles) not in known:
             known.add(min(roles))
             yield min(roles), name

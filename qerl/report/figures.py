@@ -1,10 +1,15 @@
-"""All figures, each as stem.svg and stem.png: of a configuration, of the speed grid, and the paper's beside ours."""
+"""All figures: of a configuration, of the speed grid, and the paper's beside ours.
+
+A figure is stem.svg and stem.png with at most two panels side by side, and stem.narrow.svg with panels in one column.
+An arm has one colour in all figures. Arms with the same weights and training that differ in another setting are shades
+of one colour.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -20,19 +25,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from qerl.report.format import training_label, weights_label
-from qerl.report.paper import fits
-from qerl.results.paths import NARROW, training_name
-from qerl.results.printed import DECAYS, Panel
+from qerl.jobs import FigureJob
+from qerl.report import paper, tables
+from qerl.report.format import stamp_text, training_label, weights_label
+from qerl.results import printed
+from qerl.results.paths import NARROW, training_name, weights_names
+from qerl.results.printed import DECAYS, Series
+from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK
 from qerl.results.speeds import SERVING
-from qerl.settings.formats import FORMATS
 from qerl.settings.run import NoiseSettings
 
 # Shared parts of all figures: style, colours of arms, axes saved as files, and curves over seeds.
-#
-# A figure is stem.svg and stem.png with at most two panels side by side, and stem.narrow.svg with panels in one column.
-# An arm has one colour in all figures.
 
 #: Width of a text column and height of a panel, in inches.
 _WIDTH, HEIGHT = 3.5, 2.2
@@ -48,26 +52,11 @@ COLOURS: dict[Any, str] = {
     ("nf4", "lora+aqn"): PALETTE[6],
     ("mxfp4", "lora+aqn"): PALETTE[5],
     ("bf16", "full+aqn"): PALETTE[7],
-    ("nvfp4-awq", "lora"): "#00452f",
-    ("nvfp4-awq", "lora+aqn"): "#7a3600",
-    ("mxfp4-awq", "lora"): "#1f5f82",
-    ("mxfp4-awq", "lora+aqn"): "#6e4a28",
-    ("nvfp4-delta-nets", "lora"): "#3c9d6f",
-    ("nvfp4-delta-nets", "lora+aqn"): "#b35c1e",
-    ("mxfp4-delta-nets", "lora"): "#4a90b8",
-    ("mxfp4-delta-nets", "lora+aqn"): "#94704c",
-    ("nf4-delta-nets", "lora"): "#8c5a8c",
-    ("nf4-delta-nets", "lora+aqn"): "#c79ac7",
-    ("bf16-random", "lora"): "#5b6ea8",
-    ("bf16-random", "lora+aqn"): "#a8795b",
-    ("bf16-random", "full"): "#6b6b6b",
-    ("bf16-random", "full+aqn"): "#8f6b6b",
 }
-# A format that is not in the table has colours of the wheel.
-_OTHERS = [name for name in FORMATS if (name, "lora") not in COLOURS]
-_KINDS = list(product(_OTHERS, ("", "-delta-nets"), ("lora", "lora+aqn")))
-_WHEEL = sns.husl_palette(len(_KINDS)).as_hex()
-COLOURS |= {(name + nets, kind): colour for (name, nets, kind), colour in zip(_KINDS, _WHEEL, strict=True)}
+# All other arms have colours of the wheel.
+_OTHERS = [(name, kind) for name in weights_names() for kind in ("lora", "lora+aqn", "full", "full+aqn")]
+_OTHERS = [arm for arm in _OTHERS if arm not in COLOURS]
+COLOURS |= dict(zip(_OTHERS, sns.husl_palette(len(_OTHERS)).as_hex(), strict=True))
 _STYLE: dict[Any, Any] = {
     "font.size": 7,
     "axes.titlesize": 7.5,
@@ -96,8 +85,7 @@ def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[lis
         mpl.rcParams.update(_STYLE)
         figure = Figure(figsize=(_WIDTH * columns, height * rows), layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(rows, columns, squeeze=False)
-        axes = list(grid.flat)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for unused in axes[panels:]:
             unused.set_visible(False)
         yield axes[:panels]
@@ -106,16 +94,21 @@ def figure_axes(panels: int, stem: Path, height: float = HEIGHT) -> Iterator[lis
         stem.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(f"{stem}.svg", metadata={"Date": None})
         figure.savefig(f"{stem}.png", dpi=300)
-        _stack(figure, axes[:panels], height)
+        figure.set_size_inches(_WIDTH, height * panels)
+        places = figure.add_gridspec(panels, 1)
+        for row, axis in enumerate(axes[:panels]):
+            axis.set_subplotspec(places[row, 0])
         figure.savefig(f"{stem}{NARROW}", metadata={"Date": None})
 
 
-def _stack(figure: Figure, axes: Sequence[Axes], height: float) -> None:
-    """Put the panels of a figure in one column."""
-    figure.set_size_inches(_WIDTH, height * len(axes))
-    places = figure.add_gridspec(len(axes), 1)
-    for row, axis in enumerate(axes):
-        axis.set_subplotspec(places[row, 0])
+@contextmanager
+def _panels(
+    frame: pd.DataFrame, by: Sequence[str], stem: Path, height: float = HEIGHT
+) -> Iterator[list[tuple[Axes, Any, pd.DataFrame]]]:
+    """A panel for each group of rows: its axes, its key and its rows."""
+    groups = list(frame.groupby([*by], sort=False))
+    with figure_axes(len(groups), stem, height) as axes:
+        yield [(axis, key, group) for axis, (key, group) in zip(axes, groups, strict=True)]
 
 
 def format_colour(weights: str) -> str:
@@ -128,131 +121,74 @@ def smoothing_window(metrics: pd.DataFrame) -> int:
     return max(1, min(9, int(metrics["step"].max()) // 20 * 2 + 1))
 
 
-def draw_seeds(axis: Axes, arm: pd.DataFrame, column: str, colour: str, window: int) -> float:
+def _draw_seeds(axis: Axes, arm: pd.DataFrame, column: str, colour: str, window: int) -> float:
     """Draw the mean and range over an arm's seeds; returns the mean at the last step."""
     seeds = arm.pivot_table(index="step", columns="run", values=column, dropna=False).astype(float)
     seeds = seeds.rolling(window, center=True, min_periods=1).mean()
     mean, low, high = seeds.mean(axis=1), seeds.min(axis=1), seeds.max(axis=1)
-    if window == 1:
-        axis.step(mean.index, mean, color=colour, where="post")
-    else:
-        axis.plot(mean.index, mean, color=colour)
-    axis.fill_between(
-        mean.index, low, high, color=colour, alpha=0.18, linewidth=0, step="post" if window == 1 else None
-    )
+    axis.plot(mean.index, mean, color=colour, drawstyle="steps-post" if window == 1 else "default")
+    step: Literal["post"] | None = "post" if window == 1 else None
+    axis.fill_between(mean.index, low, high, color=colour, alpha=0.18, linewidth=0, step=step)
     return float(mean.iloc[-1])
 
 
-# The figures of a configuration, each as stem.svg and stem.png, from tidy results (`qerl.results.readers`,
-# `qerl.report.tables`).
-#
-# Arms with the same weights and training that differ in another setting are shades of one colour.
+def _bar(axis: Axes, place: float, width: float, colour: str, label: str, status: str, ends: Sequence[float]) -> None:
+    """A bar of (value, low, high) with its interval if it has one, or else the status as text."""
+    if status != OK:
+        axis.annotate(shorten(status, 32), (place, 0), (0, 2), textcoords="offset points", rotation=90, ha="center",
+                      va="bottom", fontsize=5.5, color=colour)  # fmt: skip
+        return
+    value, low, high = ends
+    axis.bar(place, value, width, color=colour, linewidth=0, label=label)
+    if np.isfinite(low):
+        axis.errorbar(place, value, [[value - low], [high - value]], color="black", linewidth=0.7, capsize=1.5)
 
+
+def _legend(axis: Axes, below: float, **options: Any) -> None:
+    """Each label once, at a distance below the panel."""
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    given = {"bbox_to_anchor": (0.5, -below), "frameon": False, "ncols": len(handles)} | options
+    axis.legend(handles.values(), handles.keys(), loc="upper center", **given)
+
+
+# The figures of a configuration.
+
+_ARM = ["experiment", "arm", "variant"]
 #: Least distance between two labels, as a share of a panel's height.
 _GAP = 0.085
 
 
-def reward(metrics: pd.DataFrame, stem: Path) -> None:
-    """Training reward by step, mean and range over the seeds (paper Fig. 7, 8)."""
-    _curves(metrics, {"reward": "reward"}, stem)
-
-
-def entropy(metrics: pd.DataFrame, stem: Path) -> None:
-    """Entropy of the policy's tokens in nats by step (paper Fig. 4, 5, 14)."""
-    _curves(metrics, {"entropy": "entropy (nats/token)"}, stem)
-
-
-def completion_length(metrics: pd.DataFrame, stem: Path) -> None:
-    """Mean length of completions and the share that reached the token limit, by step."""
-    _curves(metrics, {"completion_length": "tokens/completion", "truncated": "truncated share"}, stem)
-
-
-def drift(metrics: pd.DataFrame, stem: Path) -> None:
-    """KL(sampler || trainer) in nats per token by step."""
-    _curves(metrics, {"mismatch/kl": "KL(sampler‖trainer) (nats/token)"}, stem)
-
-
-def noise(metrics: pd.DataFrame, stem: Path) -> None:
-    """Sigma and the norm of the drawn noise, by step (paper Eq. 8, Fig. 9), for the arms with noise."""
-    noisy = metrics.groupby("run")["noise/sigma"].transform("max") > 0
-    shown = metrics[noisy] if noisy.any() else metrics
-    _curves(shown, {"noise/sigma": "σ", "noise/norm": "‖z‖"}, stem, window=1)
-
-
-def throughput(table: pd.DataFrame, stem: Path) -> None:
-    """Rollout tokens/s with quartiles by LoRA rank and weights, from `tables.throughput` (paper Fig. 11)."""
-    groups = list(table.groupby(["bench", "model", "sequences"], sort=False))
-    with figure_axes(len(groups), stem) as axes:
-        for axis, ((bench, _, sequences), group) in zip(axes, groups, strict=True):
-            _bars(axis, group)
-            axis.set_title(f"{bench}: {sequences} sequences", loc="left")
-
-
-def accuracy(cells: pd.DataFrame, stem: Path) -> None:
-    """Accuracy of each arm with its 95 % interval and of the untrained bases, from `tables.accuracy_cells`."""
-    groups = list(cells.groupby(["model", "dataset"], sort=False))
-    trained: dict[Any, pd.DataFrame] = {
-        model: group[group["training"] != "none"] for model, group in cells.groupby("model", sort=False)
-    }
-    arms = max(len(_identities(group)) for group in trained.values())
-    with figure_axes(len(groups), stem, height=0.19 * arms + 0.8) as axes:
-        for axis, ((model, dataset), group) in zip(axes, groups, strict=True):
-            _dots(axis, group, _names(trained[model]), _colours(trained[model]))
-            axis.set_title(f"{model}, {dataset}", loc="left")
-        axes[0].figure.supxlabel("◇ untrained, same weights   ┆ untrained BF16", fontsize=6.5)
-
-
-def _identities(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame[["experiment", "arm", "variant", "weights", "training"]].drop_duplicates()
-
-
-def _names(frame: pd.DataFrame) -> dict[Any, str]:
-    """Labels by (experiment, arm, variant): weights and training, or the arm's name if several arms share these."""
-    rows = _identities(frame).to_dict("records")
-    plain = {
-        (row["experiment"], row["arm"]): (
-            row["experiment"],
-            weights_label(row["weights"]),
-            training_label(row["training"]),
-        )
-        for row in rows
-    }
-    several = len({row["experiment"] for row in rows}) > 1
-    names = {}
-    for row in rows:
-        label = plain[row["experiment"], row["arm"]]
-        name = row["arm"] if list(plain.values()).count(label) > 1 else " ".join(label[1:])
-        parts = [f"{row['experiment']}: {name}" if several else name, row["variant"]]
-        names[row["experiment"], row["arm"], row["variant"]] = ", ".join(filter(None, parts))
-    return names
-
-
-def _colours(frame: pd.DataFrame) -> dict[Any, str]:
-    """Colours by (experiment, arm, variant)."""
-    colours = {}
-    for (_, weights, training), group in _identities(frame).groupby(["experiment", "weights", "training"], sort=False):
+def _arms(frame: pd.DataFrame) -> dict[Any, tuple[str, str]]:
+    """Label and colour of each arm: weights and training, or the arm's name if several arms share these."""
+    rows = frame[[*_ARM, "weights", "training"]].drop_duplicates()
+    several, arms = rows["experiment"].nunique() > 1, {}
+    for key, same in rows.groupby(["experiment", "weights", "training"], sort=False):
+        experiment, weights, training = map(str, key)
         colour = COLOURS[weights, training]
-        shades = sns.blend_palette(["#222222", colour, "#c8c8c8"], len(group) + 2)[1:-1] if len(group) > 1 else [colour]
-        for row, shade in zip(group.to_dict("records"), shades, strict=True):
-            colours[row["experiment"], row["arm"], row["variant"]] = to_hex(shade)
-    return colours
+        shades = [colour] if len(same) == 1 else sns.blend_palette(["#222222", colour, "#c8c8c8"], len(same) + 2)[1:-1]
+        label = f"{weights_label(weights)} {training_label(training)}"
+        for row, shade in zip(same.to_dict("records"), shades, strict=True):
+            name = row["arm"] if same["arm"].nunique() > 1 else label
+            parts = [f"{experiment}: {name}" if several else name, row["variant"]]
+            arms[experiment, row["arm"], row["variant"]] = ", ".join(filter(None, parts)), to_hex(shade)
+    return {key: arms[key] for key in rows[_ARM].itertuples(index=False, name=None)}
 
 
-def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: int | None = None) -> None:
+def curves(metrics: pd.DataFrame, columns: Mapping[str, str], stem: Path, window: int | None = None) -> None:
     """Draw one panel per (experiment, column): the mean over the seeds, and a band from lowest to highest seed."""
     panels = [(name, group, column) for name, group in metrics.groupby("experiment", sort=False) for column in columns]
     width = window or smoothing_window(metrics)
-    arms = max(len(_identities(group)) for _, group, _ in panels)
+    arms = max(len(_arms(group)) for _, group, _ in panels)
     with figure_axes(len(panels), stem, height=max(HEIGHT, 0.17 * arms + 0.6)) as axes:
         for axis, (experiment, group, column) in zip(axes, panels, strict=True):
-            names, colours = _names(group), _colours(group)
+            named = _arms(group)
             ends = [
-                (draw_seeds(axis, arm, column, colours[key], width), names[key], colours[key])
-                for key, arm in group.groupby(["experiment", "arm", "variant"], sort=False)
+                (_draw_seeds(axis, arm, column, named[key][1], width), *named[key])
+                for key, arm in group.groupby(_ARM, sort=False)
             ]
             axis.set_xlabel("step")
             axis.set_xlim(group["step"].min(), group["step"].max())
-            label_ends(axis, ends)
+            _label_ends(axis, ends)
             axis.set_ylabel(columns[column] + (f",\nmean of {width} steps" if width > 1 else ""))
             seeds = group.groupby(["arm", "variant"])["seed"].nunique()
             count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
@@ -260,7 +196,7 @@ def _curves(metrics: pd.DataFrame, columns: dict[str, str], stem: Path, window: 
             axis.set_title(f"{experiment}: {about}", loc="left")
 
 
-def label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+def _label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write names to the right of the curves' ends, moved apart where they would overlap."""
     from scipy.optimize import isotonic_regression
 
@@ -275,59 +211,70 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
                       fontsize=6.5, arrowprops=line, annotation_clip=False)  # fmt: skip
 
 
-def _bars(axis: Axes, table: pd.DataFrame) -> None:
-    formats, ranks = list(dict.fromkeys(table["weights"])), list(dict.fromkeys(table["rank"]))
-    width = 0.84 / len(formats)
-    for row in table.to_dict("records"):
-        offset = (formats.index(row["weights"]) - (len(formats) - 1) / 2) * width
-        place = ranks.index(row["rank"]) + offset
-        colour = format_colour(row["weights"])
-        if row["status"] != OK:
-            axis.annotate(shorten(row["status"], 24), (place, 0), (0, 2), textcoords="offset points", rotation=90,
-                          ha="center", va="bottom", fontsize=5.5, color=colour)  # fmt: skip
-            continue
-        median, low, high = (row[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75"))
-        label = weights_label(row["weights"])
-        axis.bar(place, median, 0.92 * width, color=colour, label=label, linewidth=0)
-        axis.errorbar(place, median, [[median - low], [high - median]], color="black", linewidth=0.7, capsize=1.5)
-        if row["weights"] != "bf16" and np.isfinite(row["ratio_bf16"]):
-            axis.annotate(
-                f"{row['ratio_bf16']:.2f}", (place, high), (0, 2), textcoords="offset points", ha="center", fontsize=5
-            )
-    axis.set_xticks(range(len(ranks)), [f"rank {rank}" if rank else "no LoRA" for rank in ranks])
-    axis.set_ylabel("tokens/s (ratio to BF16 on top)")
-    axis.grid(visible=False, axis="x")
-    _legend(axis, below=0.12, handlelength=1, columnspacing=1.2)
+def noise(metrics: pd.DataFrame, stem: Path) -> None:
+    """Sigma and the norm of the drawn noise, by step (paper Eq. 8, Fig. 9), for the arms with noise."""
+    noisy = metrics.groupby("run")["noise/sigma"].transform("max") > 0
+    shown = metrics[noisy] if noisy.any() else metrics
+    curves(shown, {"noise/sigma": "σ", "noise/norm": "‖z‖"}, stem, window=1)
 
 
-def _dots(axis: Axes, cells: pd.DataFrame, names: dict[Any, str], colours: dict[Any, str]) -> None:
-    bases = cells[cells["training"] == "none"].set_index("weights")["accuracy"]
-    cell_of = {(row["experiment"], row["arm"], row["variant"]): row for row in cells.to_dict("records")}
-    for place, key in enumerate(names):
-        if key not in cell_of:
-            axis.annotate("not run", (0.5, place), xycoords=("axes fraction", "data"), va="center", fontsize=6)
-            continue
-        row = cell_of[key]
-        mean, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
-        axis.errorbar(
-            mean, place, xerr=[[mean - low], [high - mean]], fmt="o", markersize=4, capsize=2, color=colours[key]
-        )
-        if row["weights"] in bases:
-            axis.plot(
-                100 * bases[row["weights"]], place, "D", markersize=3.5, markerfacecolor="white", color=colours[key]
-            )
-    if "bf16" in bases:
-        axis.axvline(100 * bases["bf16"], color="#555555", linewidth=0.8, linestyle="--", zorder=0)
-    axis.set_yticks(range(len(names)), list(names.values()))
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.set_xlabel("accuracy (%), 95 % interval")
+def throughput(table: pd.DataFrame, stem: Path) -> None:
+    """Rollout tokens/s with quartiles by LoRA rank and weights, from `tables.throughput` (paper Fig. 11)."""
+    with _panels(table, ["bench", "model", "sequences"], stem) as panels:
+        for axis, (bench, _, sequences), group in panels:
+            formats, ranks = list(dict.fromkeys(group["weights"])), list(dict.fromkeys(group["rank"]))
+            width = 0.84 / len(formats)
+            for row in group.to_dict("records"):
+                place = ranks.index(row["rank"]) + (formats.index(row["weights"]) - (len(formats) - 1) / 2) * width
+                ends = [row[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75")]
+                colour, label = format_colour(row["weights"]), weights_label(row["weights"])
+                _bar(axis, place, 0.92 * width, colour, label, row["status"], ends)
+                if row["weights"] != "bf16" and np.isfinite(row["ratio_bf16"]):
+                    axis.annotate(f"{row['ratio_bf16']:.2f}", (place, ends[2]), (0, 2), textcoords="offset points",
+                                  ha="center", fontsize=5)  # fmt: skip
+            axis.set_xticks(range(len(ranks)), [f"rank {rank}" if rank else "no LoRA" for rank in ranks])
+            axis.set_ylabel("tokens/s (ratio to BF16 on top)")
+            axis.grid(visible=False, axis="x")
+            _legend(axis, below=0.12, handlelength=1, columnspacing=1.2)
+            axis.set_title(f"{bench}: {sequences} sequences", loc="left")
 
 
-# Figures of the speed grid, each as stem.svg and stem.png, with a panel per size and the same marker per engine.
+def accuracy(cells: pd.DataFrame, stem: Path) -> None:
+    """Accuracy of each arm with its 95 % interval and of the untrained bases, from `tables.accuracy_cells`."""
+    trained = cells[cells["training"] != "none"]
+    arms = {model: _arms(trained[trained["model"] == model]) for model in cells["model"].unique()}
+    with _panels(cells, ["model", "dataset"], stem, 0.19 * max(map(len, arms.values())) + 0.8) as panels:
+        for axis, (model, dataset), group in panels:
+            bases = group[group["training"] == "none"].set_index("weights")["accuracy"]
+            cell_of = {tuple(row[key] for key in _ARM): row for row in group.to_dict("records")}
+            for place, (key, (_, colour)) in enumerate(arms[model].items()):
+                if key not in cell_of:
+                    axis.annotate("not run", (0.5, place), xycoords=("axes fraction", "data"), va="center", fontsize=6)
+                    continue
+                row = cell_of[key]
+                mean, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
+                axis.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", markersize=4, capsize=2,
+                              color=colour)  # fmt: skip
+                if row["weights"] in bases:
+                    base = 100 * bases[row["weights"]]
+                    axis.plot(base, place, "D", markersize=3.5, markerfacecolor="white", color=colour)
+            if "bf16" in bases:
+                axis.axvline(100 * bases["bf16"], color="#555555", linewidth=0.8, linestyle="--", zorder=0)
+            axis.set_yticks(range(len(arms[model])), [name for name, _ in arms[model].values()])
+            axis.set_ylim(len(arms[model]) - 0.5, -0.5)
+            axis.set_xlabel("accuracy (%), 95 % interval")
+            axis.set_title(f"{model}, {dataset}", loc="left")
+        panels[0][0].figure.supxlabel("◇ untrained, same weights   ┆ untrained BF16", fontsize=6.5)
 
-_NAMES = dict(zip(SERVING, ("native", "native, portable kernels", "vLLM", "transformers"), strict=True))
-_LINES = dict(zip(SERVING, ("-", "-.", "--", ":"), strict=True))
-_MARKERS = dict(zip(SERVING, ("o", "D", "s", "^"), strict=True))
+
+# The figure of the speed grid, with a panel per size and the same marker per engine.
+
+_ENGINES = {
+    SERVING[0]: ("native", "-", "o"),
+    SERVING[1]: ("native, portable kernels", "-.", "D"),
+    SERVING[2]: ("vLLM", "--", "s"),
+    SERVING[3]: ("transformers", ":", "^"),
+}
 _GREY = "#a8a8a8"
 
 
@@ -336,29 +283,31 @@ def decode_speed(points: pd.DataFrame, stem: Path) -> None:
 
     Failed points are left out; the tables state their reasons.
     """
-    groups = list(points.groupby("size", sort=False))
-    with figure_axes(len(groups), stem, height=HEIGHT + 0.7) as axes:
-        for axis, (size, group) in zip(axes, groups, strict=True):
-            _speed_panel(axis, group)
+    with _panels(points, ["size"], stem, HEIGHT + 0.7) as panels:
+        for axis, (size,), group in panels:
+            _floors(axis, group.dropna(subset="floor_ms"))
+            for key, line in group[group["status"] == OK].groupby(["engine", "weights"], sort=False):
+                engine, weights = map(str, key)
+                name, style, marker = _ENGINES[engine]
+                speed, low, high = (line[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75"))
+                axis.errorbar(
+                    line["sequences"], speed, [speed - low, high - speed], color=format_colour(weights),
+                    linestyle=style, marker=marker, markersize=3, elinewidth=0.7,
+                    label=f"{name} {weights_label(weights)}",
+                )  # fmt: skip
+            ticks = sorted(set(group["sequences"]))
+            axis.set_yscale("log")
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.set_ylabel("tokens/s")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [str(tick) for tick in ticks])
+            axis.set_xlim(ticks[0] / 1.7, ticks[-1] * 1.3)
+            axis.xaxis.set_minor_locator(NullLocator())
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axis.set_xlabel("sequences")
+            _legend(axis, below=0.2, ncols=3, fontsize=6)
             rank = group["rank"].iloc[0]
             axis.set_title(f"{size}, LoRA rank {rank}" if rank else f"{size}, no LoRA", loc="left")
-
-
-def _speed_panel(axis: Axes, points: pd.DataFrame) -> None:
-    _floors(axis, points.dropna(subset="floor_ms"))
-    for key, line in points[points["status"] == OK].groupby(["engine", "weights"], sort=False):
-        engine, weights = map(str, key)
-        speed, low, high = (line[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75"))
-        axis.errorbar(
-            line["sequences"], speed, [speed - low, high - speed], color=format_colour(weights),
-            linestyle=_LINES[engine], marker=_MARKERS[engine], markersize=3, elinewidth=0.7,
-            label=f"{_NAMES[engine]} {weights_label(weights)}",
-        )  # fmt: skip
-    axis.set_yscale("log")
-    axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.set_ylabel("tokens/s")
-    _sequences_axis(axis, points["sequences"])
-    _legend(axis, below=0.2, ncols=3, fontsize=6)
 
 
 def _floors(axis: Axes, points: pd.DataFrame) -> None:
@@ -370,23 +319,6 @@ def _floors(axis: Axes, points: pd.DataFrame) -> None:
         axis.plot(speed.index, speed, color=_GREY, linewidth=0.7, zorder=1, label="floor")
         axis.annotate(str(name), (speed.index[0], speed.iloc[0]), (-3, 0), textcoords="offset points", ha="right",
                       va="center", fontsize=5, color="#777777")  # fmt: skip
-
-
-def _sequences_axis(axis: Axes, counts: Iterable[int]) -> None:
-    ticks = sorted(set(counts))
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.set_xlim(ticks[0] / 1.7, ticks[-1] * 1.3)
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.set_xlabel("sequences")
-
-
-def _legend(axis: Axes, below: float, **options: Any) -> None:
-    """Each label once, at a distance below the panel."""
-    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    given = {"bbox_to_anchor": (0.5, -below), "frameon": False, "ncols": len(handles)} | options
-    axis.legend(handles.values(), handles.keys(), loc="upper center", **given)
 
 
 # The paper's figures beside ours: curves by step, and bars.
@@ -402,66 +334,49 @@ _LABELS = {
 }
 
 
-def curves_beside(
-    panels: Sequence[Panel],
-    metrics: pd.DataFrame,
-    identities: Mapping[str, Mapping[str, Any]],
-    reference: pd.DataFrame,
-    stem: Path,
-) -> None:
+def curves_beside(name: str, stored: StoredResults, stem: Path) -> None:
     """The paper's curves by step: the mean and range over our seeds, and dashed the points read off the paper's plot.
 
-    identities: the properties of each run of `metrics` (`qerl.report.paper.identity`). reference: rows of curves.csv.
-    The legend of a panel also names series that were not run.
+    The metrics are of the first arm that fits a series. The legend of a panel also names series that were not run.
     """
+    metrics = stored.metrics
     window = smoothing_window(metrics) if len(metrics) else 1
+    points = pd.read_csv(printed.FOLDER / printed.CURVES)
+    points = points[points["figure"] == name].assign(rank=None, setting=points["data"].map(lambda data: {"data": data}))
+    identities = {run.run: paper.identity(run.settings) for _, run in stored.run_results}
+    arms = [(identities[group["run"].iloc[0]], group) for _, group in metrics.groupby(_ARM, sort=False)]
+    panels = [[*of_panel] for _, of_panel in groupby(printed.CURVE_FIGURES[name], key=lambda one: one.panel)]
     with figure_axes(len(panels), stem, height=HEIGHT + 0.4) as axes:
-        for axis, panel in zip(axes, panels, strict=True):
-            _panel_beside(axis, panel, _groups(panel, metrics, identities), reference, window)
-
-
-def _groups(
-    panel: Panel, metrics: pd.DataFrame, identities: Mapping[str, Mapping[str, Any]]
-) -> dict[str, pd.DataFrame]:
-    """The metrics of the first arm that fits each series, by the series' label."""
-    arms = [(group["run"].iloc[0], group) for _, group in metrics.groupby(["experiment", "arm", "variant"], sort=False)]
-    groups = {}
-    for series in panel.series:
-        group = next((group for run, group in arms if fits(series.asked, identities[run])), None)
-        if group is not None:
-            groups[series.label] = group
-    return groups
+        for axis, series in zip(axes, panels, strict=True):
+            found = {one.label: next((group for arm, group in arms if paper.fits(one, arm)), None) for one in series}
+            groups = {label: group for label, group in found.items() if group is not None}
+            _panel_beside(axis, series, groups, points, window)
 
 
 def _panel_beside(
-    axis: Axes, panel: Panel, groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
+    axis: Axes, curves: Sequence[Series], groups: Mapping[str, pd.DataFrame], reference: pd.DataFrame, window: int
 ) -> None:
-    arms = [(one.asked.weights, training_name(one.asked.method, one.asked.noise)) for one in panel.series]
+    arms = [(one.weights, training_name(one.method, one.noise)) for one in curves]
     # The arms' colours, or the palette's if the series differ in something else.
     colours = [COLOURS[arm] for arm in arms] if len(set(arms)) == len(arms) else list(PALETTE[: len(arms)])
-    columns = ["model", "weights", "method", "noise"]
-    identities = [
-        {**{name: row[name] for name in columns}, "rank": None, "setting": {"data": row["data"]}}
-        for row in reference.to_dict("records")
-    ]
     handles = []
-    for series, colour in zip(panel.series, colours, strict=True):
-        points = reference[[fits(series.asked, point) for point in identities]]
+    for series, colour in zip(curves, colours, strict=True):
+        points = reference[[paper.fits(series, point) for point in reference.to_dict("records")]]
         if len(points):
             axis.plot(points["step"], points["value"], "--o", color=colour, markersize=1.8, linewidth=0.8,
                       label=f"paper: {series.label}")  # fmt: skip
         run = series.label in groups
         if run:
-            draw_seeds(axis, groups[series.label], panel.metric, colour, window)
+            _draw_seeds(axis, groups[series.label], series.metric, colour, window)
         name = series.label if run else f"{series.label}, not run"
         style: Literal["-", "--", ""] = "-" if run else "--" if len(points) else ""
         handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
     counts = sorted({group["seed"].nunique() for group in groups.values()})
-    parts = [panel.title, *[f"seeds: {' or '.join(map(str, counts))}"] * bool(counts)]
+    parts = [curves[0].panel, *[f"seeds: {' or '.join(map(str, counts))}"] * bool(counts)]
     parts += ["dashed: the paper"] * (len(axis.lines) > len(groups))
     axis.set_title("; ".join(parts), loc="left")
     axis.set_xlabel("step")
-    axis.set_ylabel(_LABELS[panel.metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
+    axis.set_ylabel(_LABELS[curves[0].metric] + (f",\nmean of {window} steps" if groups and window > 1 else ""))
     axis.margins(x=0)
     if not axis.lines:
         axis.set(xticks=[], yticks=[])
@@ -486,34 +401,101 @@ def schedules(stem: Path) -> None:
 
 def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
     """The paper's bars (pale) beside ours with 95 % intervals, from `qerl.report.paper.beside`; speeds as ratios."""
-    shown = cells[~cells["unit"].isin(["tokens/s", "s"])]
-    groups = list(shown.groupby(["model", "metric"], sort=False))
-    with figure_axes(len(groups), stem) as axes:
-        for axis, ((model, metric), group) in zip(axes, groups, strict=True):
-            _bar_pairs(axis, group)
-            axis.set_title(f"{model}, {_LABELS[str(metric)]}", loc="left")
+    with _panels(cells[~cells["unit"].isin(["tokens/s", "s"])], ["model", "metric"], stem) as panels:
+        for axis, (model, metric), group in panels:
+            names, by_rank = [], group["rank"].nunique() > 1
+            for place, cell in enumerate(group.to_dict("records")):
+                training, value = training_name(cell["method"], cell["noise"] or "off"), float(cell["printed"])
+                colour = COLOURS[cell["weights"], training]
+                below = f"rank {cell['rank']:.0f}" if by_rank else training_label(training)
+                names.append(f"{weights_label(cell['weights'])}\n{below}")
+                axis.bar(place - 0.2, value, 0.38, color=colour, alpha=0.4, linewidth=0, label="paper")
+                axis.annotate(cell["printed"], (place - 0.2, value), (0, 1), textcoords="offset points", ha="center",
+                              fontsize=5)  # fmt: skip
+                ends = [cell[f"ours{end}"] for end in ("", "_low", "_high")]
+                _bar(axis, place + 0.2, 0.38, colour, "ours", cell["status"], ends)
+            axis.set_xticks(range(len(names)), names)
+            axis.set_xlim(-0.6, len(names) - 0.4)
+            axis.set_ylabel("pale: paper   full: ours")
+            axis.grid(visible=False, axis="x")
+            axis.set_title(f"{model}, {_LABELS[metric]}", loc="left")
 
 
-def _bar_pairs(axis: Axes, cells: pd.DataFrame) -> None:
-    names = []
-    by_rank = cells["rank"].nunique() > 1
-    for place, cell in enumerate(cells.to_dict("records")):
-        training = training_name(cell["method"], cell["noise"] or "off")
-        colour = COLOURS[cell["weights"], training]
-        below = f"rank {cell['rank']:.0f}" if by_rank else training_label(training)
-        names.append(f"{weights_label(cell['weights'])}\n{below}")
-        axis.bar(place - 0.2, float(cell["printed"]), 0.38, color=colour, alpha=0.4, linewidth=0, label="paper")
-        axis.annotate(cell["printed"], (place - 0.2, float(cell["printed"])), (0, 1), textcoords="offset points",
-                      ha="center", fontsize=5)  # fmt: skip
-        if cell["status"] != OK:
-            axis.annotate(shorten(cell["status"], 32), (place + 0.2, 0), (0, 2), textcoords="offset points",
-                          rotation=90, ha="center", va="bottom", fontsize=5.5)  # fmt: skip
-            continue
-        axis.bar(place + 0.2, cell["ours"], 0.38, color=colour, linewidth=0, label="ours")
-        if np.isfinite(cell["ours_low"]):
-            ends = [[cell["ours"] - cell["ours_low"]], [cell["ours_high"] - cell["ours"]]]
-            axis.errorbar(place + 0.2, cell["ours"], ends, color="black", linewidth=0.7, capsize=1.5)
-    axis.set_xticks(range(len(names)), names)
-    axis.set_xlim(-0.6, len(names) - 0.4)
-    axis.set_ylabel("pale: paper   full: ours")
-    axis.grid(visible=False, axis="x")
+# The figures, each by its specification.
+
+_CURVE = "mean over the seeds, with a band from the lowest to the highest, smoothed as the axis label says"
+Draw = Callable[[StoredResults, Path], None]
+#: The figures of a configuration besides the paper's: how to read each, and how to draw it.
+FIGURES: dict[str, tuple[str, Draw]] = {
+    "accuracy": (
+        "Accuracy by arm with 95 % intervals, beside the untrained base of the same weights (diamond) and the "
+        "untrained BF16 base (dashed line).",
+        lambda stored, stem: accuracy(tables.accuracy_cells(stored), stem),
+    ),
+    "completion_length": (
+        f"Tokens per completion, and the share of completions cut at the limit, by step: {_CURVE}.",
+        lambda stored, stem: curves(
+            stored.metrics, {"completion_length": "tokens/completion", "truncated": "truncated share"}, stem
+        ),
+    ),
+    "drift": (
+        f"KL(sampler || trainer) in nats per token, by step: {_CURVE}. Sampler and trainer have the same weights, so "
+        "without noise it shows how differently their kernels round.",
+        lambda stored, stem: curves(stored.metrics, {"mismatch/kl": "KL(sampler‖trainer) (nats/token)"}, stem),
+    ),
+    "entropy": (
+        f"Entropy of the policy in nats per token, by step: {_CURVE}. The paper claims that quantization noise raises "
+        "the entropy (section 3.2, Figures 4 and 5).",
+        lambda stored, stem: curves(stored.metrics, {"entropy": "entropy (nats/token)"}, stem),
+    ),
+    "noise": (
+        "Adaptive Quantization Noise by step (paper section 3.3, Equation 8): the standard deviation that the schedule "
+        "sets, and the norm of the drawn noise, not smoothed. The first stage has no noise.",
+        lambda stored, stem: noise(stored.metrics, stem),
+    ),
+    "reward": (
+        f"Training reward by step: {_CURVE}. Compare the paper's Figures 7 and 8.",
+        lambda stored, stem: curves(stored.metrics, {"reward": "reward"}, stem),
+    ),
+    "throughput": (
+        "Rollout throughput by LoRA rank and weights: medians with quartiles. The number on a bar is its ratio to BF16 "
+        "at the same rank.",
+        lambda stored, stem: throughput(tables.throughput(stored.points("rollout")), stem),
+    ),
+    printed.SCHEDULES: (
+        "The paper's Figure 15: standard deviation of the noise by stage, as implemented here. The exponential "
+        "schedule is Equation 8, whose last stage stops short of the end value; the paper gives no formula for the "
+        "others. It states two start values; both are shown.",
+        lambda _, stem: schedules(stem),
+    ),
+}
+
+
+def make_figure(job: FigureJob) -> None:
+    """Write name.svg, .narrow.svg and .png to the folder `job.out`, and the caption with a stamp in name.txt."""
+    name, stored, stem = job.name, StoredResults(listed(job.results)), job.out / job.name
+    title = f"The paper's {name.replace('figure', 'Figure ')}:"
+    if name in FIGURES:
+        caption, draw = FIGURES[name]
+        draw(stored, stem)
+    elif name in printed.BARS:
+        caption = (
+            f"{title} its bars (pale) beside ours with 95 % intervals. The paper measured on one H100, so speeds are "
+            "ratios: to BF16 at the same batch and rank, or to NF4."
+        )
+        cells = paper.cells_of(*printed.BARS[name])
+        bars_beside(paper.beside(cells, paper.ours(stored, cells)), stem)
+    else:
+        caption = (
+            f"{title} mean and range over our seeds, smoothed as the axis label says. Dashed curves are the paper's, "
+            f"read from its plots to about 0.02 (qerl/results/paper/{printed.CURVES}). The paper's accuracy reward "
+            "stands beside the share of right answers; the paper doesn't print the values of its rewards."
+        )
+        curves_beside(name, stored, stem)
+    if name == printed.SCHEDULES:
+        stamp = "Drawn from the formulas; nothing is measured."
+    elif name in tables.TABLES:
+        stamp = stamp_text(tables.TABLES[name].records(stored), stored.runs[: 0 if name == "throughput" else None])
+    else:
+        stamp = stamp_text(stored.runs if name in FIGURES else stored.stamps, stored.runs)
+    Path(f"{stem}.txt").write_text(f"{caption} {stamp}\n", encoding="utf-8")

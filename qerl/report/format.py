@@ -1,22 +1,26 @@
-"""Numbers, names and ratios as text for readers, and tables as HTML."""
+"""Numbers, names and captions as text for readers, and tables as files, as HTML and on a terminal."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from qerl.results.paths import KEY
-from qerl.results.schema import OK
-from qerl.results.statistics import ratio_interval
+from qerl.host.console import VisibleConsole
+from qerl.results.paths import FIGURES, KEY, REPORT_PAGE, SAMPLES_PAGE, STUDY, STUDY_PAGE, TABLES
+from qerl.results.statistics import METHOD
+from qerl.results.store import ResultError
 
 # Numbers and names as text for readers; all units, digits and headings are defined here.
 #
@@ -167,141 +171,193 @@ def cell_text(row: dict[Any, Any], column: str, text: Callable[[Any], str]) -> s
     return text(row[column])
 
 
+# Captions and files of tables.
+
+#: The notes of an arm without a score on a data set, and of a ratio of points of two machines.
+NOT_RUN, DIFFERENT_MACHINES = "not run", "different machines"
+
+
+def caption_text(title: str, records: pd.DataFrame) -> str:
+    """The caption of a table of evaluations, runs, points or reports: title, machine, seeds, method and commit."""
+    sizes, methods = [], []
+    if "dataset" in records:
+        rows = records[["dataset", "problems", "repeats"]].drop_duplicates().itertuples(index=False)
+        sizes = ["Problems x repeats: " + ", ".join(f"{name} {count} x {each}" for name, count, each in rows)]
+        methods = [METHOD]
+    if "samples" in records:
+        methods = ["Median [quartiles] of the repeats, all points measured in one process"]
+    return f"{title}. " + stamp_text(records, records if "run" in records else records[:0], sizes, methods)
+
+
+def stamp_text(
+    records: pd.DataFrame, runs: pd.DataFrame, sizes: Sequence[str] = (), methods: Sequence[str] = ()
+) -> str:
+    """Machine, seeds per arm if there are runs, and commit, as text, with `sizes` and `methods` in their places.
+
+    `run` is empty for untrained bases.
+    """
+    seeds = []
+    if len(runs):
+        counts = sorted(set(runs[runs["run"] != ""].groupby(KEY)["run"].nunique())) or [0]
+        seeds = [f"Seeds per arm: {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")]
+    machines, commits = ("; ".join(dict.fromkeys(records["machine"])), ", ".join(dict.fromkeys(records["commit"])))
+    return ". ".join([f"Machine: {machines}", *sizes, *seeds, *methods, f"Commit: {commits}"]) + "."
+
+
+def write_table(
+    frame: pd.DataFrame,
+    stem: Path,
+    caption: str,
+    shown: pd.DataFrame | None = None,
+    footnotes: Sequence[str] = (),
+    parts: Mapping[str, pd.DataFrame] | None = None,
+) -> None:
+    """Write stem.csv with full precision; stem.md, stem.tex (booktabs) and stem.html with the caption for readers.
+
+    shown: the table as text, by default `present` of the frame. parts: tables that the HTML page shows instead, by
+    heading. stem.txt has only the caption, for the workflow's report.
+    """
+    shown = present(frame) if shown is None else shown
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(f"{stem}.csv", index=False)
+    body = shown.map(lambda text: text.replace("|", "\\|")).to_markdown(index=False, disable_numparse=True)
+    notes = "\n".join(f"- {note}" for note in footnotes)
+    latex_caption = latex(" ".join([caption, *footnotes]))
+    escaped = shown.map(latex).rename(columns=latex)
+    texts = {
+        "md": "\n\n".join(filter(None, [body, caption, notes])) + "\n",
+        "tex": escaped.to_latex(index=False, caption=latex_caption, label=f"tab:{stem.name}", position="tbp"),
+        "html": page(parts or {"": shown}, caption, footnotes),
+        "txt": caption + "\n",
+    }
+    for end, text in texts.items():
+        Path(f"{stem}.{end}").write_text(text, encoding="utf-8")
+
+
 # HTML of tables: headings with scopes, aligned numbers, and intervals set apart from them; cells may be links.
 
-#: The templates and the style beside this module, of which the version of the code (`qerl.host.provenance`)
-#: knows by their names alone; other templates include the first.
+#: The templates and the style beside this module, which the version of the code (`qerl.host.provenance`) knows by their
+#: names alone; other templates include the first.
 _FILES = ("table.j2", "tables.j2", "report.j2", "style.css")
 #: A number with an optional sign and unit.
 _NUMBER = re.compile(r"([+−-]?[\d,]+(\.\d+)?(e[+-]?\d+)?( ?(%|×|kB|MB|GB|B))?)")
 _WITH_INTERVAL = re.compile(r"(.+?) (\[.*\])")
-#: The characters beyond which a cell is long.
+#: The characters beyond which a cell is long: a narrow column would make it many lines high.
 _LONG = 30
 #: The least number of rows for which a column of equal cells is shown once.
 _REPEATED = 3
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A text that leads to an address; without an address it is plain."""
 
     text: str
     address: str = ""
 
 
-@dataclass(frozen=True)
-class HtmlCell:
-    """A cell: its texts, and the interval beside them."""
+def html_table(caption: str, shown: pd.DataFrame, blocks: pd.Series | None = None) -> dict[str, Any]:
+    """The values of the template table.j2 for a frame whose cells are texts, or lists of links.
 
-    texts: tuple[Link, ...] = ()
-    interval: str = ""
-
-    @property
-    def is_long(self) -> bool:
-        """Whether a narrow column would make the cell many lines high."""
-        return sum(len(part.text) for part in self.texts) > _LONG
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column; the cells of one that `names` are the headings of their rows."""
-
-    heading: str
-    numeric: bool = False
-    names: bool = False
-
-
-@dataclass(frozen=True)
-class HtmlTable:
-    """A table. `groups` are (heading, number of columns) above the columns; `bodies` are blocks of rows.
-
-    `constant` has what is equal in all rows, by heading.
+    A column may be a pair of its group and its heading. Equal columns are shown once, empty ones not at all, and the
+    columns before the first of numbers name the rows. `blocks` tells the blocks of rows apart.
     """
-
-    caption: str
-    columns: Sequence[Column]
-    bodies: Sequence[Sequence[Sequence[HtmlCell]]]
-    groups: Sequence[tuple[str, int]] = ()
-    constant: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def interval_widths(self) -> list[int]:
-        """The most characters of an interval in each column; numbers align if all intervals are as wide."""
-        rows = [row for body in self.bodies for row in body]
-        return [max((len(row[place].interval) for row in rows), default=0) for place in range(len(self.columns))]
-
-
-def cell(text: str, address: str = "") -> HtmlCell:
-    """A cell of a text such as `85.3 [81.6, 88.7]`, which may lead to an address."""
-    split = _WITH_INTERVAL.fullmatch(text)
-    value, interval = split.groups() if split else (text, "")
-    return HtmlCell((Link(value, address),) if value else (), interval)
-
-
-def table_of(caption: str, shown: pd.DataFrame) -> HtmlTable:
-    """The table of a frame of text. Equal columns are shown once, and the columns before the first number name rows."""
-    constant = _constant(shown)
-    varied = shown.drop(columns=[name for name in shown if name in constant or not any(shown[name])])
-    numeric = [_is_numeric(list(varied[name])) for name in varied]
+    texts = shown.map(lambda cell: cell if isinstance(cell, str) else "".join(link.text for link in cell))
+    constant = _constant(shown, texts)
+    places = [n for n, name in enumerate(shown) if name not in constant and texts.iloc[:, n].any()]
+    pairs = [name if isinstance(name, tuple) else ("", str(name)) for name in shown.columns[places]]
+    rows = [[_cell(cell) for cell in row] for row in shown.iloc[:, places].itertuples(index=False)]
+    numeric = [_is_numeric(list(texts.iloc[:, place])) for place in places]
     first = numeric.index(True) if True in numeric else 1
     columns = [
-        Column(str(name), number, place < first)
-        for place, (name, number) in enumerate(zip(varied, numeric, strict=True))
+        {
+            "heading": heading,
+            "numeric": numeric[place],
+            "names": place < first,
+            "width": max(len(row[place]["interval"]) for row in rows),  # numbers align if all intervals are as wide
+        }
+        for place, (_, heading) in enumerate(pairs)
     ]
-    rows = [[cell(text) for text in row] for row in varied.itertuples(index=False)]
-    return HtmlTable(caption, columns, [rows], constant=constant)
+    groups = [(group, len([*same])) for group, same in groupby(group for group, _ in pairs)]
+    of_row = list(blocks) if blocks is not None else [0] * len(rows)
+    return {
+        "caption": caption,
+        "constant": constant,
+        "groups": groups if any(group for group, _ in groups) else [],
+        "columns": columns,
+        "bodies": [
+            [row for row, own in zip(rows, of_row, strict=True) if own == block] for block in dict.fromkeys(of_row)
+        ],
+    }
 
 
-def _constant(shown: pd.DataFrame) -> dict[str, str]:
-    if len(shown) < _REPEATED:
-        return {}
-    equal = {str(name): shown[name].iloc[0] for name in shown if shown[name].nunique() == 1 and shown[name].iloc[0]}
-    hoisted = {name: text for name, text in equal.items() if name and "[" not in text}
+def _cell(cell: str | Sequence[Link]) -> dict[str, Any]:
+    """The links of a cell such as `85.3 [81.6, 88.7]`, and its interval."""
+    links, interval = [Link(cell)] if isinstance(cell, str) else [*cell], ""
+    if len(links) == 1 and (split := _WITH_INTERVAL.fullmatch(links[0].text)):
+        links, interval = [Link(split[1], links[0].address)], split[2]
+    links = [link for link in links if link.text]
+    return {"links": links, "interval": interval, "long": sum(len(link.text) for link in links) > _LONG}
+
+
+def _constant(shown: pd.DataFrame, texts: pd.DataFrame) -> dict[str, str]:
+    """The text of each column of equal texts, by heading; none of the last column that is left, and of links."""
+    named = [name for name in shown if isinstance(name, str) and name]
+    plain = [name for name in named if shown[name].map(lambda cell: isinstance(cell, str)).all()]
+    equal = {name: texts[name].iloc[0] for name in plain if len(shown) >= _REPEATED and texts[name].nunique() == 1}
+    hoisted = {name: text for name, text in equal.items() if text and "[" not in text}
     return hoisted if shown.shape[1] - len(hoisted) > 1 else {}
 
 
 def _is_numeric(texts: Sequence[str]) -> bool:
     values = [(_WITH_INTERVAL.fullmatch(text) or [text, text])[1] for text in texts if text and text != "–"]
-    return (
-        any(_NUMBER.fullmatch(value) for value in values)
-        and sum(_NUMBER.fullmatch(value) is None for value in values) <= len(values) / 2
-    )
+    numbers = sum(_NUMBER.fullmatch(value) is not None for value in values)
+    return numbers > 0 and 2 * numbers >= len(values)
 
 
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+def rendered(template: str, **values: Any) -> str:
+    """The text of a template, with the style of all pages as `style`."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    style = (folder / "style.css").read_text(encoding="utf-8")
+    return environment.get_template(template).render(style=style, **values)
 
 
-def rendered(template: str, **values: Any) -> str:
-    """The text of a template, with the style of all pages as `style`."""
-    style = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
-    return _environment().get_template(template).render(style=style, **values)
+def page(tables: Mapping[str, pd.DataFrame], caption: str, footnotes: Sequence[str] = ()) -> str:
+    """A page with tables of text by heading, and the caption below.
+
+    An empty heading becomes the caption's first sentence. The report shows the page's `fragment`.
+    """
+    title = caption.partition(". ")[0]
+    shown = [html_table(heading or title, table) for heading, table in tables.items()]
+    return rendered("tables.j2", title=title, tables=shown, caption=caption, footnotes=footnotes)
 
 
-# Tables as HTML pages, which the report contains, with only the columns that a reader needs.
+def fragment(page: str) -> str:
+    """The tables of a page, with their caption."""
+    return page.partition("<main>")[2].partition("</main>")[0]
 
-#: The note of an arm without a score on a data set.
-NOT_RUN = "not run"
+
+# The accuracy table by data set, with only the columns that a reader needs.
 
 
 def by_dataset(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The accuracy table (`tables.accuracy`) by data set, with only the identifying columns that differ."""
-    names = dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column)
-    return {name: _of_dataset(_scored_on(name, table), name) for name in names}
+    """The accuracy table (`tables.accuracy`) by data set, with only the identifying columns that differ.
 
-
-def _scored_on(dataset: str, table: pd.DataFrame) -> pd.DataFrame:
-    """The rows without those of experiments without any score on the data set, which their `tasks` lack."""
-    experiments = table["experiment"].fillna("")
-    lacks = table[f"{dataset}/note"].eq(NOT_RUN).groupby(experiments).transform("all")
-    return table[~lacks | experiments.eq("")]  # bases have no experiment
+    Experiments without any score on a data set, which their `tasks` lack, are left out there; bases have no experiment.
+    """
+    experiments, shown = table["experiment"].fillna(""), {}
+    for dataset in dict.fromkeys(column.rpartition("/")[0] for column in map(str, table.columns) if "/" in column):
+        lacks = table[f"{dataset}/note"].eq(NOT_RUN).groupby(experiments).transform("all")
+        rows = table[~lacks | experiments.eq("")]
+        measures = rows.filter(regex=f"^{re.escape(dataset)}/").rename(columns=lambda name: name.rpartition("/")[2])
+        shown[dataset] = pd.concat([rows[identifying(rows)], measures], axis=1)
+    return shown
 
 
 def identifying(table: pd.DataFrame) -> list[str]:
@@ -313,56 +369,64 @@ def identifying(table: pd.DataFrame) -> list[str]:
     return kept
 
 
-def _of_dataset(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
-    measures = [column for column in map(str, table.columns) if column.startswith(f"{dataset}/")]
-    return table[identifying(table) + measures].rename(columns=lambda column: column.removeprefix(f"{dataset}/"))
+# Tables on a terminal, and the summary of a finished workflow: the main table, and the paths of all results.
+
+#: Characters per line if the output is not a terminal, such as a log.
+WIDTH = 120
 
 
-def page(tables: Mapping[str, pd.DataFrame], caption: str, footnotes: Sequence[str] = ()) -> str:
-    """A page with tables of text by heading, and the caption below.
-
-    An empty heading becomes the caption's first sentence. The report shows the page's `fragment`.
-    """
-    title = caption.partition(". ")[0]
-    shown = [table_of(heading or title, table) for heading, table in tables.items()]
-    return rendered("tables.j2", title=title, tables=shown, caption=caption, footnotes=footnotes)
-
-
-def fragment(page: str) -> str:
-    """The tables of a page, with their caption."""
-    return page.partition("<main>")[2].partition("</main>")[0]
+def rich_table(title: str, frame: pd.DataFrame) -> Table:
+    """A table for a terminal, formatted by `present`."""
+    shown = present(frame)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in shown:
+        table.add_column(Text(str(column)), overflow="fold")
+    for row in shown.itertuples(index=False):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
 
 
-# Ratios of points of the speed grid: the quotient of their medians, or the reason why there is none.
-
-Row = dict[Any, Any]
-
-NOT_MEASURED = "–"
-DIFFERENT_MACHINES = "different machines"
-
-
-def ratio(above: Row | None, below: Row | None) -> tuple[float | str, float, float]:
-    """The ratio of two points' medians (None: not measured) and its interval, or the reason why there is none."""
-    if above is None or below is None:
-        return NOT_MEASURED, np.nan, np.nan
-    for point in (above, below):
-        if point["status"] != OK:
-            return f"{point['engine']} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
-    if above["machine"] != below["machine"]:
-        return DIFFERENT_MACHINES, np.nan, np.nan
-    interval = ratio_interval(above["samples"], below["samples"])
-    return interval.mean, interval.low, interval.high
-
-
-def faster(points: Sequence[Row | None]) -> Row | None:
-    """The fastest point that didn't fail. None if some point wasn't measured, because it may be faster."""
-    measured = [point for point in points if point is not None]
-    if len(measured) < len(points):
-        return None
-    done = (point for point in measured if point["status"] == OK)
-    return max(done, key=lambda point: float(point["tokens_per_second"]), default=measured[0])
+def fitting(table: Table, screen: Console) -> Table | Text:
+    """The table, with less space where that lets it fit, or a line for each cell if its longest words don't fit."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    lines, words = (
+        [max((cell_len(part) for cell in cells for part in split(cell)), default=0) for cells in columns]
+        for split in (str.splitlines, str.split)
+    )
+    for padding in (1, 0):
+        table.padding = (0, padding)
+        wide = screen.options.update(width=10_000)  # more characters than any table has in a line
+        room = screen.width - (screen.measure(table, options=wide).maximum - sum(lines))
+        if room < sum(words):
+            continue
+        while sum(lines) > room:  # each column has its longest line, less what the others need: no word is broken
+            widest = max(range(len(lines)), key=lambda place: lines[place] - words[place])
+            lines[widest] -= 1
+        for column, width in zip(table.columns, lines, strict=True):
+            column.width = width
+        return table
+    names, *rows = zip(*columns, strict=True)
+    blocks = ["".join(f"{name}: {cell}\n" for name, cell in zip(names, row, strict=True)) for row in rows]
+    return Text("\n".join([f"{table.title or ''}\n", *blocks]))
 
 
-def stated(name: str, points: Iterable[Row | None]) -> str:
-    """What the measured points have in a column of their stamp, such as `machine`, as text."""
-    return ", ".join(dict.fromkeys(str(point[name]) for point in points if point is not None))
+def print_summary(root: Path, console: Console | None = None) -> None:
+    """Print the accuracy table of a folder of results, if it has one, and the paths of all that people read."""
+    console = console or VisibleConsole(width=None if Console().is_terminal else WIDTH)
+    if not (root / REPORT_PAGE).exists():
+        raise ResultError(f"{root / REPORT_PAGE} doesn't exist; run the workflow to its end first")
+    if (file := root / TABLES / "accuracy.csv").exists():
+        for dataset, rows in by_dataset(pd.read_csv(file)).items():
+            console.print(fitting(rich_table(f"{root.name}: accuracy on {dataset}", rows), console))
+    paths = {
+        "tables (.csv, .tex and .html beside them)": sorted((root / TABLES).rglob("*.md")),
+        "figures (.svg beside them)": sorted((root / FIGURES).rglob("*.png")),
+        "study, in Markdown": sorted((root / STUDY).glob(f"*/{STUDY_PAGE}")),
+        "report, for a browser": [root / REPORT_PAGE],
+        "samples, for a browser": [page for page in [root / SAMPLES_PAGE] if page.exists()],
+    }
+    for kind, files in paths.items():
+        if files:
+            console.print(Text(f"{kind}:", style="bold"))
+        for path in files:
+            console.print(Text(f"  {path}"), soft_wrap=True)

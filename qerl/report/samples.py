@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -29,7 +28,7 @@ from qerl.results.paths import (
     variant,
     without_folders,
 )
-from qerl.results.readers import schema_of
+from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import (
     EvaluationResult,
     OwnEvaluationResult,
@@ -37,11 +36,10 @@ from qerl.results.schema import (
     RunResult,
     SampleRow,
     Scores,
+    StoredPolicyResult,
 )
 from qerl.results.store import ResultError, read, read_rows
 
-# Stored samples as sources and views for people: rollouts of runs by step, and evaluations by data set.
-#
 # A source is a policy: a run, whose views are its stored steps and the data sets of its evaluation, or an untrained
 # base.
 
@@ -87,11 +85,8 @@ def _of_rollout(row: RolloutRow) -> Json:
             "logprobs": [round(value, 2) for value in completion.logprobs],
             "entropies": [round(value, 2) for value in completion.entropies],
             "verdicts": [[TRAINING, completion.parts["correct"] == 1, completion.extracted]],
-            "parts": completion.parts,
-            "reward": completion.reward,
-            "advantage": completion.advantage,
+            **completion.model_dump(include={"parts", "reward", "advantage", "finished"}),
             "length": len(completion.tokens),
-            "finished": completion.finished,
         }
         for completion in row.completions
     ]
@@ -99,27 +94,25 @@ def _of_rollout(row: RolloutRow) -> Json:
 
 
 def _of_evaluation(rows: list[SampleRow]) -> Json:
-    completions = [
-        {"text": row.completion, "verdicts": _verdicts(row), "length": row.tokens, "finished": row.finished}
-        for row in rows
-    ]
+    completions = []
+    for row in rows:
+        # Grader, verdict and the answer that it read, for each grader; the harness's, which counts, is the first.
+        right = bool(row.correct)
+        verdicts: list[list[Any]] = [[row.harness, right, row.extracted], [TRAINING, right == row.agrees, row.read]]
+        if row.harness == "qerl":  # which is the grader of training
+            verdicts = [[TRAINING, right, row.extracted]]
+        elif row.flexible is not None:
+            verdicts.append([f"{row.harness}, flexible", row.flexible])
+        shown = {"text": row.completion, "verdicts": verdicts, "length": row.tokens, "finished": row.finished}
+        completions.append(shown)
     return {"id": rows[0].problem, "prompt": rows[0].prompt, "gold": rows[0].gold, "completions": completions}
-
-
-def _verdicts(row: SampleRow) -> list[list[Any]]:
-    """Grader, verdict and the answer that it read, for each grader; the harness's, which counts, is the first."""
-    right = bool(row.correct)
-    if row.harness == "qerl":  # which is the grader of training
-        return [[TRAINING, right, row.extracted]]
-    further = [] if row.flexible is None else [[f"{row.harness}, flexible", row.flexible]]
-    return [[row.harness, right, row.extracted], [TRAINING, right == row.agrees, row.read], *further]
 
 
 def sources_of(runs: Iterable[Path], evaluations: Iterable[Path]) -> list[Source]:
     """The sources of run.json files and result.json files, with the files beside them."""
     sources: dict[str, Source] = {}
     files = {path.parent.resolve().name: path for path in evaluations}
-    results: dict[str, Scores] = {id: read(schema_of(path) or EvaluationResult, path) for id, path in files.items()}  # type: ignore[misc]
+    results: dict[str, Scores] = {id: _read_evaluation(path) for id, path in files.items()}
     for id, path in files.items():
         result, before = results[id], _before(results[id], results)
         source = sources.setdefault(id, Source(id, _about(result), before))
@@ -135,6 +128,14 @@ def sources_of(runs: Iterable[Path], evaluations: Iterable[Path]) -> list[Source
     return [source for source in sources.values() if source.views]
 
 
+def _read_evaluation(path: Path) -> Scores:
+    """The result.json of the workflow, of `qerl eval` or of a committed policy."""
+    content = json.loads(path.read_bytes())
+    if "stored" in content:
+        return read(StoredPolicyResult, path)
+    return read(OwnEvaluationResult if "adapter" in content else EvaluationResult, path)
+
+
 def _before(result: Scores, results: dict[str, Scores]) -> str | None:
     """The evaluation of the base that this policy was trained from, if it is among the results."""
     if isinstance(result, EvaluationResult) and result.run:
@@ -148,8 +149,8 @@ def _before(result: Scores, results: dict[str, Scores]) -> str | None:
 
 def _about(result: Scores) -> str:
     if isinstance(result, EvaluationResult):
-        named = f"{without_folders(result.model)}, {result.base.weights_name}"
-        return f"{named}, {result.arm}" if result.run else f"{named}, untrained"
+        about = result.arm if result.run else "untrained"
+        return f"{without_folders(result.model)}, {result.base.weights_name}, {about}"
     if isinstance(result, OwnEvaluationResult):
         return f"{without_folders(result.model)}, {'trained' if result.adapter else 'untrained'}"
     return "a committed policy"
@@ -165,46 +166,39 @@ def steps_in(folder: Path) -> list[View]:
 
 
 def sources_in(folders: Sequence[Path]) -> list[Source]:
-    """The sources in folders of results, of runs and of evaluations. Raises ResultError if there are none."""
-    runs, evaluations, unfinished = [], [], []
+    """The sources in folders of results, of runs and of evaluations. Raises ResultError if there are none.
+
+    A run by hand that isn't finished has its rollouts beside its checkpoints.
+    """
+    found: dict[str, list[Path]] = {RUN: [], RESULT: []}
+    unfinished = []
     for folder in folders:
-        files = [
-            *sorted([*folder.glob(f"{TRAIN}/*/{RUN}"), *folder.glob(f"{EVALUATE}/*/{RESULT}")]),
-            *(file for file in (folder / RUN, folder / RESULT) if file.is_file()),
-        ]
-        begun = [] if files else _unfinished(folder)
-        if not files and not begun and (folder / RUN_FILE).is_file():
+        files = [*folder.glob(f"{TRAIN}/*/{RUN}"), *folder.glob(f"{EVALUATE}/*/{RESULT}")]
+        files = sorted(files) + [file for file in (folder / RUN, folder / RESULT) if file.is_file()]
+        for file in files:
+            found[file.name].append(file)
+        states = [] if files else sorted(folder.glob(f"{WORK}/*/{ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
+        if states:
+            unfinished.append(Source(folder.resolve().name, "a run in progress", views=steps_in(states[-1])))
+        elif not files and (folder / RUN_FILE).is_file():
             raise ResultError(
                 f"{folder} has no samples yet: the run has not finished its first step, or stores no rollouts "
                 "(stored_rollouts.every: 0)"
             )
-        if not files and not begun:
+        elif not files:
             raise ResultError(f"{folder} has no samples: it is no folder of results, of a run or of an evaluation")
-        runs += [file for file in files if file.name == RUN]
-        evaluations += [file for file in files if file.name == RESULT]
-        unfinished += begun
-    _check_names(runs, evaluations)
-    sources = [*sources_of(runs, evaluations), *unfinished]
+    for kind in found.values():  # no address could tell the samples of two folders of one name apart
+        seen: dict[str, Path] = {}
+        for file in kind:
+            other = seen.setdefault(name := file.resolve().parent.name, file.parent)
+            if other != file.parent:
+                raise ResultError(
+                    f"{other} and {file.parent} are both named {name}; rename one, or show them one by one"
+                )
+    sources = [*sources_of(found[RUN], found[RESULT]), *unfinished]
     if not sources:
         raise ResultError(f"{folders[0]} stores no samples; set stored_rollouts.every of its runs above 0")
     return sources
-
-
-def _unfinished(folder: Path) -> list[Source]:
-    """A run by hand that isn't finished yet, whose rollouts are beside its checkpoints."""
-    states = sorted(folder.glob(f"{WORK}/*/{ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
-    return [Source(folder.resolve().name, "a run in progress", views=steps_in(states[-1]))] if states else []
-
-
-def _check_names(*files: list[Path]) -> None:
-    """Refuse two folders of one name, whose samples no address could tell apart."""
-    for kind in files:
-        named = defaultdict(list)
-        for file in kind:
-            named[file.resolve().parent.name].append(file.parent)
-        for name, same in named.items():
-            if len(same) > 1:
-                raise ResultError(f"{same[0]} and {same[1]} are both named {name}; rename one, or show them one by one")
 
 
 # The page of samples: one file of HTML with all data, which needs no network.
@@ -228,9 +222,8 @@ class PageSizeError(ResultError):
 
 def write_page(job: SamplesJob) -> None:
     """Make the page of a configuration's samples."""
-    paths = [Path(line) for line in job.results.read_text(encoding="utf-8").splitlines()]
-    sources = sources_of(*([path for path in paths if path.name == name] for name in (RUN, RESULT)))
-    make_page(job.name, sources, job.out, report=REPORT_PAGE)
+    stored = StoredResults(listed(job.results))
+    make_page(job.name, sources_of(stored.named(RUN), stored.named(RESULT)), job.out, report=REPORT_PAGE)
 
 
 def make_page(
@@ -242,7 +235,7 @@ def make_page(
     for halvings in range(_HALVINGS + 1):
         shown = [parts[min(halvings, len(parts) - 1)] for parts in views]
         # Equal parts, such as the prompts of one data set, are there once.
-        parts = list(dict.fromkeys(text for view in shown for text in (view.prompts, view.samples)))
+        parts = list(dict.fromkeys(view[name] for view in shown for name in ("prompts", "samples")))
         if sum(map(len, parts)) <= room:
             break
     else:
@@ -251,15 +244,14 @@ def make_page(
             "--megabytes"
         )
     places, left = {text: place for place, text in enumerate(parts)}, iter(shown)
-    listed = []
+    index = []
     for source in sources:
         entries = []
-        for view in source.views:
-            packed = next(left)
-            where = {"prompts": places[packed.prompts], "samples": places[packed.samples]}
-            entries.append({"step": view.step, "trained": view.trained, **where, **packed.about})
-        listed.append({"id": source.id, "about": source.about, "before": source.before, "views": entries})
-    write_text(out, _html(title, report, _pack({"title": title, "sources": listed}), parts))
+        for view, packed in zip(source.views, left, strict=False):
+            where = {name: places[packed[name]] for name in ("prompts", "samples")}
+            entries.append({"step": view.step, "trained": view.trained, **packed, **where})
+        index.append({"id": source.id, "about": source.about, "before": source.before, "views": entries})
+    write_text(out, _html(title, report, _pack({"title": title, "sources": index}), parts))
 
 
 def _html(title: str, report: str, index: str, parts: Sequence[str]) -> str:
@@ -274,29 +266,24 @@ def _pack(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-@dataclass(frozen=True)
-class _PackedView:
-    """The packed first problems of a view: their prompts, which views share, all else, and counts."""
+def _shortened(view: View) -> list[Json]:
+    """A view at each number of halvings of its problems, until one is left: packed prompts, all else, and counts.
 
-    prompts: str
-    samples: str
-    about: Json
-
-
-def _shortened(view: View) -> list[_PackedView]:
-    """A view at each number of halvings of its problems, until one is left."""
-    problems = list(view.problems())
-    counts = dict.fromkeys(max(len(problems) >> halving, 1) for halving in range(_HALVINGS + 1))
-    return [_packed_view(problems[:count], len(problems)) for count in counts]
-
-
-def _packed_view(problems: list[Json], stored: int) -> _PackedView:
-    completions = [completion for problem in problems for completion in problem["completions"]]
-    about = {
-        "problems": len(problems),
-        "stored": stored,
-        "completions": len(completions),
-        "right": sum(completion["verdicts"][0][1] for completion in completions),
-    }
-    rest = [{key: value for key, value in problem.items() if key != "prompt"} for problem in problems]
-    return _PackedView(_pack([problem["prompt"] for problem in problems]), _pack(rest), about)
+    The prompts are apart, because views share them.
+    """
+    problems, packed = list(view.problems()), []
+    for count in dict.fromkeys(max(len(problems) >> halving, 1) for halving in range(_HALVINGS + 1)):
+        first = problems[:count]
+        completions = [completion for problem in first for completion in problem["completions"]]
+        rest = [{key: value for key, value in problem.items() if key != "prompt"} for problem in first]
+        packed.append(
+            {
+                "prompts": _pack([problem["prompt"] for problem in first]),
+                "samples": _pack(rest),
+                "problems": len(first),
+                "stored": len(problems),
+                "completions": len(completions),
+                "right": sum(completion["verdicts"][0][1] for completion in completions),
+            }
+        )
+    return packed

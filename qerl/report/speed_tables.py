@@ -6,7 +6,7 @@ measured a dash. Only points of the same machine are compared. `machine` has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -19,37 +19,73 @@ from qerl.jobs import ShapesJob
 from qerl.report import paper
 from qerl.report.figures import bars_beside, decode_speed
 from qerl.report.format import (
-    NOT_MEASURED,
-    Row,
+    DIFFERENT_MACHINES,
+    caption_text,
     cell_text,
-    faster,
     gpu_label,
     present,
-    ratio,
-    stated,
     three_digits,
     times,
     weights_label,
     with_gpus,
+    write_table,
 )
-from qerl.report.paper import SPEED, Result, beside, rollouts, sizes, steps, with_ratios, with_steps
-from qerl.report.tables import caption_text, write_table
+from qerl.report.paper import Point, beside, cells_of
 from qerl.results import printed
-from qerl.results.schema import OK
-from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, Kind, load
+from qerl.results.schema import OK, Head
+from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, load
+from qerl.results.statistics import ENDS, ratio_interval
 from qerl.results.store import read
 
-# Rows of decode points, with a column per number of sequences, and of GRPO steps.
+# Ratios of points: the quotient of their medians, or the reason why there is none.
+
+NOT_MEASURED = "–"
+
+
+def ratio(above: Point | None, below: Point | None) -> tuple[float | str, float, float]:
+    """The ratio of two points' medians (None: not measured) and its interval, or the reason why there is none."""
+    if above is None or below is None:
+        return NOT_MEASURED, np.nan, np.nan
+    for point in (above, below):
+        if point["status"] != OK:
+            return f"{point['engine']} {weights_label(point['weights'])}: {point['status']}", np.nan, np.nan
+    if above["machine"] != below["machine"]:
+        return DIFFERENT_MACHINES, np.nan, np.nan
+    interval = ratio_interval(above["samples"], below["samples"])
+    return interval.mean, interval.low, interval.high
+
+
+def _faster(points: Sequence[Point | None]) -> Point | None:
+    """The fastest point that didn't fail. None if some point wasn't measured, because it may be faster."""
+    measured = [point for point in points if point is not None]
+    if len(measured) < len(points):
+        return None
+    done = (point for point in measured if point["status"] == OK)
+    return max(done, key=lambda point: float(point["tokens_per_second"]), default=measured[0])
+
+
+def _machines(points: Iterable[Point | None]) -> str:
+    return ", ".join(dict.fromkeys(str(point["machine"]) for point in points if point is not None))
+
+
+def _value(point: Point | None, column: str) -> float | str:
+    if point is None:
+        return NOT_MEASURED
+    if point["status"] != OK:
+        return str(point["status"])
+    return "no floor" if np.isnan(point[column]) else float(point[column])
+
+
+# Rows of decode points, with a column per number of sequences.
 
 
 def decode_table(points: pd.DataFrame, column: str = "tokens_per_second") -> pd.DataFrame:
     """A column's values at one size, by default median tokens/s, with a row per (engine, weights, rank)."""
-    counts = _counts(points)
     rows = []
     for key, group in points.groupby(POLICY, sort=False):
         cells = {point["sequences"]: point for point in group.to_dict("records")}
-        values = {str(count): _value(cells.get(count), column) for count in counts}
-        rows.append(dict(zip(POLICY, key, strict=True)) | {"machine": stated("machine", cells.values())} | values)
+        values = {str(count): _value(cells.get(count), column) for count in sorted(set(points["sequences"]))}
+        rows.append(dict(zip(POLICY, key, strict=True)) | {"machine": _machines(cells.values())} | values)
     return pd.DataFrame(rows)
 
 
@@ -61,23 +97,26 @@ def ratio_table(points: pd.DataFrame) -> pd.DataFrame:
     without any base is left out.
     """
     cells = {(*(point[key] for key in POLICY), point["sequences"]): point for point in points.to_dict("records")}
-    counts = _counts(points)
+    counts = sorted(set(points["sequences"]))
     rows = []
     for weights, rank in dict.fromkeys((weights, rank) for engine, weights, rank, _ in cells if engine == "native"):
         ours = [cells.get(("native", weights, rank, count)) for count in counts]
         rivals = dict.fromkeys(("bf16", "nvfp4", *([weights] if weights.startswith("nvfp4") else ())))
-        fastest = [faster([cells.get(("vllm", base, rank, count)) for base in rivals]) for count in counts]
+        fastest = [_faster([cells.get(("vllm", base, rank, count)) for base in rivals]) for count in counts]
         same = [cells.get(("vllm", weights, rank, count)) for count in counts]
         of = f"faster of {', '.join(map(weights_label, rivals))}"
         for against, bases in ((of, fastest), (weights_label(weights), same)):
-            row: Row = {"weights": weights, "rank": rank, "against vLLM": against}
-            row["machine"] = stated("machine", [*ours, *bases])
+            row: Point = {"weights": weights, "rank": rank, "against vLLM": against}
+            row["machine"] = _machines([*ours, *bases])
             found = [ratio(*pair) for pair in zip(ours, bases, strict=True)]
             for count, values in zip(counts, found, strict=True):
-                row |= {f"{count}{end}": value for end, value in zip(("", "_low", "_high"), values, strict=True)}
+                row |= {f"{count}{end}": value for end, value in zip(ENDS, values, strict=True)}
             if any(value != NOT_MEASURED for value, _, _ in found):
                 rows.append(row)
     return pd.DataFrame(rows)
+
+
+# Rows of GRPO steps: seconds, and memory.
 
 
 def memory_table(timed: pd.DataFrame) -> pd.DataFrame:
@@ -97,69 +136,45 @@ def step_table(timed: pd.DataFrame) -> pd.DataFrame:
     return timed[[*keys, "status", *seconds, "repeats"]]
 
 
-def _counts(points: pd.DataFrame) -> list[int]:
-    return sorted(set(points["sequences"]))
-
-
-def _value(point: Row | None, column: str) -> float | str:
-    if point is None:
-        return NOT_MEASURED
-    if point["status"] != OK:
-        return str(point["status"])
-    return "no floor" if np.isnan(point[column]) else float(point[column])
-
-
 # Rows of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.
 
-_SHOWN = ["size", "engine", "weights", "rank", "work", "sequences", "machine", "status", "tokens_per_second"]
-_TIMES = ["seconds", "ready_seconds", "first_seconds"]
+_MIX = ["size", "engine", "weights", "rank", "work", "sequences", "machine", "status", "tokens_per_second"]
+_MIX += ["tokens_per_second_p25", "tokens_per_second_p75", "seconds", "ready_seconds", "first_seconds"]
 
 
 def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
     """One row per engine and weight format; ours have the speed-up over vLLM's faster one, or a note why not."""
-    rows = mixes.to_dict("records")
-    return pd.DataFrame([_mix_row(row, rows) for row in rows])
-
-
-def mix_speedup(row: Row, rows: list[Row]) -> tuple[float | str, float, float]:
-    """Tokens/s over those of vLLM's faster weight format on the same workload."""
-    alike = [other for other in rows if other["engine"] == "vllm" and _same(row, other)]
-    bases = [next((other for other in alike if other["weights"] == weights), None) for weights in ("bf16", "nvfp4")]
-    return ratio(row, faster(bases))
+    rows, shown = mixes.to_dict("records"), []
+    for row in rows:
+        made = {
+            **{key: row[key] for key in _MIX},
+            **dict.fromkeys((f"speedup{end}" for end in ENDS), np.nan),
+            "note": "",
+        }
+        if row["engine"] != "vllm":
+            same = [
+                one for one in rows if all(one[key] == row[key] for key in ("size", "rank", "sequences", "workload"))
+            ]
+            rivals = {one["weights"]: one for one in reversed(same) if one["engine"] == "vllm"}
+            value, low, high = ratio(row, _faster([rivals.get("bf16"), rivals.get("nvfp4")]))
+            made |= {"note": value} if isinstance(value, str) else {"speedup": value}
+            made |= {"speedup_low": low, "speedup_high": high}
+        shown.append({**made, "repeats": len(row["samples"])})
+    return pd.DataFrame(shown)
 
 
 def phase_table(mixes: pd.DataFrame) -> pd.DataFrame:
     """Seconds of the median rollout, with a row per rollout and phase, and the phase's share in %."""
-    measured = [row for row in mixes.to_dict("records") if row["phases"] is not None]
-    return pd.DataFrame([phase for row in measured for phase in _phases(row)])
+    return pd.DataFrame([phase for row in mixes.to_dict("records") if row["phases"] for phase in _phases(row)])
 
 
-def _mix_row(row: Row, rows: list[Row]) -> Row:
-    ends = [f"tokens_per_second_{end}" for end in ("p25", "p75")]
-    shown = {key: row[key] for key in (*_SHOWN, *ends, *_TIMES)}
-    value, low, high = mix_speedup(row, rows) if row["engine"] != "vllm" else ("", np.nan, np.nan)
-    reason = isinstance(value, str)
-    return {
-        **shown,
-        "speedup": np.nan if reason else value,
-        "speedup_low": low,
-        "speedup_high": high,
-        "note": value if reason else "",
-        "repeats": len(row["samples"]),
-    }
-
-
-def _same(row: Row, other: Row) -> bool:
-    return all(row[key] == other[key] for key in ("size", "rank", "sequences", "workload"))
-
-
-def _phases(row: Row) -> Iterator[Row]:
+def _phases(row: Point) -> Iterator[Point]:
     phases, whole = row["phases"], row["phase_seconds"]
     key = {name: row[name] for name in ("size", "weights", "rank", "work", "machine")}
-    parts: list[Row] = [{"phase": "prefill and first tokens", "seconds": phases.prefill, "steps": phases.prefills}]
+    parts: list[Point] = [{"phase": "prefill and first tokens", "seconds": phases.prefill, "steps": phases.prefills}]
     for decode in reversed(phases.decode):
-        figures = {"seconds": decode.seconds, "steps": decode.steps, "sequences": decode.sequences}
-        parts.append({"phase": f"decode, batch of {decode.batch}", **figures})
+        steps = decode.model_dump(include={"seconds", "steps", "sequences"})
+        parts.append({"phase": f"decode, batch of {decode.batch}", **steps})
     parts.append({"phase": "between steps", "seconds": phases.between})
     parts.append({"phase": "before and after", "seconds": whole - sum(part["seconds"] for part in parts)})
     for part in parts:
@@ -170,25 +185,22 @@ def _phases(row: Row) -> Iterator[Row]:
 
 # Rows of prompts: milliseconds of a call that draws a token after each prompt.
 
-_CALL = ["prompts", "tokens"]
-
 
 def prompt_table(prompts: pd.DataFrame) -> pd.DataFrame:
     """Median milliseconds of the calls of one size, with a row per (prompts, tokens) and a column per (weights, rank).
 
     A call that failed shows its status, one that wasn't measured a dash. Columns of several machines name their GPU.
     """
-    policies: dict[str, dict[tuple[int, int], Row]] = {}
+    policies: dict[str, dict[tuple[int, int], Point]] = {}
     several = prompts["machine"].nunique() > 1
     for point in prompts.sort_values(["weights", "rank"]).to_dict("records"):
         policy = f"{weights_label(point['weights'])} r{point['rank']}"
         policy += f", {gpu_label(point['machine'])}" if several else ""
         policies.setdefault(policy, {})[point["prompts"], point["tokens"]] = point
-    calls = sorted({call for points in policies.values() for call in points})
     return pd.DataFrame(
-        dict(zip(_CALL, call, strict=True))
-        | {name: _value(points.get(call), "milliseconds") for name, points in policies.items()}
-        for call in calls
+        {"prompts": count, "tokens": tokens}
+        | {name: _value(points.get((count, tokens)), "milliseconds") for name, points in policies.items()}
+        for count, tokens in sorted({call for points in policies.values() for call in points})
     )
 
 
@@ -212,16 +224,16 @@ def _by_count(text: Callable[[float], str]) -> Callable[[pd.DataFrame], pd.DataF
 
 def _digits(rows: pd.DataFrame) -> pd.DataFrame:
     """The text of a table whose numbers have three digits, but for counts of steps, and whose headings stay."""
-    text = rows.map(_text)
+
+    def text(value: object) -> str:
+        if isinstance(value, float):
+            return "" if np.isnan(value) else three_digits(value)
+        return str(value)
+
+    shown = rows.map(text)
     if "steps" in rows:
-        text["steps"] = rows["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
-    return text
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return "" if np.isnan(value) else three_digits(value)
-    return str(value)
+        shown["steps"] = rows["steps"].map(lambda steps: "" if np.isnan(steps) else f"{steps:.0f}")
+    return shown
 
 
 @dataclass(frozen=True)
@@ -311,7 +323,7 @@ def write_shapes(job: ShapesJob) -> None:
     """
     of_bench: dict[str, list[Path]] = {}
     for file in job.files:
-        of_bench.setdefault(read(Kind, file).of_bench, []).append(file)
+        of_bench.setdefault(read(Head, file).of_bench, []).append(file)
     frames = {bench: load(files, bench) for bench, files in (of_bench or {"decode": []}).items()}
     for table in (one for one in TABLES if one.bench in frames):
         records = frames[table.bench]
@@ -346,18 +358,15 @@ def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
 
     points: of `speeds.load`, or none; those of other models and lengths are ignored.
     """
-    measured = _of_paper(points)
-    for engine, of_engine in measured.groupby("engine", sort=False) if len(measured) else ():
-        for reading, (sequences, counted) in READINGS.items():
-            bench = _read_as(of_engine, sequences)
-            for name in ROLLOUT_TABLES:
-                frame = beside_printed([name], ["rollout"], rollouts(bench))
-                title = f"Rollout throughput beside the paper's {_told(name, str(engine), counted)}"
-                _write(frame, out / f"{name}-{engine}-{reading}", title, bench)
-            for name, files in printed.BARS.items():
-                frame = beside_printed(files, ["rollout"], rollouts(bench))
-                if (frame["status"] == OK).any():
-                    bars_beside(frame, out / f"{name}-{engine}-{reading}")
+    for engine, reading, counted, bench in _readings(points, "engine"):
+        results = [*paper.rollouts(bench)]
+        for name in ROLLOUT_TABLES:
+            title = f"Rollout throughput beside the paper's {_told(name, engine, counted)}"
+            _write(beside(cells_of(name, kinds=["rollout"]), results), out / f"{name}-{engine}-{reading}", title, bench)
+        for name, files in printed.BARS.items():
+            frame = beside(cells_of(*files, kinds=["rollout"]), results)
+            if (frame["status"] == OK).any():
+                bars_beside(frame, out / f"{name}-{engine}-{reading}")
 
 
 def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
@@ -369,48 +378,41 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     measured: of `speeds.load`, or none; steps of other models, of other or mixed lengths, under a memory cap,
         with equal rewards, or whose system chooses what to recompute are ignored.
     """
-    measured = _of_paper(measured)
     if measured.empty:
         return
     plain = (measured["equal_groups"] == 0) & (measured["median"] == 0) & (measured["cap"] == "")
     measured = measured[plain & (measured["gradient_checkpointing"] != "auto")]
-    for system, of_system in measured.groupby(measured["system"].str.split().str[0], sort=False):
-        for reading, (sequences, counted) in READINGS.items():
-            groups = of_system if sequences == 1 else of_system[of_system["group_size"] == sequences]
-            bench, stem = _read_as(groups, sequences), f"{str(system).lower()}-{reading}"
-            for name in STEP_TABLES:
-                _write_steps(name, bench, out / f"{name}-{stem}", _told(name, str(system), counted))
-            for on in (True, False):
-                group = bench[bench["gradient_checkpointing"] == on]
-                title = f"{_told('table3', str(system), counted)}, {'with' if on else 'without'} gradient checkpointing"
-                _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
+    for system, reading, counted, bench in _readings(
+        measured.assign(system=measured["system"].str.split().str[0]), "system"
+    ):
+        stem = f"{system.lower()}-{reading}"
+        for name in STEP_TABLES:
+            _write_steps(name, bench, out / f"{name}-{stem}", _told(name, system, counted))
+        for on in (True, False):
+            group = bench[bench["gradient_checkpointing"] == on]
+            title = f"{_told('table3', system, counted)}, {'with' if on else 'without'} gradient checkpointing"
+            _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
 
 
-def beside_printed(files: Sequence[str], kinds: Collection[str], results: Iterable[Result]) -> pd.DataFrame:
-    """Printed numbers of these kinds and files beside ours, for the models of the first file."""
-    cells = [cell for file in files for cell in printed.read_cells(printed.FOLDER / f"{file}.csv")]
-    models = {cell.model for cell in cells if cell.table == files[0]}
-    cells = [cell for cell in cells if cell.kind in kinds and cell.model in models]
-    return beside(with_steps(with_ratios(cells)), results)
+def _readings(measured: pd.DataFrame, by: str) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
+    """The points of the paper's models and lengths, by engine or system and by reading of the paper's batch size.
 
-
-def _of_paper(measured: pd.DataFrame) -> pd.DataFrame:
-    """The points or steps of the paper's models and lengths."""
+    `sequences` becomes the batch that the paper would state. Points that no batch can be are left out.
+    """
     if measured.empty:
-        return measured
+        return
     of_lengths = (measured["prompt"] == printed.PROMPT) & (measured["tokens"] == printed.TOKENS)
-    return measured[of_lengths & measured["size"].isin(QWEN)]
-
-
-def _read_as(measured: pd.DataFrame, sequences: int) -> pd.DataFrame:
-    """The points whose number of sequences a batch of the paper can be, with that batch in its place."""
-    whole = measured[measured["sequences"] % sequences == 0]
-    return whole.assign(sequences=whole["sequences"] // sequences)
+    for name, group in measured[of_lengths & measured["size"].isin(QWEN)].groupby(by, sort=False):
+        for reading, (sequences, counted) in READINGS.items():
+            whole = group[group["sequences"] % sequences == 0]
+            if sequences > 1 and "group_size" in whole:
+                whole = whole[whole["group_size"] == sequences]
+            yield str(name), reading, counted, whole.assign(sequences=whole["sequences"] // sequences)
 
 
 def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> None:
-    sized = sizes(bench.dropna(subset="size_bytes"), "weights in memory")
-    frame = beside_printed([name], ["step", "size"], [*steps(bench), *sized])
+    sized = paper.sizes(bench.dropna(subset="size_bytes"), "weights in memory")
+    frame = beside(cells_of(name, kinds=["step", "size"]), [*paper.steps(bench), *sized])
     _write(frame, stem, f"GRPO step beside the paper's {reading}; our sizes are those in memory", bench)
 
 
@@ -419,7 +421,7 @@ def _told(table: str, system: str, counted: str) -> str:
 
 
 def _write(frame: pd.DataFrame, stem: Path, title: str, bench: pd.DataFrame) -> None:
-    if not any(map(paper.measured, frame.to_dict("records"))):
-        return
-    shown, footnotes = paper.paper_shape(frame)
-    write_table(frame, stem, caption_text(f"{title}. {SPEED}", bench[["machine", "commit"]]), shown, footnotes)
+    if any(map(paper.measured, frame.to_dict("records"))):
+        shown, footnotes = paper.paper_shape(frame)
+        caption = caption_text(f"{title}. {paper.SPEED}", bench[["machine", "commit"]])
+        write_table(frame, stem, caption, shown, footnotes)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from qerl.settings.models import Base, Recipe, WeightFormat
 
-# Names of the files and folders of results; `qerl.workflow.outputs` has the paths of a configuration's results.
+# Names of the files and folders of results; `qerl.jobs` has the paths of a configuration's results.
 
 DATASET = "dataset.json"
 RUN = "run.json"
@@ -37,12 +37,9 @@ CHECKPOINT = "checkpoint"
 #: Folders of a configuration's results, by what is in them.
 DATA = "data"
 MODELS = "models"
-CHECKED = "checked"
-QUANTIZE = "quantize"
 TRAIN = "train"
 EVALUATE = "evaluate"
 PROFILE = "profile"
-POINTS = "points"
 TABLES = "tables"
 FIGURES = "figures"
 #: The end of the name of a figure's file for narrow screens.
@@ -50,9 +47,8 @@ NARROW = ".narrow.svg"
 #: The page that shows all results of a configuration.
 REPORT_PAGE = "report.html"
 GATES = "gates"
-#: Logs of jobs and Snakemake's measurements of their time, each in a folder of its rule.
+#: Logs of jobs, each in a folder of its rule.
 LOGS = "logs"
-BENCHMARKS = "benchmarks"
 #: The records of trackers, in their own formats, for all runs.
 TRACKED = "tracked"
 #: Evaluations of committed policies, within the folder of the gates.

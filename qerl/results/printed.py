@@ -1,19 +1,24 @@
 """The paper's printed numbers (the files in `paper`), and its tables and figures for which a configuration has results.
 
-A row of a table's file is one printed number. Model, weights, method, noise, rank, setting (such as `bs=8; gc=on`) and
-metric identify it. An empty column isn't stated in the paper or doesn't apply. `inconsistent` says how the paper
-contradicts the number. This module imports neither torch nor pandas, because the plan imports it.
+A row of a table's file is a cell. Model, weights, method, noise, rank, setting (such as `bs=8; gc=on`) and metric
+identify it. `printed` is empty where the paper prints nothing and ours is shown alone: seconds of steps, and GSM8K by
+each reading. Ratios of throughputs that the paper doesn't print are their quotients, as `note` says. An empty column
+isn't stated in the paper or doesn't apply. `inconsistent` says how the paper contradicts the number. This module
+imports neither torch nor pandas, because the plan imports it.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent / "paper"
-#: The file of points read off the paper's plots, which isn't in `TABLES`.
+#: The file of points read off the paper's plots.
 CURVES = "curves.csv"
 #: The names that the paper's models have in a configuration.
 MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
@@ -39,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(Asked):
-    """One printed number."""
+    """A cell of a table, with its printed number."""
 
     table: str
     metric: str
@@ -57,21 +62,14 @@ class Cell(Asked):
         return name.partition("_")[0] if name.startswith(("rollout_", "step_")) else name
 
 
-@dataclass(frozen=True)
-class Series:
-    """A curve of a figure."""
+@dataclass(frozen=True, kw_only=True)
+class Series(Asked):
+    """A curve of a panel of a figure, by step."""
 
-    label: str
-    asked: Asked
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Curves of one metric, by step."""
-
-    title: str
+    figure: str
+    panel: str
     metric: str
-    series: Sequence[Series]
+    label: str
 
 
 #: Title of each table; its numbers are in <name>.csv.
@@ -94,112 +92,45 @@ SCHEDULES = "figure15"
 DECAYS = ("linear", "exponential", "cosine", "logarithmic")
 
 
-def _arms(model: str, data: str, *names: str) -> list[Series]:
-    arms = {
-        "BF16 Full": Asked(model, "bf16", "full", "off", None, {"data": data}),
-        "BF16 LoRA": Asked(model, "bf16", "lora", "off", 32, {"data": data}),
-        "NF4 LoRA": Asked(model, "nf4", "lora", "off", 32, {"data": data}),
-        "MXFP4 LoRA": Asked(model, "mxfp4", "lora", "off", 32, {"data": data}),
-        "NVFP4 LoRA": Asked(model, "nvfp4", "lora", "off", 32, {"data": data}),
-        "NVFP4 LoRA + AQN": Asked(model, "nvfp4", "lora", "exponential", 32, {"data": data}),
-    }
-    return [Series(name, arms[name]) for name in names]
+def read_cells(file: Path) -> list[Cell]:
+    """The printed numbers of one file."""
+    return [Cell(**row) for row in _rows(file)]
 
 
-def _rates(weights: str, noise: str) -> list[Series]:
-    asked = {rate: {"data": "gsm8k", "lr": rate} for rate in ("3e-05", "5e-06")}
-    return [Series(f"rate {rate}", Asked(MODELS[1], weights, "lora", noise, 32, s)) for rate, s in asked.items()]
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open(newline="", encoding="utf-8") as rows:
+        for row in csv.DictReader(rows):
+            setting = dict(part.strip().split("=") for part in row["setting"].split(";") if part)
+            yield {**row, "rank": int(row["rank"]) if row["rank"] else None, "setting": setting}
 
 
-_FORMATS = ("NVFP4 LoRA", "MXFP4 LoRA", "NF4 LoRA", "BF16 LoRA")
-_QERL = "NVFP4 LoRA + AQN"
-_REWARD, _ENTROPY = "reward/correct", "entropy"
-_3B, _7B, _14B, _32B = MODELS
-
-#: Figures of curves by step.
-CURVE_FIGURES: dict[str, Sequence[Panel]] = {
-    "figure4": [
-        Panel("7B, GSM8K, GRPO", _REWARD, _arms(_7B, "gsm8k", *_FORMATS, "BF16 Full")),
-        Panel("7B, BigMath, DAPO", _REWARD, _arms(_7B, "bigmath-3-5", *_FORMATS, "BF16 Full")),
-    ],
-    "figure5": [Panel("7B, GSM8K", _ENTROPY, _arms(_7B, "gsm8k", *_FORMATS))],
-    "figure7": [
-        Panel(f"{size}, BigMath", _REWARD, _arms(model, "bigmath-3-5", "BF16 Full", _QERL, "BF16 LoRA"))
-        for size, model in (("7B", _7B), ("14B", _14B))
-    ],
-    "figure8": [
-        Panel("3B, GSM8K", _REWARD, _arms(_3B, "gsm8k", _QERL, "NVFP4 LoRA")),
-        Panel("7B, BigMath", _REWARD, _arms(_7B, "bigmath-3-5", _QERL, "NVFP4 LoRA")),
-    ],
-    "figure9": [
-        Panel(
-            "3B, GSM8K, noise schedules",
-            _REWARD,
-            [
-                Series(name, Asked(_3B, "nvfp4", "lora", name, 32, {"data": "gsm8k", "sigma": "0.05"}))
-                for name in DECAYS
-            ],
-        )
-    ],
-    "figure10": [
-        Panel(
-            "3B, GSM8K, LoRA ranks",
-            _REWARD,
-            [
-                Series(f"rank {rank}", Asked(_3B, "nvfp4", "lora", "exponential", rank, {"data": "gsm8k"}))
-                for rank in (16, 32, 64, 128)
-            ],
-        )
-    ],
-    "figure12": [Panel("7B, BigMath 3 to 5", _REWARD, _arms(_7B, "bigmath-3-5", _QERL, "BF16 LoRA"))],
-    "figure13": [Panel("32B, BigMath 4 to 5", _REWARD, _arms(_32B, "bigmath-4-5", _QERL, "BF16 LoRA"))],
-    "figure14": [Panel("14B, BigMath 3 to 5", _ENTROPY, _arms(_14B, "bigmath-3-5", _QERL, "BF16 LoRA"))],
-    "figure16": [Panel("7B, GSM8K, QeRL's learning rates", _REWARD, _rates("nvfp4", "exponential"))],
-    "figure17": [Panel("7B, GSM8K, LoRA's learning rates", _REWARD, _rates("bf16", "off"))],
+#: The curves of each figure, in the order of panels.
+CURVE_FIGURES = {
+    figure: [Series(**row) for row in rows]
+    for figure, rows in groupby(_rows(FOLDER / "series.csv"), key=itemgetter("figure"))
 }
-
 #: All tables and figures that are compared with the paper's, and their category in the report.
 NAMES = {*TABLES, *BARS, *CURVE_FIGURES, SCHEDULES}
 CATEGORY = "4 Paper beside ours"
 
 
-def read_cells(file: Path) -> list[Cell]:
-    """The printed numbers of one file."""
-    with file.open(newline="", encoding="utf-8") as rows:
-        return [_cell(row) for row in csv.DictReader(rows)]
-
-
-def _cell(row: dict[str, str]) -> Cell:
-    pairs = (part.strip().partition("=") for part in row.pop("setting").split(";") if part)
-    rank = row.pop("rank")
-    return Cell(**row, rank=int(rank) if rank else None, setting={key: value for key, _, value in pairs})  # type: ignore[arg-type]
-
-
 def tables_fed(covered: Collection[tuple[str, str]]) -> list[str]:
     """The paper's tables with a result for some number. `covered` has (`Cell.kind`, model) of the results."""
-    return [name for name in TABLES if _feeds(read_cells(FOLDER / f"{name}.csv"), covered)]
+    return [name for name in TABLES if _feeds(name, covered)]
 
 
 def figures_fed(covered: Collection[tuple[str, str]]) -> list[str]:
     """The paper's figures with a result. The kind of a curve is `data=` and the training set."""
-    bars = [
-        name
-        for name, files in BARS.items()
-        if any(_feeds(read_cells(FOLDER / f"{file}.csv"), covered) for file in files)
-    ]
+    bars = [name for name, files in BARS.items() if any(_feeds(file, covered) for file in files)]
     curves = [
         name
-        for name, panels in CURVE_FIGURES.items()
-        if any(
-            (f"data={series.asked.setting['data']}", series.asked.model) in covered
-            for panel in panels
-            for series in panel.series
-        )
+        for name, series in CURVE_FIGURES.items()
+        if any((f"data={one.setting['data']}", one.model) in covered for one in series)
     ]
     schedules = [SCHEDULES] if curves else []
     return sorted([*bars, *curves, *schedules], key=lambda name: int(name.removeprefix("figure")))
 
 
-def _feeds(cells: Sequence[Cell], covered: Collection[tuple[str, str]]) -> bool:
-    asked = {(cell.kind, model) for cell in cells for model in ([cell.model] if cell.model else MODELS)}
-    return bool(asked & set(covered))
+def _feeds(file: str, covered: Collection[tuple[str, str]]) -> bool:
+    cells = read_cells(FOLDER / f"{file}.csv")
+    return any((cell.kind, model) in covered for cell in cells for model in ([cell.model] if cell.model else MODELS))

@@ -110,6 +110,21 @@ class Provenance(Stored):
         return self.commit[:12] + (" (modified)" if self.dirty else "")
 
 
+class Head(Stored):
+    """What result files share, whatever else they have. A bench's own has its name as `bench`, and a `kind`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    bench: str = ""
+    kind: str = ""
+    provenance: Provenance | None = None
+
+    @property
+    def of_bench(self) -> str:
+        """What was measured, a key of `qerl.results.speeds.SCHEMAS`."""
+        return self.kind or self.bench
+
+
 class Quartiles(Stored):
     """Median and quartiles of samples, in their unit."""
 
@@ -548,7 +563,7 @@ class GateMeasurements(Stored):
     """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
 
     key: str
-    """Key of the workload (`qerl.workflow.stages.workload_key`)."""
+    """Key of the workload (`qerl.jobs.workload_key`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
     """One number per step."""

@@ -1,17 +1,21 @@
-"""Files of speeds, of a configuration's benches and of the speed grid: their schemas, and their rows as data frames."""
+"""Files of speeds, each a model with its rows in tables: a configuration's benches, and the speed grid.
+
+`load` makes a tidy frame of the files of one bench. Times end in their unit, memory is in GB (10^9 bytes). Where a
+point has no samples, `status` says why, and numbers are NaN.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from qerl.checkpoints.shapes import QWEN, SIZES
+from qerl.checkpoints.shapes import HALF, QWEN, SIZES, ModelShape, shape_of
 from qerl.results.paths import weights_names
 from qerl.results.schema import OK, MeasuredPoint, Number, Provenance, Stored
 from qerl.results.store import ResultError, read
@@ -32,7 +36,17 @@ from qerl.settings.workloads import (
 if TYPE_CHECKING:
     import pandas as pd
 
-# Schemas of a configuration's benches: rollout throughput and seconds of a GRPO step.
+_GB = 1e9
+Row = dict[str, Any]
+
+
+def quartiles(measure: str, samples: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of samples as columns; NaN without any."""
+    ends = np.quantile(samples or [np.nan], [0.5, 0.25, 0.75])
+    return {f"{measure}{end}": float(value) for end, value in zip(("", "_p25", "_p75"), ends, strict=True)}
+
+
+# A configuration's benches: rollout throughput and seconds of a GRPO step.
 
 
 class BenchPoint(MeasuredPoint):
@@ -78,7 +92,17 @@ class StepPoint(BenchPoint):
 
 class _Bench(Stored):
     bench: str
+    kind: str
+    points: Sequence[RolloutPoint | StepPoint]
     provenance: Provenance
+
+    def rows(self) -> Iterator[Row]:
+        """A row per point, with `samples` in seconds of a step, or in tokens/s of whole rollouts as `rollouts` are."""
+        identity = self.model_dump(exclude={"kind", "points", "provenance"}) | self.provenance.columns
+        for point in self.points:
+            columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
+            columns |= {"weights": point.weights_name, "sequences": point.sequences, "rollouts": point.samples}
+            yield identity | columns
 
 
 class RolloutBenchResult(_Bench):
@@ -96,24 +120,16 @@ class StepBenchResult(_Bench):
     points: list[StepPoint] = Field(min_length=1)
 
 
-# Schemas of the speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
+# The speed grid's files: decode speed, prefill time, rollouts of mixed lengths, and GRPO steps.
 
 #: The engines with their kernels, as tables name them; only this project's has a choice.
 SERVING: tuple[str, ...] = (*(with_kernels("native", kernels) for kernels in get_args(Kernels)), *ENGINES[1:])
 
 
-class Kind(Stored):
-    """What all files of benches have. A configuration's own have a `kind` and their name as `bench`."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    bench: str
-    kind: str = ""
-
-    @property
-    def of_bench(self) -> str:
-        """What was measured, a key of `SCHEMAS`."""
-        return self.kind or self.bench
+#: Columns that identify a file of decode points, besides its size and lengths.
+POLICY = ["engine", "weights", "rank"]
+#: Tokens of the prompt and decoded tokens; points of other lengths are in other tables.
+LENGTHS = ["prompt", "tokens"]
 
 
 class Measurement(Stored):
@@ -136,6 +152,12 @@ class Measurement(Stored):
         if self.work.size not in SIZES:
             raise ValueError(f"work.size {self.work.size!r} is unknown; use one of {', '.join(SIZES)}")
         return self
+
+    def _beside_paper(self, system: str) -> Row:
+        """The stamp; the model as configurations name it; and a bench of one system and machine, for comparisons."""
+        size, stamp = self.work.size, self.provenance.columns
+        model = f"qwen2.5-{size.lower()}" if size in QWEN else size
+        return {**stamp, "model": model, "bench": f"{system} on {stamp['machine']}"}
 
 
 # --- decode speed ----------------------------------------------------------------------------------------------------
@@ -187,6 +209,43 @@ class DecodeResult(Measurement):
         """The numbers of sequences."""
         return [point.sequences for point in self.points]
 
+    def rows(self) -> Iterator[Row]:
+        """A row per point; `engine` has its kernels, and `rollouts` are tokens/s with the time of the prompts.
+
+        Floors are NaN without ceilings.
+        """
+        work = self.work
+        for point in self.points:
+            speeds = quartiles("tokens_per_second", point.samples)
+            drawn, prompts = point.sequences * work.tokens, point.prompt_seconds or 0.0
+            step, floor = point.sequences / speeds["tokens_per_second"], self._floor_seconds(point.sequences)
+            yield {
+                "engine": work.serving,
+                "size": work.size,
+                "weights": work.base.weights_name,
+                **work.model_dump(include={"rank", *LENGTHS}),
+                "sequences": point.sequences,
+                "status": point.status,
+                "samples": point.samples,
+                "rollouts": [drawn / (drawn / rate + prompts) for rate in point.samples],
+                **speeds,
+                "step_ms": 1e3 * step,
+                "floor_ms": 1e3 * floor,
+                "percent_of_floor": 100 * floor / step,
+                "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
+                **self._beside_paper(work.serving),
+            }
+
+    def _floor_seconds(self, sequences: int) -> float:
+        if self.ceilings is None:
+            return np.nan
+        work = self.work
+        context = work.prompt + work.tokens / 2  # the mean number of cached tokens of a sequence
+        moved = sum(byte_parts(work.base, work.rank, sequences, context).values())
+        flops = step_flops(work.size, work.rank, sequences, context)
+        # Moving bytes and computing overlap, so the slower of the two bounds a step.
+        return max(moved / self.ceilings.copy_bytes_per_second, flops / self.ceilings.matmul_flops_per_second)
+
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
@@ -215,6 +274,18 @@ class PromptsResult(Measurement):
     def keys(self) -> Sequence[Any]:
         """The numbers of prompts and of tokens."""
         return [(point.prompts, point.tokens) for point in self.points]
+
+    def rows(self) -> Iterator[Row]:
+        """A row per point, with the `milliseconds` of a call."""
+        identity = self.work.model_dump(include={"size", "weights", "rank"}) | {"sampler": self.sampler}
+        for point in self.points:
+            milliseconds = 1e3 * median(point.samples or [np.nan])
+            yield {
+                **identity,
+                **self.provenance.columns,
+                **point.model_dump(exclude={"first"}),
+                "milliseconds": milliseconds,
+            }
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -262,7 +333,7 @@ class DecodeSeconds(Stored):
 
 
 class PhaseSeconds(Stored):
-    """Seconds of a rollout by phase, as `qerl.rollout.scheduler` measures them on the device."""
+    """Seconds of a rollout by phase, as `qerl.rollout.engine` measures them on the device."""
 
     prefill: float
     prefills: int
@@ -300,6 +371,32 @@ class RolloutMixResult(Measurement):
     def drawn(self) -> int:
         """Tokens of all completions."""
         return sum(map(sum, self.completion_tokens))
+
+    def rows(self) -> Iterator[Row]:
+        """One row, with `samples` in tokens/s. `workload` has the lengths.
+
+        The median rollout gives `phases`, and its time `phase_seconds`.
+        """
+        work, lengths = self.work, [tokens for group in self.completion_tokens for tokens in group]
+        spread = f"{min(lengths)} to {max(lengths)} tokens, {self.drawn:,} in all"
+        runs = sorted(self.runs, key=lambda run: run.seconds)
+        samples = [self.drawn / run.seconds for run in self.runs]
+        typical = runs[len(runs) // 2] if runs else MixRun(seconds=np.nan)
+        yield {
+            **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
+            "work": f"{work.prompts} × {work.group_size}, {spread}",
+            "trace": str(work.trace or ""),
+            "workload": (tuple(self.prompt_tokens), tuple(map(tuple, self.completion_tokens))),
+            "status": self.status,
+            "samples": samples,
+            **quartiles("tokens_per_second", samples),
+            "seconds": median([run.seconds for run in runs] or [np.nan]),
+            "ready_seconds": self.ready_seconds,
+            "first_seconds": self.first_seconds,
+            "phases": typical.phases,
+            "phase_seconds": typical.seconds,
+            **self.provenance.columns,
+        }
 
 
 # --- GRPO steps ------------------------------------------------------------------------------------------------------
@@ -342,6 +439,13 @@ class GivenUp(Stored):
     blocks: int
 
 
+#: A step, and its parts that are timed, in their order; the step has all of them and little else.
+SECONDS = ("step", "sync", "rollout", "update")
+#: What a step did without for memory, as text: the share of the KV cache with which no sequence waits, blocks that were
+#: recomputed, tokens of a micro-batch, and what else was set.
+GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
+
+
 class GrpoStepResult(Measurement):
     """points/step-*.json: steps of this project or of TRL; without steps where `status` says why."""
 
@@ -358,46 +462,89 @@ class GrpoStepResult(Measurement):
     memory: StepMemory | None = None
     given_up: GivenUp | None = None
 
+    def rows(self) -> Iterator[Row]:
+        """One row, with seconds and memory by part (`<part>/gb`), and `GIVEN_UP`, which is empty where not stored."""
+        work, cap, system = self.work, self.settings.memory_gb, self.system.split()[0]
+        tokens = f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
+        seconds = {part: [getattr(step, part) for step in self.steps] or [np.nan] for part in SECONDS}
+        yield {
+            "system": self.system,
+            "sampler": self.sampler,
+            "size": work.size,
+            "weights": work.base.weights_name,
+            **work.model_dump(include={"rank", "prompts", "group_size", *LENGTHS}),
+            "median": work.median or 0,
+            "equal_groups": float(work.equal_groups),
+            "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {tokens} tokens"
+            + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
+            "recompute": str(self.settings.recompute).lower(),
+            "cap": "" if cap is None else f"{cap:g} GB",
+            **dict(zip(GIVEN_UP, self._given_up(), strict=True)),
+            "status": self.status,
+            "repeats": len(self.steps),
+            "samples": [step.step for step in self.steps],
+            **{f"{part}_seconds": median(values) for part, values in seconds.items()},
+            **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in self._memory_parts().items()},
+            **self._beside_paper(system),
+            "arm": work.base.weights_name,
+            "method": "lora",
+            "gradient_checkpointing": self.settings.recompute,
+            "sequences": work.completions,
+            "size_bytes": self.memory.parts.get("weights", np.nan) if self.memory else np.nan,
+        }
 
-#: A step, and its parts that are timed, in their order; the step has all of them and little else.
-SECONDS = ("step", "sync", "rollout", "update")
+    def _given_up(self) -> tuple[Any, ...]:
+        given, ours = self.given_up, self.settings if isinstance(self.settings, EngineStep) else None
+        share = f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else ""
+        recomputed = f"{given.recomputed} of {given.blocks}" if given else ""
+        if ours is None:
+            return share, recomputed, "", ""
+        chosen = [] if ours.kv_cache_gib is None else [f"KV cache of {ours.kv_cache_gib:g} GiB"]
+        return share, recomputed, ours.micro_batch_tokens, ", ".join([*chosen, *["released"] * ours.sleep])
 
-# Files of the speed grid as tidy data frames: a row per decode or prompt point, and per file of steps or rollouts.
+    def _memory_parts(self) -> dict[str, float]:
+        if self.memory is None:
+            return {}
+        peaks = {part: [getattr(step, f"{part}_peak_bytes") for step in self.steps] for part in ("rollout", "update")}
+        return {
+            **{f"{part} peak": max(values) for part, values in peaks.items() if None not in values},
+            "without KV cache": self.memory.without_kv_cache_bytes,
+            "KV cache": self.memory.kv_cache_bytes,
+            **self.memory.parts,
+        }
 
-_GB = 1e9
-#: Columns that identify a file of decode points, besides its size and lengths.
-POLICY = ["engine", "weights", "rank"]
-#: Tokens of the prompt and decoded tokens; points of other lengths are in other tables.
-LENGTHS = ["prompt", "tokens"]
-#: What a step did without for memory, as text: the share of the KV cache with which no sequence waits, blocks that were
-#: recomputed, tokens of a micro-batch, and what else was set.
-GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
-_MEASURE = "`qerl grid` lists the commands that measure"
+
+#: The columns that sort the rows of a bench; others keep the order of the files.
+_ORDER = {
+    "decode": ["size", *POLICY, *LENGTHS, "sequences"],
+    "grpo_step": ["size"],
+    "rollout_mix": ["size", "engine", "weights"],
+}
+#: The model of a file by its `kind`, or else by its `bench`.
+SCHEMAS: dict[str, type[Any]] = {
+    "decode": DecodeResult,
+    "grpo_step": GrpoStepResult,
+    "rollout_mix": RolloutMixResult,
+    "prompts": PromptsResult,
+    "rollout": RolloutBenchResult,
+    "step": StepBenchResult,
+    "products": ProductsResult,
+}
 
 
 def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
-    """The files of one bench as a tidy frame with their stamps, sorted by size, engine, weights, rank and lengths.
+    """The rows of the files of one bench with their stamps, sorted by size, engine, weights, rank and lengths.
 
-    A row has its samples in `samples` and their medians in other columns. Where there are none, `status` says why, and
-    numbers are NaN. Times end in their unit, memory is in GB. Raises ResultError without rows, and if two files have
-    the same point. The rows are
-
-    * decode: points. `tokens_per_second` has quartiles, `engine` its kernels. Without ceilings floors are NaN.
-    * grpo_step: files, with seconds and memory by part (`<part>/gb`). `GIVEN_UP` tells what was done without.
-    * rollout_mix: files. `workload` has the lengths. The median rollout gives `phases` and `phase_seconds`
-      (its time). `samples` are in tokens/s.
-    * prompts: points, with the `milliseconds` of a call.
-    * rollout, step: points of a configuration's benches. `samples` are in tokens/s of whole rollouts, and in seconds.
-
-    The columns `model`, `bench`, `sequences` and, of decode and rollout points, `rollouts` (tokens/s of whole rollouts)
-    place a number beside the paper's.
+    A row has its samples in `samples` and their medians and quartiles in other columns. The columns `model`, `bench`,
+    `sequences` and, of decode and rollout points, `rollouts` place a number beside the paper's. Raises ResultError
+    without rows, and if two files have the same decode point.
     """
     import pandas as pd  # which the plan, which reads the schemas, is spared
 
-    schema, rows_of, name, order = _BENCHES[bench]
-    rows = [row for path in paths for row in rows_of(read(schema, path))]
+    schema, order = SCHEMAS[bench], _ORDER.get(bench, [])
+    rows = [row for path in paths for row in read(schema, path).rows()]
     if not rows:
-        raise ResultError(f"there are no {name} yet; {_MEASURE}")
+        raise ResultError(f"there are no points of {bench} yet; `qerl grid` lists the commands that measure")
     orders = {"size": SIZES, "engine": SERVING, "weights": weights_names()}
     rows.sort(key=lambda row: [orders[key].index(row[key]) if key in orders else row[key] for key in order])
     for one, row in pairwise(rows) if bench == "decode" else ():
@@ -407,165 +554,55 @@ def load(paths: Sequence[Path], bench: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _bench_rows(job: RolloutBenchResult | StepBenchResult) -> Iterator[dict[str, Any]]:
-    identity = job.model_dump(exclude={"kind", "points", "provenance"}) | job.provenance.columns
-    for point in job.points:
-        columns = point.model_dump(exclude={"recipe", "pack_delta_nets", "sampler", "prompt_tokens", "varied"})
-        columns |= {"weights": point.weights_name, "sequences": point.sequences}
-        yield identity | columns | ({"rollouts": point.samples} if job.kind == "rollout" else {})
+# The floor of a decode step: its least time, by the bytes that it must move and the FLOPs that it must compute.
+#
+# Each byte counts once, as if caches were perfect. Writes other than to the KV cache and delta nets' states
+# (activations, logits) don't count. Both counts are therefore lower bounds for any engine. Experts count as often as
+# tokens take them that choose at random; the bytes of a less even choice are fewer.
 
 
-def _of_paper(size: str, system: str, stamp: dict[str, str]) -> dict[str, str]:
-    """The model as configurations name it, and a bench of one system and machine: only its points are compared."""
-    model = f"qwen2.5-{size.lower()}" if size in QWEN else size
-    return {"model": model, "bench": f"{system} on {stamp['machine']}"}
+def byte_parts(base: Base, rank: int, sequences: int, context: float) -> dict[str, float]:
+    """Bytes of one decode step by kind. `context` is the number of cached tokens per sequence before the step.
 
+    Packed weights count as `qerl.models` stores them, with scales and tables (NF4 with double quantization); all
+    else is bfloat16, but for routers and recurrent states in float32. Of the embedding one row per sequence is read, of
+    the head everything, even if both are tied.
+    """
+    from qerl.formats.codecs import stored_bytes  # which needs torch, and a plan doesn't
 
-def _mix_rows(job: RolloutMixResult) -> Iterator[dict[str, Any]]:
-    work, lengths = job.work, [tokens for group in job.completion_tokens for tokens in group]
-    seconds = [run.seconds for run in job.runs]
-    samples = [job.drawn / taken for taken in seconds]
-    typical = sorted(job.runs, key=lambda run: run.seconds)[len(job.runs) // 2] if job.runs else None
-    yield {
-        **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
-        "work": f"{work.prompts} × {work.group_size}, {min(lengths)} to {max(lengths)} tokens, {job.drawn:,} in all",
-        "trace": str(work.trace or ""),
-        "workload": (tuple(job.prompt_tokens), tuple(map(tuple, job.completion_tokens))),
-        "status": job.status,
-        "samples": samples,
-        **quartiles("tokens_per_second", samples),
-        "seconds": median(seconds or [np.nan]),
-        "ready_seconds": job.ready_seconds,
-        "first_seconds": job.first_seconds,
-        "phases": typical.phases if typical else None,
-        "phase_seconds": typical.seconds if typical else np.nan,
-        **job.provenance.columns,
-    }
-
-
-def quartiles(measure: str, samples: Sequence[float]) -> dict[str, float]:
-    """The median and the quartiles of samples as columns; NaN without any."""
-    ends = np.quantile(samples or [np.nan], [0.5, 0.25, 0.75])
-    return {f"{measure}{end}": float(value) for end, value in zip(("", "_p25", "_p75"), ends, strict=True)}
-
-
-def _prompt_rows(job: PromptsResult) -> Iterator[dict[str, Any]]:
-    identity = (
-        job.work.model_dump(include={"size", "weights", "rank"}) | {"sampler": job.sampler} | job.provenance.columns
-    )
-    for point in job.points:
-        middle = 1e3 * median(point.samples) if point.samples else np.nan
-        yield identity | point.model_dump(exclude={"first"}) | {"milliseconds": middle}
-
-
-def _point_rows(job: DecodeResult) -> Iterator[dict[str, Any]]:
-    work = job.work
-    identity: dict[str, Any] = {"engine": work.serving, "size": work.size, "weights": work.base.weights_name}
-    identity |= work.model_dump(include={"rank", "prompt", "tokens"})
-    for point in job.points:
-        speeds = quartiles("tokens_per_second", point.samples)
-        drawn, prompts = point.sequences * work.tokens, point.prompt_seconds or 0.0
-        step, floor = point.sequences / speeds["tokens_per_second"], _floor_seconds(job, point.sequences)
-        yield {
-            **identity,
-            "sequences": point.sequences,
-            "status": point.status,
-            "samples": point.samples,
-            "rollouts": [drawn / (drawn / rate + prompts) for rate in point.samples],  # with the time of prompts
-            **speeds,
-            "step_ms": 1e3 * step,
-            "floor_ms": 1e3 * floor,
-            "percent_of_floor": 100 * floor / step,
-            "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
-            **job.provenance.columns,
-            **_of_paper(work.size, work.serving, job.provenance.columns),
-        }
-
-
-def _floor_seconds(job: DecodeResult, sequences: int) -> float:
-    if job.ceilings is None:
-        return np.nan
-    from qerl.results.floor import mean_context, step_bytes, step_flops  # which need torch, and a plan doesn't
-
-    work = job.work
-    context = mean_context(work.prompt, work.tokens)
-    moved = step_bytes(work.base, work.rank, sequences, context)
-    flops = step_flops(work.size, work.rank, sequences, context)
-    # Moving bytes and computing overlap, so the slower of the two bounds a step.
-    return max(moved / job.ceilings.copy_bytes_per_second, flops / job.ceilings.matmul_flops_per_second)
-
-
-def _step_rows(job: GrpoStepResult) -> Iterator[dict[str, Any]]:
-    work, cap = job.work, job.settings.memory_gb
-    tokens = f"{work.median} to {work.tokens}" if work.median else f"{work.tokens}"
-    seconds = {part: [getattr(step, part) for step in job.steps] or [np.nan] for part in SECONDS}
-    yield {
-        "system": job.system,
-        "sampler": job.sampler,
-        "size": work.size,
-        "weights": work.base.weights_name,
-        "rank": work.rank,
-        "prompts": work.prompts,
-        "group_size": work.group_size,
-        "prompt": work.prompt,
-        "tokens": work.tokens,
-        "median": work.median or 0,
-        "equal_groups": float(work.equal_groups),
-        "work": f"{work.prompts} × {work.group_size}, {work.prompt} + {tokens} tokens"
-        + (f", {work.equal_groups:.0%} of the groups equal" if work.equal_groups else ""),
-        "recompute": str(job.settings.recompute).lower(),
-        "cap": "" if cap is None else f"{cap:g} GB",
-        **_given_up(job),
-        "status": job.status,
-        "repeats": len(job.steps),
-        "samples": [step.step for step in job.steps],
-        **{f"{part}_seconds": median(values) for part, values in seconds.items()},
-        **{f"{part.replace('_', ' ')}/gb": value / _GB for part, value in _memory_parts(job).items()},
-        **job.provenance.columns,
-        **_of_paper(work.size, job.system.split()[0], job.provenance.columns),
-        "arm": work.base.weights_name,
-        "method": "lora",
-        "gradient_checkpointing": job.settings.recompute,
-        "sequences": work.completions,
-        "size_bytes": job.memory.parts.get("weights", np.nan) if job.memory else np.nan,
-    }
-
-
-def _given_up(job: GrpoStepResult) -> dict[str, Any]:
-    """What this project's step did without for memory, and the settings by which it did; empty where not stored."""
-    given, ours = job.given_up, job.settings if isinstance(job.settings, EngineStep) else None
-    chosen = [f"KV cache of {ours.kv_cache_gib:g} GiB"] if ours and ours.kv_cache_gib is not None else []
-    values = (
-        f"{given.kv_cache_bytes / given.kv_cache_wanted_bytes:.0%}" if given else "",
-        f"{given.recomputed} of {given.blocks}" if given else "",
-        ours.micro_batch_tokens if ours else "",
-        ", ".join([*chosen, *(["released"] if ours and ours.sleep else [])]),
-    )
-    return dict(zip(GIVEN_UP, values, strict=True))
-
-
-def _memory_parts(job: GrpoStepResult) -> dict[str, float]:
-    memory = job.memory
-    if memory is None:
-        return {}
-    peaks = {part: [getattr(step, f"{part}_peak_bytes") for step in job.steps] for part in ("rollout", "update")}
-    of_peaks = {f"{part} peak": max(values) for part, values in peaks.items() if None not in values}
+    shape, weights = shape_of(base.model).with_packed_nets(base.packed_nets), base.weights
+    linear = float(stored_bytes(shape.attention_format(weights), shape.packable) + stored_bytes("bf16", shape.dense))
+    if shape.mixture:
+        experts = shape.mixture.experts
+        taken = experts * (1 - (1 - shape.mixture.chosen / experts) ** sequences)  # by some sequence, on average
+        routers = 4 * experts * shape.hidden  # in float32
+        linear += shape.layers * (taken * stored_bytes(weights, shape.expert_linears) + routers)
+    norms = (2 * shape.layers + 1) * shape.hidden
+    biases = shape.layers * (shape.query_width + 2 * shape.kv_width) * shape.biased
     return {
-        **of_peaks,
-        "without KV cache": memory.without_kv_cache_bytes,
-        "KV cache": memory.kv_cache_bytes,
-        **memory.parts,
+        "linear": linear,
+        "adapter": float(HALF * shape.adapter_numbers(rank)),
+        "head": float(HALF * shape.vocabulary * shape.hidden),
+        "embedding": float(HALF * sequences * shape.hidden),
+        "norms and biases": float(HALF * (norms + biases)),
+        "cache": HALF * sequences * 2 * shape.kv_width * _attended(shape, context + 1),
+        "states": 2.0 * sequences * shape.nets.state_bytes if shape.nets else 0.0,
     }
 
 
-#: By bench the schema of its files, their rows, what these are, and the columns that sort them.
-_BENCHES: dict[str, tuple[type[Any], Callable[[Any], Iterator[dict[str, Any]]], str, list[str]]] = {
-    "decode": (DecodeResult, _point_rows, "points of decode speed", ["size", *POLICY, *LENGTHS, "sequences"]),
-    "grpo_step": (GrpoStepResult, _step_rows, "GRPO steps", ["size"]),
-    "rollout_mix": (RolloutMixResult, _mix_rows, "rollouts of mixed lengths", ["size", "engine", "weights"]),
-    "prompts": (PromptsResult, _prompt_rows, "times of prompts", []),
-    "rollout": (RolloutBenchResult, _bench_rows, "points of rollouts", []),
-    "step": (StepBenchResult, _bench_rows, "points of steps", []),
-}
-#: The schema of a file by what it has (`Kind.of_bench`).
-SCHEMAS: dict[str, type[Stored]] = {**{bench: kind[0] for bench, kind in _BENCHES.items()}, "products": ProductsResult}
+def step_flops(size: str, rank: int, sequences: int, context: float) -> float:
+    """FLOPs of one decode step: products, adapters, head, attention and recurrences; a multiply-add counts two."""
+    shape = shape_of(size)
+    router = shape.layers * shape.mixture.experts * shape.hidden if shape.mixture else 0
+    products = shape.products + router + shape.adapter_numbers(rank) + shape.vocabulary * shape.hidden
+    # q k^T and p v: 4 FLOPs per token of the context and element of a head.
+    attention = 4 * shape.query_width * _attended(shape, context)
+    # A delta net reads its state with the key, changes it, and reads it with the query.
+    nets = shape.nets
+    recurrence = 6.0 * nets.count * nets.value * nets.key_dim * nets.value_dim if nets else 0.0
+    return sequences * (2 * products + attention + recurrence)
+
+
+def _attended(shape: ModelShape, tokens: float) -> float:
+    """The tokens that all blocks with attention read, of `tokens` in the cache."""
+    return (shape.attentions - shape.windowed) * tokens + shape.windowed * min(tokens, shape.window)

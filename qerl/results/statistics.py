@@ -1,8 +1,8 @@
-"""95 % intervals of accuracies and of their differences, and pass@k."""
+"""95 % intervals of accuracies, ratios and paired differences, Holm's correction, and pass@k."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,14 @@ class Interval:
     mean: float
     low: float
     high: float
+
+    def columns(self, measure: str, factor: float = 1.0) -> dict[str, float]:
+        """The interval times `factor` as the columns `measure`, `measure`_low and `measure`_high."""
+        return {f"{measure}{end}": factor * value for end, value in zip(ENDS, vars(self).values(), strict=True)}
+
+
+#: The ends of the names of an interval's columns.
+ENDS = ("", "_low", "_high")
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,73 @@ def _check(scores: Scores) -> None:
         raise ValueError("scores contain a value that is not finite: a problem lacks the answer of a seed")
     if scores.min() < 0 or scores.max() > 1:
         raise ValueError("scores must be shares of right answers, between 0 and 1")
+
+
+# Paired comparisons of a study's arms: hierarchical intervals and Holm's correction (docs/exploration-protocol.md).
+
+#: Differences of an outcome on the problems [problems], by base and seed.
+Differences = Mapping[str, Mapping[int, Scores]]
+
+#: The level of tests.
+ALPHA = 0.05
+_PAIRED_CHUNK = 500
+_PAIRED_SEED = 20261123
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The difference of two arms: its 95 % interval, the two-sided p value, and the numbers of bases and pairs."""
+
+    interval: Interval
+    p: float
+    bases: int
+    pairs: int
+
+
+def paired_difference(differences: Differences) -> PairedDifference:
+    """Hierarchical bootstrap of the mean difference over bases, seeds within a base, and problems.
+
+    A draw takes bases with replacement, then seeds of each, then problems, the same ones for all. Bases count equally.
+    The interval is the 2.5 and 97.5 percentile. p is twice the smaller share of draws at or beyond zero, with one draw
+    added to each side, so that it is never 0.
+    """
+    lengths = {values.shape for of_base in differences.values() for values in of_base.values()}
+    if not differences or not all(differences.values()) or len(lengths) != 1:
+        raise ValueError("differences need at least one base, a seed of each, and the same problems everywhere")
+    cells = [np.array(list(of_base.values()), dtype=float) for of_base in differences.values()]  # [seeds, problems]
+    generator = np.random.default_rng(_PAIRED_SEED)
+    sizes = (min(_PAIRED_CHUNK, _DRAWS - done) for done in range(0, _DRAWS, _PAIRED_CHUNK))
+    draws = np.concatenate([_draws(cells, size, generator) for size in sizes])
+    low, high = np.quantile(draws, [0.025, 0.975])
+    mean = float(np.mean([of_base.mean() for of_base in cells]))
+    beyond = min(np.sum(draws <= 0), np.sum(draws >= 0))
+    p = min(1.0, 2 * (beyond + 1) / (_DRAWS + 1))
+    return PairedDifference(Interval(mean, float(low), float(high)), float(p), len(cells), sum(map(len, cells)))
+
+
+def _draws(cells: Sequence[Scores], number: int, generator: np.random.Generator) -> Scores:
+    """Means of differences over drawn bases, seeds and problems, [number]."""
+    problems = cells[0].shape[1]
+    drawn = generator.integers(problems, size=(number, problems)) + problems * np.arange(number)[:, None]
+    weights = np.bincount(drawn.ravel(), minlength=number * problems).reshape(number, problems) / problems
+    of_seeds = [of_base @ weights.T for of_base in cells]  # [seeds, number] of each base
+    bases = generator.integers(len(cells), size=(number, len(cells)))
+    means = np.empty(bases.shape)
+    for base, values in enumerate(of_seeds):
+        rows, places = np.nonzero(bases == base)
+        seeds = generator.integers(len(values), size=(len(rows), len(values)))
+        means[rows, places] = values[seeds, rows[:, None]].mean(axis=1)
+    return means.mean(axis=1)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Adjusted p values by Holm's step-down method: (m - i) p of the i-th smallest, never falling, at most 1."""
+    adjusted: dict[str, float] = {}
+    largest = 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        adjusted[name] = largest
+    return {name: adjusted[name] for name in p_values}
 
 
 #: The values of k in results, if a problem has at least k completions.

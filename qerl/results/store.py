@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from qerl.host.provenance import write_bytes, write_json, write_text
 from qerl.results.schema import Stored
-from qerl.settings.base import UserError
-from qerl.settings.errors import sentence
+from qerl.settings.base import UserError, sentence
 
 T = TypeVar("T", bound=Stored)
 

@@ -138,23 +138,22 @@ def importance_weights(
     return ratio.clamp(max=cap) if action == "truncate" else ratio.masked_fill(ratio > cap, 0.0)
 
 
-@dataclass(frozen=True)
-class RatioSums:
-    """Sums of the ratios w = trainer / sampler and of their squares, over tokens and over whole sequences."""
+def ratio_sums(
+    old_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor
+) -> dict[str, float]:
+    """Sums of ratios w = trainer / sampler and of their squares, over tokens and over sequences; beyond e^300 cut.
 
-    tokens: float
-    token_squares: float
-    sequences: float
-    sequence_squares: float
-
-
-def ratio_sums(old_logprobs_NT: torch.Tensor, sampler_logprobs_NT: torch.Tensor, mask_NT: torch.Tensor) -> RatioSums:
-    """What the effective sample size is made of, (sum w)^2 / sum w^2; in float64, beyond e^300 cut."""
+    The effective sample size, (sum w)^2 / sum w^2, is made of them. They are added in float64.
+    """
     log_ratio_NT = (old_logprobs_NT - sampler_logprobs_NT).detach().double() * mask_NT
     tokens_NT = torch.exp(log_ratio_NT.clamp(max=300.0)) * mask_NT
     sequences_N = torch.exp(log_ratio_NT.sum(1).clamp(max=300.0))
-    sums = (tokens_NT.sum(), tokens_NT.square().sum(), sequences_N.sum(), sequences_N.square().sum())
-    return RatioSums(*(float(value) for value in sums))
+    return {
+        "token_ratios": tokens_NT.sum().item(),
+        "token_squares": tokens_NT.square().sum().item(),
+        "sequence_ratios": sequences_N.sum().item(),
+        "sequence_squares": sequences_N.square().sum().item(),
+    }
 
 
 def mismatch(

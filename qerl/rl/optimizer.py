@@ -1,4 +1,12 @@
-"""AdamW in 8 bits by bitsandbytes' kernels: for many small tensors together, and for the shards of a process."""
+"""AdamW in 8 bits by bitsandbytes' kernels, for many small tensors together and for the shards of a process.
+
+bitsandbytes launches a kernel for each tensor and waits for the GPU after each. A small policy has 64 trained tensors,
+whose launches and waits take longer than all else that the optimizer does. So small tensors are updated together.
+
+A moment has a code of 8 bits, and each block of 256 codes a scale. Shards are of whole rows. Where rows are of whole
+blocks, a shard's blocks are thus those of the whole weight, however many processes there are. In several processes all
+other moments are float32: those of vectors, of which a model has few, and of matrices with other rows.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bitsandbytes import optim
 from bitsandbytes.functional import dequantize_blockwise
-from bitsandbytes.optim import AdamW8bit
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor, zeros
-
-# bitsandbytes' 8-bit AdamW, which updates small tensors together.
-#
-# bitsandbytes launches a kernel for each tensor and waits for the GPU after each. A small policy has 64 trained
-# tensors, whose launches and waits take longer than all else that an update's optimizer does.
 
 #: Elements that share a scale of the 8-bit state. A tensor of whole blocks has the same blocks beside others.
 BLOCK = 256
 #: The most elements of tensors that are updated together, so that copies of them take little memory.
 MOST = 2**22
-
-
-#: The tensors of a state that have an element for each of the parameter's, or for each block.
-_STATES = ("state1", "state2", "absmax1", "absmax2")
+#: bitsandbytes' names: of the moments' scales, and of the tables of their codes.
+_SCALES = {"state1": "absmax1", "state2": "absmax2"}
+_TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class _Joint:
         return all(state["step"] == self.state["step"] for state in self.states)
 
 
-class JoinedAdamW8bit(AdamW8bit):
-    """`AdamW8bit` with the same states and results, bit for bit, in few launches and without waits.
+class AdamW8bit(optim.AdamW8bit):
+    """bitsandbytes' `AdamW8bit` with the same results, bit for bit, in few launches and without waits.
 
     Tensors of a group with the same kind of state and the same number of steps are copied one behind the other, updated
     by one call and copied back. Their states are stored together, and in checkpoints they are those of single tensors.
+
+    Parameters may be DTensors of which each process has some rows. They are updated one by one, as the whole weight is
+    bit for bit if its rows are of whole blocks or if it has less than 4,096 numbers; else its moments aren't quantized.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -62,7 +67,7 @@ class JoinedAdamW8bit(AdamW8bit):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """See `AdamW8bit`; without a closure."""
+        """See bitsandbytes' optimizer; without a closure."""
         if closure is not None:
             raise ValueError("an update computes its gradients before the step, so it has no closure")
         if not self.initialized:
@@ -98,7 +103,7 @@ class JoinedAdamW8bit(AdamW8bit):
             assert parameter.grad is not None
             state, size = self.state[parameter], parameter.numel()
             # Blocks of quantized moments must not cross from one tensor to the next; large tensors gain nothing.
-            if size % BLOCK or size > MOST:
+            if size % BLOCK or size > MOST or isinstance(parameter, DTensor):
                 yield [parameter]
                 continue
             kind = parameter.dtype, parameter.grad.dtype, state["state1"].dtype, state["step"]
@@ -113,7 +118,7 @@ class JoinedAdamW8bit(AdamW8bit):
         """Move the states of parameters into one."""
         states = [self.state[parameter] for parameter in parameters]
         joint = dict(states[0])
-        for name in (name for name in _STATES if name in joint):
+        for name in (name for name in (*_SCALES, *_SCALES.values()) if name in joint):
             joint[name] = torch.cat([state[name].flatten() for state in states])
             for state, part in zip(states, _parts(joint[name], [state[name] for state in states]), strict=True):
                 state[name] = part
@@ -148,46 +153,11 @@ class JoinedAdamW8bit(AdamW8bit):
         for state in one.states:
             state["step"] = one.state["step"]
 
-
-def _parts(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat tensor, one behind the other, in the shapes of `tensors`."""
-    parts = whole.detach().split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-# AdamW in 8 bits for policies that are trained in full: bitsandbytes' kernels on the shards of a process.
-#
-# A moment has a code of 8 bits, and each block of 256 codes a scale. Shards are of whole rows. Where rows are of whole
-# blocks, a shard's blocks are thus those of the whole weight, however many processes there are. In several processes
-# all other moments are float32: those of vectors, of which a model has few, and of matrices with other rows.
-
-#: bitsandbytes' names: of the moments' scales, and of the tables of their codes.
-_SCALES = {"state1": "absmax1", "state2": "absmax2"}
-_TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
-
-
-class ShardedAdamW8bit(JoinedAdamW8bit):
-    """`JoinedAdamW8bit` over weights that are whole, or DTensors of which each process has some rows.
-
-    It updates a DTensor as bitsandbytes' `AdamW8bit` updates the whole weight, bit for bit, if its rows are of whole
-    blocks, or if it has less than 4,096 numbers. Otherwise a DTensor's moments aren't quantized.
-    """
-
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         """bitsandbytes' settings of a weight, with the number of bits of its moments."""
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
         weight = group["params"][pindex]
         return {**config, "optim_bits": 32} if isinstance(weight, DTensor) and not _whole_blocks(weight) else config
-
-    def _together(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """See `JoinedAdamW8bit`; DTensors are updated alone."""
-        whole = []
-        for parameter in parameters:
-            if not isinstance(parameter, DTensor):
-                whole.append(parameter)
-            else:
-                yield [parameter]
-        yield from super()._together(whole)
 
     @torch.no_grad()
     def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
@@ -238,6 +208,12 @@ class ShardedAdamW8bit(JoinedAdamW8bit):
                 state.update({scale: state[scale].flatten() for scale in _SCALES.values()})
             elif not _whole_blocks(p):
                 _unpack(state, p)
+
+
+def _parts(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a flat tensor, one behind the other, in the shapes of `tensors`."""
+    parts = whole.detach().split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _whole_blocks(weight: torch.Tensor) -> bool:

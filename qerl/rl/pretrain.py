@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from qerl.data.grading import is_correct
-from qerl.data.prompts import prompt_text, prompts_ids, texts_ids
-from qerl.data.records import Problem
-from qerl.data.sources import read_meta, read_split
+from qerl.data.prompts import prompt_text, texts_ids
+from qerl.data.sources import read_split
 from qerl.host.console import log
 from qerl.host.provenance import share
 from qerl.jobs import PretrainJob
@@ -24,9 +22,9 @@ from qerl.models.policy import Policy
 from qerl.results.paths import PRETRAIN
 from qerl.results.schema import PretrainCheck, PretrainReport, Provenance
 from qerl.results.store import write
+from qerl.rl.rollouts import Task
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.data import RecordFormat
 from qerl.settings.models import PretrainSettings
 from qerl.settings.run import SamplingSettings
 
@@ -47,16 +45,6 @@ class PretrainError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Set:
-    """A prepared data set: the parts that training and checking need."""
-
-    record_format: RecordFormat
-    instruction: str
-    train: list[Problem]
-    validation: list[Problem]
-
-
-@dataclass(frozen=True)
 class _Example:
     """Token ids of prompt and completion; the first `prompt` of them carry no loss."""
 
@@ -71,14 +59,20 @@ def pretrain_base(job: PretrainJob) -> None:
     the saved policy's accuracy on the first data set lies outside `accepted`.
     """
     settings = job.settings
-    sets = {name: _load(job.data[name]) for name in settings.datasets}
-    tokenizer = train_tokenizer(sets.values(), settings.vocab_size)
-    examples = [example for data in sets.values() for example in _examples(tokenizer, data)]
+    tasks = {name: Task.of(job.data[name]) for name in settings.datasets}
+    checked = {name: replace(task, problems=read_split(job.data[name], "validation")) for name, task in tasks.items()}
+    for split, found in (("train", tasks), ("validation", checked)):
+        for name, task in found.items():
+            if not task.problems:
+                folder = job.data[name]
+                raise PretrainError(f"{folder} has no {split} problems; pre-training needs both train and validation")
+    tokenizer = train_tokenizer(tasks.values(), settings.vocab_size)
+    examples = [example for task in tasks.values() for example in _examples(tokenizer, task)]
     torch.manual_seed(settings.seed)
     model = build_model(settings, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    checks = _train(model, tokenizer, examples, next(iter(sets.values())), settings)
+    checks = _train(model, tokenizer, examples, checked[settings.datasets[0]], settings)
     model.bfloat16().float()
-    final = {name: accuracy(model, tokenizer, data, settings.seed) for name, data in sets.items()}
+    final = {name: accuracy(model, tokenizer, task, settings.seed) for name, task in checked.items()}
     solved, (low, high) = final[settings.datasets[0]], settings.accepted
     if not low <= solved <= high:
         raise PretrainError(
@@ -98,14 +92,14 @@ def pretrain_base(job: PretrainJob) -> None:
     write(job.out / PRETRAIN, report)
 
 
-def train_tokenizer(sets: Iterable[_Set], vocab_size: int) -> Qwen2Tokenizer:
+def train_tokenizer(tasks: Iterable[Task], vocab_size: int) -> Qwen2Tokenizer:
     """Train Qwen2's tokenizer (byte-level BPE, single digits) on the training texts, with a ChatML template.
 
     It is Qwen2's own class, because Transformers loads that class for every Qwen2 checkpoint and splits texts in its
     way.
     """
     base = Qwen2Tokenizer(eos_token=_TURN_END, extra_special_tokens=[_TURN_START])
-    problems = [(problem, data.instruction) for data in sets for problem in data.train]
+    problems = ((problem, task.instruction) for task in tasks for problem in task.problems)
     texts = chain.from_iterable((prompt_text(p.question, said), p.solution or "") for p, said in problems)
     roles = ["user\nassistant"] * 100
     tokenizer = base.train_new_from_iterator(chain(roles, texts), vocab_size, show_progress=False)
@@ -133,23 +127,23 @@ def build_model(settings: PretrainSettings, tokenizer: Qwen2Tokenizer) -> Qwen2F
     return Qwen2ForCausalLM(config)
 
 
-def accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, data: _Set, seed: int) -> float:
-    """Share of the validation problems that one completion, sampled as in the paper's evaluation, solves."""
-    prompts = prompts_ids(tokenizer, (problem.question for problem in data.validation), data.instruction)
-    longest = max(len(tokenizer.encode(problem.solution or "")) for problem in data.validation)
+def accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, task: Task, seed: int) -> float:
+    """Share of the task's problems that one completion, sampled as in the paper's evaluation, solves."""
+    prompts = task.prompts(tokenizer, task.problems)
+    longest = max(len(tokenizer.encode(problem.solution or "")) for problem in task.problems)
     sampling = SamplingSettings(temperature=0.6, top_p=0.95)
     params = SamplingParams(2 * longest, sampling.temperature, sampling.top_p, seed=seed)
     completions = EagerSampler(Policy(model, tokenizer)).generate(prompts, params)
     texts = [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)) for (one,) in completions]
-    graded = zip(texts, data.validation, strict=True)
-    return sum(is_correct(text, problem.answer, data.record_format) for text, problem in graded) / len(texts)
+    graded = zip(texts, task.problems, strict=True)
+    return sum(is_correct(text, problem.answer, task.format) for text, problem in graded) / len(texts)
 
 
 def _train(
     model: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
     examples: list[_Example],
-    check_set: _Set,
+    checked: Task,
     settings: PretrainSettings,
 ) -> list[PretrainCheck]:
     """Train until the target accuracy or the last step; return step, mean loss and accuracy of each check."""
@@ -181,7 +175,7 @@ def _train(
         losses.append(loss.item())
         if step % settings.check_every and step != settings.max_steps:
             continue
-        solved = accuracy(model.eval(), tokenizer, check_set, settings.seed)
+        solved = accuracy(model.eval(), tokenizer, checked, settings.seed)
         model.train()
         checks.append(PretrainCheck(step=step, loss=sum(losses) / len(losses), accuracy=solved))
         losses.clear()
@@ -223,20 +217,11 @@ def _batches(examples: list[_Example], size: int, rng: random.Random) -> Iterato
             yield from (pool[first : first + size] for first in starts)
 
 
-def _load(folder: Path) -> _Set:
-    meta = read_meta(folder)
-    data = _Set(meta.format, meta.instruction, read_split(folder, "train"), read_split(folder, "validation"))
-    for split, problems in (("train", data.train), ("validation", data.validation)):
-        if not problems:
-            raise PretrainError(f"{folder} has no {split} problems; pre-training needs both train and validation")
-    return data
-
-
-def _examples(tokenizer: Qwen2Tokenizer, data: _Set) -> list[_Example]:
-    if unsolved := [problem.id for problem in data.train if problem.solution is None]:
+def _examples(tokenizer: Qwen2Tokenizer, task: Task) -> list[_Example]:
+    if unsolved := [problem.id for problem in task.problems if problem.solution is None]:
         raise PretrainError(f"problem {unsolved[0]} has no worked solution; pre-training imitates solutions")
-    prompts = prompts_ids(tokenizer, (problem.question for problem in data.train), data.instruction)
-    completions = texts_ids(tokenizer, [problem.solution or "" for problem in data.train])
+    prompts = task.prompts(tokenizer, task.problems)
+    completions = texts_ids(tokenizer, [problem.solution or "" for problem in task.problems])
     return [
         _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
         for prompt, completion in zip(prompts, completions, strict=True)

@@ -337,6 +337,20 @@ class Collector:
             for of_completion in zip(group.completions, group.rewards, advantages, strict=True)
         ]
 
+    def to_store(self, step: int, rollout: Rollout) -> StoredStep | None:
+        """The storing of a step, in every process; None if the step isn't stored."""
+        limits, last = self.settings.stored_rollouts, self.settings.steps
+        if limits.every == 0 or not (step in (1, last) or step % limits.every == 0):
+            return None
+        chosen, left = dict[int, int](), limits.tokens
+        # From the batch's beginning: a choice by rewards would show a reader other completions than the run has.
+        for place, group in enumerate(rollout.trained[: limits.problems]):
+            lengths = [len(completion.token_ids) for completion in group.completions[: limits.completions]]
+            if count := sum(tokens <= left for tokens in accumulate(lengths)):
+                chosen[place] = count
+                left -= sum(lengths[:count])
+        return StoredStep(step, self, rollout, chosen)
+
 
 def step_seed(seed: int, step: int, round_: int = 0) -> int:
     """A 64-bit seed from a run's seed, step and round, unique for seed < 2^32, step < 2^24 and round < 2^8."""
@@ -372,29 +386,6 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
 _DECIMALS = 3
 
 
-class RolloutStore:
-    """Chooses which rollouts of a run are stored in `folder`."""
-
-    def __init__(self, collector: Collector, folder: Path) -> None:
-        self.collector = collector
-        self.folder = folder
-
-    def begin(self, step: int, rollout: Rollout) -> StoredStep | None:
-        """The storing of a step, in every process; None if the step isn't stored."""
-        settings = self.collector.settings
-        every, last = settings.stored_rollouts.every, settings.steps
-        if every == 0 or not (step in (1, last) or step % every == 0):
-            return None
-        limits, chosen = settings.stored_rollouts, dict[int, int]()
-        left = limits.tokens
-        for place, group in enumerate(rollout.trained[: limits.problems]):
-            lengths = [len(completion.token_ids) for completion in group.completions[: limits.completions]]
-            if count := sum(tokens <= left for tokens in accumulate(lengths)):
-                chosen[place] = count
-                left -= sum(lengths[:count])
-        return StoredStep(step, self.collector, rollout, chosen, self.folder)
-
-
 @dataclass(frozen=True)
 class StoredStep:
     """A step that is stored: `observe` collects entropies during its update, and `write` writes its file."""
@@ -404,17 +395,13 @@ class StoredStep:
     rollout: Rollout
     #: The number of completions that are stored of each stored group, by the group's place in the batch.
     chosen: dict[int, int]
-    folder: Path
     _entropies: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def _size(self) -> int:
-        return self.collector.settings.rollout.group_size
 
     @property
     def index(self) -> set[int]:
         """The stored completions, by their index in the batch."""
-        return {place * self._size + number for place, count in self.chosen.items() for number in range(count)}
+        size = self.collector.settings.rollout.group_size
+        return {place * size + number for place, count in self.chosen.items() for number in range(count)}
 
     def observe(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
         """Copy the entropies of stored completions, which are rows of a micro-batch."""
@@ -424,36 +411,38 @@ class StoredStep:
                 tokens = len(self.rollout.samples[index].completion.token_ids)
                 self._entropies[index] = _rounded(entropy_NT[row, :tokens].tolist())
 
-    def write(self) -> None:
+    def write(self, folder: Path) -> None:
         """Write the file; every process of the run must call this, because each has entropies of its micro-batches."""
         processes = self.collector.processes
         entropies = dict(processes.gather(list(self._entropies.items())))
         if processes.writes:
-            write_rows(self.folder / rollouts_file(self.step), [self._row(place, entropies) for place in self.chosen])
+            write_rows(folder / rollouts_file(self.step), [self._row(place, entropies) for place in self.chosen])
 
     def _row(self, place: int, entropies: dict[int, list[float]]) -> RolloutRow:
-        group = self.rollout.trained[place]
+        group, collector, task = self.rollout.trained[place], self.collector, self.collector.task
+        tokenizer, thinking, settings = collector.policy.tokenizer, collector.thinking, collector.settings
+        stored = []
+        for number, completion in enumerate(group.completions[: self.chosen[place]]):
+            ids, index = completion.token_ids, place * settings.rollout.group_size + number
+            advantage = None if settings.loss.name == "ppo" else round(self.rollout.samples[index].advantage, _DECIMALS)
+            stored.append(
+                StoredCompletion(
+                    tokens=token_texts(tokenizer, ids, thinking.written(ids), thinking.hidden),
+                    logprobs=_rounded(completion.logprobs),
+                    entropies=entropies[index],
+                    parts=group.parts[number],
+                    reward=group.rewards[number],
+                    advantage=advantage,
+                    extracted=extract(group.texts[number], task.format, task.answer, task.units),
+                    finished=completion.finished,
+                )
+            )
         return RolloutRow(
             step=self.step,
             problem=group.problem.id,
-            prompt=str(self.collector.policy.tokenizer.decode(group.prompt)),
+            prompt=str(tokenizer.decode(group.prompt)),
             gold=group.problem.answer,
-            completions=[self._completion(group, place, number, entropies) for number in range(self.chosen[place])],
-        )
-
-    def _completion(self, group: Group, place: int, number: int, entropies: dict[int, list[float]]) -> StoredCompletion:
-        completion, text, task = group.completions[number], group.texts[number], self.collector.task
-        ids, thinking, index = completion.token_ids, self.collector.thinking, place * self._size + number
-        ppo = self.collector.settings.loss.name == "ppo"
-        return StoredCompletion(
-            tokens=token_texts(self.collector.policy.tokenizer, ids, thinking.written(ids), thinking.hidden),
-            logprobs=_rounded(completion.logprobs),
-            entropies=entropies[index],
-            parts=group.parts[number],
-            reward=group.rewards[number],
-            advantage=None if ppo else round(self.rollout.samples[index].advantage, _DECIMALS),
-            extracted=extract(text, task.format, task.answer, task.units),
-            finished=completion.finished,
+            completions=stored,
         )
 
 

@@ -10,15 +10,14 @@ import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
 from qerl.checkpoints.files import check_checkpoint, usable_length
 from qerl.data.grading import extract, statement
-from qerl.data.inputs import hash_of, model_files
+from qerl.data.hub import hash_of, model_files
 from qerl.data.sources import split_file
 from qerl.host.console import log, showing
 from qerl.host.gpus import peak_memory_bytes, seconds
@@ -32,21 +31,17 @@ from qerl.models.policy import Policy, trained_in_full, trained_in_shards, weigh
 from qerl.results.paths import DATASET, METRICS, POLICY, ROLLOUTS, RUN, without_folders
 from qerl.results.schema import DIVERGED, NO_MEMORY, Provenance, Quartiles, RunResult, RunSummary, StepMetrics, whole
 from qerl.results.store import line, write
-from qerl.rl.checkpoint import Checkpoints, ResumeError
+from qerl.rl.checkpoint import Checkpoints, ResumeError, restore, whole_state
 from qerl.rl.noise import Noise
 from qerl.rl.parallel import Processes, connected, start_processes
-from qerl.rl.rollouts import Collector, Group, Perturb, Rollout, RolloutStore, Task
+from qerl.rl.rollouts import Collector, Perturb, Rollout, Task
 from qerl.rl.update import Choices, DivergedError, Updater
 from qerl.rl.value import add_value
-from qerl.rollout.factory import make_sampler
-from qerl.rollout.sampler import NotFiniteError
+from qerl.rollout.factory import ShardedSampler, make_sampler
+from qerl.rollout.sampler import NotFiniteError, Sampler
 from qerl.settings.base import UserError
 from qerl.settings.run import UNDECIDING, RunSettings
 from qerl.trackers import Record, Trackers
-
-if TYPE_CHECKING:
-    from qerl.rl.checkpoint import ShardedCheckpoints
-
 
 # Warnings about rewards that give no gradient, with a completion as an example.
 
@@ -66,8 +61,9 @@ class Watch:
     def __init__(self, settings: RunSettings, task: Task) -> None:
         self.settings = settings
         self.task = task
-        self._steps = 0
-        self._flat = 0
+        reward = settings.reward
+        self._grades_answers = reward.function is None and bool(reward.correct or reward.format)
+        self._steps = self._flat = 0
         self._warned = False
 
     def observe(self, step: int, rollout: Rollout, writes: bool = True) -> None:
@@ -80,32 +76,31 @@ class Watch:
         self._flat = 0 if _teaches(rollout.metrics, self.settings) else self._flat + 1
         if self._warned:
             return
-        if self._steps == 1 and self._grades_answers and not any(map(self._readable, rollout.groups)):
-            self._warn(f"step {step}: no completion states an answer that the grader reads", rollout, writes)
+        if self._steps == 1 and self._grades_answers and not self._reads_any(rollout):
+            what = "no completion states an answer that the grader reads"
         elif self._flat == PATIENCE:
-            what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps"
-            self._warn(f"step {step}: {what}, which teaches nothing", rollout, writes)
-
-    @property
-    def _grades_answers(self) -> bool:
-        reward = self.settings.reward
-        return reward.function is None and bool(reward.correct or reward.format)
-
-    def _readable(self, group: Group) -> bool:
-        task = self.task
-        return any(extract(text, task.format, task.answer, task.units) is not None for text in group.texts)
-
-    def _warn(self, what: str, rollout: Rollout, writes: bool) -> None:
+            what = f"all completions of a problem earned the same in each of the last {PATIENCE} steps, "
+            what += "which teaches nothing"
+        else:
+            return
         self._warned = True
+        # With an example, because most causes show in a completion: cut off, another form, another language.
         group = rollout.groups[0]
         text = " ".join(group.texts[0].split())
         shown = text if len(text) <= _SHOWN else f"... {text[-_SHOWN:]}"
         wanted = statement(group.problem.answer, self.task.format, self.task.answer)
-        message = f"{what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
+        message = (
+            f"step {step}: {what}. The grader wants {wanted!r}, a completion is {shown!r}. {self._remedy(rollout)}"
+        )
         if self.settings.on_no_signal == "stop":
             raise NoSignalError(message)
         if writes:
             log.warning("%s", message)
+
+    def _reads_any(self, rollout: Rollout) -> bool:
+        """Whether the grader reads an answer in some completion."""
+        form = self.task.format, self.task.answer, self.task.units
+        return any(extract(text, *form) is not None for group in rollout.groups for text in group.texts)
 
     def _remedy(self, rollout: Rollout) -> str:
         limit, metrics = self.settings.rollout.sampling.max_tokens, rollout.metrics
@@ -114,7 +109,7 @@ class Watch:
             return f"{cut}: raise rollout.sampling.max_tokens={limit}"
         if not self._grades_answers:
             return "Look at what the run's `reward` gives such completions"
-        if not any(map(self._readable, rollout.groups)):
+        if not self._reads_any(rollout):
             asked = f"now {self.task.instruction!r}" if self.task.instruction else "now empty"
             return f"Change the data set's `instruction` ({asked}), or its `answer` or `format`"
         easy = metrics["reward/correct"] == 1
@@ -188,23 +183,18 @@ def headline(row: Mapping[str, float]) -> str:
 class Trainer:
     """Trains a policy; `run` continues from the newest checkpoint. Every process of a run has a trainer.
 
-    `metrics` is the file of the metrics.
+    `work` gets metrics, stored rollouts and checkpoints, which have the `fingerprint`.
     """
 
     def __init__(
-        self,
-        settings: RunSettings,
-        policy: Policy,
-        collector: Collector,
-        checkpoints: Checkpoints,
-        metrics: Path,
+        self, settings: RunSettings, policy: Policy, sampler: Sampler, task: Task, work: Path, fingerprint: str = ""
     ) -> None:
         self.processes = Processes()
         self.settings = settings
         self.policy = policy
-        self.collector = collector
-        self.checkpoints = checkpoints
-        self.metrics = metrics
+        self.work = work
+        self.collector = Collector(settings, policy, sampler, task)
+        self.checkpoints = Checkpoints(work, fingerprint)
         self.noise = Noise(policy.lm, settings.noise, settings.seed)
         self.updater = Updater(settings, policy, self.processes)
         #: The ids of the problems that some completion has solved.
@@ -222,7 +212,7 @@ class Trainer:
         """
         rows = self._resume()
         watch = Watch(self.settings, self.collector.task)
-        store = RolloutStore(self.collector, self.metrics.parent / ROLLOUTS)
+        store = self.work / ROLLOUTS
         if trackers:  # rows that a kill kept from them
             trackers.log(rows)
         writes, last = self.processes.writes, self.settings.steps
@@ -256,12 +246,10 @@ class Trainer:
             "time_limit of its experiment to continue"
         )
 
-    def step(
-        self, step: int, position: int, watch: Watch | None = None, store: RolloutStore | None = None
-    ) -> dict[str, float]:
+    def step(self, step: int, position: int, watch: Watch | None = None, store: Path | None = None) -> dict[str, float]:
         """Do one rollout and its updates, and return the metrics; earlier steps have used `position` problems.
 
-        `watch` and `store` see the rollout; benches, which call this, have neither.
+        `watch` sees the rollout, and the folder `store` gets it; benches, which call this, have neither.
         """
         with seconds() as total, self.noise.at(step, self.settings.steps) as report:
             with seconds() as sync_time:
@@ -275,16 +263,17 @@ class Trainer:
             # the other mode it has the rollout's noise, so that both compute the same probabilities.
             if self.settings.noise.mode == "sampler":
                 self.noise.clear()
-            self.updater.weights.end_rollout(self.collector.sampler)
+            if self.policy.root is not None:
+                cast(ShardedSampler, self.collector.sampler).end_rollout()
             self.solved |= {group.problem.id for group in rollout.groups if group.solved}
-            stored = store.begin(step, rollout) if store else None
+            stored = self.collector.to_store(step, rollout) if store else None
             with seconds() as update_time:
                 try:
                     update = self.updater.update(step, rollout.samples, stored)
                 except torch.OutOfMemoryError as error:
                     raise torch.OutOfMemoryError(f"the update ran out of GPU memory; {_TO_LOWER}") from error
-            if stored:
-                stored.write()
+            if stored and store:
+                stored.write(store)
         completed = rollout.metrics["completion_tokens"]
         read = sum(s.length for s in rollout.samples) * self.settings.loss.updates_per_rollout
         return {
@@ -306,75 +295,51 @@ class Trainer:
 
     def _perturb(self, step: int) -> Perturb | None:
         """What sets the noise of each completion of a group, if each has its own."""
+        if self.settings.noise.schedule == "off" or self.settings.noise.per == "step":
+            return None
 
         def perturb(completion: int) -> None:
             self.noise.set(step, self.settings.steps, completion)
             self.collector.sampler.sync()
 
-        noisy = self.settings.noise.schedule != "off" and self.settings.noise.per == "completion"
-        return perturb if noisy else None
+        return perturb
 
     def trained_policy(self) -> Policy:
         """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
-        return self.updater.weights.whole_policy(self.collector.sampler)
+        if self.policy.root is None:
+            return self.policy
+        return cast(ShardedSampler, self.collector.sampler).whole_policy()
 
     # --- state ---
 
-    @cached_property
-    def _shared(self) -> ShardedCheckpoints | None:
-        """The checkpoints of a policy that is trained in full, which have shards of all processes."""
-        if self.policy.peft is not None:
-            return None
-        from qerl.rl.checkpoint import ShardedCheckpoints
-
-        return ShardedCheckpoints(self.checkpoints.folder, self.checkpoints.fingerprint, self.processes)
-
     def _save(self, rows: list[dict[str, float]]) -> None:
         """Save a checkpoint. Every process calls this, because each may have a part of the state."""
-        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
-        progress = {"rows": rows, "solved": sorted(self.solved)}
-        if self._shared:
-            self._shared.save(len(rows), trained, optimizer, progress)
-        elif self.processes.writes:
-            weights = {name: parameter.detach() for name, parameter in trained.items()}
+        state = whole_state(dict(self.policy.trainable()), self.updater.optimizer, self.processes)
+        if self.processes.writes:
             choices = self.updater.choices and asdict(self.updater.choices)
-            state = {"trained": weights, "optimizer": optimizer.state_dict(), **progress, "choices": choices}
-            self.checkpoints.save(len(rows), state)
+            progress = {"rows": rows, "solved": sorted(self.solved), "choices": choices}
+            self.checkpoints.save(len(rows), {**state, **progress})
 
     def _resume(self) -> list[dict[str, float]]:
-        trained, optimizer = dict(self.policy.trainable()), self.updater.optimizer
-        progress = self._shared.load(trained, optimizer) if self._shared else self._restore(trained, optimizer)
-        rows: list[dict[str, float]] = progress["rows"] if progress else []
-        self.solved = set(progress["solved"] if progress else ())
+        """Continue from the newest checkpoint, and return the metrics of the steps before; none without one."""
+        newest = self.checkpoints.load() if self.processes.writes else None
+        state = restore(newest, dict(self.policy.trainable()), self.updater.optimizer, self.processes)
+        if state is None:
+            return []
         # Passes compute with rounded copies of weights that are trained in 16 bits; the checkpoint has the exact ones.
         self.policy.use_trained()
-        if rows and self.processes.writes:
-            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
-        return rows
-
-    def _restore(
-        self, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any] | None:
-        # Machines need not share the folder of checkpoints, so where there are several it is the first process's.
-        if self.settings.nodes == 1:
-            state = self.checkpoints.load(self.policy.device)
-        else:
-            first = self.checkpoints.load(torch.device("cpu")) if self.processes.writes else None
-            state = self.processes.from_first(first)
-        if state is None:
-            return None
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(state["trained"][name])
-        optimizer.load_state_dict(state["optimizer"])
         # What free memory decided at first holds for the whole run: it changes the last bits.
         self.updater.choices = state["choices"] and Choices(**state["choices"])
-        return state
+        self.solved = set(state["solved"])
+        rows: list[dict[str, float]] = state["rows"]
+        if self.processes.writes:
+            log.info("continuing from step %d of %d", len(rows), self.settings.steps)
+        return rows
 
     def _write(self, rows: list[dict[str, float]]) -> None:
         """Write the metrics file. It is rewritten at each step, so that a kill leaves no partial or repeated row."""
         self._lines += [line(StepMetrics.model_validate(row)) for row in rows[len(self._lines) :]]
-        write_text(self.metrics, "".join(self._lines))
+        write_text(self.work / METRICS, "".join(self._lines))
 
 
 # A run, from and to files.
@@ -400,15 +365,25 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
     return policy
 
 
-def make_trainer(settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "") -> Trainer:
+@dataclass(frozen=True)
+class Place:
+    """What a run in a cohort shares with others (`qerl.rl.cohort`): its policy's base, the sampler and the end."""
+
+    policy: Policy
+    sampler: Sampler
+    end: Announcement
+
+
+def make_trainer(
+    settings: RunSettings, checkpoint: Path, data: Path, work: Path, fingerprint: str = "", place: Place | None = None
+) -> Trainer:
     """The trainer of policy, sampler and problems. `work` gets metrics and checkpoints, with the fingerprint."""
     Processes()  # selects this process's GPU before anything is allocated on one
-    policy = make_policy(settings, checkpoint)
+    policy = place.policy if place else make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
     task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
-    checkpoints = Checkpoints(work, fingerprint)
-    collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    return Trainer(settings, policy, collector, checkpoints, work / METRICS)
+    sampler = place.sampler if place else make_sampler(policy, settings.rollout)
+    return Trainer(settings, policy, sampler, task, work, fingerprint)
 
 
 def _state_folder(job: TrainJob) -> Path:
@@ -422,7 +397,7 @@ def _state_folder(job: TrainJob) -> Path:
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def train_run(job: TrainJob) -> None:
+def train_run(job: TrainJob, place: Place | None = None) -> None:
     """Train a run and write its results to `job.out`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
@@ -437,9 +412,9 @@ def train_run(job: TrainJob) -> None:
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     nodes, timeout = job.settings.nodes, job.settings.node_timeout
     try:
-        if not start_processes(job.settings.processes, _train, job, state, nodes=nodes, node_timeout=timeout):
+        if not start_processes(job.settings.processes, _train, job, state, place, nodes=nodes, node_timeout=timeout):
             with connected(nodes, timeout):
-                _train(job, state)
+                _train(job, state, place)
     except (RuntimeError, MemoryError, ValueError):
         # Only failures that the processes noted can be rows: a defect or a full disk isn't a result.
         cause = failure(job.work)
@@ -467,15 +442,15 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     log.warning("%s: %s (%s)", job.id, status, cause.reason)
 
 
-def _train(job: TrainJob, state: Path) -> None:
+def _train(job: TrainJob, state: Path, place: Place | None) -> None:
     """Train in one process of a run; the first process writes the results."""
     with ExitStack() as last:
         with noted(state.parent, job.time_limit):
-            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name)
+            trainer = make_trainer(job.settings, job.checkpoint, job.data, state, state.name, place)
             # Closed after the results are written: a tracker's library may wait for its server.
             trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.
-            end = last.enter_context(announced(alone=trainer.processes.count == 1))
+            end = place.end if place else last.enter_context(announced(alone=trainer.processes.count == 1))
             rows = trainer.run(job.time_limit, end, trackers)
         # Before the whole policy is gathered, whose memory isn't that of training.
         peak = trainer.processes.max(peak_memory_bytes())
@@ -486,19 +461,32 @@ def _train(job: TrainJob, state: Path) -> None:
 
 def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[dict[str, float]], peak: float) -> None:
     """Write policy, metrics and run.json; `peak` is this attempt's largest memory in any process, in bytes."""
-    trained = sum(p.numel() for _, p in trainer.policy.trainable())
     job.out.mkdir(parents=True, exist_ok=True)
-    bytes_of_weights = weight_bytes(trainer.policy)
-    _save(policy, trainer, job.out, Base(job.base.name, job.base.revision) if job.base else None)
     summary = RunSummary(
         steps=len(rows),
         seconds=sum(row["seconds/step"] for row in rows),
         peak_memory_bytes=max(peak, *(row["memory_bytes"] for row in rows)),
-        trainable_parameters=trained,
-        weight_bytes=bytes_of_weights,
+        trainable_parameters=sum(p.numel() for _, p in trainer.policy.trainable()),
+        weight_bytes=weight_bytes(trainer.policy),
         sampler=trainer.collector.sampler.served,
         **_speeds(rows),
     )
+    # Policy and metrics must be on disk before run.json, which marks the run as finished.
+    try:
+        with writing(job.out):
+            policy.save(job.out / POLICY, Base(job.base.name, job.base.revision) if job.base else None)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ResumeError(
+            f"can't write the trained policy to {job.out} ({error.strerror}); make room and start again: the run "
+            "continues from its last checkpoint"
+        ) from error
+    # Copied, not moved: a kill before run.json is written finds the state as it was.
+    shutil.copyfile(trainer.work / METRICS, job.out / METRICS)
+    _copy_rollouts(trainer.work, job.out)
+    flush(job.out / POLICY)
+    flush(job.out / METRICS)
     stamped = Provenance.of_now(job.settings.seed)
     write(job.out / RUN, RunResult(**_named(job), summary=summary, provenance=stamped))
     report(rows, job.settings)
@@ -510,24 +498,6 @@ def _trackers(job: TrainJob, state: Path, processes: Processes) -> AbstractConte
         return nullcontext()
     record = Record(job.experiment, job.id, state, job.tracked, without_folders(whole(job.settings)))
     return Trackers(job.settings.track, record)
-
-
-def _save(policy: Policy, trainer: Trainer, out: Path, base: Base | None) -> None:
-    """Write policy and metrics. They must be on disk before run.json, which marks the run as finished."""
-    try:
-        with writing(out):
-            policy.save(out / POLICY, base)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise ResumeError(
-            f"can't write the trained policy to {out} ({error.strerror}); make room and start again: the run continues "
-            "from its last checkpoint"
-        ) from error
-    shutil.copyfile(trainer.metrics, out / METRICS)
-    _copy_rollouts(trainer.metrics.parent, out)
-    flush(out / POLICY)
-    flush(out / METRICS)
 
 
 def _copy_rollouts(state: Path, out: Path) -> None:

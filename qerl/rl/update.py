@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from qerl.models.lora import SharedCasts, dropouts, set_keys
-from qerl.models.policy import Policy
-from qerl.rl.graphs import PassGraphs, pass_graphs
+from qerl.models.policy import Policy, ShardedRoot
 from qerl.rl.losses import BatchSize, LossInputs, LossOutputs, importance_weights, k3, mismatch, policy_loss, ratio_sums
-from qerl.rl.memory import Recomputation
 from qerl.rl.packing import MicroBatch, Sample, logprobs_and_entropy, micro_batch, padded_tokens, row_tokens, split
-from qerl.rl.parallel import Processes, placed
+from qerl.rl.parallel import Processes
+from qerl.rl.passes import PassGraphs, Recomputation, pass_graphs
+from qerl.rl.rollouts import StoredStep
 from qerl.rl.value import Moments, gae, is_value, terminal_rewards, value_adapter, value_loss, values, whiten
+from qerl.rollout.sampler import Completion
 from qerl.settings.run import OptimizerSettings, RunSettings
 
 # The optimizer of a run, and the schedule of its learning rate.
@@ -36,16 +37,15 @@ def make_optimizer(policy: Policy, settings: OptimizerSettings, value_rate: floa
         matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
         groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": rate})
         groups.append({"params": vectors, "weight_decay": 0.0, "peak": rate})
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if settings.name == "adamw8bit" and policy.peft is None:
-        from qerl.rl.optimizer import ShardedAdamW8bit
+    kind: Any = torch.optim.AdamW
+    if settings.name == "adamw8bit":
+        from qerl.rl.optimizer import AdamW8bit  # imports bitsandbytes
 
-        kind = ShardedAdamW8bit
-    elif settings.name == "adamw8bit":
-        from qerl.rl.optimizer import JoinedAdamW8bit
-
-        kind = JoinedAdamW8bit
-    return kind([g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas)  # type: ignore[call-arg]
+        kind = AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(
+        [group for group in groups if group["params"]], lr=settings.learning_rate, betas=settings.betas
+    )
+    return optimizer
 
 
 def warmup_cosine(warmup_ratio: float, step: int, total_steps: int) -> float:
@@ -154,10 +154,6 @@ class UpdateStats:
             "clip_ratio/high": self.clipped_high / ratios,
         }
 
-    def value_metrics(self, updates: int) -> dict[str, float]:
-        """Metrics of the value function: means over `updates`."""
-        return {"value/loss": self.value_loss / updates, "value/clipped": self.value_clipped / updates}
-
 
 def _effective_share(total: float, squares: float, count: float) -> float:
     """The effective sample size (sum w)^2 / sum w^2, as a share of the number of samples."""
@@ -172,34 +168,6 @@ _SUMS = tuple(one.name for one in fields(UpdateStats) if one.name != "max_ratio"
 # The updates on a rollout: losses and gradients of micro-batches, which a run's processes share.
 #
 # Shapes: N sequences, T completion tokens.
-
-
-class Observer(Protocol):
-    """An observer of the first update, which must not change what it sees."""
-
-    @property
-    def index(self) -> Collection[int]:
-        """The completions that it observes. Those that are silent are read for it."""
-
-    def observe(self, batch: MicroBatch, entropy_NT: torch.Tensor) -> None:
-        """See a micro-batch with the entropies of its tokens [N, T], zero for completions that it lacks."""
-
-
-@dataclass(frozen=True)
-class _ValueTargets:
-    """The targets of the value function in all updates on a rollout, both [N, T]."""
-
-    old_values_NT: torch.Tensor
-    returns_NT: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Estimates:
-    """Advantages [N, 1] or [N, T] of each micro-batch; with ppo also the value function's targets and metrics."""
-
-    advantages: list[torch.Tensor]
-    targets: list[_ValueTargets] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -217,12 +185,11 @@ class Choices:
 class DivergedError(ValueError):
     """A gradient or the policy's entropy isn't finite. The message is one sentence for the user."""
 
-
-def _diverged(what: str, cause: str) -> str:
-    return (
-        f"{what} not finite, because {cause} NaN or infinite; lower optimizer.learning_rate or use dtype=float32 "
-        "(the last checkpoint is kept)"
-    )
+    def __init__(self, what: str, cause: str) -> None:
+        super().__init__(
+            f"{what} not finite, because {cause} NaN or infinite; lower optimizer.learning_rate or use dtype=float32 "
+            "(the last checkpoint is kept)"
+        )
 
 
 class Updater:
@@ -232,7 +199,6 @@ class Updater:
         self.settings = settings
         self.policy = policy
         self.processes = processes
-        self.weights = placed(policy, processes)
         self.optimizer = make_optimizer(policy, settings.optimizer, settings.loss.ppo.learning_rate)
         self._trained = list(policy.trainable())
         self._dropouts = dropouts(policy.lm)
@@ -260,14 +226,12 @@ class Updater:
         self.policy.lm.eval()
         return Choices(*(-int(self.processes.max(-most)) for most in (logits, graphs)))
 
-    def update(self, step: int, samples: list[Sample], observer: Observer | None = None) -> dict[str, float]:
+    def update(self, step: int, samples: list[Sample], stored: StoredStep | None = None) -> dict[str, float]:
         """Do all updates on one rollout, and return their metrics.
 
-        `observer` sees each micro-batch of the first update in this process, with the entropies of its tokens. It
-        changes neither policy nor metrics.
-
         `samples` is the whole batch, the same in every process. Metrics of clipping and of the value's loss are means
-        over all updates; the others come from the first update, by the policy that sampled.
+        over all updates; the others come from the first update, by the policy that sampled. `stored` gets the entropies
+        of this process's micro-batches in the first update, which changes neither policy nor metrics.
         """
         self._step, loss = step, self.settings.loss
         self.choices = self.choices or self._choose()
@@ -279,10 +243,11 @@ class Updater:
         unmasked = (s for s in samples if s.completion.finished or not loss.mask_truncated)
         tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
         size = BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, len(indices))
+        # Made once for all updates on the rollout: only the policy's log-probabilities change between these.
         batches = self._micro_batches(samples, indices, silent.index)
         sampled = self._read_only(samples, silent.sampled)
         # Stored completions that the sample lacks; they count in no metric, so that storing changes none.
-        unread = silent.index & {*observer.index} - {*silent.sampled} if observer else set[int]()
+        unread = silent.index & stored.index - {*silent.sampled} if stored else set[int]()
         shown = self._read_only(samples, sorted(unread))
         self._choose_passes(samples, indices)
 
@@ -293,45 +258,39 @@ class Updater:
                 first = number == 0
                 with self._casts.unchanged():
                     if first:  # before any gradient, while the policy is the one that sampled
-                        of_silent = self._read(sampled, observer)
-                        self._read(shown, observer)
-                        estimates = self._estimates(batches)
+                        of_silent = self._read(sampled, stored)
+                        self._read(shown, stored)
+                        advantages, targets, value_metrics = self._estimates(batches)
                     self._clear_gradients(batches)
                     for place, batch in enumerate(batches):
-                        reference_logprobs_NT = self._reference_logprobs(batch) if first else None
+                        reference_NT = self._reference_logprobs(batch) if first else None
                         logprobs_NT, entropy_NT = self._forward(batch)
                         if first:
                             # The ratio's denominator is the trainer's own log-probability: by the sampler's, which is
                             # perturbed and has other kernels, the ratio would measure noise (docs/algorithms.md).
-                            old_logprobs_NT = logprobs_NT.detach()
-                            advantages_NT = estimates.advantages[place]
+                            old_NT, mask_NT = logprobs_NT.detach(), self._loss_mask(batch)
+                            # Importance weights are of the policy that sampled, so they hold for all updates too.
+                            weights_NT = importance_weights(old_NT, batch.sampler_logprobs_NT, mask_NT, loss)
                             inputs.append(
-                                self._loss_inputs(batch, advantages_NT, old_logprobs_NT, reference_logprobs_NT)
+                                LossInputs(old_NT, old_NT, advantages[place], mask_NT, reference_NT, weights_NT)
                             )
-                        outputs = policy_loss(
-                            replace(
-                                inputs[place],
-                                logprobs_NT=logprobs_NT,
-                                entropy_NT=entropy_NT if loss.entropy else None,
-                            ),
-                            loss,
-                            size,
-                        )
+                            stats += _compare(batch, old_NT, entropy_NT, reference_NT)
+                            if stored:
+                                stored.observe(batch, entropy_NT.detach())
+                        entropy_bonus_NT = entropy_NT if loss.entropy else None
+                        present = replace(inputs[place], logprobs_NT=logprobs_NT, entropy_NT=entropy_bonus_NT)
+                        outputs = policy_loss(present, loss, size)
                         if outputs.loss.requires_grad:  # unless all completions are silent
                             outputs.loss.backward()
                         stats += _counted(outputs, first)
                         if loss.name == "ppo":
-                            stats += self._fit_values(batch, estimates.targets[place], size)
-                        if first:
-                            stats += _compare(batch, old_logprobs_NT, entropy_NT, reference_logprobs_NT)
-                            if observer:
-                                observer.observe(batch, entropy_NT.detach())
+                            stats += self._fit_values(batch, *targets[place], size)
                 norms.append(self._optimize())
         if not self._in_graphs:
             self.policy.lm.eval()
         return {
             **self._metrics(stats, silent, of_silent),
-            **estimates.metrics,
+            **value_metrics,
             "grad_norm": norms[0],
             "learning_rate": self.settings.optimizer.learning_rate * schedule,
         }
@@ -341,14 +300,16 @@ class Updater:
         stats, of_silent = stats.over(self.processes), of_silent.over(self.processes)
         stats += of_silent.standing_for(silent.tokens, len(silent.index))
         if not math.isfinite(stats.entropy):  # no gradient tells it where all completions are silent
-            raise DivergedError(_diverged("the policy's probabilities are", "a weight is"))
-        loss, means = self.settings.loss, of_silent.metrics() if silent.sampled else {}
+            raise DivergedError("the policy's probabilities are", "a weight is")
+        means = of_silent.metrics() if silent.sampled else {}
+        updates = self.settings.loss.updates_per_rollout
+        of_value = {"value/loss": stats.value_loss / updates, "value/clipped": stats.value_clipped / updates}
         return {
             **stats.metrics(),
             "silent/completions": len(silent.index),
             "silent/sampled": len(silent.sampled),
             **{f"silent/{name.replace('/', '_')}": means[name] for name in ("entropy", "mismatch/kl") if means},
-            **(stats.value_metrics(loss.updates_per_rollout) if loss.name == "ppo" else {}),
+            **(of_value if self.settings.loss.name == "ppo" else {}),
             "mismatch/max_ratio": stats.max_ratio,
         }
 
@@ -360,15 +321,24 @@ class Updater:
         """This process's micro-batches. They are sorted by length, so dealing them out in turn balances the work."""
         if silent:
             indices = sorted(indices, key=lambda index: -row_tokens(samples, [i for i in index if i not in silent]))
-        dealt = self.weights.deal(indices, self.processes.rank)
+        dealt = self._deal(indices, self.processes.rank)
         return [micro_batch(samples, index, self.policy.device, silent) for index in dealt]
 
     def _read_only(self, samples: list[Sample], silent: list[int]) -> list[MicroBatch]:
         """This process's micro-batches of `silent` completions, of which the last process has the longest."""
         # The first process has the longest of those with a gradient.
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count, silent)
-        dealt = self.weights.deal(indices, self.processes.count - 1 - self.processes.rank)
+        dealt = self._deal(indices, self.processes.count - 1 - self.processes.rank)
         return [micro_batch(samples, index, self.policy.device) for index in dealt]
+
+    def _deal(self, indices: list[list[int]], place: int) -> list[list[int]]:
+        """The micro-batches number `place` of each turn of the processes."""
+        dealt = indices[place :: self.processes.count]
+        if self.policy.root is not None:
+            # A pass over sharded weights needs all processes. One without a micro-batch in the last turn gets an empty
+            # one.
+            dealt += [[]] * (math.ceil(len(indices) / self.processes.count) - len(dealt))
+        return dealt
 
     # --- passes ---
 
@@ -385,7 +355,7 @@ class Updater:
     def _forward(self, batch: MicroBatch, in_graphs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [N, T] of a micro-batch's tokens by the present policy."""
         if batch.is_empty:
-            return self.weights.no_logprobs(batch, self.temperature), torch.zeros_like(batch.mask_NT)
+            return self._no_logprobs(batch), torch.zeros_like(batch.mask_NT)
         if self.graphs and self._in_graphs and in_graphs:
             return self.graphs.logprobs_and_entropy(batch, self.temperature)
         keep_logits = self._choose_recomputed(batch)
@@ -394,6 +364,15 @@ class Updater:
         keys = [(self.settings.seed, self._step, *key) for key in batch.keys]
         set_keys(self._dropouts, keys, batch.packing.lengths)
         return logprobs_and_entropy(self.policy, batch, self.temperature, keep_logits)
+
+    def _no_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probabilities [N, T] of a micro-batch without tokens to read: zeros."""
+        zeros_NT = torch.zeros_like(batch.mask_NT)
+        if self.policy.root is None:
+            return zeros_NT
+        # By a pass of one token with a gradient of zero: the others wait for this process's shards in both passes.
+        token = micro_batch([Sample([0], Completion([0], [0.0], False), 0.0, 0.0)], [0], self.policy.device)
+        return zeros_NT + 0 * logprobs_and_entropy(self.policy, token, self.temperature)[0].sum()
 
     def _choose_recomputed(self, batch: MicroBatch) -> bool:
         """Choose the blocks that the backward pass recomputes; returns whether the logits are kept."""
@@ -420,14 +399,14 @@ class Updater:
             return self._forward(batch, in_graphs=False)[0]
 
     @torch.no_grad()
-    def _read(self, batches: list[MicroBatch], observer: Observer | None) -> UpdateStats:
+    def _read(self, batches: list[MicroBatch], stored: StoredStep | None) -> UpdateStats:
         """Statistics of micro-batches that have no gradient."""
         stats = UpdateStats()
         for batch in batches:
             logprobs_NT, entropy_NT = self._forward(batch)
             stats += _compare(batch, logprobs_NT, entropy_NT)
-            if observer:
-                observer.observe(batch, entropy_NT)
+            if stored:
+                stored.observe(batch, entropy_NT)
         return stats
 
     # --- gradients and the optimizer ---
@@ -442,43 +421,37 @@ class Updater:
         """[N, T] 1.0 on the tokens that contribute to the loss."""
         return batch.mask_NT * batch.finished_N[:, None] if self.settings.loss.mask_truncated else batch.mask_NT
 
-    def _loss_inputs(
-        self,
-        batch: MicroBatch,
-        advantages_NT: torch.Tensor,
-        old_logprobs_NT: torch.Tensor,
-        reference_logprobs_NT: torch.Tensor | None,
-    ) -> LossInputs:
-        """The inputs of a micro-batch's loss in the first update; in further ones only `logprobs_NT` differs."""
-        mask_NT = self._loss_mask(batch)
-        # The weights are of the policy that sampled, so they belong to the rollout, as its old log-probabilities do.
-        importance_NT = importance_weights(old_logprobs_NT, batch.sampler_logprobs_NT, mask_NT, self.settings.loss)
-        return LossInputs(
-            old_logprobs_NT, old_logprobs_NT, advantages_NT, mask_NT, reference_logprobs_NT, importance_NT
-        )
-
     def _optimize(self) -> float:
         """Sum the processes' gradients, clip and step. Returns the norm of the policy's gradient before clipping."""
-        self.weights.add_gradients(p for _, p in self._trained)
+        if self.policy.root is None:  # the backward pass of shards has summed theirs
+            self.processes.add_gradients(p for _, p in self._trained)
         norms = []
         # The value's gradient is clipped apart, so that a large error of the value doesn't shrink the policy's step.
         for of_value in (False, True):
             parameters = [p for name, p in self._trained if is_value(name) == of_value]
-            norms.append(self.weights.clip_gradients(parameters, self.settings.optimizer.max_grad_norm))
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)
+            norms.append(ShardedRoot.whole(norm))
         # Before the step, so that the weights, and with them the last checkpoint, stay finite.
         if not all(torch.isfinite(norm) for norm in norms):
-            raise DivergedError(_diverged("the gradient is", "the loss or a weight is"))
+            raise DivergedError("the gradient is", "the loss or a weight is")
         self.optimizer.step()
         self.policy.use_trained()
-        self.weights.end_update(self.optimizer)
+        if self.policy.root is not None:  # the rollout needs the memory of gradients for whole weights
+            self.optimizer.zero_grad(set_to_none=True)
         return norms[0].item()
 
     # --- ppo ---
 
-    def _estimates(self, batches: list[MicroBatch]) -> _Estimates:
-        """The advantages of completions as the rollout has them, or for ppo of tokens, by the value function."""
+    def _estimates(
+        self, batches: list[MicroBatch]
+    ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], dict[str, float]]:
+        """The advantages [N, 1] of completions as the rollout has them; for ppo those of tokens [N, T].
+
+        With ppo there are also old values and returns [N, T], the targets of the value function in all updates, and its
+        metrics.
+        """
         if self.settings.loss.name != "ppo":
-            return _Estimates([batch.advantages_N[:, None] for batch in batches])
+            return [batch.advantages_N[:, None] for batch in batches], [], {}
         ppo = self.settings.loss.ppo
         advantages, targets = [], []
         moments, of_returns, of_errors = Moments(), Moments(), Moments()
@@ -492,7 +465,7 @@ class Updater:
             of_returns += Moments.of(returns_NT, mask_NT)
             of_errors += Moments.of(returns_NT - old_values_NT, mask_NT)
             advantages.append(advantages_NT)
-            targets.append(_ValueTargets(old_values_NT, returns_NT))
+            targets.append((old_values_NT, returns_NT))
         # By the moments of all processes: a run's advantages don't depend on how its batch is shared out.
         moments, of_returns, of_errors = (
             Moments(*self.processes.sum(astuple(one))) for one in (moments, of_returns, of_errors)
@@ -503,21 +476,17 @@ class Updater:
         # How well the values predicted the returns.
         explained = 1 - of_errors.variance / of_returns.variance if of_returns.variance else 0.0
         metrics = {"value/mean": of_returns.mean - of_errors.mean, "value/explained_variance": explained}
-        return _Estimates(advantages, targets, metrics)
+        return advantages, targets, metrics
 
-    def _fit_values(self, batch: MicroBatch, targets: _ValueTargets, size: BatchSize) -> UpdateStats:
+    def _fit_values(
+        self, batch: MicroBatch, old_values_NT: torch.Tensor, returns_NT: torch.Tensor, size: BatchSize
+    ) -> UpdateStats:
         """Add the gradient of the value's loss; returns the loss and the share of clipped values."""
         ppo = self.settings.loss.ppo
         self._choose_recomputed(batch)
         with value_adapter(self.policy):  # also around the backward pass, which may recompute blocks
-            loss, clipped = value_loss(
-                values(self.policy, batch),
-                targets.old_values_NT,
-                targets.returns_NT,
-                self._loss_mask(batch),
-                ppo.value_clip,
-                size.tokens,
-            )
+            values_NT, mask_NT = values(self.policy, batch), self._loss_mask(batch)
+            loss, clipped = value_loss(values_NT, old_values_NT, returns_NT, mask_NT, ppo.value_clip, size.tokens)
             (ppo.value_coefficient * loss).backward()
         return UpdateStats(value_loss=loss.item(), value_clipped=clipped.item())
 
@@ -544,14 +513,10 @@ def _compare(
     read_N = batch.read_N
     mask_NT, old_NT, sampler_NT = (x[read_N] for x in (batch.mask_NT, old_logprobs_NT, batch.sampler_logprobs_NT))
     kl, ratio = mismatch(old_NT, sampler_NT, mask_NT)
-    sums = ratio_sums(old_NT, sampler_NT, mask_NT)
     stats = UpdateStats(
+        **ratio_sums(old_NT, sampler_NT, mask_NT),
         tokens=mask_NT.sum().item(),
         sequences=len(mask_NT),
-        token_ratios=sums.tokens,
-        token_squares=sums.token_squares,
-        sequence_ratios=sums.sequences,
-        sequence_squares=sums.sequence_squares,
         entropy=entropy_NT.sum().item(),
         mismatch_kl=kl.item(),
         max_ratio=ratio.item(),

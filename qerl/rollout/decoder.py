@@ -1,4 +1,7 @@
-"""A policy's blocks for prefill and decode steps: fused products on its own weights, in CUDA graphs."""
+"""A policy's blocks for prefill and decode steps, and the memory of a sampler on which they run, in CUDA graphs.
+
+Shapes: B sequences or tokens of a pass, H hidden features, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
-from qerl.kernels.operations import Rope, operations
+from qerl.kernels.operations import operations
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
     PAGE,
@@ -27,6 +30,7 @@ from qerl.kernels.state import (
     KVCache,
     Norm,
     PromptRow,
+    Rope,
     SamplingState,
     captured,
     pack,
@@ -34,8 +38,8 @@ from qerl.kernels.state import (
 )
 from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.delta_net import PackedDeltaNet
-from qerl.models.expert_adapters import AdaptedExperts
 from qerl.models.experts import (
+    AdaptedExperts,
     ExpertLora,
     Experts,
     Float32Router,
@@ -45,6 +49,7 @@ from qerl.models.experts import (
 )
 from qerl.models.linear import (
     POLICY_ADAPTER,
+    Cohort,
     FusedLinear,
     NarrowLinear,
     PackedLinear,
@@ -99,12 +104,44 @@ class Download:
         return self._host
 
 
+# Norms and products of a policy's modules; in a cohort each run has its own norms and adapters of them.
+
+
 def norm_of(norm: Any) -> Norm:
     """A norm with its noise; PEFT's trained copy if there is one."""
-    if isinstance(norm, ModulesToSaveWrapper):
-        norm = norm.modules_to_save[POLICY_ADAPTER]
+    norm = _trained(norm)
     offset = norm.offset if isinstance(norm, NoisyRMSNorm) else offset_of(norm)
     return Norm(norm.weight, getattr(norm, "noise", None), epsilon_of(norm), offset or 0.0)
+
+
+def _trained(norm: Any) -> Any:
+    return norm.modules_to_save[POLICY_ADAPTER] if isinstance(norm, ModulesToSaveWrapper) else norm
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What makes the engine's parts of a policy's modules, or of a cohort's, whose modules are those of the first."""
+
+    dtype: torch.dtype
+    kernels: Kernels
+    cohort: Cohort | None
+
+    def fuse(self, layers: Sequence[nn.Module], gated: bool = False) -> FusedLinear:
+        """Layers with the same input as one product."""
+        return fuse(layers, self.dtype, gated, self.kernels, self.cohort)
+
+    def norm(self, norm: Any) -> Norm:
+        """A norm before projections. The runs' weights and noise become views of tensors with a row for each run."""
+        if self.cohort is None or not isinstance(_trained(norm), NoisyRMSNorm):
+            return norm_of(norm)
+        norms = [_trained(one) for one in self.cohort.of(norm)]
+        weights = torch.stack([one.weight.detach() for one in norms])
+        noise = torch.stack([one.noise for one in norms])
+        for one, weight, z in zip(norms, weights, noise, strict=True):
+            one.noise = z
+            if one.weight.requires_grad:  # frozen ones may be one tensor of all runs
+                one.weight.data = weight
+        return replace(norm_of(norm), weight=weights, noise=noise, runs=self.cohort.runs)
 
 
 # The MLP of a block in the engine: gate, up and down as two products, or a mixture of experts as grouped products.
@@ -116,13 +153,14 @@ Product = FusedLinear | GroupedLinear | GroupedAdapters
 
 
 class DenseMlp:
-    """down(activation(gate x) * up x)."""
+    """down(activation(gate x) * up x), which shares the weights of transformers' module `mlp`."""
 
-    def __init__(self, gate_up: FusedLinear, down: FusedLinear, activation: Activation) -> None:
-        #: Its products, with adapters that are apart.
-        self.linears: Sequence[Product] = (gate_up, down)
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, mlp: Any, activation: Activation, parts: Parts) -> None:
+        self._gate_up = parts.fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), gated=True)
+        self._down = parts.fuse([mlp.down_proj])
         self._activation = activation
+        #: Its products, with adapters that are apart.
+        self.linears: Sequence[Product] = (self._gate_up, self._down)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
         """Write the outputs of x [B, H] to out [B, H], or with `residual` add them. Both are contiguous."""
@@ -137,13 +175,16 @@ class MixtureMlp:
     Nothing waits for the choice: a launch has room for any, so that CUDA graphs can have it.
     """
 
-    def __init__(
-        self, router: Float32Router, experts: Experts, dtype: torch.dtype, lora: ExpertLora | None = None
-    ) -> None:
+    def __init__(self, router: Float32Router, module: Experts | AdaptedExperts, parts: Parts) -> None:
         assert router.normalised is not None  # the engine serves no family whose router has no softmax
+        if parts.cohort and isinstance(module, AdaptedExperts):
+            raise ConfigError("runs with adapters of experts can't train side by side; train them one after another")
+        dtype = parts.dtype
         self._router, self._normalised = router, router.normalised
+        lora = module.lora if isinstance(module, AdaptedExperts) else ExpertLora()
+        experts: Experts = module.base_layer if isinstance(module, AdaptedExperts) else module
         self._products, self._count = experts.products(dtype), len(experts)
-        products, lora = (self._products.gate_up, self._products.down), lora or ExpertLora()
+        products = self._products.gate_up, self._products.down
         self._adapters = [
             GroupedAdapters(loras, product.dense, dtype) if loras else None
             for loras, product in zip((lora.gate_up, lora.down), products, strict=True)
@@ -179,8 +220,8 @@ class SharedMixtureMlp:
     """A mixture beside a shared expert, which all tokens have, times the sigmoid of its gate."""
 
     def __init__(self, mixture: MixtureMlp, shared: DenseMlp, gate: nn.Linear) -> None:
-        self.linears: Sequence[Product] = (*mixture.linears, *shared.linears)
         self._mixture, self._shared, self._gate = mixture, shared, gate
+        self.linears: Sequence[Product] = (*mixture.linears, *shared.linears)
 
     def __call__(self, x: Tensor, out: Tensor, residual: bool = False) -> None:
         """See `DenseMlp`."""
@@ -193,25 +234,17 @@ class SharedMixtureMlp:
 Mlp = DenseMlp | MixtureMlp | SharedMixtureMlp
 
 
-def mlp_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> Mlp:
+def mlp_of(mlp: Any, activation: Activation, parts: Parts) -> Mlp:
     """The MLP of a model's module, which shares its weights. Mixtures have silu, or gpt-oss's clamped gate."""
-    parts = list(mlp.children())
-    routers = [part for part in parts if isinstance(part, Float32Router)]
-    experts = [part for part in parts if isinstance(part, (Experts, AdaptedExperts))]
-    if not (routers and experts):
-        return _dense_of(mlp, activation, dtype, kernels)
-    if isinstance(experts[0], AdaptedExperts):
-        mixture = MixtureMlp(routers[0], experts[0].base_layer, dtype, experts[0].lora)
-    else:
-        mixture = MixtureMlp(routers[0], experts[0], dtype)
+    modules = list(mlp.children())
+    router = next((module for module in modules if isinstance(module, Float32Router)), None)
+    experts = next((module for module in modules if isinstance(module, (Experts, AdaptedExperts))), None)
+    if router is None or experts is None:
+        return DenseMlp(mlp, activation, parts)
+    mixture = MixtureMlp(router, experts, parts)
     if not hasattr(mlp, "shared_expert"):
         return mixture
-    return SharedMixtureMlp(mixture, _dense_of(mlp.shared_expert, activation, dtype, kernels), mlp.shared_expert_gate)
-
-
-def _dense_of(mlp: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels) -> DenseMlp:
-    gate_up = fuse(projections(mlp, "gate_up_proj", "gate_proj", "up_proj"), dtype, gated=True, kernels=kernels)
-    return DenseMlp(gate_up, fuse([mlp.down_proj], dtype, kernels=kernels), activation)
+    return SharedMixtureMlp(mixture, DenseMlp(mlp.shared_expert, activation, parts), mlp.shared_expert_gate)
 
 
 def projections(module: Any, fused: str, *parts: str) -> list[Any]:
@@ -235,20 +268,29 @@ class Mixing:
     recur: Callable[[Tensor, Tensor, Tensor, Tensor, DeltaHeads, DeltaState], Tensor]
 
 
-@dataclass(frozen=True)
 class Attention:
-    """Attention of a block. `out` is the projection of its results."""
+    """Attention of a block, by transformers' module of it. `out` is the projection of its results.
 
-    heads: Heads
-    #: The kind of the attention, where rotary positions differ by it.
-    kind: str | None
-    qkv: FusedLinear
-    out: FusedLinear
+    `kind` is the kind of the attention, where rotary positions differ by it.
+    """
 
-    @property
-    def linears(self) -> list[FusedLinear]:
-        """The products."""
-        return [self.qkv, self.out]
+    def __init__(self, module: Any, config: Any, kind: str | None, window: int | None, parts: Parts) -> None:
+        self.kind = kind
+        self.qkv = parts.fuse(projections(module, "qkv_proj", "q_proj", "k_proj", "v_proj"))
+        self.out = parts.fuse([module.o_proj])
+        self.linears = [self.qkv, self.out]
+        heads = Heads(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            module.head_dim,
+            module.scaling,
+            window=window,
+            sinks=getattr(module, "sinks", None),
+        )
+        if hasattr(module, "q_norm"):
+            q, k = norm_of(module.q_norm), norm_of(module.k_norm)
+            heads = replace(heads, q_norm=q.weight, k_norm=k.weight, eps=q.eps, norm_offset=q.offset)
+        self.heads = replace(heads, gated=self.qkv.out_features > heads.width)
 
     def __call__(self, x: Tensor, mixing: Mixing, cache: Any, ropes: Ropes) -> Tensor:
         """What `out` reads [n, Hq * D], from normalised hidden states x [n, hidden] and the block's cache."""
@@ -257,95 +299,88 @@ class Attention:
         return mixing.attend(qkv, cache, self.heads, ropes[self.kind])
 
 
-@dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta net of a block. `out` is the projection of its results."""
+    """The gated delta net of a block, by transformers' module of it. `out` is the projection of its results."""
 
-    heads: DeltaHeads
-    #: The products that give the convolution's inputs, z, b and a, and the widths of each one's parts.
-    projections: Sequence[tuple[FusedLinear, Sequence[int]]]
-    out: FusedLinear
-
-    @property
-    def linears(self) -> list[FusedLinear]:
-        """The products."""
-        return [*(linear for linear, _ in self.projections), self.out]
+    def __init__(self, net: Any, parts: Parts) -> None:
+        self.heads = DeltaHeads(
+            key=net.num_k_heads,
+            value=net.num_v_heads,
+            key_dim=net.head_k_dim,
+            value_dim=net.head_v_dim,
+            convolution=net.conv1d.weight.squeeze(1),
+            log_rate=net.A_log,
+            rate_bias=net.dt_bias,
+            norm=net.norm.weight,
+            eps=net.norm.variance_epsilon,
+        )
+        wide, narrow = [net.in_proj_qkv, net.in_proj_z], [net.in_proj_b, net.in_proj_a]
+        widths = [self.heads.channels, self.heads.parts[2]], [self.heads.value] * 2
+        #: The products that give the convolution's inputs, z, b and a, and the widths of each one's parts.
+        self._projections: list[tuple[FusedLinear, list[int]]]
+        if any(isinstance(unwrap(layer).base, PackedLinear) for layer in wide + narrow):
+            # Layers in several formats have no common kernel, and b and a are too narrow to be packed.
+            joint = parts.fuse(wide), NarrowLinear(narrow, parts.dtype, parts.cohort)
+            self._projections = list(zip(joint, widths, strict=True))
+        else:
+            self._projections = [(parts.fuse(wide + narrow), widths[0] + widths[1])]
+        self.out = parts.fuse([net.out_proj])
+        self.linears = [*(linear for linear, _ in self._projections), self.out]
 
     def __call__(self, x: Tensor, mixing: Mixing, net: DeltaState, ropes: Ropes) -> Tensor:
         """What `out` reads [n, H * V], from normalised hidden states x [n, hidden] and the net's states."""
         del ropes
         parts: list[Tensor] = []
         # The narrow product is first: while it runs, the packed one after it copies its first weights.
-        for linear, widths in reversed(self.projections):
+        for linear, widths in reversed(self._projections):
             joint = x.new_empty(len(x), linear.out_features)
             linear(x, joint)
-            parts = [*joint.split(list(widths), 1), *parts]
+            parts = [*joint.split(widths, 1), *parts]
         mixed, z, b, a = parts
         return mixing.recur(mixed, z, b, a, self.heads, net)
-
-
-def attention_of(
-    attention: Any, config: Any, kind: str | None, window: int | None, dtype: torch.dtype, kernels: Kernels
-) -> Attention:
-    """The attention of a block, by transformers' module of it."""
-    heads = Heads(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attention.head_dim,
-        attention.scaling,
-        window=window,
-        sinks=getattr(attention, "sinks", None),
-    )
-    if hasattr(attention, "q_norm"):
-        q_norm, k_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
-        heads = replace(heads, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, norm_offset=q_norm.offset)
-    qkv = fuse(projections(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"), dtype, kernels=kernels)
-    heads = replace(heads, gated=qkv.out_features > heads.width)
-    return Attention(heads, kind, qkv, fuse([attention.o_proj], dtype, kernels=kernels))
-
-
-def delta_net_of(net: Any, dtype: torch.dtype, kernels: Kernels) -> DeltaNet:
-    """The delta net of a block, by transformers' module of it."""
-    heads = DeltaHeads(
-        key=net.num_k_heads,
-        value=net.num_v_heads,
-        key_dim=net.head_k_dim,
-        value_dim=net.head_v_dim,
-        convolution=net.conv1d.weight.squeeze(1),
-        log_rate=net.A_log,
-        rate_bias=net.dt_bias,
-        norm=net.norm.weight,
-        eps=net.norm.variance_epsilon,
-    )
-    wide, narrow = [net.in_proj_qkv, net.in_proj_z], [net.in_proj_b, net.in_proj_a]
-    widths = [heads.channels, heads.parts[2]], [heads.value] * 2
-    if any(isinstance(unwrap(layer).base, PackedLinear) for layer in wide + narrow):
-        # Layers in several formats have no common kernel, and b and a are too narrow to be packed.
-        products = [(fuse(wide, dtype, kernels=kernels), widths[0]), (NarrowLinear(narrow, dtype), widths[1])]
-    else:
-        products = [(fuse(wide + narrow, dtype, kernels=kernels), widths[0] + widths[1])]
-    return DeltaNet(heads, products, fuse([net.out_proj], dtype, kernels=kernels))
 
 
 # A policy's blocks for prefill and decode steps: fused products on its own weights, with a paged KV cache.
 
 
-@dataclass(frozen=True)
 class _Block:
-    mixer: Attention | DeltaNet
-    input_norm: Norm
-    #: The norms of what attention and MLP add to the hidden states, as Gemma has them.
-    after_attention: Norm | None
-    mlp_norm: Norm
-    mlp: Mlp
-    after_mlp: Norm | None
+    """A block of transformers' module `layer`, with fused products on the same weights."""
+
+    def __init__(self, layer: Any, number: int, config: Any, parts: Parts) -> None:
+        self.mixer: Attention | DeltaNet
+        if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
+            self.mixer = DeltaNet(net, parts)
+        else:
+            kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
+            window = structure_of(config).windows[number]
+            self.mixer = Attention(layer.self_attn, config, kind, window, parts)
+        activation: Any = activation_of(config)
+        self.mlp = mlp_of(layer.mlp, activation, parts)
+        self.input_norm = parts.norm(layer.input_layernorm)
+        #: The norms of what attention and MLP add to the hidden states, as Gemma has them.
+        self.after_attention: Norm | None = None
+        self.after_mlp: Norm | None = None
+        # With these, the one after attention has the name of others' norm before the MLP.
+        before_mlp = layer.post_attention_layernorm
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            before_mlp = layer.pre_feedforward_layernorm
+            self.after_attention = parts.norm(layer.post_attention_layernorm)
+            self.after_mlp = parts.norm(layer.post_feedforward_layernorm)
+        self.mlp_norm = parts.norm(before_mlp)
 
 
 class Decoder:
-    """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`."""
+    """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`.
 
-    def __init__(self, policy: Policy, kernels: Kernels = "auto") -> None:
+    Several policies are those of a cohort's runs, on one base: a row of a pass takes the adapter and norms of its run.
+    """
+
+    def __init__(self, policies: Sequence[Policy], kernels: Kernels = "auto") -> None:
+        policy = policies[0]
         config = policy.lm.config
+        cohort = Cohort([policy.lm for policy in policies]) if len(policies) > 1 else None
+        #: The number of runs, and the run of each row of the present pass if there are several.
+        self.runs, self._row_runs = len(policies), cohort.runs if cohort else None
         if refusal := refused_by_engine(config, packed_format(policy.lm)):
             raise ConfigError(f"{refusal}; the eager sampler serves it")
         self.dtype = policy.lm.dtype
@@ -358,11 +393,8 @@ class Decoder:
         self.width = int(self._embedding.shape[1])
         scale: Tensor | None = getattr(embedding, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self.dtype)
-        activation: Any = activation_of(config)
-        self._blocks = [
-            _block(layer, number, config, activation, self.dtype, kernels)
-            for number, layer in enumerate(self._model.layers)
-        ]
+        parts, layers = Parts(self.dtype, kernels, cohort), enumerate(self._model.layers)
+        self._blocks = [_Block(layer, number, config, parts) for number, layer in layers]
         self._norm = norm_of(self._model.norm)
         self._attentions = [block.mixer for block in self._blocks if isinstance(block.mixer, Attention)]
         self._nets = [block.mixer for block in self._blocks if isinstance(block.mixer, DeltaNet)]
@@ -374,7 +406,7 @@ class Decoder:
         self.longest = context_length(config.to_dict()) if changes else None
         self._ropes = self._rope_tables(1)
         self._adapted = policy.peft is not None
-        self._parameters = list(policy.lm.parameters())
+        self._parameters = [parameter for policy in policies for parameter in policy.lm.parameters()]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._sync: Callable[[], None] | None = None
         self._copies: Callable[[], None] | None = None
@@ -398,15 +430,12 @@ class Decoder:
         """Bytes of the delta nets' states of a sequence, 0 without delta nets."""
         return sum(state_bytes(net.heads, self.dtype) for net in self._nets)
 
-    def new_states(self, slots: int) -> DeltaStates | None:
-        """The delta nets' states for so many sequences, None without delta nets."""
+    def new_memory(self, slots: int, pages: int, dtype: torch.dtype) -> tuple[KVCache, DeltaStates | None]:
+        """A KV cache of zeros with so many pages, in the model's dtype or FP8, and the states of delta nets if any."""
+        cache = KVCache.empty(len(self), pages, self.heads, dtype, self.device)
         if not self._nets:
-            return None
-        return DeltaStates.empty(self._nets[0].heads, len(self._nets), slots, self.dtype, self.device)
-
-    def new_cache(self, pages: int, dtype: torch.dtype) -> KVCache:
-        """A KV cache of zeros with so many pages, in the model's dtype or FP8."""
-        return KVCache.empty(len(self), pages, self.heads, dtype, self.device)
+            return cache, None
+        return cache, DeltaStates.empty(self._nets[0].heads, len(self._nets), slots, self.dtype, self.device)
 
     def compile_ahead(self, sequences: int) -> None:
         """Compile the packed products of steps of up to so many sequences, several at a time."""
@@ -460,28 +489,16 @@ class Decoder:
             tables[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
         return tables
 
-    def step(
-        self,
-        rows: Tensor,
-        state: DecodeState,
-        cache: KVCache,
-        sampling: SamplingState,
-        splits: int,
-        truncated: bool,
-        replayed: bool,
-        states: DeltaStates | None = None,
-    ) -> None:
-        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change.
-
-        `states` are those of `new_states`.
-        """
-        ops = self.operations
+    def step(self, rows: Tensor, pool: Pool, splits: int, truncated: bool, replayed: bool) -> None:
+        """Feed the last token of the slots `rows` [B] int32 and draw the next one; idle slots don't change."""
+        ops, state = self.operations, pool.state
         mixing = Mixing(
             lambda qkv, block, heads, rope: ops.attend(qkv, block, state, rows, rope, heads, splits),
             lambda mixed, z, b, a, heads, net: ops.delta_step(mixed, z, b, a, heads, net, state, rows),
         )
-        x = self._through_blocks(self._embedded(state.token[rows]), cache, states, mixing)
-        ops.draw(self.logits(x), rows, state, sampling, truncated, replayed)
+        runs = state.run[rows] if self._row_runs else None
+        x = self._through_blocks(self._embedded(state.token[rows]), runs, pool.cache, pool.states, mixing)
+        ops.draw(self.logits(x), rows, state, pool.sampling, truncated, replayed)
 
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last norm, at each prompt's last token.
@@ -493,7 +510,7 @@ class Decoder:
             lambda qkv, block, heads, rope: ops.attend_prompts(qkv, block, row, rope, heads),
             lambda mixed, z, b, a, heads, net: ops.delta_prompts(mixed, z, b, a, heads, net, row),
         )
-        return self._through_blocks(self._embedded(row.ids), cache, states, mixing, row.last)
+        return self._through_blocks(self._embedded(row.ids), row.runs, cache, states, mixing, row.last)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of hidden states [B, H] after the last norm."""
@@ -508,12 +525,18 @@ class Decoder:
     def _through_blocks(
         self,
         x: Tensor,
+        runs: Tensor | None,
         cache: KVCache,
         states: DeltaStates | None,
         mixing: Mixing,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x."""
+        """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x.
+
+        `runs` [B] are those of a cohort's rows.
+        """
+        if self._row_runs and runs is not None:
+            self._row_runs.rows = runs
         pages, nets = cache.blocks(), iter(()) if states is None else states.nets()
         following = [*(block.input_norm for block in self._blocks[1:]), self._norm]
         normed = self.operations.rms_norm(x, self._blocks[0].input_norm)
@@ -523,6 +546,8 @@ class Decoder:
             if rows is not None and block is self._blocks[-1]:
                 # After the last attention nothing reads the other rows.
                 x, mixed = x[rows], mixed[rows]
+                if self._row_runs and runs is not None:
+                    self._row_runs.rows = runs[rows]
             normed = self._add(x, block.mixer.out, mixed, block.after_attention, block.mlp_norm)
             normed = self._add(x, block.mlp, normed, block.after_mlp, next_norm)
         return normed
@@ -540,29 +565,14 @@ class Decoder:
         return self.operations.add_normed(to, out, norm, next_norm)
 
 
-def _block(
-    layer: Any, number: int, config: Any, activation: Activation, dtype: torch.dtype, kernels: Kernels
-) -> _Block:
-    if isinstance(net := getattr(layer, "linear_attn", None), PackedDeltaNet):
-        mixer: Attention | DeltaNet = delta_net_of(net, dtype, kernels)
-    else:
-        kind = config.layer_types[number] if "full_attention" in config.rope_parameters else None
-        mixer = attention_of(layer.self_attn, config, kind, structure_of(config).windows[number], dtype, kernels)
-    # Norms after attention and MLP, too; the one after attention then has the name of others' norm before the MLP.
-    around = hasattr(layer, "pre_feedforward_layernorm")
-    return _Block(
-        mixer=mixer,
-        input_norm=norm_of(layer.input_layernorm),
-        after_attention=norm_of(layer.post_attention_layernorm) if around else None,
-        mlp_norm=norm_of(layer.pre_feedforward_layernorm if around else layer.post_attention_layernorm),
-        mlp=mlp_of(layer.mlp, activation, dtype, kernels),
-        after_mlp=norm_of(layer.post_feedforward_layernorm) if around else None,
-    )
-
-
-# Decode steps of any batch size, as CUDA graphs on a GPU and eagerly elsewhere.
+# The memory of a sampler on the device, and the decode steps and prefill on it, as CUDA graphs on a GPU.
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+#: Tokens of a prefill's graph, padding included. More tokens keep the GPU busy while the host launches the next
+#: products; up to as many, launching kernels takes longer than computing.
+PROMPT_BUCKETS = (32, 64, 128, 256, 384, 512, 768, 1024)
+#: Prompts of a graph: attention starts thread blocks for as many, whether they have tokens or not.
+MOST_PROMPTS = 32
 
 
 def bucket_of(rows: int) -> int:
@@ -574,63 +584,56 @@ def bucket_of(rows: int) -> int:
     return next((size for size in _SMALL if size >= rows), padded_rows(rows))
 
 
-class DecodeGraphs:
-    """Runs decode steps of slots; each (bucket, splits, truncated, replayed) is captured at its first use.
-
-    `all_slots`: every step has the batch size of all slots, so that no product depends on how many are active.
-    `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        state: DecodeState,
-        cache: KVCache,
-        sampling: SamplingState,
-        all_slots: bool,
-        memory: Any,
-        states: DeltaStates | None = None,
-    ) -> None:
-        self._decoder, self._states = decoder, states
-        self._all_slots = all_slots
-        self._state, self._cache, self._sampling = state, cache, sampling
-        self._rows = torch.full((bucket_of(state.count),), state.count, dtype=torch.int32, device=decoder.device)
-        self._graphs: GraphBySize[Callable[[], None]] = GraphBySize(memory)
-
-    @torch.no_grad()
-    def run(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
-        """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
-        if not count:
-            return
-        bucket = bucket_of(self._state.count if self._all_slots else len(chosen))
-        size = bucket, splits, truncated, replayed
-        step = self._graphs.at(size, partial(self._captured_step, *size))
-        padded = [*chosen, *[self._state.count] * (bucket - len(chosen))]
-        self._rows[:bucket].copy_(upload(padded, torch.int32, self._rows.device))
-        for _ in range(count):
-            step()
-
-    def _captured_step(self, bucket: int, splits: int, truncated: bool, replayed: bool) -> Callable[[], None]:
-        rows = self._rows[:bucket]
-        rows.fill_(self._state.count)  # capturing runs the step, so it must touch only the idle slot
-        step, inputs = self._decoder.step, (rows, self._state, self._cache, self._sampling)
-        return self._graphs.captured(partial(step, *inputs, splits, truncated, replayed, states=self._states))
-
-
-# Prefill: prompts are packed into one row for the blocks, and their keys and values written to pages.
-#
-# Up to 1,024 tokens, launching kernels takes longer than computing, so all launches are captured in CUDA graphs, one
-# for each of a few numbers of tokens. More tokens keep the GPU busy while the host launches the next products.
-
-#: Tokens of a graph, padding included.
-PROMPT_BUCKETS = (32, 64, 128, 256, 384, 512, 768, 1024)
-#: Prompts of a graph: attention starts thread blocks for as many, whether they have tokens or not.
-MOST_PROMPTS = 32
-
-
 def prompt_bucket(tokens: int, prompts: int) -> int | None:
     """The size of the smallest graph with room for `tokens` of `prompts`; None if there is none."""
     return next((size for size in PROMPT_BUCKETS if size >= tokens), None) if prompts <= MOST_PROMPTS else None
+
+
+class Pages:
+    """Reference counts of a KV cache's `count` pages, kept on the host. Page 0 is for writes that nobody reads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._holders = [0] * count
+        self._free = list(range(count - 1, 0, -1))
+
+    @property
+    def available(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
+    def take(self, number: int) -> list[int]:
+        """`number` free pages, each with one holder. Raises RuntimeError if fewer are free: callers check that."""
+        if number > self.available:
+            raise RuntimeError(f"{number} pages of the KV cache are requested, but only {self.available} are free")
+        pages = [self._free.pop() for _ in range(number)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """Add a holder to the pages."""
+        for page in pages:
+            self._check_held(page)
+            self._holders[page] += 1
+        return list(pages)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Remove a holder from the pages. Pages without a holder are free again."""
+        for page in pages:
+            self._check_held(page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def _check_held(self, page: int) -> None:
+        if not self._holders[page]:
+            raise RuntimeError(f"page {page} of the KV cache has no holder")
+
+
+def pages_of(tokens: int) -> int:
+    """Number of pages that hold `tokens`."""
+    return -(-tokens // PAGE)
 
 
 @dataclass(frozen=True)
@@ -646,54 +649,104 @@ class _PromptGraph:
     replay: Callable[[], None]
 
 
-class Prefill:
-    """Computes prompts into a cache; graphs are captured at their first use.
+class Pool:
+    """A sampler's memory on the device: slots for sequences, KV cache, and states where there are delta nets.
 
-    `memory`: the memory pool of the graphs, None without graphs. `states` are those of delta nets.
+    Each slot has room for `tokens` drawn tokens and `pages_each` pages. Graphs on this memory are captured at their
+    first use. `all_slots`: every step has the batch size of all slots, so that no product depends on how many are
+    active.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, memory: Any, states: DeltaStates | None = None) -> None:
-        self._decoder, self._cache, self._states = decoder, cache, states
-        self._graphs: GraphBySize[_PromptGraph] = GraphBySize(memory)
+    def __init__(
+        self,
+        decoder: Decoder,
+        slots: int,
+        tokens: int,
+        pages_each: int,
+        pages: int,
+        dtype: torch.dtype,
+        all_slots: bool,
+    ) -> None:
+        device = decoder.device
+        self.decoder = decoder
+        self.state = DecodeState.empty(slots, tokens, pages_each, device)
+        self.cache, self.states = decoder.new_memory(slots, pages, dtype)
+        self.sampling = SamplingState.empty(device, decoder.runs)
+        self.pages = Pages(self.cache.pages)
+        self._all_slots = all_slots
+        self._rows = torch.full((bucket_of(slots),), slots, dtype=torch.int32, device=device)
+        # Graphs never run at the same time, so they share one memory pool.
+        memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        #: By (bucket, splits, truncated, replayed), and by bucket of tokens.
+        self.steps: GraphBySize[Callable[[], None]] = GraphBySize(memory)
+        self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
-        self._captures = memory is not None and decoder.dtype.itemsize == 2
+        self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV cache and of the delta nets' states."""
+        return self.cache.nbytes + (self.states.nbytes if self.states else 0)
 
     @torch.no_grad()
-    def logits(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
-        """Logits [prompts, V] after each prompt. Writes keys and values to the prompts' `pages` of the cache, states
-        of delta nets to their `slots`, and does not wait for the device.
+    def decode(self, chosen: Sequence[int], count: int, splits: int, truncated: bool, replayed: bool) -> None:
+        """Launch `count` decode steps of the slots `chosen`, without waiting for the device."""
+        if not count:
+            return
+        idle = self.state.count
+        bucket = bucket_of(idle if self._all_slots else len(chosen))
+        rows = self._rows[:bucket]
+
+        def captured() -> Callable[[], None]:
+            rows.fill_(idle)  # capturing runs the step, so it must touch only the idle slot
+            return self.steps.captured(partial(self.decoder.step, rows, self, splits, truncated, replayed))
+
+        step = self.steps.at((bucket, splits, truncated, replayed), captured)
+        # What the bucket has room for beyond the chosen slots is the idle one, which no step changes.
+        rows.copy_(upload([*chosen, *[idle] * (bucket - len(chosen))], torch.int32, rows.device))
+        for _ in range(count):
+            step()
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        runs: Sequence[int],
+    ) -> Tensor:
+        """Logits [prompts, V] after each prompt, by the policies of the prompts' `runs`.
+
+        Writes keys and values to the prompts' `pages` of the cache, states of delta nets to their `slots`, and does not
+        wait for the device.
         """
-        lengths, device = [len(prompt) for prompt in prompts], self._decoder.device
-        tokens = sum(lengths)
-        bucket = prompt_bucket(tokens, len(prompts)) if self._captures else None
+        # Prompts are packed into one row for the blocks.
+        lengths, decoder = [len(prompt) for prompt in prompts], self.decoder
+        bucket = prompt_bucket(sum(lengths), len(prompts)) if self._captures_prompts else None
+        tokens, count = (sum(lengths), len(prompts)) if bucket is None else (bucket, MOST_PROMPTS)
+        # A graph's row has a fixed number of prompts and blocks; without one, attention launches what there is.
+        packed = pack(prompts, pages, PAGE, tokens, None if bucket is None else MOST_PROMPTS, runs)
+        row = upload(packed, torch.int32, decoder.device)
+        written = None
+        if self.states is not None:
+            padded = [*slots, *[self.states.idle] * (count - len(slots))]
+            written = upload(padded, torch.int32, decoder.device)
         if bucket is None:
-            row = upload(pack(prompts, pages, PAGE, tokens), torch.int32, device)
             packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
-            placed = PromptRow.of(row, tokens, len(prompts), packing, self._placed(slots, len(slots)))
-            hidden = self._decoder.last_hidden(placed, self._cache, self._states)
-        else:
-            row = upload(pack(prompts, pages, PAGE, bucket, MOST_PROMPTS), torch.int32, device)
-            placed_slots = self._placed(slots, MOST_PROMPTS)
-            graph = self._graphs.at(bucket, lambda: self._capture(bucket, row.clone(), placed_slots))
-            graph.row.copy_(row)
-            if graph.slots is not None and placed_slots is not None:
-                graph.slots.copy_(placed_slots)
-            graph.replay()
-            hidden = graph.hidden[: len(prompts)]
-        return self._decoder.logits(hidden)
+            placed = PromptRow.of(row, tokens, count, packing, written)
+            return decoder.logits(decoder.last_hidden(placed, self.cache, self.states))
+        graph = self.prompts.at(bucket, lambda: self._captured_prompts(tokens, row.clone(), written))
+        graph.row.copy_(row)
+        if graph.slots is not None and written is not None:
+            graph.slots.copy_(written)
+        graph.replay()
+        return decoder.logits(graph.hidden[: len(prompts)])
 
-    def _placed(self, slots: Sequence[int], count: int) -> Tensor | None:
-        """The slots on the device, with idle ones up to `count`; None without states."""
-        if self._states is None:
-            return None
-        padded = [*slots, *[self._states.idle] * (count - len(slots))]
-        return upload(padded, torch.int32, self._decoder.device)
-
-    def _capture(self, bucket: int, row: Tensor, slots: Tensor | None) -> _PromptGraph:
-        decoder, prompts = self._decoder, PromptRow.of(row, bucket, MOST_PROMPTS, None, slots)
+    def _captured_prompts(self, bucket: int, row: Tensor, slots: Tensor | None) -> _PromptGraph:
+        decoder, prompts = self.decoder, PromptRow.of(row, bucket, MOST_PROMPTS, None, slots)
         hidden = torch.empty(MOST_PROMPTS, decoder.width, dtype=decoder.dtype, device=decoder.device)
 
         def compute() -> None:
-            hidden.copy_(decoder.last_hidden(prompts, self._cache, self._states))
+            hidden.copy_(decoder.last_hidden(prompts, self.cache, self.states))
 
-        return _PromptGraph(row, slots, hidden, self._graphs.captured(compute))
+        return _PromptGraph(row, slots, hidden, self.prompts.captured(compute))

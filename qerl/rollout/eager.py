@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -11,12 +11,9 @@ import torch
 from transformers import DynamicCache
 
 from qerl.models.linear import PackedLinear, dense_weights
-from qerl.models.lora import constant_adapters
+from qerl.models.lora import SharedCasts
 from qerl.models.policy import Policy
 from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, refuse_nan, stop_tokens
-
-#: The tokens among which a draw with top-p is made, if those that it may take are all among them.
-_FEW = 64
 
 
 def uniforms(seed: int, sequence: int, count: int) -> np.ndarray:
@@ -43,7 +40,8 @@ def _logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.top_p == 1 and not params.top_k:
         return _search(probs.cumsum(-1), uniform)
-    sorted_probs, order = _ranked(probs, params)
+    # Equal probabilities stay in the order of their tokens.
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
     mass: torch.Tensor | float = 1.0
     if params.top_k:  # top-p is a share of what top-k keeps, as in vLLM and transformers
         sorted_probs[:, params.top_k :] = 0
@@ -52,21 +50,6 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) 
     allowed = (sorted_probs.cumsum(-1) - sorted_probs) < params.top_p * mass
     position = _search((sorted_probs * allowed).cumsum(-1), uniform)
     return order.gather(-1, position[:, None])[:, 0]
-
-
-def _ranked(probs: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [B, n] in descending order, and their tokens; equal ones in the order of tokens."""
-    # A sort of the vocabulary takes a tenth of a small policy's time on a CPU. So there n is `_FEW`, or a larger top-k,
-    # if they hold more than top-p in every row; the margin is that of rounding. `topk` leaves the order of equal values
-    # open.
-    few = max(_FEW, params.top_k)
-    if not probs.is_cuda and probs.shape[-1] > few:
-        top, tokens = probs.topk(few)
-        before = top.cumsum(-1) - top
-        equal = (top[:, 1:] == top[:, :-1]) & (before[:, :-1] < params.top_p)
-        if (before[:, -1] > params.top_p + 1e-9).all() and not equal.any():
-            return top, tokens
-    return probs.sort(dim=-1, descending=True, stable=True)
 
 
 def _search(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -96,34 +79,6 @@ class _Batch:
         self.rows, self.tokens, self.positions = self.rows[index], self.tokens[index], self.positions[index]
         self.mask = self.mask[index]
         _select(self.cache, index)
-
-
-@dataclass
-class _Record:
-    limit: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether a stop token or the limit ended the sequence."""
-        return self.finished or len(self.token_ids) >= self.limit
-
-
-def _record(
-    records: list[_Record], rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, stops: frozenset[int]
-) -> torch.Tensor:
-    """Append a token to each unfinished sequence; return which rows continue, [B] bool."""
-    alive = []
-    for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
-        record = records[row]
-        if not record.ended:
-            record.token_ids.append(token)
-            record.logprobs.append(logprob)
-            record.finished = token in stops
-        alive.append(not record.ended)
-    return torch.tensor(alive, device=rows.device)
 
 
 class EagerSampler:
@@ -158,12 +113,12 @@ class EagerSampler:
         stride = max(self.max_sequences // params.count, 1)
         part = params.part or BatchPart(range(len(prompts)), lambda most: ())
         lm = self.policy.lm
-        with dense_weights(lm, lm.dtype), constant_adapters(lm), self.policy.autocast():
+        with dense_weights(lm, lm.dtype), SharedCasts(lm, every=True).unchanged(), self.policy.autocast():
             for numbers in part.batches(stride):
                 drawn = self._generate_batch([prompts[number] for number in numbers], params, numbers)
                 for number, group in zip(numbers, drawn, strict=True):
                     completions[number] = group
-        refuse_nan(self.policy, prompts, completions)
+        refuse_nan(completions)
         return completions
 
     def _generate_batch(
@@ -174,28 +129,30 @@ class EagerSampler:
         keys = [(params.first + number) * params.count + completion for number, completion in sequences]
         draws = np.stack([uniforms(params.seed, key, params.max_tokens) for key in keys])
         uniform = torch.from_numpy(draws).to(self.policy.device)
-        records = [_Record(params.limit(*sequence)) for sequence in sequences]
-        stops = stop_tokens(self.policy, params)
-        replay = self._replay(params, numbers)
+        limits = [params.limit(*sequence) for sequence in sequences]
+        stops, replay = stop_tokens(self.policy, params), None
+        if params.replay is not None:  # tokens [sequences, longest] that come in place of drawn ones
+            traces = [torch.tensor(trace) for number in numbers for trace in params.replay[number]]
+            replay = torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(self.policy.device)
+        drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in sequences]
+        alive = np.array(limits) > 0
         batch, logits = self._prefill(prompts, params.count)
         for step in range(params.max_tokens):
             tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
             if replay is not None:
                 tokens = replay[batch.rows, step]
                 logprobs = _logprobs(logits, params).gather(-1, tokens[:, None])[:, 0]
-            alive = _record(records, batch.rows, tokens, logprobs, stops)
+            rows = batch.rows.tolist()
+            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+                if alive[row]:  # others wait for the batch to be compacted
+                    drawn[row][0].append(token)
+                    drawn[row][1].append(logprob)
+                    alive[row] = token not in stops and len(drawn[row][0]) < limits[row]
             if not alive.any():
                 break
-            logits = self._decode(batch, tokens, alive)
-        done = [Completion(r.token_ids, r.logprobs, r.finished) for r in records]
+            logits = self._decode(batch, tokens, torch.from_numpy(alive[rows]).to(tokens.device))
+        done = [Completion(ids, logprobs, bool(ids) and ids[-1] in stops) for ids, logprobs in drawn]
         return [done[i : i + params.count] for i in range(0, len(done), params.count)]
-
-    def _replay(self, params: SamplingParams, numbers: Sequence[int]) -> torch.Tensor | None:
-        """Tokens [sequences, longest] that come in place of drawn ones, for the prompts of these indices."""
-        if params.replay is None:
-            return None
-        traces = [torch.tensor(trace) for number in numbers for trace in params.replay[number]]
-        return torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(self.policy.device)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:
         """Compute left-padded prompts once, and repeat the cache for each completion of their groups."""

@@ -42,14 +42,13 @@ class ShardedSampler:
     @property
     def served(self) -> str:
         """Description of engine, kernels and weights, which results store."""
-        return f"{self._ready.served}, gathered from shards"
+        return f"{self._ready().served}, gathered from shards"
 
     @property
     def max_sequences(self) -> int:
         """The largest number of sequences that are decoded together."""
-        return self._ready.max_sequences
+        return self._ready().max_sequences
 
-    @property
     def _ready(self) -> Sampler:
         if self._sampler is None:
             self.sync()
@@ -63,6 +62,17 @@ class ShardedSampler:
             parameter.data = parameter.data.new_empty(0)
 
     @torch.no_grad()
+    def _gather(self) -> None:
+        weights = dict(self._copy.lm.named_parameters())
+        for name, weight in gathered(self.policy.lm, self._dtypes):
+            # In place where the sampler reads it: its graphs hold the addresses.
+            if weights[name].numel():
+                weights[name].copy_(weight)
+            else:
+                weights[name].data = weight
+        self._is_current = True
+
+    @torch.no_grad()
     def sync(self) -> None:
         """Gather the weights, unless this rollout has them, and copy the noise."""
         if not self._is_current:
@@ -71,22 +81,12 @@ class ShardedSampler:
         for name, buffer in self._copy.lm.named_buffers():
             if name.endswith(".noise"):
                 buffer.copy_(noises[name])
-        if self._sampler is None:
-            self._sampler = self._make(self._copy)
+        self._sampler = self._sampler or self._make(self._copy)
         self._sampler.sync()
-
-    def _gather(self) -> None:
-        weights = dict(self._copy.lm.named_parameters())
-        for name, weight in gathered(self.policy.lm, self._dtypes):
-            if weights[name].numel():
-                weights[name].copy_(weight)
-            else:
-                weights[name].data = weight
-        self._is_current = True
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """See `Sampler`. The weights are those of the latest `sync`."""
-        return self._ready.generate(prompts, params)
+        return self._ready().generate(prompts, params)
 
     def end_rollout(self) -> None:
         """Expect other weights, and release the copy if it sleeps during updates."""
@@ -94,13 +94,11 @@ class ShardedSampler:
         if self.sleep:
             self._release()
 
-    @torch.no_grad()
     def whole_policy(self) -> Policy:
         """The policy with whole weights, to be saved: vectors in float32, as they are trained. The sampler ends."""
         self._release()
-        self._dtypes = {
-            name: torch.float32 if p.ndim == 1 else self._dtypes[name] for name, p in self.policy.lm.named_parameters()
-        }
+        vectors = {name for name, parameter in self.policy.lm.named_parameters() if parameter.ndim == 1}
+        self._dtypes |= dict.fromkeys(vectors, torch.float32)
         self._gather()
         return self._copy
 
@@ -116,12 +114,15 @@ def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[
     return EngineSampler if on_gpu and refused_by_engine(config, weights) is None else EagerSampler
 
 
-def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 512) -> Sampler:
+def make_sampler(
+    policy: Policy, settings: EngineSettings, max_sequences: int = 512, others: Sequence[Policy] = ()
+) -> Sampler:
     """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
 
     `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that these decode together;
-    `vllm.max_sequences` does so for vLLM. A policy with sharded weights gets a sampler of whole ones. Raises
-    `ConfigError` for a model that vLLM doesn't sample for, and for a KV cache in FP8 where the eager sampler is chosen.
+    `vllm.max_sequences` does so for vLLM. With `others`, of runs on the same base, the engine serves these, too. A
+    policy with sharded weights gets a sampler of whole ones. Raises `ConfigError` for a model that vLLM doesn't sample
+    for, and for a KV cache in FP8 where the eager sampler is chosen.
     """
     config = policy.lm.config
     check_served(config, settings)
@@ -133,7 +134,7 @@ def make_sampler(policy: Policy, settings: EngineSettings, max_sequences: int = 
         sleep = settings.native.sleep
         return ShardedSampler(policy, lambda copy: make_sampler(copy, settings, max_sequences), sleep)
     if issubclass(kind := native_class(policy.device.type == "cuda", config, packed_format(policy.lm)), EngineSampler):
-        return kind(policy, settings.native, max_sequences)
+        return kind(policy, settings.native, max_sequences, others)
     if settings.native.kv_cache_dtype != "auto":
         raise ConfigError(
             f"rollout.native.kv_cache_dtype={settings.native.kv_cache_dtype} is an option of the engine on a GPU, and "

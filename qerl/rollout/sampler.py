@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
-
 from qerl.checkpoints.files import whole_model
 from qerl.formats.layouts import KERNEL_FORMATS
 from qerl.kernels.state import LEAST_FP8_CAPABILITY, Activation
-from qerl.models.linear import dense_weights
 from qerl.models.policy import Policy
 from qerl.models.structure import rope_types, structure_of
 from qerl.settings.base import ConfigError, UserError
@@ -25,7 +20,7 @@ from qerl.settings.run import EngineSettings
 
 
 class NotFiniteError(UserError):
-    """Log-probabilities of completions are NaN. The message is one sentence for the user, which names the layer."""
+    """Log-probabilities of completions are NaN. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,29 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Request:
+    """Prompts (token ids, no padding) and how to draw their completions; a cohort's sampler gets one of each run."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The prompts to begin with, by their indices."""
+        return self.params.part.initial if self.params.part else range(len(self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence, its prompt included; 0 without prompts."""
+        return max(map(len, self.prompts)) + self.params.max_tokens if self.prompts else 0
+
+    def trace(self, place: int) -> Sequence[int]:
+        """The tokens that replace the drawn ones of a completion, by its place among all."""
+        assert self.params.replay is not None
+        return self.params.replay[place // self.params.count][place % self.params.count]
+
+
+@dataclass(frozen=True)
 class Completion:
     """One completion: tokens (a stop token included), log-probability of each, and whether a stop token ended it.
 
@@ -115,52 +133,13 @@ class Sampler(Protocol):
         ...
 
 
-def refuse_nan(policy: Policy, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]) -> None:
-    """Raise `NotFiniteError`, which names the layer, if a log-probability of the prompts' completions is NaN.
-
-    The layer is searched for only then, in a pass over one completion.
-    """
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            if math.isnan(sum(completion.logprobs)):
-                layer = _first_not_finite(policy, [*prompt, *completion.token_ids])
-                where = f"first in {layer}" if layer else "though the layers' outputs are finite outside of the sampler"
-                raise NotFiniteError(
-                    f"log-probabilities of completions are NaN, {where}: a weight is not finite, or numbers overflow; "
-                    "check the layer's weights, and where they are trained lower optimizer.learning_rate or use "
-                    "dtype=float32"
-                )
-
-
-@torch.no_grad()
-def _first_not_finite(policy: Policy, tokens: Sequence[int]) -> str | None:
-    """The innermost module whose output is the first with NaN or infinity; its parameter that has them, if one has."""
-    names: list[str] = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            if not names and not all(tensor.isfinite().all() for tensor in tensors):
-                weights = (n for n, p in module.named_parameters(name) if not p.isfinite().all())
-                names.append(next(weights, name))
-
-        return hook
-
-    lm = policy.lm
-    hooks = [module.register_forward_hook(watch(name)) for name, module in lm.named_modules() if name]
-    try:
-        with dense_weights(lm, lm.dtype), policy.autocast():
-            lm(input_ids=torch.tensor([tokens], device=policy.device), use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return names[0] if names else None
-
-
-def refuse_lengths(params: SamplingParams) -> None:
-    """Raise ValueError if `params` sets lengths or tokens; for samplers that don't support them."""
-    if params.lengths is not None or params.replay is not None:
-        raise ValueError("this sampler supports no lengths or tokens of completions; use the native engine")
+def refuse_nan(groups: Iterable[Sequence[Completion]]) -> None:
+    """Raise `NotFiniteError` if a log-probability of completions is NaN."""
+    if any(math.isnan(sum(completion.logprobs)) for group in groups for completion in group):
+        raise NotFiniteError(
+            "log-probabilities of completions are not finite, because a weight is NaN or infinite or numbers overflow; "
+            "where weights are trained lower optimizer.learning_rate or use dtype=float32"
+        )
 
 
 def stop_tokens(policy: Policy, params: SamplingParams) -> frozenset[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from qerl.checkpoints.files import left_out, weights_format_of
 from qerl.host.console import log
-from qerl.host.gpus import memory_share, seconds
-from qerl.models import blocks
-from qerl.models.blocks import NoisyRMSNorm
+from qerl.host.gpus import memory_share
+from qerl.models.blocks import noisy_norms
 from qerl.models.export import lora_room, write_dense
 from qerl.models.linear import POLICY_ADAPTER
 from qerl.models.policy import Policy
 from qerl.models.structure import structure_of
-from qerl.rollout.sampler import Completion, SamplingParams, refuse_lengths, refuse_nan, stop_tokens
+from qerl.rollout.sampler import Completion, SamplingParams, refuse_nan, stop_tokens
 from qerl.settings.base import ConfigError
 from qerl.settings.run import VllmSettings
 
@@ -62,15 +60,8 @@ def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
 def norm_weights(policy: Policy) -> dict[str, Tensor]:
     """`w + z` [features], float32, for both norms of every block, by the weight's name in the base's checkpoint."""
     names = {place: name for name, place in structure_of(policy.lm.config).noisy_norms().items()}
-    return {
-        f"{names[norm.layer, norm.role]}.weight": norm.weight.detach().float() + norm.noise
-        for norm in noisy_norms(policy)
-    }
-
-
-def noisy_norms(policy: Policy) -> list[NoisyRMSNorm]:
-    """The active norms: PEFT's trained copies where there are any."""
-    return [norms[-1] for norms in blocks.noisy_norms(policy.lm).values()]
+    active = [norms[-1] for norms in noisy_norms(policy.lm).values()]  # PEFT's trained copies where there are any
+    return {f"{names[norm.layer, norm.role]}.weight": norm.weight.detach().float() + norm.noise for norm in active}
 
 
 # vLLM as a sampler: an engine in this process that receives adapter and norms as tensors.
@@ -83,16 +74,6 @@ _ENVIRONMENT = {
     # On a CPU, vLLM must not bind the threads of this process, which also trains.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-_INSTALL = "vLLM isn't installed; docs/runs.md tells how, or use rollout.engine=native"
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One sync: seconds, bytes sent, and the checksum on which policy and engine agree."""
-
-    seconds: float
-    bytes: int
-    checksum: str
 
 
 def _import_vllm() -> Any:
@@ -103,7 +84,7 @@ def _import_vllm() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise ConfigError(_INSTALL) from None
+        raise ConfigError("vLLM isn't installed; docs/runs.md tells how, or use rollout.engine=native") from None
     # Importing it raises an error for untested releases of vLLM, before an engine starts.
     import qerl.rollout.vllm_worker  # noqa: F401
 
@@ -141,8 +122,10 @@ class VllmSampler:
         self.weights = weights_format_of(folder)
         with _served_checkpoint(folder, self.weights, policy) as (served, self.weights), self._no_compiler():
             self.engine = self._vllm.LLM(model=str(served), **self._engine_arguments())
+        #: That of the adapter and norms on which policy and engine agree since the latest sync.
+        self.checksum = ""
         self.kernel: str = self._call("qerl_prepare")
-        self.last_sync = self._sync()
+        self.sync()
         log.info("completions come from %s", self.served)
 
     @property
@@ -194,12 +177,29 @@ class VllmSampler:
         return first
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """See `Sampler`."""
-        refuse_lengths(params)
+        """See `Sampler`. Raises ValueError if `params` sets lengths or tokens of completions."""
+        if params.lengths is not None or params.replay is not None:
+            raise ValueError("this sampler supports no lengths or tokens of completions; use the native engine")
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
         self._wake()
-        requests = [self._request(params, params.first + index) for index in range(len(prompts))]
+        requests = [
+            self._vllm.SamplingParams(
+                n=params.count if params.temperature else 1,
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                # As with the eager sampler, a completion depends on seed, prompt and its number in the group, which
+                # vLLM adds. Its bits depend on more, because rounding in kernels varies with the batch.
+                seed=int(np.random.SeedSequence([params.seed, number]).generate_state(1, np.uint64)[0]) >> 2,
+                stop_token_ids=sorted(stop_tokens(self.policy, params)),
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+            )
+            for number in range(params.first, params.first + len(prompts))
+        ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with self._no_compiler():
             outputs = self.engine.generate(inputs, requests, lora_request=self._adapter(), use_tqdm=False)
@@ -207,23 +207,9 @@ class VllmSampler:
             self.engine.sleep(level=1)
             self._asleep = True
         groups = [[_completion(choice) for choice in output.outputs] for output in outputs]
-        refuse_nan(self.policy, prompts, groups)
+        refuse_nan(groups)
         # vLLM refuses to draw the same greedy completion several times.
         return groups if params.temperature else [group * params.count for group in groups]
-
-    def _request(self, params: SamplingParams, prompt: int) -> Any:
-        return self._vllm.SamplingParams(
-            n=params.count if params.temperature else 1,
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=_prompt_seed(params.seed, prompt),
-            stop_token_ids=sorted(stop_tokens(self.policy, params)),
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-        )
 
     def _adapter(self) -> Any:
         if self.policy.peft is None:
@@ -241,34 +227,28 @@ class VllmSampler:
             self.engine.wake_up()
             self._asleep = False
 
+    @torch.no_grad()
     def sync(self) -> None:
         """Send the policy's adapter and norms `w + z` to the engine, and reset its prefix cache.
 
         Raises RuntimeError if the engine's values then differ from the policy's.
         """
-        self.last_sync = self._sync()
-        report = self.last_sync
-        log.debug("sync: %.1f ms, %d bytes, checksum %s", 1e3 * report.seconds, report.bytes, report.checksum)
-
-    @torch.no_grad()
-    def _sync(self) -> SyncReport:
         from qerl.rollout.vllm_worker import checksum
 
         self._wake()
-        with seconds() as elapsed:
-            config, norms = adapter_config(self.policy), norm_weights(self.policy)
-            lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
-            targets = sorted(config.target_modules or []) if config else []
-            if self.settings.tensor_parallel > 1:  # the other ranks are processes with their own GPUs
-                lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
-            pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
-            sent = checksum({**norms, **lora})
-            if different := [name for name in sent if sent[name] != pushed[name]]:
-                raise RuntimeError(f"{different[0]} differs between vLLM and the policy after a sync: a defect of qerl")
-            if not self.engine.reset_prefix_cache():
-                raise RuntimeError("vLLM didn't reset its prefix cache, because requests are still running")
-        size = sum(t.numel() * t.element_size() for t in (*norms.values(), *lora.values()))
-        return SyncReport(elapsed.value, size, sha256(repr(sorted(sent.items())).encode()).hexdigest()[:16])
+        config, norms = adapter_config(self.policy), norm_weights(self.policy)
+        lora = lora_tensors(self.policy, self._call("qerl_lora_dtype")) if config else {}
+        targets = sorted(config.target_modules or []) if config else []
+        if self.settings.tensor_parallel > 1:  # the other ranks are processes with their own GPUs
+            lora, norms = ({name: t.cpu() for name, t in tensors.items()} for tensors in (lora, norms))
+        pushed = self._call("qerl_push", lora, config.r if config else 0, targets, norms)
+        # Sums of bits: a name that vLLM maps to another layer, or a value that it rounds again, would look like noise.
+        sent = checksum({**norms, **lora})
+        if different := [name for name in sent if sent[name] != pushed[name]]:
+            raise RuntimeError(f"{different[0]} differs between vLLM and the policy after a sync: a defect of qerl")
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM didn't reset its prefix cache, because requests are still running")
+        self.checksum = sha256(repr(sorted(sent.items())).encode()).hexdigest()[:16]
 
     def close(self) -> None:
         """Stop the engine and release its memory."""
@@ -305,10 +285,3 @@ def _served_checkpoint(folder: Path, weights: str, policy: Policy) -> Iterator[t
     with TemporaryDirectory() as scratch:
         write_dense(folder, Path(scratch), policy.lm.dtype)
         yield Path(scratch), f"{weights} as {dtype}"
-
-
-# A completion depends on seed, prompt and its number in the group, as with the eager sampler. Its bits depend on
-# more, because rounding in kernels varies with the batch.
-def _prompt_seed(seed: int, prompt: int) -> int:
-    """A seed of 62 bits for a prompt of the batch; vLLM adds the index of the completion to it."""
-    return int(np.random.SeedSequence([seed, prompt]).generate_state(1, np.uint64)[0]) >> 2

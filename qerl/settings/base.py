@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from qerl.settings.errors import choices, options, sentence
 
 # The meaning of YAML values in settings: unique keys, decimal numbers, words for "off", true and false.
 
 #: The words that mean "off"; YAML itself reads off, no and false as false.
 OFF = ("off", "none", "false")
-#: A whole number of YAML 1.1 that starts with 0 and is octal.
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
-#: Digits with underscores that don't divide thousands, as in a date or a version.
-_NO_THOUSANDS = re.compile(r"(?![-+]?[0-9]{1,3}(_[0-9]{3})+(\.|$))[-+]?[0-9]+_[0-9_]*(\..*)?")
+#: Whole numbers and others that mean what their digits say. Underscores divide thousands alone, as in no date.
+_WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)")
+_DECIMAL = re.compile(r"[-+]?(([0-9]+|[0-9]{1,3}(_[0-9]{3})+)?(\.[0-9]*)?(e[-+]?[0-9]+)?|\.inf|\.nan)", re.IGNORECASE)
 
 
 class AmbiguousYaml(ValueError):
@@ -34,75 +34,224 @@ class StrictLoader(yaml.SafeLoader):
     """A YAML loader that constructs no objects from tags and rejects duplicate keys and numbers that aren't decimal."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """The next mapping. An `AmbiguousYaml` names a key that it has twice."""
+        """The next mapping. An `AmbiguousYaml` names a key that it has twice, with dots or nested.
+
+        A key that is merged in (<<) may be overridden in either spelling.
+        """
         node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                raise AmbiguousYaml(
-                    f"the key `{key.value}` is given twice, in lines {lines[name]} and {line}; keep one"
-                )
-            lines[name] = line
-        _check_spellings(node)
+        pairs, lines = [*_pairs(node)], dict[tuple[str, str], int]()
+        dotted = any("." in key.value for key, _ in pairs)
+        for key, value in pairs:
+            line = key.start_mark.line + 1
+            for name in {(key.tag, key.value), *(_leaves(key, value) if dotted else ())}:
+                if name in lines:
+                    raise AmbiguousYaml(
+                        f"the key `{name[1]}` is given twice, in lines {lines[name]} and {line}; keep one"
+                    )
+                lines[name] = line
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         """A number. An `AmbiguousYaml` names one that YAML 1.1 reads otherwise than by its digits: 0123 is 83."""
-        is_whole = node.tag.endswith(":int")
-        number: int | float = (self.construct_yaml_int if is_whole else self.construct_yaml_float)(node)
-        text, line = node.value, node.start_mark.line + 1
-        if ":" in text:
-            how = "minutes and seconds"
-        elif is_whole and _OCTAL.fullmatch(text):
-            how = "an octal number"
-        elif _NO_THOUSANDS.fullmatch(text):
-            how = "a number with underscores"
-        else:
-            return number
-        raise AmbiguousYaml(
-            f"line {line}: YAML reads `{text}` as {how}, which is {number}; write the number in decimal "
-            "digits, or text in quotes"
-        )
+        whole, line = node.tag.endswith(":int"), node.start_mark.line + 1
+        number: int | float = (self.construct_yaml_int if whole else self.construct_yaml_float)(node)
+        if not (_WHOLE if whole else _DECIMAL).fullmatch(node.value):
+            raise AmbiguousYaml(
+                f"line {line}: YAML reads `{node.value}` as {number}; write the number in decimal digits, or text in "
+                "quotes"
+            )
+        return number
+
+
+def _pairs(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """Keys that are text or numbers with their values, but for merged mappings (<<)."""
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            yield key, value
+
+
+def _leaves(key: yaml.ScalarNode, value: yaml.Node) -> Iterator[tuple[str, str]]:
+    """The dotted keys of all values below a key, each with its tag."""
+    if not isinstance(value, yaml.MappingNode):
+        yield key.tag, key.value
+        return
+    for inner, below in _pairs(value):
+        for tag, name in _leaves(inner, below):
+            yield tag, f"{key.value}.{name}"
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
     StrictLoader.add_constructor(_tag, StrictLoader.construct_number)
 
 
-def _check_spellings(node: yaml.MappingNode) -> None:
-    """Raise `AmbiguousYaml` for two keys of a mapping, one with dots and one nested, that give the same setting.
+# The sentences for invalid settings: the key as written, what pydantic says of it, and the nearest known key.
 
-    A key that is merged in (<<) may be overridden in either spelling.
-    """
-    pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-    if not any("." in key.value for key, _ in pairs):
-        return
-    earlier: dict[tuple[str, ...], tuple[bool, int]] = {}
-    for key, value in pairs:
-        line = key.start_mark.line + 1
-        leaves = {(*key.value.split("."), *inner): off for inner, off in _leaves(value).items()}
-        for path, off in leaves.items():
-            for other, (other_off, other_line) in earlier.items():
-                shared = min(len(path), len(other))
-                # A part that is off has no settings. Other words may be names that begin alike: qwen2 and qwen2.5.
-                ends_in_off = (off and len(path) == shared) or (other_off and len(other) == shared)
-                if path[:shared] == other[:shared] and (len(path) == len(other) or ends_in_off):
-                    raise AmbiguousYaml(
-                        f"the key `{'.'.join(path[:shared])}` is given with dots and nested, in lines {other_line} and "
-                        f"{line}; keep one"
-                    )
-        earlier.update({path: (off, line) for path, off in leaves.items()})
+#: The similarity of words that differ by a letter.
+_SLIP = 0.9
+#: pydantic's terms, and those of YAML.
+_TERMS = {
+    r"^\w+ should ": "must ",
+    r"^Input is not a valid path.*": "must be a path",
+    r"a valid dictionary.*|an object.*": "a mapping",
+    r"a valid integer": "a whole number",
+    r"\bvalid ": "",
+}
 
 
-def _leaves(node: yaml.Node) -> dict[tuple[str, ...], bool]:
-    """The paths of the values below a node of YAML, with whether each is a word for "off" or null."""
-    if not isinstance(node, yaml.MappingNode):
-        return {(): isinstance(node, yaml.ScalarNode) and (node.tag.endswith(":null") or node.value.lower() in OFF)}
-    pairs = ((key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
-    return {(*key.value.split("."), *inner): off for key, value in pairs for inner, off in _leaves(value).items()}
+@functools.cache
+def _other_names() -> dict[str, list[str]]:
+    """The names of other libraries, by the keys of this project that have their meaning."""
+    return dict(yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text()))
+
+
+def options(annotation: Any) -> list[Any]:
+    """The types that a field accepts: the members of a union, without limits."""
+    if get_origin(annotation) is Annotated:
+        return options(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [option for member in get_args(annotation) for option in options(member)]
+    return [annotation]
+
+
+def choices(annotation: Any) -> list[str]:
+    """The words that a field accepts."""
+    return [str(word) for option in options(annotation) if get_origin(option) is Literal for word in get_args(option)]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    return [option for option in options(annotation) if isinstance(option, type) and issubclass(option, BaseModel)]
+
+
+def _keys(settings: type[BaseModel], above: str = "") -> Iterator[str]:
+    """The dotted keys of all nested settings, except within lists and mappings."""
+    for name, field in settings.model_fields.items():
+        yield above + name
+        for model in _models(field.annotation):
+            yield from _keys(model, f"{above}{name}.")
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """The text "; did you mean `x`?" if a known word resembles the given one, else an empty text."""
+    lower = {one.lower(): one for one in known}
+    similar = difflib.get_close_matches(word.lower(), lower, 1) if isinstance(word, str) else []
+    return f"; did you mean `{lower[similar[0]]}`?" if similar else ""
+
+
+def sentence(error: ValidationError, settings: type[BaseModel], written: Callable[[str], str] = lambda key: key) -> str:
+    """The first problem of a validation error; `written` turns the dotted key into that of the user."""
+    errors = error.errors(include_url=False)
+    # A misspelt key also causes an error about a missing one, so the unknown key comes first.
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    place, annotation, owner = _place(settings, first["loc"])
+    dotted = written(_dotted(place))
+    key = f"`{dotted}`" if dotted else "it"
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"unknown key {key}{_meant(place, owner, settings, written)}"
+    if kind in ("value_error", "assertion_error", "json_invalid"):
+        return f"{key}: {context['error']}" if dotted else str(context["error"])
+    if kind == "missing":
+        field = owner.model_fields.get(place[-1]) if owner else None
+        meaning = " ".join(field.description.split()) if field and field.description else ""
+        return f"{key} is missing" + f" ({meaning.partition('. ')[0].rstrip('.')})" * bool(meaning)
+    if kind.startswith("union_tag"):
+        name, value = context["discriminator"].strip("'"), context.get("tag")
+        tags = [tag for model in _models(annotation) for tag in choices(model.model_fields[name].annotation)]
+        wrong = "is missing" if value is None else f"must not be {_shown(value)}"
+        return f"`{dotted}.{name}` {wrong}; give one of {', '.join(tags)}{nearest(value, tags)}"
+    # Each member of a union refuses the value by an error of its own.
+    of_value = [e for e in errors if e is first or _place(settings, e["loc"])[0] == place]
+    words = re.findall("'([^']*)'", " ".join(e.get("ctx", {}).get("expected", "") for e in of_value))
+    said = " or ".join(dict.fromkeys(map(_in_words, of_value))).replace(" or must be ", " or ")
+    if first["loc"][-1:] == ("[key]",):
+        key = f"a key of `{written(_dotted(place[:-1]))}`"
+    hint = nearest(value, words)
+    if kind == "path_type" and isinstance(value, (int, float)):
+        hint = "; a name that reads as a number needs its folder, as in ./NAME"
+    elif kind == "string_type" and not isinstance(value, (Mapping, list, tuple)):
+        hint = "; put it in quotes"  # YAML reads off, no and 2024 as other types
+    elif len(models := _models(annotation)) == 1:
+        said = f"must be a mapping of the keys {', '.join(models[0].model_fields)}"
+    return f"{key} {said}, not {_shown(value)}{hint}"
+
+
+def _in_words(error: Any) -> str:
+    """What a value must be, without what pydantic says of the value itself."""
+    said = error["msg"] if error["type"] == "literal_error" else re.sub(", .*| after validation.*", "", error["msg"])
+    for term, of_yaml in _TERMS.items():
+        said = re.sub(term, of_yaml, said)
+    return said if said.startswith("must ") else f"is invalid: {said[0].lower()}{said[1:]}"
+
+
+def _place(settings: type[BaseModel], location: Sequence[Any]) -> tuple[list[Any], Any, type[BaseModel] | None]:
+    """The key of a location, which also names members of unions; the type of its value; the model that has the key."""
+    key: list[Any] = []
+    annotation: Any = settings
+    owner: type[BaseModel] | None = None
+    for part in location:
+        models = _models(annotation)
+        containers = [o for o in options(annotation) if get_origin(o) in (list, tuple, dict)]
+        if len(models) > 1:
+            tags = {model: [choices(field.annotation) for field in model.model_fields.values()] for model in models}
+            annotation = next((model for model in models if [part] in tags[model]), None)
+            continue
+        if models:
+            owner = models[0]
+            annotation = owner.model_fields[part].annotation if part in owner.model_fields else None
+        elif containers and (isinstance(part, int) or get_origin(containers[0]) is dict):
+            annotation, owner = get_args(containers[0])[-1], None
+        elif classes := [o for o in options(annotation) if is_dataclass(o)]:
+            annotation, owner = get_type_hints(classes[0]).get(part), None
+        else:
+            break
+        key.append(str(part) if models else part)
+    return key, annotation, owner
+
+
+def _dotted(key: Sequence[Any]) -> str:
+    """A key as users write it: `evaluation.tasks[0].dataset`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
+
+
+def _meant(
+    key: list[Any], owner: type[BaseModel] | None, settings: type[BaseModel], written: Callable[..., str]
+) -> str:
+    """A hint for an unknown key: one beside it that differs by a letter, of its name elsewhere, or similar to it."""
+    name, above, known = str(key[-1]), _dotted(key[:-1]), list(owner.model_fields) if owner else []
+    if "." in name and _dotted(key) in _keys(settings):
+        return f"; a key with dots is written so: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
+    meant = [f"{above}.{one}".removeprefix(".") for one in difflib.get_close_matches(name, known, 1)]
+    if not difflib.get_close_matches(name, known, 1, cutoff=_SLIP):
+        meant = _elsewhere(name, above, owner, settings) or meant
+    if meant:
+        return f"; did you mean {' or '.join(f'`{written(one)}`' for one in meant)}?"
+    return f"; the keys here are {', '.join(known[:20])} (config/README.md has every key)" if known else ""
+
+
+def _elsewhere(name: str, above: str, owner: type[BaseModel] | None, settings: type[BaseModel]) -> list[str]:
+    """The keys of a name, or of that of another library: those below `above` first, then those of fewer levels."""
+    inner = [f"{above}.{key}".removeprefix(".") for key in _keys(owner)] if owner else []
+    meant = [f".{key}" for key, names in _other_names().items() if name in names]
+    for known in (inner, list(_keys(settings))):
+        if same := [key for key in known if key.rpartition(".")[2] == name]:
+            return sorted(same, key=lambda key: key.count("."))
+        # A command's or an evaluation's settings are a part of a run's: `sampling.max_tokens`.
+        if other := [key for key in known if any(m.endswith(f".{key.removeprefix(f'{above}.')}") for m in meant)]:
+            return other[:1]
+    return []
+
+
+def _shown(value: Any) -> str:
+    """A value in YAML, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
+
+
+# What a value of YAML means for a field.
 
 
 class _Truth:
@@ -148,7 +297,7 @@ def _without_truth(value: Any) -> Any:
 
 # The base class of all settings, errors of one sentence, and types of values.
 
-S = TypeVar("S", bound="Settings")
+S = TypeVar("S", bound=BaseModel)
 T = TypeVar("T")
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
@@ -260,16 +409,18 @@ def _is_a_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_is_a_name)]
 
 
-def check_seed(seed: Any) -> None:
-    """Raise `ConfigError` unless every consumer of seeds accepts `seed`."""
-    if not _is_whole(seed) or not 0 <= seed < SEEDS:
-        raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, not {seed!r}")
+def check_count(count: Any, key: str, least: int = 1, end: float = math.inf) -> None:
+    """Raise `ConfigError` unless a function's argument is a whole number, of Python or numpy, from `least` below `end`.
 
-
-def check_count(count: Any, key: str) -> None:
-    """Raise `ConfigError` unless the argument `key` of a function is a whole number above 0."""
-    if not _is_whole(count) or count < 1:
-        raise ConfigError(f"`{key}` must be a whole number above 0, not {count!r}")
+    True and false are none.
+    """
+    try:
+        taken = not isinstance(count, bool) and least <= operator.index(count) < end
+    except TypeError:
+        taken = False
+    if not taken:
+        wanted = f"above {least - 1}" if end == math.inf else f"from {least} to {end - 1}"
+        raise ConfigError(f"`{key}` must be a whole number {wanted}, not {count!r}")
 
 
 def check_unicode(text: str, what: str) -> None:
@@ -280,15 +431,6 @@ def check_unicode(text: str, what: str) -> None:
         raise ConfigError(
             f"{what} has half of a surrogate pair at character {error.start}, which is no character; correct the text"
         ) from None
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether a value is a whole number of Python or numpy. True and false are none."""
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
 
 
 #: A path as an argument of the library.
@@ -359,19 +501,7 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is nested too deeply; write it with fewer levels") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = f"{error.problem or error.context}{_hidden(text, error)}"
-        raise ConfigError(f"{where}{line}: this is not valid YAML: {problem}") from None
+        raise ConfigError(f"{where}{line}: this is not valid YAML: {error.problem or error.context}") from None
     # Impossible dates, numbers with thousands of digits and invalid bytes raise ValueError, not YAMLError.
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
-
-
-def _hidden(text: str | bytes, error: yaml.MarkedYAMLError) -> str:
-    """The invisible characters in the lines of an error, as the end of its sentence."""
-    marks = [mark.line for mark in (error.context_mark, error.problem_mark) if mark]
-    if not marks:
-        return ""
-    readable = text.decode(errors="replace") if isinstance(text, bytes) else text
-    wrong = "".join(readable.split("\n")[min(marks) : max(marks) + 1])
-    escapes = [visible(character) for character in dict.fromkeys(wrong) if visible(character) != character]
-    return f"; there are invisible characters here: {' '.join(escapes)}" if escapes else ""

@@ -51,21 +51,6 @@ class CountdownData(GeneratedSplits):
     """Share of the training solutions that compute correctly and miss the target."""
 
 
-class ComparisonData(GeneratedSplits):
-    """Chains of comparisons made by `qerl.data.generated`, for `format: math`.
-
-    Some are turned around: "Mia has 4 more than Tom" asks for a subtraction to find Tom's number.
-    """
-
-    source: Literal["comparisons"]
-    clauses: NonEmpty[Annotated[int, Field(ge=1, le=6)]] = [2, 3]
-    """How many comparisons a problem has, drawn uniformly from these counts."""
-    turned: Fraction = 0.7
-    """Probability that a comparison is turned around. At least one of a problem is."""
-    hasty: Fraction = 0.5
-    """Probability that a training solution takes a turned comparison in the order of its words, with a wrong answer."""
-
-
 class LocalData(Settings):
     """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with one file per
     split."""
@@ -141,7 +126,7 @@ INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
 
 
 #: The one record format of a generator that has only one.
-_FORMAT_OF: dict[type[Settings], RecordFormat] = {CountdownData: "countdown", ComparisonData: "math"}
+_FORMAT_OF: dict[type[Settings], RecordFormat] = {CountdownData: "countdown"}
 
 
 def _instruction_of(values: dict[str, Any]) -> str:
@@ -171,9 +156,7 @@ class DatasetSettings(Settings):
     """Maps the format's column names to the records', where they differ: `{problem: prompt, answer:
     solution}`."""
     filter: FilterSettings = FilterSettings()
-    origin: Annotated[
-        Generated | CountdownData | ComparisonData | LocalData | HubData | FunctionData, Field(discriminator="source")
-    ]
+    origin: Annotated[Generated | CountdownData | LocalData | HubData | FunctionData, Field(discriminator="source")]
     answer: AnswerForm = "native"
     """How completions state their answer: `native` as the records do (`#### n`, `\\boxed{}`), `tags` as
     `<think>...</think><answer>...</answer>`, which the instruction must ask for."""

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
+from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, PositiveInt, Seed, Settings, nearest
 from qerl.settings.data import DatasetSettings, RecordFormat, Split
-from qerl.settings.errors import nearest
 from qerl.settings.models import ModelSettings, PretrainSettings, WeightFormat
 from qerl.settings.run import EngineSettings, SamplingSettings, TrackerName
 from qerl.settings.workloads import ShapesSettings
@@ -388,22 +387,22 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Config:
-        for number, task in enumerate(self.evaluation.tasks):
+        tasks, studied = self.evaluation.tasks, self.study.experiments if self.study else []
+        for number, task in enumerate(tasks):
             require(task.dataset, self.datasets, f"evaluation.tasks[{number}].dataset", "datasets")
             check_scored(task, self.datasets[task.dataset].format, f"evaluation.tasks[{number}]")
-        evaluated = {task.dataset: None for task in self.evaluation.tasks}
+        evaluated = {task.dataset: None for task in tasks}
         for name, experiment in self.experiments.items():
             for dataset in experiment.tasks or ():
                 require(dataset, evaluated, f"experiments.{name}.tasks", "evaluation.tasks")
         for name, model in self.models.items():
-            if isinstance(model, PretrainSettings):
-                for dataset in model.datasets:
-                    require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
-                    if self.datasets[dataset].answer == "tags":
-                        raise ValueError(
-                            f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
-                            "without tags; give it a data set with answer: native"
-                        )
+            for dataset in model.datasets if isinstance(model, PretrainSettings) else ():
+                require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+                if self.datasets[dataset].answer == "tags":
+                    raise ValueError(
+                        f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
+                        "without tags; give it a data set with answer: native"
+                    )
         for name, bench in self.benches.items():
             if isinstance(bench, RolloutBench):
                 require(bench.model, self.models, f"benches.{name}.model", "models")
@@ -412,10 +411,8 @@ class Config(Settings):
         if self.gates:
             require(self.gates.experiment, self.experiments, "gates.experiment", "experiments")
             require(self.gates.bench, self.benches, "gates.bench", "benches")
-        for number, studied in enumerate(self.study.experiments if self.study else ()):
-            place = f"study.experiments[{number}]"
-            require(studied.experiment, self.experiments, f"{place}.experiment", "experiments")
-            name = studied.experiment
+        for place, name in ((f"study.experiments[{n}]", each.experiment) for n, each in enumerate(studied)):
+            require(name, self.experiments, f"{place}.experiment", "experiments")
             if self.experiments[name].tasks == []:
                 raise ConfigError(
                     f"{place} names {name}, which has no scores to compare; give experiments.{name}.tasks a data set"

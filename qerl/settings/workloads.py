@@ -49,9 +49,9 @@ class Decoding(Workload):
 
     bench: ClassVar[str] = "decode"
     does: ClassVar[dict[str, str]] = {
-        "native": "qerl.bench.decode:measure_points",
-        "vllm": "qerl.bench.vllm:measure_points",
-        "transformers": "qerl.bench.hf:measure_points",
+        "native": "qerl.bench.native:measure_points",
+        "vllm": "qerl.bench.peers:decode_vllm",
+        "transformers": "qerl.bench.peers:decode_transformers",
     }
     engine: Engine
     kernels: Kernels = "auto"
@@ -69,7 +69,7 @@ class Prompting(Workload):
     """Prefill in this project's engine: calls that draw one token after each prompt."""
 
     bench: ClassVar[str] = "prompts"
-    does: ClassVar[dict[str, str]] = {"native": "qerl.bench.decode:measure_prompts"}
+    does: ClassVar[dict[str, str]] = {"native": "qerl.bench.native:measure_prompts"}
     repeats: int = 7
     """Timed calls, besides the first."""
 
@@ -91,8 +91,8 @@ class MixedLengths(Settings):
     sequences: PositiveInt = 512
     """Most completions decoded together."""
     trace: FilePath | None = None
-    """A file of `qerl.bench.trace`, whose tokens this project's engine replays; vLLM draws others of the same lengths.
-    None draws lengths by the keys above."""
+    """A file of `python -m qerl.bench.workloads`, whose tokens this project's engine replays; vLLM draws others of the
+    same lengths. None draws lengths by the keys above."""
     seed: Seed = 0
     repeats: PositiveInt = 3
 
@@ -102,8 +102,8 @@ class Mix(Workload, MixedLengths):
 
     bench: ClassVar[str] = "rollout_mix"
     does: ClassVar[dict[str, str]] = {
-        "native": "qerl.bench.rollouts:measure_mix",
-        "vllm": "qerl.bench.vllm:measure_mix",
+        "native": "qerl.bench.native:measure_mix",
+        "vllm": "qerl.bench.peers:mix_vllm",
     }
     engine: Engine
 

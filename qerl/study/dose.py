@@ -18,18 +18,10 @@ from qerl.jobs import PageJob
 from qerl.report.figures import PALETTE, figure_axes
 from qerl.report.format import cell_text, three_digits
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
-from qerl.results.schema import DoseReport
+from qerl.results.schema import OK, DoseReport
+from qerl.results.statistics import ALPHA, PairedDifference, holm, paired_difference
 from qerl.results.store import ResultError, read
-from qerl.results.study_data import MAIN, Study, read_studies
-from qerl.study.outcomes import (
-    LEVEL,
-    PairedDifference,
-    differences,
-    holm,
-    means,
-    outcomes,
-    paired_difference,
-)
+from qerl.study.data import MAIN, Study, differences, means, outcomes, read_studies
 
 Role = Literal["repetition", "positive control", "dose", "mismatch", "the paper's rates"]
 #: The arms of the protocol by their role; all are compared with `BASE_LINE`.
@@ -63,7 +55,7 @@ class Comparison:
     @property
     def rises(self) -> bool:
         """Whether the difference is above 0 after correction."""
-        return self.difference.interval.mean > 0 and self.p < LEVEL
+        return self.difference.interval.mean > 0 and self.p < ALPHA
 
 
 @dataclass(frozen=True)
@@ -87,15 +79,28 @@ class Outcome:
         """The comparisons with the base line, by arm."""
         made: dict[str, Comparison] = {}
         for role, arms in ROLES.items():
-            pairs = {arm: differences(self.frame, arm, BASE_LINE) for arm in arms}
-            found = {arm: paired_difference(of_arm) for arm, of_arm in pairs.items() if of_arm}
-            adjusted = holm({arm: difference.p for arm, difference in found.items()})
-            made |= {arm: Comparison(arm, role, difference, adjusted[arm]) for arm, difference in found.items()}
+            made |= self._compared(role, dict.fromkeys(arms, BASE_LINE))
         return made
+
+    def _compared(self, role: Role, others: Mapping[str, str]) -> dict[str, Comparison]:
+        """Each arm less its other, with p corrected over these arms; none without a pair."""
+        pairs = {arm: differences(self.frame, arm, other) for arm, other in others.items()}
+        found = {arm: paired_difference(of_arm) for arm, of_arm in pairs.items() if of_arm}
+        adjusted = holm({arm: difference.p for arm, difference in found.items()})
+        return {arm: Comparison(arm, role, difference, adjusted[arm]) for arm, difference in found.items()}
 
     def of(self, role: Role) -> list[Comparison]:
         """The comparisons of the arms of a role."""
         return [comparison for comparison in self.comparisons.values() if comparison.role == role]
+
+    def best(self, role: Role) -> Comparison:
+        """The arm of a role with the largest difference."""
+        return max(self.of(role), key=lambda one: one.difference.interval.mean)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The columns of its experiment."""
+        return {"experiment": self.experiment, "size": self.size, "rate": self.rate}
 
     @property
     def effect(self) -> float:
@@ -110,10 +115,7 @@ class Outcome:
     @cached_property
     def above_control(self) -> dict[str, Comparison]:
         """Each dose less its nearest control, with p corrected over the doses."""
-        doses = [dose.arm for dose in self.of("dose")]
-        found = {arm: paired_difference(differences(self.frame, arm, self.nearest_control(arm))) for arm in doses}
-        adjusted = holm({arm: difference.p for arm, difference in found.items()})
-        return {arm: Comparison(arm, "dose", difference, adjusted[arm]) for arm, difference in found.items()}
+        return self._compared("dose", {dose.arm: self.nearest_control(dose.arm) for dose in self.of("dose")})
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -139,7 +141,7 @@ class Outcome:
 def discovered(runs: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Each run's discovery at its last step, in the column `value`; runs that failed are left out."""
     last = steps.loc[steps.groupby("run")["step"].idxmax(), ["run", "discovery"]].rename(columns={"discovery": "value"})
-    return runs[runs["status"] == "ok"].merge(last, on="run", validate="one_to_one").assign(problem="")
+    return runs[runs["status"] == OK].merge(last, on="run", validate="one_to_one").assign(problem="")
 
 
 def envelope(runs: pd.DataFrame, counts: pd.DataFrame, k: int) -> pd.DataFrame:
@@ -230,44 +232,29 @@ token; the nearest control is chosen by it.
 it. An interval is over the seeds that have run for every arm on every base; `pairs` counts runs beside one of bf16."""
 
 
-_COMPARED = ["experiment", "size", "rate", "arm", "role", "pairs", "entropy", "dose", "dose_entropy"]
-_COMPARED += [f"{measure}{part}" for measure in EFFECTS for part in ("", "_low", "_high", "_p")]
-
-
 def comparison_table(primary: Sequence[Outcome], doses: pd.DataFrame) -> pd.DataFrame:
     """One row per experiment and arm, with its dose, its entropy, and its difference on each measure as a fraction."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for outcome in primary:
         known = doses_of(outcome, doses)
-        for arm, comparison in outcome.comparisons.items():
-            identity = {"experiment": outcome.experiment, "size": outcome.size, "rate": outcome.rate}
-            row = rows.setdefault((outcome.experiment, arm), {**identity, "arm": arm, "role": comparison.role})
-            row |= {"pairs": comparison.difference.pairs, "entropy": outcome.entropies[arm]}
+        for arm, one in outcome.comparisons.items():
+            identity = {**outcome.identity, "arm": arm, "role": one.role, "pairs": one.difference.pairs}
+            identity |= {"entropy": outcome.entropies[arm], "dose": None, "dose_entropy": None}
+            row = rows.setdefault((outcome.experiment, arm), identity)
             if arm in known.index:
                 row |= {"dose": known.loc[arm, "kl"], "dose_entropy": known.loc[arm, "entropy_change"]}
-            row |= {**_columns(outcome.measure, comparison), f"{outcome.measure}_p": comparison.p}
-    return pd.DataFrame(list(rows.values())).reindex(columns=_COMPARED)
-
-
-def _columns(name: str, comparison: Comparison) -> dict[str, float]:
-    interval = comparison.difference.interval
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+            row |= {**one.difference.interval.columns(outcome.measure), f"{outcome.measure}_p": one.p}
+    return pd.DataFrame(list(rows.values())).astype({"dose": float, "dose_entropy": float})
 
 
 def decision_table(primary: Sequence[Outcome]) -> pd.DataFrame:
     """One row per experiment and measure: the verdict, the best positive control and the best dose."""
     rows = []
     for outcome in primary:
-        if outcome.measure == FIRST:
-            continue
-        best = {
-            role: max(outcome.of(role), key=lambda one: one.difference.interval.mean)
-            for role in ("positive control", "dose")
-        }
-        about = {"experiment": outcome.experiment, "size": outcome.size, "rate": outcome.rate}
-        row = {**about, "measure": outcome.measure, "verdict": outcome.verdict}
-        for role, one in best.items():
-            row |= {role: one.arm, **_columns(f"{role} difference", one)}
+        row = {**outcome.identity, "measure": outcome.measure, "verdict": outcome.verdict}
+        for role in ("positive control", "dose"):
+            one = outcome.best(role)
+            row |= {role: one.arm, **one.difference.interval.columns(f"{role} difference")}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -313,7 +300,8 @@ def write_page(job: PageJob) -> None:
             f"the data in {folders} have no experiment with a base line, its repetition, a control and a dose"
         )
     sizes = dict(zip(study.runs["model"], study.runs["size"], strict=True))
-    tables = {"decisions": decision_table(primary), "doses": dose_table(job.doses, data, sizes)}
+    decided = [outcome for outcome in primary if outcome.measure != FIRST]
+    tables = {"decisions": decision_table(decided), "doses": dose_table(job.doses, data, sizes)}
     tables["comparisons"] = comparison_table(primary, tables["doses"])
     tables["secondary"] = secondary_table(compared, primary)
     runs = study.runs.drop(columns=["settings", "versions"])
@@ -324,16 +312,15 @@ def write_page(job: PageJob) -> None:
     parts.mkdir(parents=True)
     for file, frame in tables.items():
         frame.to_csv(parts / f"{file}.csv", index=False, float_format="%.6g")
-    draw_response(primary, tables["doses"], parts / "response")
+    draw_response(decided, tables["doses"], parts / "response")
     files = [Path(os.path.relpath(folder / file, out)) for folder in data for file in STUDY_FILES]
     write_text(out / STUDY_PAGE, _page(study, primary, tables, files))
 
 
-def draw_response(primary: Sequence[Outcome], doses: pd.DataFrame, stem: Path) -> None:
+def draw_response(decided: Sequence[Outcome], doses: pd.DataFrame, stem: Path) -> None:
     """Draw each measure's difference against the measured dose; controls, which have no dose, stand at the left."""
-    shown = [outcome for outcome in primary if outcome.measure != FIRST]
-    with figure_axes(len(shown), stem, height=2.6) as axes:
-        for axis, outcome in zip(axes, shown, strict=True):
+    with figure_axes(len(decided), stem, height=2.6) as axes:
+        for axis, outcome in zip(axes, decided, strict=True):
             _response(axis, outcome, doses)
 
 
@@ -363,18 +350,14 @@ def _response(axis: Axes, outcome: Outcome, doses: pd.DataFrame) -> None:
     axis.legend(frameon=False, fontsize=5.5)
 
 
-Columns = Mapping[str, Callable[[dict[Any, Any]], str]]
+def table(columns: pd.DataFrame | Mapping[str, Any]) -> str:
+    """A Markdown table of columns of text."""
+    return str(pd.DataFrame(columns).to_markdown(index=False, disable_numparse=True))
 
 
-def table(frame: pd.DataFrame, columns: Columns) -> str:
-    """A Markdown table with the text of each column from a row."""
-    rows = [{name: make(row) for name, make in columns.items()} for row in frame.to_dict("records")]
-    return str(pd.DataFrame(rows, columns=list(columns)).to_markdown(index=False, disable_numparse=True))
-
-
-def column(name: str) -> Callable[[dict[Any, Any]], str]:
-    """The text of a column as it is."""
-    return lambda row: str(row[name])
+def numbers(frame: pd.DataFrame, name: str, text: Callable[[float], str]) -> list[str]:
+    """The text of a column of numbers, with intervals if it has them; a dash where one is missing."""
+    return [cell_text(row, name, text) or "–" for row in frame.to_dict("records")]
 
 
 def plain(value: float) -> str:
@@ -389,68 +372,60 @@ def signed(value: float) -> str:
     return ("+" if value > 0 else "") + plain(value)
 
 
-def number(name: str, text: Callable[[float], str] = plain) -> Callable[[dict[Any, Any]], str]:
-    """The text of a column of numbers, with its interval if it has one; a dash where it is missing."""
-    return lambda row: cell_text(row, name, text) or "–"
+def p_value(value: float) -> str:
+    """A p value."""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")
 
 
-def p_value(value: float) -> str:
-    """A p value."""
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _estimate(one: Comparison) -> str:
-    return f"`{one.arm}` {_interval(one)}"
-
-
 def _interval(one: Comparison) -> str:
-    interval = one.difference.interval
-    return f"{_points(interval.mean)} [{_points(interval.low)}, {_points(interval.high)}]"
+    return cell_text(one.difference.interval.columns("mean"), "mean", _points)
 
 
-def _opening(study: Study, primary: Sequence[Outcome]) -> str:
+def _opening(study: Study, primary: Sequence[Outcome], decided: Sequence[Outcome]) -> str:
     """What the study says: first the experiments that can see an effect; then what is slow, missing and open."""
-    decided = sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind)
     lines = [
         f"* **{outcome.measure}, {outcome.size} at rate {outcome.rate:g} (`{outcome.experiment}`)**: "
         + _SENTENCES[outcome.verdict].format(effect=f"{100 * outcome.effect:.0f}")
         + "."
         for outcome in decided
     ]
+    for found in primary:
+        if found.measure == DISCOVERY and found.of("the paper's rates"):  # with which a run hardly learns
+            slow = found.best("the paper's rates")
+            first = next(each for each in primary if (each.experiment, each.measure) == (found.experiment, FIRST))
+            lines.append(
+                f"* **The paper's learning rates, `{found.experiment}`**: `{slow.arm}` is {_interval(slow)} points "
+                f"from bf16 in discovery and {_interval(first.comparisons[slow.arm])} in pass@1."
+            )
     change = "a base that rounding moves as far as one of web-scale pretraining (`qerl measure-dose` measures it)"
     if all(map(_blind, decided)):
         control = f"a positive control that raises discovery by {100 * EFFECTS[DISCOVERY]:.0f} points at one rate"
         change = f"{control}, or {change}"
-    return "\n".join(
-        [*lines, *_slow(primary), *_missing(study, primary), f"* **What would change this answer**: {change}."]
-    )
+    return "\n".join([*lines, *_missing(study, primary), f"* **What would change this answer**: {change}."])
 
 
-def _largest_effects(primary: Sequence[Outcome]) -> str:
+def _largest_effects(decided: Sequence[Outcome]) -> str:
     """The table of the best dose and control of each experiment and measure, in points with intervals."""
-    rows = []
-    for outcome in sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind):
-        best = {
-            role: max(outcome.of(role), key=lambda one: one.difference.interval.mean)
-            for role in ("dose", "positive control")
+
+    def estimates(chosen: Callable[[Outcome], Comparison]) -> list[str]:
+        return [f"`{one.arm}` {_interval(one)}" for one in map(chosen, decided)]
+
+    return table(
+        {
+            "experiment": [f"`{outcome.experiment}`" for outcome in decided],
+            "measure": [outcome.measure for outcome in decided],
+            "best dose": estimates(lambda outcome: outcome.best("dose")),
+            "control nearest to it in entropy": estimates(
+                lambda outcome: outcome.comparisons[outcome.nearest_control(outcome.best("dose").arm)]
+            ),
+            "best control": estimates(lambda outcome: outcome.best("positive control")),
+            "repetition": [_interval(outcome.comparisons["bf16-again"]) for outcome in decided],
         }
-        near = outcome.comparisons[outcome.nearest_control(best["dose"].arm)]
-        rows.append(
-            {
-                "experiment": f"`{outcome.experiment}`",
-                "measure": outcome.measure,
-                "best dose": _estimate(best["dose"]),
-                "control nearest to it in entropy": _estimate(near),
-                "best control": _estimate(best["positive control"]),
-                "repetition": _interval(outcome.comparisons["bf16-again"]),
-            }
-        )
-    frame = pd.DataFrame(rows)
-    return table(frame, {str(each): column(str(each)) for each in frame})
+    )
 
 
 def _blind(outcome: Outcome) -> bool:
@@ -471,57 +446,38 @@ def _missing(study: Study, primary: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _slow(primary: Sequence[Outcome]) -> list[str]:
-    """A line on the paper's rates, with which a run hardly learns; none without such an arm."""
-    lines = []
-    for found in primary:
-        if found.measure == DISCOVERY and (rates := found.of("the paper's rates")):
-            slow = max(rates, key=lambda one: one.difference.interval.mean)
-            first = next(each for each in primary if (each.experiment, each.measure) == (found.experiment, FIRST))
-            lines.append(
-                f"* **The paper's learning rates, `{found.experiment}`**: `{slow.arm}` is {_interval(slow)} points "
-                f"from bf16 in discovery and {_interval(first.comparisons[slow.arm])} in pass@1."
-            )
-    return lines
-
-
 def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.DataFrame], files: Sequence[Path]) -> str:
     """The page as Markdown."""
-    columns: Columns = {
-        "arm": lambda row: f"`{row['arm']}`",
-        "role": column("role"),
-        "pairs": column("pairs"),
-        "dose (nats)": number("dose"),
-        "Δ entropy (nats a token)": number("dose_entropy", signed),
-        "entropy in training": number("entropy"),
-        **{f"{measure} (points)": number(measure, _points) for measure in (DISCOVERY, FIRST, WIDEST)},
-        "p, discovery": number(f"{DISCOVERY}_p", p_value),
-        "p, pass@256": number(f"{WIDEST}_p", p_value),
-    }
-    compared = tables["comparisons"]
-    by_experiment = [
-        f"### `{experiment}`: {size} at rate {rate:g}\n\n{table(frame, columns)}"
-        for (experiment, size, rate), frame in compared.groupby(["experiment", "size", "rate"], sort=False)
-    ]
+    decided = sorted((outcome for outcome in primary if outcome.measure != FIRST), key=_blind)
+    by_experiment = []
+    for (experiment, size, rate), frame in tables["comparisons"].groupby(["experiment", "size", "rate"], sort=False):
+        columns = {
+            "arm": [f"`{arm}`" for arm in frame["arm"]],
+            "role": frame["role"],
+            "pairs": frame["pairs"].map(str),
+            "dose (nats)": numbers(frame, "dose", plain),
+            "Δ entropy (nats a token)": numbers(frame, "dose_entropy", signed),
+            "entropy in training": numbers(frame, "entropy", plain),
+            **{f"{measure} (points)": numbers(frame, measure, _points) for measure in (DISCOVERY, FIRST, WIDEST)},
+            "p, discovery": numbers(frame, f"{DISCOVERY}_p", p_value),
+            "p, pass@256": numbers(frame, f"{WIDEST}_p", p_value),
+        }
+        by_experiment.append(f"### `{experiment}`: {size} at rate {rate:g}\n\n{table(columns)}")
     secondary = tables["secondary"]
-    beside: Columns = {
-        "experiment": lambda row: f"`{row['experiment']}`",
-        "arm": lambda row: f"`{row['arm']}`",
-        **{str(each): number(str(each)) for each in secondary.columns[2:]},
-    }
+    beside = {name: [f"`{text}`" for text in secondary[name]] for name in ("experiment", "arm")}
+    beside |= {str(name): numbers(secondary, str(name), plain) for name in secondary.columns[2:]}
     trained = study.runs[study.runs["role"] == MAIN]
     stamps = trained.assign(protocol=trained["protocol"].str[:16]).groupby(
         ["experiment", "protocol", "commit", "files", "machine", "host", "driver", "cuda"], sort=False
     )
     stamped = stamps.agg(runs=("run", "count"), first=("time", "min"), last=("time", "max")).reset_index()
-    failed = trained[trained["status"] != "ok"]
     links = ", ".join(f"[{file.parent.name}/{file.name}]({file.as_posix()})" for file in files)
     sections = [
         "# Does an error of the weights help a policy to find solutions?",
         "" if study.header.decides else "**A run of the pipeline on policies too small to decide anything.**",
-        _opening(study, primary),
+        _opening(study, primary, decided),
         "Differences from bf16 in points, with 95 % intervals:",
-        _largest_effects(primary),
+        _largest_effects(decided),
         f"![Difference to bf16 by measured dose]({STUDY_PARTS}/response.png)",
         _METHOD,
         "## All arms",
@@ -529,11 +485,11 @@ def _page(study: Study, primary: Sequence[Outcome], tables: Mapping[str, pd.Data
         "## Secondary measures",
         "Means over runs. Entropy is in nats a token. `mismatch/kl` is a token's KL between "
         "sampler and trainer. Solutions are distinct expressions among the completions at temperature 1.",
-        table(secondary, beside),
+        table(beside),
         "In full precision: " + ", ".join(f"[{each}]({STUDY_PARTS}/{each}.csv)" for each in sorted(tables)) + ".",
         "## What was run",
-        f"{len(trained)} runs, {len(failed)} failed.",
-        table(stamped, {str(each): column(str(each)) for each in stamped}),
+        f"{len(trained)} runs, {(trained['status'] != OK).sum()} failed.",
+        table(stamped.astype(str)),
         f"Data: {links}. `snakemake study_published --configfile config/dose.yaml` makes this page.",
     ]
     return "\n\n".join(filter(None, sections)) + "\n"

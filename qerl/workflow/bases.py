@@ -24,8 +24,7 @@ from qerl.jobs import FetchJob, QuantizeJob
 from qerl.results.schema import Provenance, QuantizationReport
 from qerl.results.store import write
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import LockedRepo
+from qerl.settings.models import FORMATS, LockedRepo
 
 #: The revision of a model of the hub that names none.
 MAIN_BRANCH = "main"

@@ -1,86 +1,46 @@
-"""Checks of a plan before any job starts, and of models with their problems."""
+"""Checks of a plan before any job starts."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
+import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl.checkpoints.files import check_base, check_room, read_config, usable_length
+from qerl.checkpoints.files import check_base, read_config
 from qerl.data.hub import check_folder
 from qerl.host.imports import check, check_engine, check_trackers
+from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData
-from qerl.settings.formats import FORMATS
-from qerl.settings.models import LocalModel, PretrainSettings
-from qerl.settings.run import CHECKED, FITTED, RunSettings
-from qerl.settings.workflow import DRIFT_BLOCKS, Config, EvaluationSettings, RolloutBench, TaskSettings, require
-from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, written_as
-
-# The checks of models with their problems that precede any long job.
-
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """The check of a model that this project didn't train with the problems of a run or of an evaluation's tasks."""
-
-    model: str
-    runs: tuple[RunSettings, ...]
-    evaluation: EvaluationSettings
-
-    @property
-    def datasets(self) -> list[str]:
-        """The data sets that are checked."""
-        return sorted({run.dataset for run in self.runs} | {task.dataset for task in self.evaluation.tasks})
-
-    @property
-    def id(self) -> str:
-        """An id from the check's content, so that a changed setting is a new check and leaves other runs' checks
-        valid.
-        """
-        runs = [run.model_dump(mode="json", include=CHECKED) for run in self.runs]
-        content = {
-            "model": self.model,
-            "runs": json.dumps(runs),
-            "evaluation": self.evaluation.model_dump_json(),
-            "datasets": self.datasets,
-        }
-        return f"{self.model}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]}"
-
-
-def run_check(plan: Plan, run: PlannedRun) -> ModelCheck:
-    """The check that precedes a run."""
-    settings = RunSettings.model_validate(run.settings.model_dump(include=CHECKED))
-    return _check(plan, settings.model, [settings], [])
-
-
-def evaluation_check(plan: Plan, evaluation: PlannedEvaluation) -> ModelCheck:
-    """The check that precedes an evaluation."""
-    tasks = [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
-    return _check(plan, evaluation.base.model, [], tasks)
-
-
-def _check(plan: Plan, model: str, runs: list[RunSettings], tasks: list[TaskSettings]) -> ModelCheck:
-    return ModelCheck(model, tuple(runs), plan.config.evaluation.model_copy(update={"tasks": tasks}))
-
-
-def checks(plan: Plan) -> dict[str, ModelCheck]:
-    """All checks by id. The miniature needs none, since this project trains it on these problems."""
-    every = [
-        *(run_check(plan, run) for run in plan.runs.values()),
-        *(evaluation_check(plan, evaluation) for evaluation in plan.evaluations.values()),
-    ]
-    models = plan.config.models
-    return {check.id: check for check in every if not isinstance(models[check.model], PretrainSettings)}
-
+from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
+from qerl.settings.run import FITTED
+from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
 
 # Checks of a plan before any job starts.
+
+
+def written_as(name: str, experiment: Experiment, arm: str, key: str) -> str:
+    """The key in the configuration from which a dotted key of a run's settings comes."""
+    above = f"experiments.{name}"
+    if any(f"{key}.".startswith(f"{varied}.") for varied in experiment.grid):
+        return f"{above}.grid.{key}"
+    if experiment.arms[arm] and (not key or _holds(experiment.arms[arm], key)):
+        return f"{above}.arms.{arm}.{key}".removesuffix(".")
+    return f"{above}.base.{key}".removesuffix(".")
+
+
+def _holds(tree: Any, key: str) -> bool:
+    """Whether a value exists at a dotted key, whose list indices (`[0]`) are ignored."""
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def check_run(run: PlannedRun, config: Config) -> None:
@@ -89,6 +49,11 @@ def check_run(run: PlannedRun, config: Config) -> None:
     written = functools.partial(written_as, run.experiment, config.experiments[run.experiment], run.arm)
     require(settings.model, config.models, written("model"), "models")
     require(settings.dataset, config.datasets, written("dataset"), "datasets")
+    if config.drift and config.experiments[run.experiment].train and settings.steps < DRIFT_BLOCKS:
+        raise ConfigError(
+            f"{written('steps')}={settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; "
+            "raise it"
+        )
     base = settings.base
     if base.calibration and base.calibration.dataset:
         require(base.calibration.dataset, config.datasets, written("calibration.dataset"), "datasets")
@@ -100,16 +65,6 @@ def check_run(run: PlannedRun, config: Config) -> None:
                     f"{written('weights')}: {key}={width} is not a multiple of {group}, the group size of "
                     f"weights={base.rounded}"
                 )
-
-
-def check_drift(plan_: Plan) -> None:
-    """Check that each run whose drift is reported has enough steps."""
-    for run in plan_.runs.values() if plan_.config.drift else ():
-        if run.settings.steps < DRIFT_BLOCKS:
-            key = written_as(run.experiment, plan_.config.experiments[run.experiment], run.arm, "steps")
-            raise ConfigError(
-                f"{key}={run.settings.steps} is too short for `drift: true`, which needs {DRIFT_BLOCKS} steps; raise it"
-            )
 
 
 def _widths(model: Any) -> dict[str, int]:
@@ -139,7 +94,6 @@ def check_inputs(plan_: Plan) -> None:
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
-    _check_lengths(plan_)
     _check_test_splits(plan_)
     local = [dataset for dataset in config.datasets.values() if isinstance(dataset.origin, LocalData)]
     if local:
@@ -147,21 +101,6 @@ def check_inputs(plan_: Plan) -> None:
 
         for dataset in local:
             check_problem_file(dataset.origin.path, dataset.format, dataset.columns, dataset.units)  # type: ignore[union-attr]
-
-
-def _check_lengths(plan_: Plan) -> None:
-    """Check that completions leave room for a prompt in the context of local checkpoints."""
-    folders = {name: model.path for name, model in plan_.config.models.items() if isinstance(model, LocalModel)}
-    for run in plan_.runs.values():
-        if folder := folders.get(run.settings.model):
-            rollout, where = run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}"
-            context = usable_length(read_config(folder), rollout)
-            check_room(context, rollout.sampling.max_tokens, f"{where}: rollout.sampling.max_tokens")
-    settings = plan_.config.evaluation
-    for name in dict.fromkeys(evaluation.base.model for evaluation in plan_.evaluations.values()):
-        for task in settings.tasks if name in folders else ():
-            context = usable_length(read_config(folders[name]), settings)
-            check_room(context, settings.sampling_of(task).max_tokens, f"evaluation on {task.label}: max_tokens")
 
 
 def _check_test_splits(plan_: Plan) -> None:

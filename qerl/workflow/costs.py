@@ -1,32 +1,24 @@
-"""GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured, by run and by job."""
+"""GPU-hours of a plan: tokens over measured speeds, by run."""
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pandas as pd
 
+from qerl.jobs import EvaluateJob, Plan, PlannedRun, TrainJob
 from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
-from qerl.workflow.outputs import Files
-from qerl.workflow.runs import Plan, PlannedRun
 
-# GPU-hours of a plan: tokens over measured speeds, or estimates if no speed was measured.
+# The measured speeds.
 #
-# Hours from measured speeds are upper limits, because every completion counts at its longest. Starting, loading,
-# compiling and quantization, which take minutes per job, are not counted. Estimates have no such bound:
-#
-# * Rollouts run at the engine's rate of the model of the nearest size, with the largest batch that isn't larger and the
-#   nearest rank. Time per token grows with the parameters, but doesn't shrink for smaller models.
-# * Updates take `FLOPS` operations per parameter and token, at the lowest share of the peak that updates of the nearest
-#   size have.
+# Hours are upper limits, because every completion counts at its longest. Starting, loading, compiling and quantization,
+# which take minutes per job, are not counted.
 
 #: Within the package, so that a plan needs no clone.
 MEASURED = Path(__file__).parent / "measured"
@@ -37,47 +29,15 @@ SPEEDS = MEASURED / "speeds.csv"
 #: Gigabytes (1e9 bytes) of a checkpoint.
 SIZES = MEASURED / "sizes.csv"
 UNMEASURED = "unmeasured"
-
-#: Dense bf16 FLOP/s of one device, by its data sheet.
-PEAK_FLOPS = {"h200": 989e12, "h100": 989e12}
 #: A device with the same processor and slower memory, by the one whose hours its speeds bound from above, too.
 SLOWER = {"h200": "h100"}
-#: The share of this peak that estimates assume for an update, where none was measured.
-UTILIZATION = 0.4
-#: FLOPs per parameter and token of an update: forward and backward; gradient checkpointing adds one forward pass.
-FLOPS, FLOPS_CHECKPOINTING = 6, 8
 #: The least share of a rollout's batch that the batch of a speed has by which it is priced.
 SMALLEST_BATCH = 1 / 8
-#: Formats without measured rollouts, and the format whose rates replace them, because both use the same kernels.
-STAND_IN = {"mxfp4": "nvfp4"}
-Recompute = Literal["true", "false", "auto"]
 
 
 @dataclass(frozen=True)
-class Hours:
-    """GPU-hours from measured speeds and from estimates; NaN if there is no basis for an estimate."""
-
-    measured: float = 0.0
-    estimated: float = 0.0
-
-    def __add__(self, other: Hours) -> Hours:
-        return Hours(self.measured + other.measured, self.estimated + other.estimated)
-
-    def __str__(self) -> str:
-        """Text such as "9.8 + ~120", where ~ marks an estimate."""
-        measured = [_rounded(self.measured)] if self.measured else []
-        if math.isnan(self.estimated):
-            return " + ".join([*measured, UNMEASURED])
-        return " + ".join([*measured, *([f"~{_rounded(self.estimated)}"] if self.estimated else [])]) or "0"
-
-
-def _rounded(hours: float) -> str:
-    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedWork:
-    """The most work that a job may do."""
+class Work:
+    """What tells the speeds of runs apart."""
 
     model: str
     weights: str
@@ -86,208 +46,92 @@ class PlannedWork:
     rank: int
     sequences: int
     """Completions that are drawn together on one GPU."""
-    drawn: float
-    """Tokens of all completions."""
-    trained: float = 0
-    """Tokens that updates read, each pass counted."""
-    gradient_checkpointing: Recompute = "false"
+    gradient_checkpointing: str = "false"
+    """`true`, `false` or `auto`."""
     engine: str = "native"
     """The engine of the rollouts, `native` or `vllm`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """A row of speeds.csv."""
-
-    model: str
-    weights: str
-    method: str
-    rank: int
-    engine: str
-    """`native`, or `vllm` for rollouts."""
-    sequences: int
-    tokens: int
-    """Tokens of each sequence, its prompt included."""
-    gradient_checkpointing: Recompute | Literal[""]
-    """Empty for a rollout."""
-    rate: float
-    """Tokens/s of the rollout or the update."""
 
 
 class Costs:
     """The speeds of one machine, and those of a slower one. The machine's own count where both are as near."""
 
     def __init__(self, machine: str) -> None:
-        measured = _rows(SPEEDS)
-        known = sorted({*(row["machine"] for row in measured), *PEAK_FLOPS})
-        if machine not in known:
-            raise ConfigError(f"there are no speeds of the machine {machine!r}; use one of {', '.join(known)}")
-        rows = [row for name in (machine, SLOWER.get(machine)) for row in measured if row["machine"] == name]
+        if not SPEEDS.is_file():
+            raise ConfigError(f"{SPEEDS} doesn't exist: only the repository has measured speeds; run in a clone of it")
+        speeds = pd.read_csv(SPEEDS, dtype={"gradient_checkpointing": str})
+        if machine not in {*speeds.machine}:
+            known = ", ".join(sorted({*speeds.machine}))
+            raise ConfigError(f"there are no speeds of the machine {machine!r}; use one of {known}")
+        speeds = pd.concat([speeds[speeds.machine == name] for name in (machine, SLOWER.get(machine))])
         self._rollouts, self._updates = (
-            [_speed(row, phase) for row in rows if row[f"{phase}_tokens_per_second"]] for phase in ("rollout", "update")
+            speeds.assign(rate=speeds[f"{phase}_tokens_per_second"]).dropna(subset="rate")
+            for phase in ("rollout", "update")
         )
-        self._peak = PEAK_FLOPS.get(machine, math.nan)
-        self._parameters = {
-            row["model"]: float(row["gigabytes"]) * 1e9 / 2 for row in _rows(SIZES) if row["weights"] == "bf16"
-        }
+        self.rollout, self.update = cache(self._rollout), cache(self._update)  # runs of many seeds do equal work
 
-    def rollout(self, work: PlannedWork) -> Hours:
-        """Hours of the completions."""
-        speed = self.measured_rollout(work)
-        if speed is not None:
-            return Hours(measured=_hours(work.drawn, speed.rate))
-        return Hours(estimated=_hours(work.drawn, self._rollout_rate(work)))
+    def _rollout(self, work: Work) -> Any:
+        """The measured speed of the rollouts, or None.
 
-    def update(self, work: PlannedWork) -> Hours:
-        """Hours of the updates; gradient checkpointing's bound those without it, where the latter aren't measured."""
-        work = replace(work, engine="native")  # which trains, whoever draws the completions
-        speeds = [speed for speed in self._updates if speed.method == work.method]
-        for checkpointing in (work.gradient_checkpointing, "true"):
-            speed = _nearest(work, [s for s in speeds if s.gradient_checkpointing == checkpointing])
-            if speed is not None:
-                return Hours(measured=_hours(work.trained, speed.rate))
-        return Hours(estimated=_hours(work.trained, self._update_rate(work)))
-
-    def measured_rollout(self, work: PlannedWork) -> Speed | None:
-        """The measured speed that gives the hours of rollouts, or None.
-
-        An adapter slows rollouts, so that speeds with one bound the hours of work without, too.
+        A much smaller batch would say nothing of the hours. An adapter slows rollouts, so that speeds with one bound
+        the hours of work without, too.
         """
-        speeds = [s for s in self._rollouts if s.method == "lora" or work.method != "lora"]
-        return _nearest(work, [s for s in speeds if _like_batch(s, work)])
+        speeds = self._rollouts[self._rollouts.sequences >= work.sequences * SMALLEST_BATCH]
+        return _nearest(work, speeds[(speeds.method == "lora") | (work.method != "lora")])
 
-    def _rollout_rate(self, work: PlannedWork) -> float:
-        speeds = [s for s in self._rollouts if s.engine == work.engine and _like_batch(s, work)]
-        same = [s for s in speeds if s.weights == work.weights]
-        alike = self._of_nearest_size(work, same or [s for s in speeds if s.weights == STAND_IN.get(work.weights)])
-        if not alike:
-            return math.nan
-        order = {s: (-s.sequences, s.rank < work.rank, abs(s.rank - work.rank), -s.tokens) for s in alike}
-        chosen = min(order, key=order.__getitem__)
-        return chosen.rate * min(1.0, self._parameters[chosen.model] / self._parameters[work.model])
-
-    def _update_rate(self, work: PlannedWork) -> float:
-        """At the lowest share of the peak of updates like this one: of the nearest size, with their largest batch."""
-        alike = [
-            speed
-            for speed in self._updates
-            if speed.method == work.method
-            and speed.gradient_checkpointing != "auto"
-            and speed.sequences <= work.sequences
-        ]
-        largest = {
-            (speed.weights, speed.gradient_checkpointing): speed
-            for speed in sorted(self._of_nearest_size(work, alike), key=lambda speed: speed.sequences)
-        }
-        shares = (
-            speed.rate * _operations(speed.gradient_checkpointing) * self._parameters[speed.model] / self._peak
-            for speed in largest.values()
+    def _update(self, work: Work) -> Any:
+        """The measured speed of the updates, or None; that with gradient checkpointing bounds that without it."""
+        work = replace(work, engine="native")  # which trains, whoever draws the completions
+        speeds = self._updates[self._updates.method == work.method]
+        found = (
+            _nearest(work, speeds[speeds.gradient_checkpointing == checkpointing])
+            for checkpointing in (work.gradient_checkpointing, "true")
         )
-        operations = _operations(work.gradient_checkpointing) * self._parameters.get(work.model, math.nan)
-        return min(shares, default=UTILIZATION) * self._peak / operations
-
-    def _of_nearest_size(self, work: PlannedWork, speeds: Iterable[Speed]) -> list[Speed]:
-        """Those speeds whose model has a size next to the work's; none if its size isn't known."""
-        size = self._parameters.get(work.model)
-        known = [speed for speed in speeds if speed.model in self._parameters]
-        if size is None or not known:
-            return []
-        nearest = min({s.model for s in known}, key=lambda name: (abs(math.log(self._parameters[name] / size)), name))
-        return [speed for speed in known if speed.model == nearest]
+        return next(filter(None, found), None)
 
 
-def _operations(gradient_checkpointing: str) -> int:
-    return FLOPS if gradient_checkpointing == "false" else FLOPS_CHECKPOINTING
-
-
-def _like_batch(speed: Speed, work: PlannedWork) -> bool:
-    """Whether a rollout's batch isn't larger than the work's, and not so much smaller that hours would say nothing."""
-    return work.sequences * SMALLEST_BATCH <= speed.sequences <= work.sequences
-
-
-def _nearest(work: PlannedWork, speeds: Iterable[Speed]) -> Speed | None:
-    """The measured speed of this model, weights and engine with the largest fitting batch and nearest rank.
+def _nearest(work: Work, speeds: pd.DataFrame) -> Any:
+    """The measured speed of this model, weights and engine with the largest fitting batch and nearest rank, or None.
 
     No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits. The
     batch counts first, because rates of batches differ by factors, and those of ranks by percents. Of speeds that
     differ in lengths alone, that of the longest counts, because long contexts are slow.
     """
-    same = [
-        speed
-        for speed in speeds
-        if (speed.model, speed.weights, speed.engine) == (work.model, work.weights, work.engine)
-        and speed.sequences <= work.sequences
-    ]
-    return min(same, key=lambda speed: (-speed.sequences, abs(speed.rank - work.rank), -speed.tokens), default=None)
-
-
-def _rows(file: Path) -> list[dict[str, str]]:
-    if not file.is_file():
-        raise ConfigError(f"{file} doesn't exist: only the repository has measured speeds; run in a clone of it")
-    with file.open(newline="", encoding="utf-8") as rows:
-        return list(csv.DictReader(rows))
-
-
-def _speed(row: dict[str, str], phase: str) -> Speed:
-    rate = float(row[f"{phase}_tokens_per_second"])
-    checkpointing = row["gradient_checkpointing"]
-    if phase == "update" and checkpointing not in get_args(Recompute):
-        raise ConfigError(
-            f"{SPEEDS.name}: the update of {row['source']!r} doesn't say gradient_checkpointing true, false or auto"
-        )
-    return Speed(
-        model=row["model"],
-        weights=row["weights"],
-        method=row["method"],
-        rank=int(row["rank"]),
-        engine=row["engine"],
-        sequences=int(row["sequences"]),
-        tokens=int(row["tokens"]),
-        gradient_checkpointing=checkpointing,  # type: ignore[arg-type]
-        rate=rate,
+    same = (speeds.model == work.model) & (speeds.weights == work.weights) & (speeds.engine == work.engine)
+    fitting = speeds[same & (speeds.sequences <= work.sequences)]
+    distance = (fitting["rank"] - work.rank).abs()
+    order = fitting.assign(distance=distance).sort_values(
+        ["sequences", "distance", "tokens"], ascending=[False, True, False], kind="stable"
     )
-
-
-def _hours(tokens: float, rate: float) -> float:
-    return tokens / rate / 3600 if tokens else 0.0
+    return next(order.itertuples(), None)
 
 
 # The run table: each run with its cost by measured speeds and its state.
 
 
 def sheet(plan: Plan, machine: str) -> pd.DataFrame:
-    """The run table, with one row per run. Measured hours are upper limits for one GPU.
+    """The run table, with one row per run. Hours are upper limits for one GPU.
 
-    If no speed was measured for model, weights and training on `machine`, hours are "unmeasured", and a separate column
-    has the estimate.
+    They are "unmeasured" if no speed was measured for model, weights and training on `machine`.
     """
     costs = Costs(machine)
     return pd.DataFrame([_row(plan, run, costs) for run in plan.runs.values()])
 
 
-def run_work(run: PlannedRun) -> PlannedWork:
-    """The most work of a run's training."""
-    settings = run.settings
-    rollout = settings.rollout
-    completions = rollout.prompts * rollout.group_size
-    tokens = settings.steps * completions * rollout.sampling.max_tokens
-    return PlannedWork(
-        model=settings.model,
-        weights=settings.weights,
-        method=settings.method,
-        rank=settings.adapter.rank,
-        sequences=max(1, completions // settings.processes),
-        drawn=tokens,
-        trained=tokens * settings.loss.updates_per_rollout,
-        gradient_checkpointing=str(settings.gradient_checkpointing).lower(),  # type: ignore[arg-type]
-        engine=rollout.engine,
-    )
+def run_work(run: PlannedRun) -> Work:
+    """The work of a run's training."""
+    settings, rollout = run.settings, run.settings.rollout
+    sequences = max(1, rollout.prompts * rollout.group_size // settings.processes)
+    checkpointing = str(settings.gradient_checkpointing).lower()
+    rank = settings.adapter.rank
+    return Work(settings.model, settings.weights, settings.method, rank, sequences, checkpointing, rollout.engine)
 
 
 def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
     settings, work = run.settings, run_work(run)
+    completions = settings.rollout.prompts * settings.rollout.group_size
+    tokens = settings.steps * completions * settings.rollout.sampling.max_tokens
     noise = "" if settings.noise.schedule == "off" else "+aqn"
-    measured = costs.measured_rollout(work)
+    rollout, update = costs.rollout(work), costs.update(work)
     return {
         "run": run.id,
         "model": settings.model,
@@ -296,33 +140,27 @@ def _row(plan: Plan, run: PlannedRun, costs: Costs) -> dict[str, Any]:
         "rank": settings.adapter.rank if settings.method == "lora" else 0,
         "dataset": settings.dataset,
         "steps": settings.steps,
-        "completions": settings.rollout.prompts * settings.rollout.group_size,
+        "completions": completions,
         "gpus": settings.gpus,
-        **_columns("rollout", costs.rollout(work)),
-        **_columns("update", costs.update(work)),
-        "speed_of": ""
-        if measured is None
-        else f"{measured.engine}, {measured.sequences} sequences, rank {measured.rank}",
+        "rollout_hours": _hours(tokens, rollout),
+        "update_hours": _hours(tokens * settings.loss.updates_per_rollout, update),
+        "speed_of": f"{rollout.engine}, {rollout.sequences} sequences, rank {rollout.rank}" if rollout else "",
         "done": _done(plan, run),
     }
 
 
-def _columns(phase: str, hours: Hours) -> dict[str, Any]:
-    return {
-        f"{phase}_hours": hours.measured or UNMEASURED,
-        f"{phase}_estimate": math.nan if hours.measured else hours.estimated,
-    }
+def _hours(tokens: int, speed: Any) -> float | str:
+    return tokens / speed.rate / 3600 if speed else UNMEASURED
 
 
 def _done(plan: Plan, run: PlannedRun) -> str:
-    files = Files(plan)
-    trained = files.run(run.id) / RUN
+    trained = TrainJob.path(plan, run.id, RUN)
     if not trained.is_file():
         return ""
     status = read(RunResult, trained).status
     if status != OK:
         return status
-    return "trained, evaluated" if (files.evaluation(run.id) / RESULT).is_file() else "trained"
+    return "trained, evaluated" if EvaluateJob.path(plan, run.id, RESULT).is_file() else "trained"
 
 
 def disk(plan: Plan) -> list[dict[str, Any]]:
@@ -339,8 +177,8 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
-        f"rollouts: {_sum(runs, 'rollout')} on {machine}",
-        f"updates: {_sum(runs, 'update')} on {machine}",
+        f"rollouts: {_sum(runs.rollout_hours)} on {machine}",
+        f"updates: {_sum(runs.update_hours)} on {machine}",
         f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
         *(
             f"{name} leaves out {arm}: {reason}"
@@ -350,12 +188,9 @@ def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     ]
 
 
-def _sum(runs: pd.DataFrame, phase: str) -> str:
-    known = pd.to_numeric(runs[f"{phase}_hours"], errors="coerce")
-    hours = Hours(known.sum(), runs[f"{phase}_estimate"][known.isna()].sum(skipna=False))
-    if known.isna().all():
-        return UNMEASURED if math.isnan(hours.estimated) else f"{UNMEASURED}, by estimate at most {hours} GPU-hours"
-    others = (
-        f"{known.notna().sum()} of {len(known)} runs, the others by estimate (~)" if known.isna().any() else "all runs"
+def _sum(hours: pd.Series) -> str:
+    known = pd.to_numeric(hours, errors="coerce").dropna()
+    of = "all runs" if len(known) == len(hours) else f"{len(known)} of {len(hours)} runs"
+    return (
+        f"at most {known.sum():.1f} GPU-hours (every completion at its longest) for {of}" if len(known) else UNMEASURED
     )
-    return f"at most {hours} GPU-hours (every completion at its longest) for {others}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.jobs import PointJob, PointPart
+from qerl.jobs import PointJob, PointPart, measured_file
 from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
@@ -41,13 +41,14 @@ _MISSING = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxf
 _QWEN_ALONE = ("transformers", "trl")
 #: Keys of a step that only this project has.
 _ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
+_MICRO_BATCH_TOKENS: int = RunSettings.model_fields["micro_batch_tokens"].default
 
 
-def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
-    """Every job by its id, in the order of measurement. Raises ConfigError for points that can't be measured.
+def point_parts(settings: ShapesSettings) -> dict[str, list[PointPart]]:
+    """The parts of every job by its id, in the order of measurement. Raises ConfigError for impossible points.
 
-    A job writes its files to `folder`/ID, and continues those of an earlier attempt. Entries that share a set-up are
-    one job, at the place of the first. This project's `steps` that do are one job behind those of TRL.
+    Entries that share a set-up are one job, at the place of the first. This project's `steps` that do are one job
+    behind those of TRL.
     """
     parts: tuple[tuple[str, str, PointPart], ...] = (
         *(part for grid in settings.mixes for part in _mixes(grid)),
@@ -61,61 +62,36 @@ def point_jobs(settings: ShapesSettings, folder: Path) -> dict[str, PointJob]:
         if name in others:
             raise ConfigError(f"shapes: {name} occurs twice; merge the two entries and their sequences")
         others[name] = part
-    return {id: PointJob(parts=[*parts.values()], out=folder / id) for id, parts in shared.items()}
+    return {id: [*parts.values()] for id, parts in shared.items()}
 
 
-def measured_files(settings: ShapesSettings, points: Path) -> list[Path]:
-    """The existing result files: those of the grid's jobs, this machine's in `points` or else committed ones.
-
-    They are followed by other committed files, whose jobs are no longer in the grid.
-    """
-    files = [file for job in point_jobs(settings, points).values() for file in job.files]
-    existing = (_measured(file, settings) for file in files)
-    names = {file.name for file in files}
-    others = [file for file in committed_files(settings.samples) if file.name not in names]
-    return [*(file for file in existing if file), *others]
-
-
-# The first folder with a file counts; ratios are of points of one kind of GPU, and tables name the GPU where it
-# differs.
-def committed_files(folders: Sequence[Path]) -> list[Path]:
-    """The result files of the folders, sorted by name. Of files with the same name, that of the first folder counts."""
-    named = {file.name: file for folder in reversed(folders) for file in folder.glob("*.json")}
-    return [named[name] for name in sorted(named)]
-
-
-def _measured(file: Path, settings: ShapesSettings) -> Path | None:
-    """A file of a job, if it is measured on this machine, or else the committed one."""
-    places = (file, *(folder / file.name for folder in settings.samples))
-    return next((one for one in places if one.is_file()), None)
+def point_jobs(parts: dict[str, list[PointPart]], folder: Path) -> dict[str, PointJob]:
+    """The jobs by their ids. Each writes its files to `folder`/ID, and continues those of an earlier attempt."""
+    return {id: PointJob(parts=of_job, out=folder / id) for id, of_job in parts.items()}
 
 
 def state(job: PointJob, settings: ShapesSettings) -> str:
     """The state of a job as text, by the points of this machine or by committed ones."""
-    missing, asked = len(_missing(job, settings)), len([*_asked(job)])
-    if missing == asked:
+    missing, points = sum(_missing(job, settings).values()), sum(len(part.points) for part in job.parts)
+    if missing == points:
         return MISSING
-    files = [(file, _measured(file, settings)) for file in job.files]
+    files = [(file, measured_file(settings.samples, file)) for file in job.files]
     where = dict.fromkeys("measured" if file == one else "committed" for file, one in files if one)
-    return " and ".join(where) + (f", {missing} of {asked} points {MISSING}" if missing else "")
+    return " and ".join(where) + (f", {missing} of {points} points {MISSING}" if missing else "")
 
 
 def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
     """The job without the files that have all its points, or None if no file is left."""
-    left = {file for file, _ in _missing(job, settings)}
-    return job.model_copy(update={"parts": [p for p in job.parts if job.out / p.file in left]}) if left else None
+    missing = _missing(job, settings)
+    left = [part for part in job.parts if missing[part.file]]
+    return job.model_copy(update={"parts": left}) if left else None
 
 
-def _missing(job: PointJob, settings: ShapesSettings) -> list[tuple[Path, object]]:
-    """The points of a job that no file has, each with its file."""
-    files = [(job.out / part.file, part) for part in job.parts]
-    done = {(file, key) for file, part in files if (one := _measured(file, settings)) for key in _keys(part, one)}
-    return [point for point in _asked(job) if point not in done]
-
-
-def _asked(job: PointJob) -> Iterator[tuple[Path, object]]:
-    """The points of a job, each with its file and its key in there."""
-    return ((job.out / part.file, key) for part in job.parts for key in part.points)
+def _missing(job: PointJob, settings: ShapesSettings) -> dict[str, int]:
+    """How many points no file has, by the name of their file."""
+    found = {part.file: measured_file(settings.samples, job.out / part.file) for part in job.parts}
+    measured = {part.file: _keys(part, file) if (file := found[part.file]) else [] for part in job.parts}
+    return {part.file: sum(point not in measured[part.file] for point in part.points) for part in job.parts}
 
 
 # Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
@@ -193,11 +169,28 @@ def _steps(grid: StepGrid) -> Iterator[tuple[str, str, PointPart[StepWork, None]
         system = with_kernels(grid.system, kernels)
         name = _step_name(system, work, recompute, cap) + ("" if correction else "-no-correction")
         alone = grid.system == "trl" or cap is not None
-        settings = (
-            _trl(grid, work, recompute is True, correction)
-            if grid.system == "trl"
-            else _own(grid, kernels, recompute, cap)
-        )
+        settings: TrlStep | EngineStep
+        if grid.system == "trl":
+            settings = TrlStep(
+                sampler="vllm",
+                micro_batch=min(grid.micro_batch, work.completions),
+                recompute=recompute is True,
+                correction=correction,
+                liger=False,
+                sleep=False,
+                vllm_memory=None,
+                optimizer="adamw_torch_fused",
+            )
+        else:
+            tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else _MICRO_BATCH_TOKENS
+            settings = EngineStep(
+                kernels=kernels,
+                recompute=recompute,
+                micro_batch_tokens=tokens,
+                kv_cache_gib=grid.kv_cache_gib,
+                sleep=grid.sleep,
+                memory_gb=cap,
+            )
         part = PointPart(file=f"{name}.json", work=work, points=[None], settings=settings)
         yield name if alone else f"step-{system}-{base.name}-r{rank}", name, part
 
@@ -219,32 +212,6 @@ def _step_name(system: str, work: StepWork, recompute: bool | str, cap: float | 
 def _bases(grid: DecodeGrid | MixGrid | PromptGrid | StepGrid, packed_nets: bool = False) -> list[Base]:
     """The base of each size and format."""
     return [Base(size, weights, packed_nets=packed_nets) for size, weights in product(grid.sizes, grid.weights)]
-
-
-def _own(grid: StepGrid, kernels: Kernels, recompute: bool | Literal["auto"], cap: float | None) -> EngineStep:
-    default: int = RunSettings.model_fields["micro_batch_tokens"].default
-    tokens = grid.micro_batch * (grid.prompt + grid.tokens) if recompute == "auto" else default
-    return EngineStep(
-        kernels=kernels,
-        recompute=recompute,
-        micro_batch_tokens=tokens,
-        kv_cache_gib=grid.kv_cache_gib,
-        sleep=grid.sleep,
-        memory_gb=cap,
-    )
-
-
-def _trl(grid: StepGrid, work: StepWork, recompute: bool, correction: bool) -> TrlStep:
-    return TrlStep(
-        sampler="vllm",
-        micro_batch=min(grid.micro_batch, work.completions),
-        recompute=recompute,
-        correction=correction,
-        liger=False,
-        sleep=False,
-        vllm_memory=None,
-        optimizer="adamw_torch_fused",
-    )
 
 
 def _check(system: str, base: Base, kernels: Kernels = "auto") -> None:

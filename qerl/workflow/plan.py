@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qerl.checkpoints.files import context_length, read_config, read_headers
 from qerl.data.hub import with_locked_revisions
 from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
+from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
 from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, RolloutBench, TaskSettings, harness_of, merged
-from qerl.workflow.checks import check_drift, check_inputs, check_run
-from qerl.workflow.runs import Plan, PlannedEvaluation, PlannedRun, expand, plain
+from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
+from qerl.workflow.checks import check_inputs, check_run, written_as
+from qerl.workflow.grid import point_parts
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
 
@@ -184,6 +186,55 @@ def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
+# The runs of an experiment: one for each arm and point of its grid.
+
+
+def expand(name: str, experiment: Experiment, defaults: Mapping[str, Any]) -> Iterator[PlannedRun]:
+    """One run for each arm and point of the grid. `defaults` are keys of the runs that the experiment may override."""
+    last = [key.rpartition(".")[2] for key in experiment.grid]
+    labels = {key: part if last.count(part) == 1 else key for key, part in zip(experiment.grid, last, strict=True)}
+    base = merged(defaults, experiment.base)
+    same: dict[str, dict[str, RunSettings]] = {}
+    for arm, changes in experiment.arms.items():
+        of_arm = merged(base, changes)
+        written = functools.partial(written_as, name, experiment, arm)
+        points: list[dict[str, Any]] = []
+        for values in itertools.product(*experiment.grid.values()):
+            given = dict(zip(experiment.grid, values, strict=True))
+            settings = parse(RunSettings, merged(of_arm, nested(given)), "", written)
+            varied = {key: _as_taken(value, key, settings) for key, value in given.items()}
+            if varied in points:
+                twice = ", ".join(f"{key}={value}" for key, value in varied.items())
+                raise ConfigError(f"experiments.{name}.grid has {twice} twice; keep one of the equal values")
+            points.append(varied)
+            others = same.setdefault(repr(varied), {})
+            # Arms that are only timed may be equal, which shows how far times repeat.
+            if experiment.train and settings in others.values():
+                twin = next(other for other, of_other in others.items() if of_other == settings)
+                raise ConfigError(
+                    f"experiments.{name}.arms.{arm} has the same settings as the arm {twin}, so their runs would be "
+                    "the same; change one, or leave it out"
+                )
+            others[arm] = settings
+            suffix = "".join(f"-{labels[key]}{plain(value)}" for key, value in varied.items())
+            yield PlannedRun(f"{name}-{arm}{suffix}", name, arm, varied, settings)
+
+
+def _as_taken(value: Any, key: str, settings: Any) -> Any:
+    """A value of a grid. Synonyms of "off", and numbers that YAML reads as text (1e-5), become the settings' value."""
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    if isinstance(value, Mapping):
+        return {inner: _as_taken(of_inner, inner, settings) for inner, of_inner in value.items()}
+    as_text = isinstance(value, str) and isinstance(settings, (int, float))
+    return settings if settings in ("off", None) or as_text else value
+
+
+def plain(value: Any) -> str:
+    """A value as text for paths and commands."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(value))
+
+
 # From a configuration to its plan.
 
 #: The longest id in characters; with suffixes it becomes a file name, which has at most 255 bytes.
@@ -221,9 +272,8 @@ def plan(config: Config) -> Plan:
         if evaluation.id in evaluations:
             raise ConfigError(f"a run has the name of the evaluation {evaluation.id}; rename its experiment or arm")
         evaluations[evaluation.id] = evaluation
-    result = Plan(config, trained, timed, checkpoints, evaluations)
-    check_drift(result)
-    return result
+    points = point_parts(config.shapes) if config.shapes else {}
+    return Plan(config, trained, timed, checkpoints, evaluations, points)
 
 
 def _evaluations(config: Config, trained: Mapping[str, PlannedRun]) -> Iterator[PlannedEvaluation]:
@@ -298,24 +348,6 @@ def fitting(plan_: Plan) -> list[str]:
 
 # The plan of a call of Snakemake.
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def with_signature(function: Function) -> Function:
-    """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
-    function.__signature__ = signature(function)  # type: ignore[attr-defined]
-    return function
-
-
-def one_of(names: Iterable[str]) -> str:
-    """A regular expression for exactly these names; one that matches nothing if there are none."""
-    return "|".join(map(re.escape, names)) or "(?!)"
-
-
-def models_of(plan: Plan, kind: type) -> str:
-    """A regular expression for the models of a plan that come from one kind of source."""
-    return one_of(name for name, model in plan.config.models.items() if isinstance(model, kind))
-
 
 # Snakemake merges --configfile into a configfile: directive key by key, so experiments of the default would leak into
 # the user's; the workflow reads its default itself, only when none was given.
@@ -353,46 +385,6 @@ def _check_paths(plan: Plan) -> None:
                 f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "
                 "whose name has none"
             )
-
-
-# Trainings on several machines as jobs of SLURM, by the resources of Snakemake's plugin for it.
-
-#: Values of a job's resources. The plugin's name for a launcher that the rule itself calls is `mpi`, for GPUs of each
-#: machine `gres`. `tasks_per_gpu: 0` keeps the plugin from asking for as many tasks on each GPU.
-_RESOURCES: Mapping[str, Callable[[RunSettings], int | str]] = {
-    "nodes": lambda settings: settings.nodes,
-    "tasks": lambda settings: settings.nodes,
-    "mpi": lambda settings: "srun",
-    "gres": lambda settings: f"gpu:{settings.gpus_of_node}",
-    "tasks_per_gpu": lambda settings: 0,
-}
-
-
-def resources_of_machines(plan: Plan) -> dict[str, Callable[[Any], int | str | None]]:
-    """The resources that only a run on several machines has, by Snakemake's wildcards; none without such a run.
-
-    A resource is None for a run on one machine, which Snakemake leaves out.
-    """
-    if all(run.settings.nodes == 1 for run in plan.runs.values()):
-        return {}
-
-    def resource(value: Callable[[RunSettings], int | str]) -> Callable[[Any], int | str | None]:
-        def of_run(wildcards: Any) -> int | str | None:
-            settings = plan.runs[wildcards.run].settings
-            return value(settings) if settings.nodes > 1 else None
-
-        return with_signature(of_run)
-
-    return {name: resource(value) for name, value in _RESOURCES.items()}
-
-
-def launcher(settings: RunSettings) -> str:
-    """The start of a training's command, which starts it on all of its machines; empty on one.
-
-    SLURM's variables tell the processes where they meet (`qerl.host.lease.meeting`).
-    """
-    nodes, each = settings.nodes, settings.processes_of_node
-    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={each}" if nodes > 1 else ""
 
 
 def check_machines(plan: Plan) -> None:

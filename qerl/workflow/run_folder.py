@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from qerl.checkpoints.files import RUN_FILE, check_checkpoint, check_tokenizer, weights_format_of
-from qerl.data.inputs import contents_of
+from qerl.data.hub import contents_of
 from qerl.data.sources import RECORDS, RecordFiles, as_files, is_objects, parse_run
 from qerl.host.console import log
 from qerl.host.imports import check as check_function

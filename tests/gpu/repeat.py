@@ -60,8 +60,7 @@ def train(case: str, folder: Path, share: float) -> None:
     from qerl.host.gpus import cap_share
     from qerl.models.policy import choose_device
     from qerl.models.random import TEXTS, random_policy, write_tokenizer
-    from qerl.rl.checkpoint import Checkpoints
-    from qerl.rl.rollouts import Collector, Task
+    from qerl.rl.rollouts import Task
     from qerl.rl.train import Trainer, prepared
     from qerl.rollout.factory import make_sampler
     from qerl.settings.base import parse
@@ -80,8 +79,7 @@ def train(case: str, folder: Path, share: float) -> None:
     policy = prepared(replace(policy, tokenizer=tokenizer), settings)
     drawn = questions(policy.tokenizer, 64, 120)
     task = Task([problem(question, number, False) for number, question in enumerate(drawn)], "gsm8k", "")
-    collector = Collector(settings, policy, make_sampler(policy, settings.rollout), task)
-    trainer = Trainer(settings, policy, collector, Checkpoints(folder / "state", case), folder / "metrics.jsonl")
+    trainer = Trainer(settings, policy, make_sampler(policy, settings.rollout), task, folder, case)
     rows = trainer.run()
     digest = hashlib.sha256()
     for name, tensor in policy.trainable():

@@ -21,25 +21,16 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from qerl.host.imports import OPTIONAL, imports
 from qerl.host.lease import devices
 from qerl.host.provenance import writing
-from qerl.jobs import KINDS
-from qerl.results.paths import DATASET, PRETRAIN, RESULT, RUN
+from qerl.jobs import FINISHED, KINDS, STAGES, listed_results
 from qerl.settings.base import read_yaml
-from qerl.workflow.outputs import FINISHED
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Call, Jobs
 
-#: The file that is written last in the folder of a result; other results are one file.
-LAST = {"data": DATASET, "pretrain": PRETRAIN, "train": RUN, "evaluate": RESULT}
-
 
 def finished(jobs: Jobs, call: Call) -> bool:
-    job = jobs.of(*call)
-    # The folder of a base in one format has its report beside it.
-    last = job.report if call[0] == "quantize" else job.out / LAST[call[0]] if call[0] in LAST else job.out
-    return last.is_file()
+    return all(path.exists() for path in STAGES[call[0]].outputs(jobs.plan, *call[1:]))
 
 
 def wanted(jobs: Jobs, targets: list[Call]) -> dict[Call, set[Call]]:
@@ -132,22 +123,23 @@ def main() -> None:
     targets: list[Call] = [("dose", model) for model in models] if plan.config.study else []
     evaluations = {e.run.id: name for name, e in plan.evaluations.items() if e.run}
     targets += [("evaluate", evaluations[id]) if id in evaluations else ("train", id) for id in runs]
-    with imports(OPTIONAL):  # some of which would use CUDA, and with it no fork could
-        import torch
+    import torch
 
-        for kind in {call[0] for call in wanted(jobs, targets)}:
-            import_module(KINDS[kind].does.partition(":")[0])
+    for kind in {call[0] for call in wanted(jobs, targets)}:
+        import_module(KINDS[kind].does.partition(":")[0])
+    if torch.cuda.is_initialized():
+        sys.exit("a library that was imported uses CUDA already, and with it no fork could; see which")
     torch.set_num_threads(1)
     logs = Path("work/side-by-side")
     logs.mkdir(parents=True, exist_ok=True)
     failed = do(jobs, targets, options.at_once, deadline, logs)
     if plan.config.study:
-        gather = jobs.gather(FINISHED)
+        gather = jobs.of("gather", FINISHED)
         gather.results.parent.mkdir(parents=True, exist_ok=True)
-        gather.results.write_text("".join(f"{file}\n" for file in jobs.listed))
-        import_module("qerl.study.gather").gather_study(gather)
+        gather.results.write_text("".join(f"{file}\n" for file in listed_results(plan)))
+        import_module("qerl.study.data").gather_study(gather)
         shutil.copytree(gather.out, options.out, dirs_exist_ok=True)
-        for file in jobs.files.all_doses(FINISHED):
+        for file in jobs.of("page", FINISHED).doses:
             shutil.copy(file, options.out)
     if failed:
         log = logs / f"{'-'.join(failed[0])}.log"

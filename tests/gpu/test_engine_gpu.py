@@ -4,18 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.kernels.state import PAGE
+from qerl.kernels.state import LEAST_FP8_CAPABILITY, PAGE
+from qerl.models.policy import with_adapter
 from qerl.rl.noise import Noise
 from qerl.rollout.decoder import bucket_of
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.settings.run import EngineSettings, NativeSettings, NoiseSettings
+from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, NoiseSettings
 from tests.gpu.backends import HOPPER, adapted, kernels_of, with_portable
 from tests.gpu.exact import differences, k3
-from tests.tiny import random_checkpoint
+from tests.tiny import random_checkpoint, tiny_qwen3
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
+needs_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_FP8_CAPABILITY,
+    reason="needs a CUDA device that converts FP8",
+)
 BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
 PROMPTS = [list(range(5, 40)), [8, 9], list(range(100, 117)) * 20]
 
@@ -100,3 +105,46 @@ def test_missing_memory_is_one_sentence(policy):
     with pytest.raises(torch.OutOfMemoryError, match="lower max_tokens"):
         endless(policy, 512, kv_cache_gib=2000).generate(PROMPTS, params)
     torch.cuda.empty_cache()
+
+
+# --- the KV cache in FP8 ---
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A small policy with scores far apart."""
+    torch.manual_seed(0)
+    folder = tiny_qwen3(tmp_path_factory.mktemp("m"), initializer_range=0.2)
+    made = with_adapter(folder, AdapterSettings(rank=4), "bfloat16", seed=0, device=CUDA)
+    stop_at(made, [])
+    return made
+
+
+SHORT = [[5, 6, 7], [8], list(range(2, 66)), [9, 10, 11, 12, 13, 14, 15] * 20]
+
+
+@needs_fp8
+def test_with_an_fp8_cache_the_engine_draws_the_same_tokens_in_any_batch(wide):
+    params = SamplingParams(max_tokens=150, count=4, seed=3)
+
+    def drawn(slots):
+        sampler = EngineSampler(wide, NativeSettings(kv_cache_dtype="fp8", batch_invariant=True), slots)
+        groups = sampler.generate(SHORT, params)
+        return [[(c.token_ids, c.logprobs) for c in group] for group in groups], sampler
+
+    whole, sampler = drawn(16)
+    assert drawn(16)[0] == whole
+    half = EngineSampler(wide, NativeSettings(batch_invariant=True), 16)
+    half.generate(SHORT, params)
+    assert half.cache_bytes / sampler.cache_bytes == 2 * 16 / (16 + 4)
+
+
+@needs_fp8
+def test_with_an_fp8_cache_log_probabilities_stay_near_those_of_the_policy(wide):
+    """In bfloat16 and in FP8, with the same tokens: errors of FP8 are larger, and small."""
+    params = SamplingParams(max_tokens=100, count=4, seed=3)
+    errors = {}
+    for dtype in ("auto", "fp8"):
+        sampler = EngineSampler(wide, NativeSettings(kv_cache_dtype=dtype), 16)
+        errors[dtype] = np.abs(differences(wide, SHORT, sampler.generate(SHORT, params))).mean()
+    assert errors["auto"] < errors["fp8"] < 0.2, errors

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from qerl.models.random import random_policy
-from qerl.rl.graphs import PassGraphs
 from qerl.rl.noise import Noise
 from qerl.rl.packing import logprobs_and_entropy, micro_batch
 from qerl.rl.parallel import Processes
+from qerl.rl.passes import PassGraphs
 from qerl.rl.update import Updater
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings, NoiseSettings, RunSettings
 from tests.gpu.backends import kernels_of, with_portable
-from tests.unit.rl.test_graphs import batch
+from tests.unit.rl.test_passes import batch
 
 DEVICE = torch.device("cuda")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -22,102 +21,40 @@ from typing import Annotated
 import torch
 import typer
 from rich import print
-from torch import Tensor, nn
+from torch import Tensor
 
 from qerl.bench.timing import gpu_state
 from qerl.checkpoints.shapes import shape_of
-from qerl.formats.codecs import nvfp4_global_scale, quantize
-from qerl.formats.layouts import Tiles
-from qerl.kernels.cuda.w4a16 import Mode, Operands, dense, multiply
+from qerl.models.linear import W4Linear
 from qerl.results.schema import Provenance
 from qerl.results.speeds import ProductPoint, ProductsResult
 from qerl.results.store import write
+from tests.gpu.test_products import TOLERANCE, exact, random_layers, weights_of
 
 DEVICE = torch.device("cuda")
-#: Relative error of a product with bfloat16 inputs, whose A x and outputs are rounded to bfloat16.
-TOLERANCE = 6e-3
 WARM_MILLISECONDS, SAMPLES, LAUNCHES = 60, 15, 16
 #: Bytes of weights that a graph reads at least, twice what the L2 cache of an H200 holds.
 COLD = 110_000_000
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Layers that read one input: rows of each, columns, what the epilogue does, and whether there are biases."""
-
-    rows: tuple[int, ...]
-    columns: int
-    mode: Mode
-    biased: bool = False
-
-    @property
-    def width(self) -> int:
-        """Columns of the output."""
-        return sum(self.rows) // (2 if self.mode == Mode.GATED else 1)
-
-    @property
-    def copies(self) -> int:
-        """Copies of the weights, which L2 can't hold together."""
-        packed = sum(self.rows) * self.columns * 4.5 / 8
-        return min(max(4, math.ceil(COLD / packed)), LAUNCHES)
-
-
-def shapes(size: str) -> dict[str, Shape]:
+def shapes(size: str) -> dict[str, list[tuple[int, int]]]:
     """The packed products of a block of a published size, of a hybrid those of a block with attention."""
-    model = shape_of(size)
-    (q, hidden), (k, _), (v, _), (o, inner), *others = model.linears
-    attention = {
-        "qkv": Shape((q, k, v), hidden, Mode.PLAIN, model.biased),
-        "o": Shape((o,), inner, Mode.RESIDUAL),
-    }
+    q, k, v, o, *others = shape_of(size).linears
+    attention = {"qkv": [q, k, v], "o": [o]}
     if not others:
         return attention
-    (gate, _), (up, _), (down, wide) = others
-    return attention | {
-        "gate_up": Shape((gate, up), hidden, Mode.GATED),
-        "down": Shape((down,), wide, Mode.RESIDUAL),
-    }
+    gate, up, down = others
+    return attention | {"gate_up": [gate, up], "down": [down]}
 
 
-def random_operands(shape: Shape, rank: int) -> Operands:
-    """NVFP4 weights with an adapter of `rank` in each layer, and biases where the model has them."""
-    weights = [torch.randn(rows, shape.columns, device=DEVICE) * 0.02 for rows in shape.rows]
-    scale = nvfp4_global_scale(*weights)
-    packed = [quantize(weight, "nvfp4", global_scale=scale) for weight in weights]
-    down = torch.randn(len(shape.rows), rank, shape.columns, device=DEVICE) * shape.columns**-0.5
-    return Operands(
-        Tiles.pack(packed, shape.mode == Mode.GATED),
-        torch.randn(sum(shape.rows), device=DEVICE) if shape.biased else None,
-        down.bfloat16(),
-        [(torch.randn(rows, rank, device=DEVICE) * 0.5).bfloat16() for rows in shape.rows],
-        (2.0,) * len(shape.rows),
-    )
-
-
-def exact(operands: Operands, x: Tensor, mode: Mode, before: Tensor) -> Tensor:
-    """The product in float64, with A x in bfloat16 as the kernel has it; x [m, columns] -> [m, width]."""
-    outputs = []
-    for part, (up, scale) in enumerate(zip(operands.ups, operands.scales, strict=True)):
-        y = x.double() @ dense(operands.tiles, part).double().T
-        shrunk = (x.double() @ operands.down[part].double().T * scale).bfloat16()
-        outputs.append(y + shrunk.double() @ up.double().T)
-    if mode == Mode.GATED:
-        return nn.functional.silu(outputs[0]) * outputs[1]
-    y = torch.cat(outputs, dim=1)
-    y = y if operands.bias is None else y + operands.bias.double()
-    return y + before.double() if mode == Mode.RESIDUAL else y
-
-
-def check(operands: Operands, shape: Shape, x: Tensor) -> float:
+def check(product: W4Linear, options: dict[str, object], x: Tensor, expected: Tensor, before: Tensor) -> float:
     """The relative error against float64. RuntimeError if it is too large, or if two launches differ in a bit."""
-    before = torch.randn(len(x), shape.width, device=DEVICE).bfloat16()
     first, second = before.clone(), before.clone()
     for out in (first, second):
-        multiply(operands, x, out, shape.mode)
-    reference = exact(operands, x, shape.mode, before)
-    error = ((first.double() - reference).norm() / reference.norm()).item()
+        product(x, out, **options)  # type: ignore[arg-type]
+    error = ((first.double() - expected).norm() / expected.norm()).item()
     if not error < TOLERANCE or not torch.equal(first, second):
-        raise RuntimeError(f"{len(x)} rows of {shape}: error {error}, equal launches: {torch.equal(first, second)}")
+        raise RuntimeError(f"{len(x)} rows: error {error}, equal launches: {torch.equal(first, second)}")
     return error
 
 
@@ -149,20 +86,27 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> list[float]:
         return [1e3 * replayed() / len(launches) for _ in range(SAMPLES)]
 
 
-def point(name: str, shape: Shape, rows: int, rank: int) -> ProductPoint:
+@torch.no_grad()
+def point(kind: str, layers: list[tuple[int, int]], biased: bool, rows: int, rank: int) -> ProductPoint:
     """The errors and times of the packed product and of cuBLAS."""
-    operands = [random_operands(shape, rank) for _ in range(shape.copies)]
-    x = torch.randn(rows, shape.columns, device=DEVICE).bfloat16()
-    error = check(operands[0], shape, x)
-    out = torch.zeros(rows, shape.width, dtype=torch.bfloat16, device=DEVICE)
-    weights = [torch.randn(sum(shape.rows), shape.columns, device=DEVICE).bfloat16() for _ in range(2)]
-    whole = torch.empty(rows, sum(shape.rows), dtype=torch.bfloat16, device=DEVICE)
+    outputs, columns = sum(rows_of_w for rows_of_w, _ in layers), layers[0][1]
+    copies = min(max(4, math.ceil(COLD / (outputs * columns * 4.5 / 8))), LAUNCHES)  # which L2 can't hold together
+    gated, residual = kind == "gate_up", kind in ("o", "down")
+    made = [random_layers(layers, "nvfp4", biased and kind == "qkv", rank) for _ in range(copies)]
+    first = weights_of(made[0])
+    products = [W4Linear(parts, interleaved=gated) for parts in made]
+    x = torch.randn(rows, columns, device=DEVICE).bfloat16()
+    out = torch.randn(rows, outputs // (1 + gated), device=DEVICE).bfloat16()
+    options = {"residual": residual, "activation": "silu" if gated else None}
+    expected = exact(made[0], first, x, kind, out if residual else None)
+    weights = [torch.randn(outputs, columns, device=DEVICE).bfloat16() for _ in range(2)]
+    whole = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
     return ProductPoint(
-        layers=name,
+        layers=kind,
         rows=rows,
         rank=rank,
-        error=error,
-        microseconds=microseconds([partial(multiply, each, x, out, shape.mode) for each in operands]),
+        error=check(products[0], options, x, expected, out),
+        microseconds=microseconds([partial(product, x, out, **options) for product in products]),
         cublas_microseconds=microseconds([partial(torch.matmul, x, each.T, out=whole) for each in weights]),
     )
 
@@ -176,8 +120,8 @@ def main(
     """Time the products of a block and write the samples with their stamp to OUT."""
     measured = []
     for count in map(int, rows.split(",")):
-        for name, shape in shapes(size).items():
-            measured.append(point(name, shape, count, rank))
+        for name, layers in shapes(size).items():
+            measured.append(point(name, layers, shape_of(size).biased, count, rank))
             packed, cublas = median(measured[-1].microseconds), median(measured[-1].cublas_microseconds)
             print(f"{name:8} {count:5} rows: {packed:8.2f} us, cuBLAS {cublas:8.2f} us")
     result = ProductsResult(

@@ -1,5 +1,6 @@
 """Small random models of the families of the table, and what tests compute with stock libraries."""
 
+import re
 import warnings
 from collections.abc import Callable
 
@@ -77,6 +78,20 @@ def with_peft(base, folder, **settings):
         return PeftModel.from_pretrained(stock(base), folder, **settings).eval()
 
 
+def code_of_the_card(folder):
+    """The code of an adapter's card, which loads it with stock transformers and PEFT, as `model` with `tokenizer`."""
+    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+
+
+def by_the_card(folder):
+    """The names that this code defines."""
+    names = {}
+    with warnings.catch_warnings():  # as above
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        exec(code_of_the_card(folder), names)
+    return names
+
+
 def add_noise(model, norms=_LLAMAS, sigma=0.1, seed=3, step=2):
     """Add the noise of a step to norms of a stock model, or to their trained copies under PEFT."""
     lm = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -105,6 +120,30 @@ def draw(policy, length=12, sampler=EagerSampler):
 def updated(policy, samples):
     """The log-probabilities [samples, tokens] that an update computes."""
     return logprobs_and_entropy(policy, micro_batch(samples, list(range(len(samples))), CPU), 1.0)[0]
+
+
+def assert_updated_as(policy, models, near, rtol=1e-3, atol=None, renamed=dict):
+    """The log-probabilities of an update, and the gradient of each trained tensor, are those of stock models.
+
+    `near` bounds the log-probabilities' errors. Those of gradients may be `rtol` of a number and `atol`, by default
+    `near`, of the largest one. `renamed` gives a model's gradients the names that they have in the policy.
+    """
+    samples = draw(policy)
+    found = updated(policy, samples)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    (found * weights).sum().backward()
+    ours = {part: parameter.grad for part, parameter in policy.trainable()}
+    for model in models:
+        expected = torch.stack([forced(model, sample.prompt, sample.completion.token_ids) for sample in samples])
+        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=near)
+        (expected * weights).sum().backward()
+        gradients = renamed({part: p.grad for part, p in model.named_parameters() if p.requires_grad})
+        assert ours.keys() == gradients.keys()
+        for part, gradient in gradients.items():
+            assert gradient.any(), part
+            most = (near if atol is None else atol) * gradient.abs().max().item()
+            torch.testing.assert_close(ours[part].double(), gradient.double(), rtol=rtol, atol=most, msg=part)
+    return ours
 
 
 #: The resolution of float32, and how many times over the bounds of `exact` allow for it: a float32 pass rounds after

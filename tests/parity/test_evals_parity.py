@@ -23,39 +23,29 @@ from tests.unit.data.test_grading import IS_5, IS_18, NATIVE, NO_5, NO_18, TAGGE
 from tests.unit.evals.scripted import Scripted, make_tokenizer
 
 GSM8K_GOLD = "She sold 1000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
-#: A completion, and whether strict match counts it, by hand from the stock regex and ignore rules.
-GSM8K = [
-    ("#### 1234", True),
-    ("#### 1,234", True),
-    ("1000 + 234 = 1234\n#### 1234\n", True),
-    ("#### 1234.", True),
-    ("#### 1234 eggs", True),
-    ("#### 1234\n#### 5", True),
-    ("#### 5\n#### 1234", False),
-    ("#### 1", False),
-    ("#### 1235", False),
-    ("#### 12345", False),
-    ("#### -1234", False),
-    ("#### 1234.0", False),
-    ("#### 1,23,4", True),
-    ("####1234", False),
-    ("####  1234", False),
-    ("#### $1234", False),
-    ("### 1234", False),
-    ("The answer is 1234", False),
-    ("\\boxed{1234}", False),
-    ("####", False),
-    ("#### .", False),
-    ("[invalid]", False),
-    ("", False),
-]
+#: Completions that strict match counts, and those that it doesn't, by hand from the stock regex and ignore rules.
+GSM8K = {
+    True: [
+        *("#### 1234", "#### 1,234", "1000 + 234 = 1234\n#### 1234\n", "#### 1234.", "#### 1234 eggs"),
+        *("#### 1234\n#### 5", "#### 1,23,4"),
+    ],
+    False: [
+        *("#### 5\n#### 1234", "#### 1", "#### 1235", "#### 12345", "#### -1234", "#### 1234.0", "####1234"),
+        *("####  1234", "#### $1234", "### 1234", "The answer is 1234", "\\boxed{1234}", "####", "#### .", "[invalid]"),
+        "",
+    ],
+}
+
+
+def cases_of(table):
+    return [(text, right) for right, texts in table.items() for text in texts]
 
 
 def verdicts(task, repeat):
     """The verdicts of an lm-eval task's filter and metric on adversarial completions, as its evaluator runs them."""
     record = {"question": "How many?", "answer": GSM8K_GOLD}
     instances = []
-    for number, (text, _) in enumerate(GSM8K):
+    for number, (text, _) in enumerate(cases_of(GSM8K)):
         instance = Instance("generate_until", record, ("", {}), 0, metadata=("gsm8k", number, 1))
         instance.resps = ["#### wrong"] * repeat + [text]
         instances.append(instance)
@@ -82,42 +72,35 @@ def test_gsm8k_verdicts_are_those_of_the_stock_task(stock_gsm8k, repeat):
     problem = Problem("0", "How many?", GSM8K_GOLD, "1,234")
     ours = ConfigurableTask(config=task_config(EvaluationSet("words", "gsm8k", "", [problem]), repeats=repeat + 1))
     expected = verdicts(stock_gsm8k, 0)
-    assert expected == [right for _, right in GSM8K]
+    assert expected == [right for _, right in cases_of(GSM8K)]
     assert verdicts(ours, repeat) == expected
 
 
 SOLUTION = "We add the halves: $\\frac14 + \\frac14 = \\frac12$. So it is $\\boxed{\\frac{1}{2}}$."
-MATH = [
-    ("\\boxed{\\frac12}", True),
-    ("\\boxed{0.5}", True),
-    ("\\boxed{\\frac{2}{4}}", True),
-    ("ANSWER: $\\frac{1}{2}$", True),
-    ("\\boxed{\\frac13}", False),
-    ("\\boxed{1}", False),
-    ("\\boxed{\\frac12} no, \\boxed{5}", False),
-    ("no idea", False),
-    ("", False),
-]
-AIME = [
-    ("\\boxed{204}", True),
-    ("\\boxed{0204}", True),
-    ("Therefore, the final answer is: $\\boxed{204}$. I hope it is correct", True),
-    ("204", True),
-    ("\\boxed{2}", False),
-    ("\\boxed{205}", False),
-    ("\\boxed{204} or \\boxed{7}", False),
-    ("two hundred and four", False),
-]
+MATH = {
+    True: ["\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "ANSWER: $\\frac{1}{2}$"],
+    False: ["\\boxed{\\frac13}", "\\boxed{1}", "\\boxed{\\frac12} no, \\boxed{5}", "no idea", ""],
+}
+AIME = {
+    True: [
+        *(
+            *("\\boxed{204}", "\\boxed{0204}", "Therefore, the final answer is: $\\boxed{204}$. I hope it is correct"),
+            "204",
+        ),
+    ],
+    False: ["\\boxed{2}", "\\boxed{205}", "\\boxed{204} or \\boxed{7}", "two hundred and four"],
+}
 
 
 @pytest.mark.parametrize(
-    ("module", "task", "record_format", "record", "cases"),
+    ("module", "task", "record_format", "record", "table"),
     [
         ("math_500", "math_500", "math", {"problem": "Add.", "solution": SOLUTION, "answer": "\\frac{1}{2}"}, MATH),
         ("aime", "aime24", "aime", {"problem": "Find it.", "answer": "204"}, AIME),
     ],
 )
-def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_format, record, cases):
+def test_lighteval_verdicts_are_those_of_the_stock_task(module, task, record_format, record, table):
+    cases = cases_of(table)
     stock = getattr(import_module(f"lighteval.tasks.tasks.{module}"), task)
     metric = stock.metrics[0]
     docs = [stock.prompt_function(record, task)] * len(cases)

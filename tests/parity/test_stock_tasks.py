@@ -37,16 +37,10 @@ SPLIT = {"gsm8k": "test", "math_500": "test", "aime24": "train", "aime25": "trai
 
 #: Completions of every problem, one a repeat; {n} is the answer as the repository states it.
 COMPLETIONS = [
-    "Therefore, the final answer is: $\\boxed{{{n}}}$. I hope it is correct",
-    "ANSWER: ${n}$",
-    "{n}",
+    *("Therefore, the final answer is: $\\boxed{{{n}}}$. I hope it is correct", "ANSWER: ${n}$", "{n}"),
     "<think>\\boxed{{98}}\n#### 98</think>\nIt is {n}.\n#### {n}",
-    "<think>It is {n}.\n#### {n}</think> \\boxed{{98}}",
-    "#### 98",
-    "Six.\n#### {n}\n#### 98",
-    "\\boxed{{{n}}}, or \\boxed{{98}}",
-    "no idea",
-    "",
+    *("<think>It is {n}.\n#### {n}</think> \\boxed{{98}}", "#### 98", "Six.\n#### {n}\n#### 98"),
+    *("\\boxed{{{n}}}, or \\boxed{{98}}", "no idea", ""),
 ]
 
 
@@ -168,31 +162,34 @@ def test_the_repositories_are_those_of_the_shipped_tasks_which_stay_as_they_are(
 # --- lm-eval ---------------------------------------------------------------------------------------------------------
 
 
+class Recorder(LM):
+    """A model of lm-eval that keeps its prompts and gives known texts."""
+
+    tokenizer_name = "recorder"
+    loglikelihood = loglikelihood_rolling = None
+
+    def __init__(self, tokenizer, texts):
+        super().__init__()
+        self.tokenizer, self.texts, self.prompts = tokenizer, texts, []
+
+    def generate_until(self, requests):
+        self.prompts += [request.args[0] for request in requests]
+        return self.texts
+
+    def apply_chat_template(self, chat_history, add_generation_prompt=True):
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+
+Recorder.__abstractmethods__ = frozenset()
+
+
 @pytest.fixture
 def stock_gsm8k(source, tmp_path, tokenizer, monkeypatch):
     """lm-eval's own entry point on its own task file, whose data set alone is replaced, by the repository's files."""
     # It describes the machine by a dozen processes.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
-
-    class Recorder(LM):
-        tokenizer_name = "recorder"
-
-        def __init__(self, texts):
-            super().__init__()
-            self.texts, self.prompts = texts, []
-
-        def generate_until(self, requests):
-            self.prompts += [request.args[0] for request in requests]
-            return self.texts
-
-        def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            return tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-
-        loglikelihood = loglikelihood_rolling = None
-
-    Recorder.__abstractmethods__ = frozenset()
 
     def evaluated(texts, chat, fewshot):
         config = yaml.safe_load((Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml").read_text())
@@ -200,18 +197,11 @@ def stock_gsm8k(source, tmp_path, tokenizer, monkeypatch):
         del config["dataset_name"], config["tag"]
         config |= {"dataset_path": "parquet", "task": "stock"}
         config |= {"dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path / "cache")}}
-        model = Recorder(texts)
-        results = lm_eval.simple_evaluate(
-            model,
-            tasks=[config],
-            num_fewshot=fewshot,
-            apply_chat_template=chat,
-            bootstrap_iters=0,
-            task_manager=TaskManager(include_defaults=False),
-        )
+        model, manager = Recorder(tokenizer, texts), TaskManager(include_defaults=False)
+        options = {"apply_chat_template": chat, "bootstrap_iters": 0, "task_manager": manager}
+        results = lm_eval.simple_evaluate(model, tasks=[config], num_fewshot=fewshot, **options)
         samples = results["samples"]["stock"]
-        scores = {(s["doc_id"], s["filter"]): int(s["exact_match"]) for s in samples}
-        return model, scores
+        return model, {(s["doc_id"], s["filter"]): int(s["exact_match"]) for s in samples}
 
     return evaluated
 

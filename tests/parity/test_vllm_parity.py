@@ -15,15 +15,11 @@ import psutil
 import pytest
 import torch
 
-from qerl.bench import rollouts
-from qerl.bench import vllm as bench_vllm
-from qerl.data.records import Problem
 from qerl.models.export import export, merge
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.noise import Noise
-from qerl.rl.rollouts import Collector, Task
+from qerl.rl.rollouts import Task
 from qerl.rl.train import Trainer
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.factory import make_sampler
@@ -45,7 +41,8 @@ from tests.parity.family_models import (
     with_peft,
 )
 from tests.tiny import tiny_family, tiny_qwen2, tiny_qwen3, write_template
-from tests.unit.bench.test_workloads import measured
+from tests.unit.bench.test_workloads import rollouts
+from tests.unit.rl.tiny_trainer import BASE, PROBLEMS
 
 #: vLLM's attention on a CPU takes heads of 32 and more.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -166,12 +163,11 @@ def test_sync_replaces_the_adapter_and_what_was_cached_with_it(sampler, policy):
     prompt = [list(range(5, 69)) * 3]
     params = SamplingParams(max_tokens=8, temperature=0)
     before = sampler.generate(prompt, params)[0][0]
-    assert sampler.last_sync.bytes == sum(p.numel() * p.element_size() for _, p in policy.trainable())
-    checksum = sampler.last_sync.checksum
+    checksum = sampler.checksum
     saved = {name: p.detach().clone() for name, p in policy.trainable()}
     change(policy, seed=7)
     sampler.sync()
-    assert sampler.last_sync.checksum != checksum
+    assert sampler.checksum != checksum
     after = sampler.generate(prompt, params)[0][0]
     with torch.no_grad():
         expected = forced(policy.lm, prompt[0], after.token_ids)
@@ -179,7 +175,7 @@ def test_sync_replaces_the_adapter_and_what_was_cached_with_it(sampler, policy):
     for name, parameter in policy.trainable():
         parameter.data.copy_(saved[name])
     sampler.sync()
-    assert sampler.last_sync.checksum == checksum
+    assert sampler.checksum == checksum
     assert sampler.generate(prompt, params)[0][0] == before
 
 
@@ -224,7 +220,7 @@ def test_fifty_syncs_leave_no_adapter_behind_and_no_growth_of_memory(sampler, po
         sampler.sync()
         sizes.append(resident())
     assert sampler.engine.collective_rpc("list_loras") == [{vllm_worker.ADAPTER_ID}]
-    assert sizes[-1] - sizes[9] < 30 * sampler.last_sync.bytes
+    assert sizes[-1] - sizes[9] < 30 * sum(p.numel() * p.element_size() for _, p in policy.trainable())
     assert_drawn_by(policy.lm, draw(sampler), 1e-4)
 
 
@@ -286,10 +282,10 @@ def test_norms_stay_float32_in_a_bfloat16_engine(tmp_path, name):
     folder = tiny_qwen3(tmp_path / "m", **heads) if name == "qwen3" else tiny_family(tmp_path / "m", name, **heads)
     policy = load_policy(folder, None, "bfloat16", CPU)
     sampler = VllmSampler(policy, SETTINGS)
-    before = sampler.last_sync.checksum
+    before = sampler.checksum
     Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=5e-4), seed=0).set(1, 10)
     sampler.sync()
-    assert sampler.last_sync.checksum != before
+    assert sampler.checksum != before
     greedy = SamplingParams(max_tokens=8, temperature=0)
     native = EagerSampler(policy).generate(PROMPTS, greedy)
     for ours, theirs in zip(native, sampler.generate(PROMPTS, greedy), strict=True):
@@ -303,22 +299,14 @@ def test_either_engine_trains_alike(tmp_path, monkeypatch):
     parts = lambda answer, *_: {"correct": sum(map(str.isdigit, answer.text)), "format": 0.0, "overlong": 0.0}  # noqa: E731
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", parts)
     write_template(checkpoint)
-    problems = [Problem(str(i), f"{i} and {i}?", f"#### {2 * i}", str(2 * i), None) for i in range(6)]
-    values = {
-        "model": "tiny", "dataset": "sums", "weights": "bf16", "dtype": "float32", "steps": 20,
-        "noise": {"schedule": "linear"},
-        "rollout": {"prompts": 4, "group_size": 8, "sampling": {"max_tokens": 8}}, "adapter": {"rank": 4},
-        "optimizer": {"learning_rate": 1e-2},
-    }  # fmt: skip
+    rollout = {"prompts": 4, "group_size": 8, "sampling": {"max_tokens": 8}, "vllm": SETTINGS.model_dump()}
+    values = BASE | {"weights": "bf16", "steps": 20, "noise": {"schedule": "linear"}, "adapter": {"rank": 4}}
     rows = {}
     for engine in ("native", "vllm"):
-        values["rollout"] |= {"engine": engine, "vllm": SETTINGS.model_dump()}
-        settings = parse(RunSettings, values, "test")
+        settings = parse(RunSettings, {**values, "rollout": {**rollout, "engine": engine}}, "test")
         policy = with_adapter(checkpoint, settings.adapter, "float32", settings.seed, CPU)
         sampler = make_sampler(policy, settings.rollout)
-        collector = Collector(settings, policy, sampler, Task(problems, "gsm8k", ""))
-        work = tmp_path / engine
-        rows[engine] = Trainer(settings, policy, collector, Checkpoints(work, "t"), work / "m.jsonl").run()
+        rows[engine] = Trainer(settings, policy, sampler, Task(PROBLEMS, "gsm8k", ""), tmp_path / engine).run()
     sampler.close()
     assert max(abs(row["mismatch/kl"]) for row in rows["vllm"] if not row["noise/sigma"]) < 1e-6
     last = {engine: np.array([row["reward"] for row in found[-8:]]) for engine, found in rows.items()}
@@ -426,7 +414,7 @@ def test_a_merged_checkpoint_loads_in_stock_vllm(checkpoint, policy, tmp_path):
 def test_stock_vllm_draws_the_lengths_of_a_workload(tmp_path, monkeypatch):
     """Both measurements check each completion's length."""
     monkeypatch.setenv("QERL_COMMIT", "test")
-    ours, theirs = measured(tmp_path, rollouts), measured(tmp_path, bench_vllm, engine="vllm")
+    ours, theirs = rollouts(tmp_path), rollouts(tmp_path, engine="vllm")
     assert theirs.sampler.startswith("vLLM")
     assert theirs.status == ours.status == "ok"
     assert theirs.completion_tokens == ours.completion_tokens

@@ -1,7 +1,6 @@
 """Codecs: every finite weight becomes the nearest value of its group's grid, as in the libraries."""
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -9,25 +8,18 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from safetensors.torch import load_file, save_file
 
-from qerl.checkpoints.files import CheckpointError
 from qerl.formats.codecs import (
     PACKED_FORMATS,
     Packed,
     dequantize,
-    from_checkpoint,
     quantize,
+    read_nf4_state,
     tensor_specs,
-    to_checkpoint,
 )
-from qerl.formats.nf4 import STATE_NAME, read_state
-from qerl.models.quantize import quantize_checkpoint
-from qerl.settings.formats import FORMATS, FormatError
-from tests.bits import bits_per_weight
+from qerl.settings.models import FORMATS, FormatError
 from tests.parity.test_codec_parity import assert_bits_equal
 from tests.properties.values import refused_in_one_sentence
-from tests.tiny import tiny_qwen2
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 LARGEST = 2.0**126
@@ -90,20 +82,6 @@ def test_every_weight_comes_back_as_the_nearest_value_of_its_groups_grid(weights
 
 
 @pytest.mark.parametrize("weights_format", PACKED_FORMATS)
-@given(weight=weights(), nested=st.booleans())
-def test_a_packed_weight_written_and_read_again_is_the_same(weights_format, weight, nested):
-    packed = quantize(weight, weights_format, double_quant=nested)
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in packed.tensors.items()}
-    assert found == tensor_specs(weights_format, tuple(weight.shape), nested)
-    again = from_checkpoint(weights_format, to_checkpoint(packed))
-    assert again.shape == packed.shape == tuple(weight.shape)
-    assert again.tensors.keys() == packed.tensors.keys()
-    for name, tensor in packed.tensors.items():
-        assert_bits_equal(again.tensors[name], tensor)
-    assert bits_per_weight(packed) >= 4
-
-
-@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 4))
 def test_any_codes_are_unpacked_by_the_definition(weights_format, seed, rows):
     """Byte by byte, in exact arithmetic; also codes and scales that no quantization writes."""
@@ -135,18 +113,6 @@ def test_what_is_no_number_of_the_formats_is_refused(weights_format, number, at,
     weight[at] = number
     with pytest.raises(FormatError, match="NaN or magnitudes"):
         quantize(weight, weights_format)
-
-
-@pytest.mark.parametrize("weights_format", PACKED_FORMATS)
-def test_a_checkpoint_with_nan_is_refused_with_the_tensors_name(tmp_path, weights_format):
-    source = tiny_qwen2(tmp_path / "dense")
-    tensors = load_file(source / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name][3, 5] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors holds NaN or infinity in {re.escape(name)};"):
-        quantize_checkpoint(source, tmp_path / "packed", weights_format)
-    assert not (tmp_path / "packed").exists()
 
 
 @given(
@@ -185,6 +151,5 @@ def test_a_weight_with_other_strides_is_the_same_weight(weights_format):
 @example(content=b" " * 10_000)
 def test_any_metadata_of_nf4_is_read_or_one_sentence(content):
     with refused_in_one_sentence():
-        state = read_state(torch.tensor(list(content), dtype=torch.uint8))
-        assert state["blocksize"] == 64
-    assert read_state(to_checkpoint(quantize(torch.ones(1, 64), "nf4"))[STATE_NAME])["shape"] == [1, 64]
+        (rows, columns), _ = read_nf4_state(torch.tensor(list(content), dtype=torch.uint8))
+        assert rows > 0 < columns

@@ -236,14 +236,10 @@ def leaves(tree, above=()):
 @given(mappings, mappings)
 def test_what_is_written_over_stands_and_the_rest_stays(base, over):
     assert merged(base, {}) == merged({}, base) == merged(base, base) == base
-    before = copy.deepcopy((base, over))
-    found = dict(leaves(merged(base, over)))
+    before, found = copy.deepcopy((base, over)), dict(leaves(merged(base, over)))
     assert (base, over) == before
+    assert all(value == {} or found[place] == value for place, value in leaves(over))  # {} changes nothing
     heads = {place[:length] for place, _ in leaves(over) for length in range(1, len(place) + 1)}
-    for place, value in leaves(over):
-        # An empty mapping changes nothing of a mapping.
-        assert value == {} or found[place] == value
     for place, value in leaves(base):
         assert found.get(place) == value or any(place[:length] in heads for length in range(1, len(place) + 1))
-    dotted = {".".join(place): value for place, value in leaves(base)}
-    assert nested(dotted) == nested(base) == base
+    assert nested({".".join(place): value for place, value in leaves(base)}) == nested(base) == base

@@ -1,7 +1,6 @@
 """Untrusted files: checkpoints, adapters, data sets and configurations never run code."""
 
 import hashlib
-import io
 import json
 import pickle
 import struct
@@ -10,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from qerl.checkpoints.files import CheckpointError, check_base, check_checkpoint, read_headers, weights_format_of
 from qerl.data.hub import hub_files, read_lock
@@ -24,9 +21,8 @@ from qerl.data.sources import check_problem_file
 from qerl.models.export import export
 from qerl.models.loading import load_model, load_tokenizer
 from qerl.models.policy import load_policy, with_adapter
-from qerl.rl.checkpoint import Checkpoints, ShardedCheckpoints, _Unpickler
-from qerl.rl.parallel import Processes
-from qerl.settings.base import ConfigError, parse, parse_yaml, read_yaml
+from qerl.rl.checkpoint import Checkpoints
+from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.data import HubData
 from qerl.settings.run import AdapterSettings, RunFile
 from qerl.settings.workflow import Config
@@ -98,12 +94,6 @@ def test_pickled_weights_are_no_weights(folder, canary, name):
         load_model(folder, torch.float32)
 
 
-def test_a_pickle_named_safetensors_is_refused(folder, canary):
-    (folder / "model.safetensors").write_bytes(pickle.dumps(Attack(canary)))
-    with pytest.raises(CheckpointError, match="download it again"):
-        load_whole(folder)
-
-
 AUTO = {name: f"evil.{kind}" for name, kind in (("AutoConfig", "Evil"), ("AutoModelForCausalLM", "Evil"))}
 
 
@@ -138,13 +128,6 @@ def entry(**changes):
     return {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes}
 
 
-@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 10**12, 100_000_001])
-def test_a_header_of_huge_length_is_refused_unread(folder, length):
-    header_file(folder / "model.safetensors", b"{}", length)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        check_checkpoint(folder)
-
-
 @given(header=values, data=st.binary(max_size=8))
 @example(header=[], data=b"")
 @example(header={"w": None}, data=b"")
@@ -164,19 +147,29 @@ def test_any_header_is_read_or_one_sentence(tmp_path_factory, header, data):
         assert sum(info.size_bytes for info in read_headers(path).values()) == len(data)
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b'{"a":' * 50_000])
-def test_broken_headers_and_json_are_one_sentence(folder, text):
-    header_file(folder / "model.safetensors", text)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+BROKEN = [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b'{"a":' * 50_000]
+
+
+@pytest.mark.parametrize("attack", [*BROKEN, 2**64 - 1, 10**12, 100_000_001, "pickle"])
+def test_what_is_no_whole_safetensors_file_is_refused_unread(folder, canary, attack):
+    file = folder / "model.safetensors"
+    if attack == "pickle":
+        file.write_bytes(pickle.dumps(Attack(canary)))
+    elif isinstance(attack, int):
+        header_file(file, b"{}", attack)
+    else:
+        header_file(file, attack)
+    with pytest.raises(CheckpointError, match=r"not a whole safetensors file.*download it again"):
         check_checkpoint(folder)
-    for name in ("config.json", "tokenizer_config.json"):
-        kept = (folder / name).read_bytes()
-        (folder / name).write_bytes(text)
-        with refused_in_one_sentence(name):
-            check_base(folder)
-            pytest.fail("it was taken")
-        (folder / name).write_bytes(kept)
-        tiny_qwen2(folder)
+
+
+@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_broken_json_is_one_sentence(folder, name, text):
+    (folder / name).write_bytes(text)
+    with refused_in_one_sentence(name):
+        check_base(folder)
+        pytest.fail("it was taken")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +226,7 @@ def test_an_adapter_cannot_name_modules_to_import(folder, tmp_path, canary, monk
     path.write_text(json.dumps(told | {"auto_mapping": auto}))
     assert load_policy(folder, trained, "float32").peft is not None
     path.write_text(json.dumps(told | {"megatron_config": {"a": 1}, "megatron_core": "evil"}))
-    with pytest.raises(CheckpointError, match="megatron_config, which isn't supported"):
+    with pytest.raises(CheckpointError, match=r"megatron_config=.*, which isn't supported"):
         load_policy(folder, trained, "float32")
     path.write_text(json.dumps(told | {"peft_type": "XLORA"}))
     with pytest.raises(CheckpointError, match="only LORA"):
@@ -243,46 +236,12 @@ def test_an_adapter_cannot_name_modules_to_import(folder, tmp_path, canary, monk
 def test_the_state_of_a_run_is_no_code(tmp_path, canary):
     states = Checkpoints(tmp_path / "states", "fingerprint")
     states.save(1, {"tensor": torch.ones(2)})
-    assert states.load(torch.device("cpu"))["step"] == 1
+    assert states.load()["step"] == 1
     file = tmp_path / "states/step-000002.pt"
     torch.save({"fingerprint": "fingerprint", "attack": Attack(canary)}, file)
     file.write_bytes(file.read_bytes() + hashlib.sha256(file.read_bytes()).digest())
     with pytest.raises(ValueError, match="contains other data than tensors and numbers"):
-        states.load(torch.device("cpu"))
-
-
-class AttributeOfIndex:
-    """A pickle that reaches for what lies behind a class."""
-
-    def __reduce__(self):
-        return getattr, (Metadata, "__init__")
-
-
-def test_enumerations_of_an_index_are_read_as_every_python_writes_them(tmp_path):
-    """Python 3.11.0 to 3.11.3 pickle a member as a call of `getattr`, others as a call of its class."""
-    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    called = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93" + pickle.dumps(type(member))[2:-1] + b"\x8c"
-    called += bytes([len(member.name)]) + member.name.encode() + b"\x86R."
-    for written in (called, pickle.dumps(member)):
-        assert _Unpickler(io.BytesIO(written)).load() is member
-
-
-def test_the_state_of_a_full_fine_tuning_is_no_code(tmp_path, canary):
-    states = ShardedCheckpoints(tmp_path, "fingerprint", Processes())
-    weights = {"w": torch.nn.Parameter(torch.ones(2))}
-    optimizer = torch.optim.AdamW(weights.values())
-    states.save(1, weights, optimizer, {"rows": []})
-    assert states.load(weights, optimizer) == {"rows": []}
-    index, state = tmp_path / "step-000001/.metadata", tmp_path / "step-000001/state.json"
-    # By its own module, by a name that a module of DCP imports, and by an attribute of a class of the index.
-    through_dcp = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x05false\x85R."
-    for attack in (pickle.dumps(Attack(canary)), through_dcp, pickle.dumps(AttributeOfIndex())):
-        index.write_bytes(attack)
-        content = json.loads(state.read_text())
-        content["digests"][".metadata"] = hashlib.sha256(index.read_bytes()).hexdigest()
-        state.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="besides tensors and numbers"):
-            states.load(weights, optimizer)
+        states.load()
 
 
 # --- templates -------------------------------------------------------------------------------------------------------
@@ -291,16 +250,11 @@ ESCAPES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
     "{{ self.__init__.__globals__['__builtins__']['open']('CANARY', 'w').write('x') }}",
-    "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
     "{{ raise_exception.__globals__['os'].system('touch CANARY') }}",
-    "{{ strftime_now.__globals__['os'].system('touch CANARY') }}",
     "{{ ('{0.__class__.__init__.__globals__}').format(raise_exception) }}",
-    "{{ messages | map(attribute='__class__') | list }}{{ messages[0].__class__.__mro__ }}",
     "{% include '/etc/passwd' %}",
     "{% for i in range(10 ** 9) %}x{% endfor %}",
     "{{ raise_exception('no') }}",
-    "{{ 1 / 0 }}",
-    "{{ 'a' + 1 }}",
     "{% broken",
 ]
 
@@ -319,26 +273,19 @@ def test_a_chat_template_reaches_nothing_but_text(folder, canary, template):
 
 TAGS = [
     "!!python/object/apply:os.system ['touch CANARY']",
-    "!!python/object/apply:pathlib.Path.write_text [!!python/object/apply:pathlib.Path ['CANARY'], 'x']",
     "!!python/object/new:os.system ['touch CANARY']",
     "!!python/name:os.system",
-    "!!python/module:os",
 ]
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_tags_of_yaml_make_no_objects(tmp_path, canary, tag):
+@pytest.mark.parametrize("read", [read_yaml, read_lock, lambda path: plan_from({}, path)])
+def test_tags_of_yaml_make_no_objects(tmp_path, canary, tag, read):
     path = tmp_path / "tagged.yaml"
     for text in (tag, f"name: {tag}", f"- {tag}"):
         path.write_text(text.replace("CANARY", str(canary)))
-        for read in (
-            read_yaml,
-            read_lock,
-            lambda path: plan_from({}, path),
-            lambda path: parse_yaml(path.read_text(), "x"),
-        ):
-            with pytest.raises(ConfigError, match="not valid YAML"):
-                read(path)
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            read(path)
 
 
 @pytest.mark.parametrize(
@@ -370,15 +317,8 @@ def test_code_in_a_repository_of_data_is_not_run(tmp_path, canary):
     repository.mkdir()
     for name in ("evil_data.py", "__init__.py", "dataset_infos.py"):
         (repository / name).write_text(code(canary))
-    origin = HubData(source="hub", repo="a/evil_data", folder=repository)
     with pytest.raises(DataError, match=r"evil_data\.py"):
-        hub_files(origin)
-    (repository / "evil_data.py").unlink()
-    card = {"configs": [{"config_name": "c", "data_files": [{"split": "train", "path": "train.jsonl"}]}]}
-    (repository / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
-    (repository / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 5"}) + "\n")
-    found = hub_files(HubData(source="hub", repo="a/evil_data", folder=repository, splits={"train": "train"}))
-    assert found.splits["train"] == [repository / "train.jsonl"]
+        hub_files(HubData(source="hub", repo="a/evil_data", folder=repository))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".pkl", ".pt", ".npy", ".csv", ".py"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qerl.checkpoints.files import CheckpointError
 from qerl.data.records import DataError
 from qerl.settings.base import ConfigError
-from qerl.settings.formats import FormatError
+from qerl.settings.models import FormatError
 
 #: What pydantic says, which no user has to know of.
 PHRASES = (

@@ -7,11 +7,11 @@ from statistics import median
 import pandas as pd
 import pytest
 
+from qerl.jobs import committed_files
 from qerl.report import speed_tables
 from qerl.report.speed_tables import mix_table
 from qerl.results.speeds import load
 from qerl.settings.base import read_yaml
-from qerl.workflow.grid import committed_files
 
 ROOT = Path(__file__).parents[2]
 PEERS, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/peers", "h200/cards", "h100/peers"))

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from qerl.results.study_data import write_study
 from qerl.settings.workflow import merged
+from qerl.study.data import write_study
 from tests.conftest import in_nightly
 from tests.tiny import tiny_decoder, tiny_qwen2
 from tests.unit.study.test_dose import study

@@ -1,4 +1,4 @@
-# The plan of the configuration, and how rules look up their jobs in it. All else about plans is in qerl/workflow.
+# The plan of the configuration, and what rules take from its jobs. All else about plans is in qerl/workflow.
 import gc
 import os
 import sys
@@ -20,13 +20,10 @@ from snakemake.exceptions import WorkflowError
 
 from qerl.data.hub import check_pinned
 from qerl.host.lease import devices
-from qerl.results import paths
-from qerl.settings.models import HubModel, PretrainSettings
+from qerl.jobs import FINISHED, listed_results
+from qerl.results import paths, printed
 from qerl.workflow.checks import check_jobs_here
-from qerl.workflow.outputs import FINISHED, PLANNED, PUBLISHED
-from qerl.workflow.outputs import figure_category, printed_files, table_category
-from qerl.workflow.plan import check_machines, fitting, launcher, models_of, one_of
-from qerl.workflow.plan import resources_of_machines, with_signature, workflow_plan
+from qerl.workflow.plan import check_machines, fitting, workflow_plan
 from qerl.workflow.stages import Jobs
 
 
@@ -42,13 +39,5 @@ def in_a_sentence():
 with in_a_sentence():
     PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
-FILES = JOBS.files
-
-
-# A value of a rule's job, the job's GPUs, and the parameters of the rule.
-of, gpus, job_params = JOBS.value, JOBS.gpus, JOBS.params
-
-
-def source(folder: Path):
-    """An unquantized model; the user's own is compared by its content, and not by its time."""
-    return ancient(str(folder)) if folder in FILES.own_models else str(folder)
+# By a kind of job (`qerl.jobs`): files that it reads and writes, a value, its GPUs, and the parameters of its rule.
+input_of, output_of, of, gpus, job_params = JOBS.input, JOBS.output, JOBS.value, JOBS.gpus, JOBS.params

@@ -4,18 +4,14 @@
 # lm-eval and lighteval over the project's own sampler; bases and trained policies alike.
 use rule gpu_job as evaluate with:
     input:
-        data=of("evaluate", lambda job: FILES.data_files(job.data, job.splits)),
-        checked=of("evaluate", lambda job: JOBS.checked_evaluation(job.out.name)),
-        checkpoint=of("evaluate", lambda job: str(job.checkpoint)),
-        trained=of("evaluate", lambda job: [str(job.trained)] if job.trained else []),
+        data=input_of("evaluate", "data"),
+        checked=input_of("evaluate", "checked"),
+        checkpoint=input_of("evaluate", "checkpoint"),
+        trained=input_of("evaluate", "trained"),
     output:
-        result=FILES.evaluation("{evaluation}") / paths.RESULT,
-        samples=FILES.evaluation("{evaluation}") / paths.SAMPLES,
-        outcomes=FILES.evaluation("{evaluation}") / paths.OUTCOMES,
+        output_of("evaluate"),
     log:
         "<logs>/evaluate/{evaluation}.log",
-    benchmark:
-        "<benchmarks>/evaluate/{evaluation}.tsv"
     # On GPUs before further trainings, so that results come as they are ready. train.smk says why not on CPUs.
     priority: 1 if devices() else 0
     resources:
@@ -29,13 +25,12 @@ use rule gpu_job as evaluate with:
 # This rule takes the whole machine, so that nothing else runs beside what it measures.
 use rule job as profile with:
     input:
-        lambda wildcards: FILES.bench_inputs(wildcards.bench),
+        checkpoints=input_of("profile", "checkpoints"),
+        data=input_of("profile", "data"),
     output:
-        FILES.bench("{bench}"),
+        output_of("profile"),
     log:
         "<logs>/profile/{bench}.log",
-    benchmark:
-        "<benchmarks>/profile/{bench}.tsv"
     threads: workflow.cores
     resources:
         **gpus("profile"),

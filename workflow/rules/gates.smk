@@ -3,10 +3,10 @@
 
 use rule job as gate_numerics with:
     input:
-        vectors=f"{PLAN.config.gates.vectors}/vectors.safetensors",
-        answers=f"{PLAN.config.gates.vectors}/answers.jsonl",
+        vectors=input_of("numerics", "vectors"),
+        answers=input_of("numerics", "answers"),
     output:
-        FILES.numerics,
+        output_of("numerics"),
     log:
         "<logs>/gates/numerics.log",
     params:
@@ -15,13 +15,11 @@ use rule job as gate_numerics with:
 
 use rule job as gate_stored with:
     input:
-        FILES.data_files(FILES.gate_tasks),
-        checkpoint=str(FILES.gate_checkpoint),
-        policy=f"{PLAN.config.gates.stored}/{{stored}}",
+        data=input_of("stored", "data"),
+        checkpoint=input_of("stored", "checkpoint"),
+        policy=input_of("stored", "trained"),
     output:
-        result=FILES.stored_evaluation("{stored}") / paths.RESULT,
-        samples=FILES.stored_evaluation("{stored}") / paths.SAMPLES,
-        outcomes=FILES.stored_evaluation("{stored}") / paths.OUTCOMES,
+        output_of("stored"),
     log:
         "<logs>/gates/stored/{stored}.log",
     params:
@@ -31,10 +29,10 @@ use rule job as gate_stored with:
 # This rule takes the whole machine, so that nothing else runs beside it.
 use rule job as gate_speed with:
     input:
-        baselines=FILES.baselines,
-        checkpoint=str(FILES.gate_checkpoint),
+        baselines=input_of("speed", "baselines"),
+        checkpoint=input_of("speed", "checkpoint"),
     output:
-        FILES.speed,
+        output_of("speed"),
     log:
         "<logs>/gates/speed.log",
     threads: workflow.cores
@@ -48,17 +46,13 @@ use rule job as gate_speed with:
 
 use rule job as verdict with:
     input:
-        FILES.baselines,
-        str(PLAN.config.gates.file),
-        FILES.judged,
+        baselines=input_of("verdict", "baselines"),
+        gates=input_of("verdict", "gates"),
+        results=input_of("verdict", "results"),
     output:
-        measured=FILES.gates / paths.MEASURED,
-        verdict=FILES.gates / paths.VERDICT,
-        table=report(
-            FILES.gates / paths.VERDICT_TABLE,
-            caption="../report/gates.rst",
-            category="5 Gates",
-        ),
+        measured=output_of("verdict", paths.MEASURED),
+        verdict=output_of("verdict", paths.VERDICT),
+        table=report(output_of("verdict", paths.VERDICT_TABLE), caption="../report/gates.rst", category="5 Gates"),
     log:
         "<logs>/gates/verdict.log",
     params:
@@ -68,10 +62,10 @@ use rule job as verdict with:
 # The file exists only if every gate passes.
 rule gate:
     input:
-        FILES.gates / paths.VERDICT,
-        FILES.report,
+        rules.verdict.output.verdict,
+        rules.write_report.output,
     output:
-        touch(FILES.passed),
+        touch(output_of("verdict", "passed")),
     log:
         "<logs>/gates/gate.log",
     localrule: True

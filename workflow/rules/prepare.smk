@@ -3,9 +3,9 @@
 
 use rule job as prepare_data with:
     input:
-        of("data", lambda job: [ancient(str(file)) for file in job.own_files]),
+        input_of("data", "records"),
     output:
-        FILES.data_files(["{dataset}"]),
+        output_of("data"),
     log:
         "<logs>/prepare_data/{dataset}.log",
     params:
@@ -14,13 +14,11 @@ use rule job as prepare_data with:
 
 use rule gpu_job as pretrain with:
     input:
-        of("pretrain", lambda job: FILES.data_files(job.data)),
+        input_of("pretrain", "data"),
     output:
-        directory(FILES.made_model("{pretrained}")),
+        directory(output_of("pretrain")),
     log:
         "<logs>/pretrain/{pretrained}.log",
-    benchmark:
-        "<benchmarks>/pretrain/{pretrained}.tsv"
     threads: 2
     params:
         **job_params("pretrain"),
@@ -28,7 +26,7 @@ use rule gpu_job as pretrain with:
 
 use rule job as fetch_model with:
     output:
-        directory(FILES.made_model("{fetched}")),
+        directory(output_of("fetch")),
     log:
         "<logs>/fetch_model/{fetched}.log",
     localrule: True
@@ -39,10 +37,10 @@ use rule job as fetch_model with:
 # Runs before all other ready jobs. It is no input of `quantize`, because other lengths would then remake each format and run.
 use rule job as check_model with:
     input:
-        model=of("check", lambda job: source(job.model)),
-        data=of("check", lambda job: FILES.data_files(job.data)),
+        model=input_of("check", "model"),
+        data=input_of("check", "data"),
     output:
-        FILES.checked("{check}"),
+        output_of("check"),
     log:
         "<logs>/check_model/{check}.log",
     priority: 2
@@ -53,14 +51,12 @@ use rule job as check_model with:
 # A base in each weight format, with a report on its size and error. bf16 is a link to the source. AWQ also reads a data set.
 use rule gpu_job as quantize with:
     input:
-        base=of("quantize", lambda job: source(job.source)),
-        data=of("quantize", lambda job: FILES.data_files([job.data.name] if job.data else [])),
+        base=input_of("quantize", "base"),
+        data=input_of("quantize", "data"),
     output:
-        checkpoint=directory(FILES.quantized("{checkpoint}") / paths.CHECKPOINT),
-        report=FILES.quantized("{checkpoint}") / paths.REPORT,
+        checkpoint=directory(output_of("quantize", paths.CHECKPOINT)),
+        report=output_of("quantize", paths.REPORT),
     log:
         "<logs>/quantize/{checkpoint}.log",
-    benchmark:
-        "<benchmarks>/quantize/{checkpoint}.tsv"
     params:
         **job_params("quantize"),

@@ -3,12 +3,12 @@
 
 rule list_results:
     output:
-        FILES.listed,
+        PLAN.listed,
     log:
         "<logs>/list_results.log",
     localrule: True
     params:
-        paths=JOBS.listed + printed_files(),
+        paths=list(map(str, listed_results(PLAN))),
     run:
         Path(output[0]).write_text("\n".join(params.paths) + "\n")
 
@@ -17,28 +17,35 @@ rule list_results:
 # thousands.
 rule collect_results:
     input:
-        FILES.stored,
-        FILES.listed,
+        PLAN.results,
+        rules.list_results.output,
     output:
-        touch(FILES.collected),
+        touch(f"{PLAN.folder}/{paths.COLLECTED}"),
     localrule: True
+
+
+def category(name, otherwise):
+    """The report sorts its categories by name. What is beside the paper's numbers has its own."""
+    return printed.CATEGORY if name in printed.NAMES else otherwise
 
 
 use rule job as tables with:
     input:
-        FILES.collected,
-        lambda wildcards: printed_files(*wildcards),
+        rules.collect_results.output,
+        printed=input_of("table", "printed"),
     output:
-        csv=FILES.tables / "{table}.csv",
-        md=FILES.tables / "{table}.md",
-        tex=FILES.tables / "{table}.tex",
+        csv=output_of("table", "{table}.csv"),
+        md=output_of("table", "{table}.md"),
+        tex=output_of("table", "{table}.tex"),
         html=report(
-            FILES.tables / "{table}.html",
+            output_of("table", "{table}.html"),
             caption="../report/table.rst",
-            category=lambda wildcards: table_category(wildcards.table),
+            category=lambda wildcards: category(
+                wildcards.table, "1 Main table" if wildcards.table == "accuracy" else "2 Tables"
+            ),
             labels={"table": "{table}"},
         ),
-        caption=FILES.tables / "{table}.txt",
+        caption=output_of("table", "{table}.txt"),
     log:
         "<logs>/tables/{table}.log",
     params:
@@ -46,16 +53,19 @@ use rule job as tables with:
 
 
 use rule tables as figures with:
+    input:
+        rules.collect_results.output,
+        printed=input_of("figure", "printed"),
     output:
         png=report(
-            FILES.figures / "{figure}.png",
+            output_of("figure", "{figure}.png"),
             caption="../report/figure.rst",
-            category=lambda wildcards: figure_category(wildcards.figure),
+            category=lambda wildcards: category(wildcards.figure, "3 Figures"),
             labels={"figure": "{figure}"},
         ),
-        svg=FILES.figures / "{figure}.svg",
-        narrow=FILES.figures / f"{{figure}}{paths.NARROW}",
-        caption=FILES.figures / "{figure}.txt",
+        svg=output_of("figure", "{figure}.svg"),
+        narrow=output_of("figure", f"{{figure}}{paths.NARROW}"),
+        caption=output_of("figure", "{figure}.txt"),
     log:
         "<logs>/figures/{figure}.log",
     params:
@@ -64,9 +74,9 @@ use rule tables as figures with:
 
 use rule job as samples_page with:
     input:
-        FILES.collected,
+        rules.collect_results.output,
     output:
-        FILES.samples_page,
+        output_of("samples"),
     log:
         "<logs>/samples_page.log",
     resources:
@@ -79,10 +89,10 @@ use rule job as samples_page with:
 # The page that people open: the main table and its figures first, everything else below.
 use rule job as write_report with:
     input:
-        FILES.collected,
-        FILES.shown,
+        rules.collect_results.output,
+        shown=input_of("report", "shown"),
     output:
-        report(FILES.report, caption="../report/report.rst", category="0 Report"),
+        report(output_of("report"), caption="../report/report.rst", category="0 Report"),
     log:
         "<logs>/write_report.log",
     params:

@@ -6,11 +6,9 @@
 # with the points that a killed one left in work/.
 rule shape_point:
     output:
-        directory(FILES.points / "{point}"),
+        directory(output_of("point")),
     log:
         "<logs>/points/{point}.log",
-    benchmark:
-        "<benchmarks>/points/{point}.tsv"
     conda:
         "../../environment.yml"
     threads: max(1, workflow.cores // max(1, len(devices())))
@@ -28,7 +26,7 @@ rule shape_point:
 use rule job as shapes with:
     output:
         report(
-            directory(FILES.tables),
+            directory(output_of("shapes")),
             patterns=["{name}.html", "{name}.png"],
             caption="../report/shapes.rst",
             category="6 Shapes",
@@ -41,5 +39,5 @@ use rule job as shapes with:
 
 rule shapes_measure:
     input:
-        [FILES.points / point for point in JOBS.points],
+        expand(rules.shape_point.output, point=PLAN.points),
     localrule: True

@@ -4,11 +4,11 @@
 
 use rule job as gather_study with:
     input:
-        lambda wildcards: FILES.studied if wildcards.scope == PLANNED else [],
-        names=FILES.listed,
-        protocol=PLAN.config.study.protocol if PLAN.config.study else [],
+        results=input_of("gather", "results"),
+        names=input_of("gather", "names"),
+        protocol=input_of("gather", "protocol"),
     output:
-        FILES.study_data("{scope}"),
+        output_of("gather"),
     log:
         "<logs>/study/gather-{scope}.log",
     resources:
@@ -21,10 +21,10 @@ use rule job as gather_study with:
 # How far each arm's error moves an untrained base.
 use rule gpu_job as measure_dose with:
     input:
-        data=of("dose", lambda job: FILES.data_files([job.data.name], ["test"])),
-        checkpoints=of("dose", lambda job: job.checkpoints),
+        data=input_of("dose", "data"),
+        checkpoints=input_of("dose", "checkpoints"),
     output:
-        FILES.doses("{model}"),
+        output_of("dose"),
     log:
         "<logs>/study/dose-{model}.log",
     resources:
@@ -37,13 +37,13 @@ use rule gpu_job as measure_dose with:
 
 use rule gather_study as study_page with:
     input:
-        FILES.study_data("{scope}"),
-        doses=lambda wildcards: FILES.all_doses(wildcards.scope),
-        printed=printed_files(),
+        data=input_of("page", "data"),
+        doses=input_of("page", "doses"),
+        printed=input_of("page", "printed"),
     output:
-        page=FILES.study("{scope}") / paths.STUDY_PAGE,
+        page=output_of("page", paths.STUDY_PAGE),
         parts=report(
-            directory(FILES.study("{scope}") / paths.STUDY_PARTS),
+            directory(output_of("page", paths.STUDY_PARTS)),
             patterns=["{name}.png"],
             caption="../report/study.rst",
             category="7 Study",
@@ -56,19 +56,20 @@ use rule gather_study as study_page with:
 
 rule study_finished:
     input:
-        FILES.study(FINISHED) / paths.STUDY_PAGE,
+        expand(rules.study_page.output.page, scope=FINISHED),
     localrule: True
 
 
-if FILES.committed_study:
+if JOBS.of("published").data:
 
-    use rule study_page as study_published with:
+    use rule gather_study as study_published with:
         input:
-            FILES.committed_study,
-            printed=printed_files(),
+            data=input_of("published", "data"),
+            doses=input_of("published", "doses"),
+            printed=input_of("published", "printed"),
         output:
-            page=PUBLISHED / paths.STUDY_PAGE,
-            parts=directory(PUBLISHED / paths.STUDY_PARTS),
+            page=output_of("published", paths.STUDY_PAGE),
+            parts=directory(output_of("published", paths.STUDY_PARTS)),
         log:
             "<logs>/study/published.log",
         params:

@@ -6,18 +6,16 @@
 
 rule train:
     input:
-        data=of("train", lambda job: FILES.data_files([job.settings.dataset], ["train"])),
-        checked=of("train", lambda job: JOBS.checked_run(job.id)),
-        checkpoint=of("train", lambda job: str(job.checkpoint)),
+        data=input_of("train", "data"),
+        checked=input_of("train", "checked"),
+        checkpoint=input_of("train", "checkpoint"),
     output:
-        policy=directory(FILES.policy("{run}")),
-        metrics=FILES.run("{run}") / paths.METRICS,
-        rollouts=directory(FILES.run("{run}") / paths.ROLLOUTS),
-        run=FILES.run("{run}") / paths.RUN,
+        policy=directory(output_of("train", paths.POLICY)),
+        metrics=output_of("train", paths.METRICS),
+        rollouts=directory(output_of("train", paths.ROLLOUTS)),
+        run=output_of("train", paths.RUN),
     log:
         "<logs>/train/{run}.log",
-    benchmark:
-        "<benchmarks>/train/{run}.tsv"
     # On CPUs before ready evaluations, which are shorter: at the end, no core waits for a training. Benches, which need all cores,
     # come last. On GPUs a training may take days, so evaluations come first.
     priority: 0 if devices() else 1
@@ -25,13 +23,13 @@ rule train:
         "../../environment.yml"
     threads: of("train", lambda job: job.settings.processes_of_node)
     resources:
-        **resources_of_machines(PLAN),
+        **JOBS.machines,
         **gpus("train") | dict(gpu=of("train", lambda job: job.settings.gpus)),
         mem_mb=2000,
         runtime=2880,
     params:
         **job_params("train"),
-        launcher=with_signature(lambda wildcards, input: launcher(PLAN.runs[wildcards.run].settings)),
+        launcher=JOBS.launcher,
     shell:
         "trap : TERM HUP USR1 USR2;"
         " for try in 1 2 3; do"

@@ -141,8 +141,13 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
         }
         // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
         const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
-        const float factor = p.lora_factor[tile / max(RANK_TILES, 1)];
-        const u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
+        const float factor = p.lora_factor[tile / p.run_tiles];
+        u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
+        if (p.runs) {  // a row of x takes the ranks of its own run
+            const int run = tile % max(RANK_TILES, 1) / p.run_tiles, first = share.row_block * ROWS + row;
+            if (row >= rows || p.runs[first] != run) even = 0;
+            if (row + 1 >= rows || p.runs[first + 1] != run) odd = 0;
+        }
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             if (group) continue;

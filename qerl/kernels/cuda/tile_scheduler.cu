@@ -53,12 +53,14 @@ struct Params {
     uint4* shrink_sums;     // [row blocks of x][parts * RANK_TILES][senders][ROWS * 16 / 4]; EMPTY before and after
     int* counters;          // [row blocks of x][2]: parts of A x that are there, workers that saw all of it; zero before and after
     float factor[3];        // of each part, multiplies W's products
-    float lora_factor[3];   // of each part, multiplies A x
+    const float* lora_factor;  // [parts * runs], multiplies A x
+    const int* runs;        // [m], the run of each row of x, or null
     float gate[2];          // a and b: with GATED out = gate / (1 + 2^(a gate + b gate^3)) * up
     int part_end[3];        // row behind each part
     int m, rows, columns, parts, mode, scale_multiplier, scale_offset, row_blocks;
     int senders;            // at most, of sums of 16 rows of A
     int span;               // up to 32 rows of x: columns of A that a warp takes at a time, in BLOCK_COLUMNS
+    int run_tiles;          // of 16 ranks, of each run and part: RANK_TILES without runs
     int* arrived;           // [thread blocks] with many rows, whether its sums are there; zero before and after
 };
 

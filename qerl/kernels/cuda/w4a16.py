@@ -15,16 +15,8 @@ from torch import Tensor
 
 from qerl.formats import layouts
 from qerl.formats.layouts import Tiles, Words
-from qerl.kernels.cuda.jit import (
-    address,
-    compile_all,
-    flat_tensor_map,
-    launch,
-    load,
-    params_struct,
-    tensor_map,
-)
-from qerl.kernels.state import COEFFICIENTS, Activation, Workspace, workspace
+from qerl.kernels.cuda.jit import address, compile_all, flat_tensor_map, launch, load, params_struct, tensor_map
+from qerl.kernels.state import COEFFICIENTS, Activation, RowRuns, Workspace, workspace
 
 # The compiled variants of the decode product, by the rows of x and the size of the layer.
 
@@ -217,7 +209,8 @@ _Params = params_struct(
     shrink_sums=_POINTER,
     counters=_POINTER,
     factor=ctypes.c_float * 3,
-    lora_factor=ctypes.c_float * 3,
+    lora_factor=_POINTER,
+    runs=_POINTER,
     gate=ctypes.c_float * 2,
     part_end=ctypes.c_int * 3,
     **dict.fromkeys(
@@ -232,6 +225,7 @@ _Params = params_struct(
             "row_blocks",
             "senders",
             "span",
+            "run_tiles",
         ),
         ctypes.c_int,
     ),
@@ -257,11 +251,12 @@ class Operands:
     bias: Tensor | None  # [rows] float32, in the order of the tiles
     down: Tensor  # A of each layer, [layers, rank, columns] bfloat16; rank is a multiple of RANK_STEP
     ups: Sequence[Tensor]  # B of each layer, [rows, rank] bfloat16
-    scales: tuple[float, ...]  # of each layer's adapter
+    scales: Tensor  # [layers * runs] float32, of each adapter
+    runs: RowRuns | None = None  # of a cohort, whose runs have equal parts of the ranks
 
     @property
     def rank(self) -> int:
-        """Rank of the adapters, padded."""
+        """Rank of a layer's adapters, padded: the sum over runs."""
         return self.down.shape[1]
 
     @property
@@ -277,11 +272,11 @@ def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation:
     """
     tiles, processors = operands.tiles, workspace(x.device).processors
     most = processors // LEAST_WORKERS * MOST_ROWS
-    for rows, outs in zip(x.split(most), out.split(most), strict=True):
+    for number, (rows, outs) in enumerate(zip(x.split(most), out.split(most), strict=True)):
         variant, blocks = variant_for(len(rows), tiles.rows, tiles.columns, processors)
         row_blocks = -(-len(rows) // variant.rows)
         workers = variant.workers(blocks, processors // row_blocks)
-        params = _params(operands, rows, outs, mode, activation, variant, row_blocks, workers)
+        params = _params(operands, rows, outs, number * most, mode, activation, variant, row_blocks, workers)
         shared_bytes = variant.shared_bytes(operands.ranks)
         function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
         launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
@@ -313,6 +308,7 @@ def _params(
     operands: Operands,
     x: Tensor,
     out: Tensor,
+    first: int,
     mode: Mode,
     activation: Activation,
     variant: KernelVariant,
@@ -341,7 +337,8 @@ def _params(
         shrink_sums=address(space.get("shrink_sums", row_blocks * width * senders * variant.rows, _EMPTY)),
         counters=address(space.get("counters", 2 * row_blocks)),
         factor=(ctypes.c_float * 3)(*tiles.factors),
-        lora_factor=(ctypes.c_float * 3)(*operands.scales),
+        lora_factor=address(operands.scales),
+        runs=address(None if operands.runs is None else operands.runs.rows[first : first + len(x)]),
         gate=(ctypes.c_float * 2)(*(-log2(e) * one for one in COEFFICIENTS[activation])),
         part_end=(ctypes.c_int * 3)(*(ends + [tiles.rows] * 3)[:3]),
         m=len(x),
@@ -354,6 +351,7 @@ def _params(
         row_blocks=row_blocks,
         senders=senders,
         span=span,
+        run_tiles=max(operands.rank // RANK_STEP // (operands.runs.count if operands.runs else 1), 1),
         arrived=address(space.get("arrived", space.processors)),
     )
 

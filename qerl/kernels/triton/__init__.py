@@ -1,4 +1,4 @@
-"""Kernels in Triton, imported on GPUs alone: this module has `qerl.kernels.operations.Operations`."""
+"""Kernels in Triton, imported on GPUs alone: the functions of `qerl.kernels.reference`."""
 
 from qerl.kernels.triton.attention import attend
 from qerl.kernels.triton.delta import delta_prompts, delta_step

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels import state
-from qerl.kernels.state import PAGE, DecodeState, Heads, KVCache, splits_of
+from qerl.kernels.state import PAGE, DecodeState, Heads, KVCache, Rope, splits_of
 from qerl.kernels.triton.launch import dependent, let_next_start, wait_for_earlier
 
 # The heads of a token in Triton, for kernels of decode steps and of prompts: norms, rotation, FP8, sinks.
@@ -192,8 +192,8 @@ class Sequences(NamedTuple):
     pages_stride: int
 
 
-class Rope(NamedTuple):
-    """Cosines and sines [positions, R / 2] of the R elements of a head that rotate."""
+class Angles(NamedTuple):
+    """The tensors of a `Rope`."""
 
     cos: Tensor
     sin: Tensor
@@ -581,7 +581,7 @@ def _pages_ahead(programs: float, page: int, other: int, shared: int) -> int:
     return max(_PAGES, key=worth)
 
 
-def _shape(heads: Heads, cache: KVCache, rope: tuple[Tensor, Tensor], batch: int, table: int, splits: int) -> Shape:
+def _shape(heads: Heads, cache: KVCache, rope: Rope, batch: int, table: int, splits: int) -> Shape:
     """The kernel's sizes. `splits` becomes 1 if there are enough sequences, and slots have `table` pages."""
     if heads.window is not None:
         splits = min(splits, splits_of((heads.window - 2) // PAGE + 2))  # of the most pages in which a window lies
@@ -626,13 +626,7 @@ def _shape(heads: Heads, cache: KVCache, rope: tuple[Tensor, Tensor], batch: int
 
 
 def attend(
-    qkv: Tensor,
-    cache: KVCache,
-    state: DecodeState,
-    rows: Tensor,
-    rope: tuple[Tensor, Tensor],
-    heads: Heads,
-    splits: int,
+    qkv: Tensor, cache: KVCache, state: DecodeState, rows: Tensor, rope: Rope, heads: Heads, splits: int
 ) -> Tensor:
     """See `reference.attend`; `splits` is `state.splits_of` the most pages of a sequence."""
     batch, device = len(rows), qkv.device
@@ -643,7 +637,7 @@ def attend(
     q_norm, k_norm, sinks = (qkv if one is None else one for one in (heads.q_norm, heads.k_norm, heads.sinks))
     scale = heads.scale * 1.4426950408889634  # scores are in units of log2
     parts = Cache(cache.data, cache.data if cache.scales is None else cache.scales)
-    tables, norms, pdl = Rope(*rope), HeadNorms(q_norm, k_norm, heads.eps), dependent(device)
+    tables, norms, pdl = Angles(*rope), HeadNorms(q_norm, k_norm, heads.eps), dependent(device)
     if shape.splits == 1:
         attend_whole[(batch // shape.rows, heads.kv)](
             qkv, parts, out, sequences, tables, norms, sinks, scale, shape=shape, num_warps=4, **pdl

@@ -12,17 +12,9 @@ from torch import Tensor
 
 from qerl.formats.layouts import BLOCK_COLUMNS, Words
 from qerl.kernels import reference
-from qerl.kernels.portable import (
-    GradientTile,
-    Tile,
-    gradient_tile_for,
-    grouped_tile_for,
-    ranks_at_once,
-    weight_gradient_tile_for,
-)
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.kernels.triton.launch import begin, dependent
-from qerl.kernels.triton.linear import wait_for_products, weight_values
+from qerl.kernels.triton.linear import Tile, ranks_at_once, rows_of_tile, store_tile, wait_for_products, weight_values
 
 # Groups of more pairs than one launch can hold, in Triton: their number for each expert, then their places.
 #
@@ -385,11 +377,7 @@ def _strips_product(
 ):  # fmt: skip
     """One program's part of `grouped_product`, of the first COUNT strips of a block."""
     slot, r = tl.arange(0, M), tl.arange(0, N)
-    if SILU:
-        n = tl.minimum(tile * (N // 2) + r % (N // 2), width - 1) + r // (N // 2) * width
-    else:
-        n = tl.minimum(tile * N + r, width - 1)
-    n += expert * rows
+    n = expert * rows + rows_of_tile(tile, r, width, N, SILU)
     # Pairs that don't exist are read as the last one, and not written.
     rows_of_x = ()
     for strip in tl.static_range(COUNT):
@@ -411,9 +399,9 @@ def _strips_product(
         if SILU:
             gate, above = tl.split(y.reshape(2, N // 2, M).permute(1, 2, 0))
             gated = gate * tl.sigmoid(gate) * above
-            _store(gated, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width, False)
+            store_tile(gated, out, tile * (N // 2) + tl.arange(0, N // 2), pair, pairs, width, False)
         else:
-            _store(y, out, tile * N + r, pair, pairs, width, False)
+            store_tile(y, out, tile * N + r, pair, pairs, width, False)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -444,16 +432,6 @@ def grouped_product(
                     pairs, fan, rows, all_rows, columns, width,
                     GROUPS, MULTIPLIER, OFFSET, TAIL, BIASED, RANK, RANKS, SILU, N, M, count, STAGES,
                 )  # fmt: skip
-
-
-@triton.jit
-def _store(y, out, n, pair, pairs, width, ADD: tl.constexpr):
-    """Write y [N, M] to out [pairs, width], or add it."""
-    place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
-    inside = (n < width)[:, None] & (pair < pairs)[None, :]
-    if ADD:
-        y += tl.load(place, inside, other=0.0).to(tl.float32)
-    tl.store(place, y.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -494,7 +472,7 @@ def grouped_input_gradient(
                 inside = (column < columns)[None, :]
                 weight = tl.load(codes + n.to(tl.int64)[:, None] * columns + column[None, :], inside, other=0.0)
             total = tl.dot(tl.trans(weight), d, total, input_precision="ieee")
-        _store(total * factor, out, column, pair, pairs, columns, ADD)
+        store_tile(total * factor, out, column, pair, pairs, columns, ADD)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -524,6 +502,30 @@ def grouped_weight_gradient(
 
 
 # Launches of grouped products, for the weights of all experts of a mixture in one tensor a layer.
+
+
+#: Of grouped products, by the pairs of a block; `m` are those of a strip. They are the fastest, or nearly so, of those
+#: timed with the shapes of Qwen3-30B-A3B and gpt-oss-20b on an H200 (docs/lab/mixtures.md). For strips of 8 pairs the
+#: compiler takes mma.sync on Hopper, too. There is no product for Hopper alone: one was built and was slower, and this
+#: one takes at most 1.12 times as long as a copy of the experts' weights at 8 and 32 tokens.
+_GROUPED = {
+    8: Tile(128, 8, 4, 4),
+    16: Tile(128, 8, 4, 4),
+    32: Tile(128, 8, 4, 3),
+    64: Tile(128, 8, 4, 3),
+    128: Tile(128, 128, 8, 3),
+}
+#: Rows of W that a program of an input gradient reads at a time.
+_GRADIENT_ROWS = 64
+
+
+def grouped_tile_for(pairs: int, itemsize: int = 2) -> Tile:
+    """The tile of a grouped product whose blocks have this many pairs.
+
+    `itemsize` is that of x: float32 takes twice the shared memory, so that it has small tiles and no pipeline.
+    """
+    tile = _GROUPED[pairs]
+    return tile if itemsize == 2 else replace(tile, n=min(tile.n, 64), stages=1)
 
 
 @dataclass(frozen=True)
@@ -583,26 +585,19 @@ def multiply(
     )  # fmt: skip
 
 
-def input_gradient(
-    operands: GroupedOperands,
-    grad: Tensor,
-    groups: Groups,
-    out: Tensor,
-    add: bool = False,
-    tile: GradientTile | None = None,
-) -> None:
+def input_gradient(operands: GroupedOperands, grad: Tensor, groups: Groups, out: Tensor, add: bool = False) -> None:
     """Write the gradient of each pair's input to out [pairs, columns], or with `add` add it.
 
     `grad` is that of its output, [T, rows] or [pairs, rows]. Dtypes are as in `multiply`.
     """
-    packed = isinstance(operands.weights, Words)
-    tile = tile or gradient_tile_for(groups.size, grad.element_size())
     (codes, scales, factors), all_rows, decode = operands.arguments()
-    columns = BLOCK_COLUMNS if packed else DENSE_COLUMNS.value
+    columns = BLOCK_COLUMNS if isinstance(operands.weights, Words) else DENSE_COLUMNS.value
+    # Sums and operands in float32 of 128 pairs take more registers than four warps have.
+    warps, stages = (4, 3) if grad.element_size() == 2 else (max(4, groups.size // 16), 1)
     grouped_input_gradient[(len(groups.experts), triton.cdiv(operands.columns, columns))](
         codes, scales, grad, groups.pairs, groups.experts, factors, out, groups.count, _pairs_a_row(grad, groups),
-        operands.rows, all_rows, operands.columns, **decode, ADD=add, N=tile.n, M=groups.size, COLUMNS=columns,
-        STAGES=tile.stages, num_warps=tile.warps, **dependent(grad.device),
+        operands.rows, all_rows, operands.columns, **decode, ADD=add, N=_GRADIENT_ROWS, M=groups.size, COLUMNS=columns,
+        STAGES=stages, num_warps=warps, **dependent(grad.device),
     )  # fmt: skip
 
 
@@ -626,11 +621,12 @@ def dense_weight_gradient(grad: Tensor, x: Tensor, groups: Groups, experts: int)
     # Blocks without pairs come last.
     owners = groups.experts.where(groups.experts >= 0, experts)
     starts = torch.searchsorted(owners, torch.arange(experts + 1, dtype=torch.int32, device=x.device)).int()
-    tile = weight_gradient_tile_for(rows, columns, groups.size, x.element_size())
-    grouped_weight_gradient[(experts, triton.cdiv(rows, tile.n), triton.cdiv(columns, tile.columns))](
+    # The part of a gradient that a program sums; one of both sizes is a rank. Not timed on a GPU yet.
+    n, wide = (min(max(triton.next_power_of_2(size), 16), 64) for size in (rows, columns))
+    grouped_weight_gradient[(experts, triton.cdiv(rows, n), triton.cdiv(columns, wide))](
         grad, x, groups.pairs, starts, out, groups.count, _pairs_a_row(x, groups), rows, columns, SIZE=groups.size,
-        N=tile.n, M=max(groups.size, 16), COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
-        **dependent(x.device),
+        N=n, M=max(groups.size, 16), COLUMNS=wide, STAGES=2 if x.element_size() == 2 and groups.size < 128 else 1,
+        num_warps=4, **dependent(x.device),
     )  # fmt: skip
     return out
 

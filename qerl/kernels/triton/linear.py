@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,9 +13,84 @@ from triton.language.extra.cuda import num_warps
 from triton.language.target_info import cuda_capability_geq
 
 from qerl.formats.layouts import BLOCK_COLUMNS, Words
-from qerl.kernels.portable import PortableOperands, Tile, ranks_at_once, tile_for
-from qerl.kernels.state import COEFFICIENTS, Activation, workspace
+from qerl.kernels.state import COEFFICIENTS, Activation, RowRuns, workspace
 from qerl.kernels.triton.launch import begin, dependent, let_next_start, wait_for_earlier
+
+# Operands of the portable products, and how these are divided among programs: by rows of x and by layer size. The
+# choice depends on nothing measured at run time, so that equal inputs give equal bits in every run on a kind of GPU.
+
+#: Registers of a multiprocessor, on all supported GPUs.
+REGISTERS = 64 * 1024
+#: The fewest blocks of columns of a split, and the most splits.
+_LEAST_SPAN, _MOST_SPLITS = 2, 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a product that one program computes."""
+
+    n: int  # rows of W
+    m: int  # rows of x
+    warps: int
+    stages: int  # of the pipeline
+    #: Programs that fit a multiprocessor, up to which W's columns are divided. Grouped products never divide them.
+    programs: int = 1
+
+    def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
+        """The number of parts of W's columns, of which `blocks` blocks exist."""
+        tiles = -(-rows_of_w // self.n) * -(-rows // self.m)
+        most = self.programs * processors // tiles
+        return max(1, min(most, blocks // _LEAST_SPAN, _MOST_SPLITS))
+
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread with which `programs` fit a multiprocessor."""
+        return min(REGISTERS // (self.programs * self.warps * 32) // 8 * 8, 255)
+
+
+@dataclass(frozen=True)
+class PortableOperands:
+    """Weights of layers with the same input, with their biases and adapters."""
+
+    words: Words
+    factors: Tensor  # [rows] float32, of each row of W
+    bias: Tensor | None  # [rows] float32
+    down: Tensor  # [rank, columns] bfloat16, of all layers
+    up: Tensor  # [rows, rank] bfloat16, block-diagonal, with the adapters' scales
+    runs: RowRuns | None = None  # of a cohort
+    run_of_rank: Tensor | None = None  # [rank] int32, with `runs`
+
+    @property
+    def rank(self) -> int:
+        """The sum of the layers' ranks."""
+        return len(self.down)
+
+
+def ranks_at_once(rank: int, most: int) -> int:
+    """The ranks of an adapter that a program multiplies at a time: a power of two, no fewer than an instruction."""
+    return min(max(1 << (rank - 1).bit_length(), 16), most)
+
+
+#: By the most rows of x: the fastest of those timed with 7B's shapes on an H200 (docs/lab/portable.md). With two warps,
+#: the compiler takes mma.sync on Hopper, too, and no two warps decode the same weights.
+_TILES = {
+    8: Tile(64, 8, 4, 7, programs=5),
+    16: Tile(64, 16, 2, 6, programs=4),
+    32: Tile(64, 32, 2, 4, programs=4),
+    64: Tile(64, 64, 4, 3, programs=3),
+}
+_MANY = Tile(64, 128, 4, 3, programs=2)
+
+
+def tile_for(rows: int) -> Tile:
+    """The tile of a product with `rows` rows of x."""
+    return next((tile for most, tile in _TILES.items() if rows <= most), _MANY)
+
+
+def tiles() -> list[Tile]:
+    """All tiles that `tile_for` gives."""
+    return [*_TILES.values(), _MANY]
+
 
 # Decoding of `qerl.formats.layouts.Words` in Triton, and the kernel that unpacks a layer for products by cuBLAS.
 
@@ -170,7 +246,7 @@ def _product(
 
 
 @triton.jit
-def _row(tile, r, width, N: tl.constexpr, GATED: tl.constexpr):
+def rows_of_tile(tile, r, width, N: tl.constexpr, GATED: tl.constexpr):
     """The rows of W that are rows r of a tile; with GATED, half of them are gate's and half are up's.
 
     Rows that don't exist are read as the last one, and not written.
@@ -188,7 +264,7 @@ def _prefetch(codes, tile, rows_of_w, first, last, width, N: tl.constexpr, GATED
     lines: tl.constexpr = N // 2  # of a block; a row has 64 bytes
     line = tl.arange(0, EARLY_BLOCKS * lines)
     block = tl.minimum(first + line // lines, last - 1)
-    row = _row(tile, line % lines * 2, width, N, GATED)
+    row = rows_of_tile(tile, line % lines * 2, width, N, GATED)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(codes + (block * rows_of_w + row) * 16).to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -210,7 +286,19 @@ def _shrink(down, x, r, m, columns, first, last, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _plus_adapter(y, up, sums, n, m, rows, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+def of_own_run(shrunk, rank, m, runs, run_of_rank, r_inside, m_inside, RUNS: tl.constexpr):
+    """A x of ranks and rows of x, broadcast against each other, with 0 where rank and row are of different runs."""
+    if RUNS:
+        own = tl.load(run_of_rank + rank, r_inside, other=-1) == tl.load(runs + m, m_inside, other=-2)
+        shrunk = tl.where(own, shrunk, 0.0)
+    return shrunk
+
+
+@triton.jit
+def _plus_adapter(
+    y, up, sums, runs, run_of_rank, n, m, rows,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
     """y [N, M] plus B (A x), with A x as float32 sums [SPLITS, rows, RANK], which are added in order and rounded."""
     rank = tl.arange(0, RANKS)
     for first in range(0, RANK, RANKS):
@@ -220,6 +308,7 @@ def _plus_adapter(y, up, sums, n, m, rows, RANK: tl.constexpr, RANKS: tl.constex
         for _ in tl.range(0, SPLITS):
             s += tl.load(place, (r < RANK)[:, None], other=0.0)
             place += rows * RANK
+        s = of_own_run(s, r[:, None], m[None, :], runs, run_of_rank, (r < RANK)[:, None], (m < rows)[None, :], RUNS)
         b = tl.load(up + n[:, None] * RANK + r[None, :], (r < RANK)[None, :], other=0.0)
         y = tl.dot(b, s.to(up.dtype.element_ty), y, input_precision="ieee")
     return y
@@ -235,7 +324,7 @@ def _scaled(total, factors, bias, n, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _store(y, out, n, m, rows, width, RESIDUAL: tl.constexpr):
+def store_tile(y, out, n, m, rows, width, RESIDUAL: tl.constexpr):
     """Write y [N, M] to out [rows, width], or add it."""
     place = out + m.to(tl.int64)[None, :] * width + n[:, None]
     inside = (n < width)[:, None] & (m < rows)[None, :]
@@ -285,9 +374,9 @@ def _summed(place, SPLITS: tl.constexpr):
 
 @triton.jit
 def _finish(
-    y, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
+    y, factors, bias, up, runs, run_of_rank, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
     RANK: tl.constexpr, RANKS: tl.constexpr, SENDERS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of a tile, of its sums y [N, M] of all columns."""
     N: tl.constexpr = y.shape[0]
@@ -295,24 +384,27 @@ def _finish(
         _wait_for_shrunk(shrunk_counter, SENDERS, tiles)
     y = _scaled(y, factors, bias, n, BIASED)
     if RANK:
-        y = _plus_adapter(y, up, shrink_sums, n, tl.minimum(m, rows - 1), rows, RANK, RANKS, SPLITS)
+        row = tl.minimum(m, rows - 1)
+        y = _plus_adapter(y, up, shrink_sums, runs, run_of_rank, n, row, rows, RANK, RANKS, SPLITS, RUNS)
     if ACTIVATION != "":
         gate, above = tl.split(y.reshape(2, N // 2, y.shape[1]).permute(1, 2, 0))
         inner = gate
         if ACTIVATION == "gelu_pytorch_tanh":
             inner = gate * (gate * gate * _GELU_B + _GELU_A)
-        _store(gate * tl.sigmoid(inner) * above, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL)
+        store_tile(
+            gate * tl.sigmoid(inner) * above, out, tile * (N // 2) + tl.arange(0, N // 2), m, rows, width, RESIDUAL
+        )
     else:
-        _store(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
+        store_tile(y, out, tile * N + tl.arange(0, N), m, rows, width, RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "tiles", "span", "row_blocks"])
 def fused_product(
-    codes, scales, factors, bias, down, up, x, out, sums, shrink_sums, counters,
+    codes, scales, factors, bias, down, up, runs, run_of_rank, x, out, sums, shrink_sums, counters,
     rows, rows_of_w, columns, blocks, tiles, span, row_blocks, width,
     GROUPS: tl.constexpr, MULTIPLIER: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     SPLITS: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    RUNS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The outputs [rows, width]. A split has `span` blocks of columns.
 
@@ -341,7 +433,7 @@ def fused_product(
             _prefetch(codes, tile, rows_of_w, first, last, width, N, ACTIVATION != "")
         wait_for_earlier(PDL)
         r = tl.arange(0, N)
-        n = _row(tile, r, width, N, ACTIVATION != "")
+        n = rows_of_tile(tile, r, width, N, ACTIVATION != "")
         total = _product(
             codes, scales, x, n, m_read, rows_of_w, columns, first, last, GROUPS, MULTIPLIER, OFFSET, STAGES
         )
@@ -356,8 +448,8 @@ def fused_product(
                 tl.atomic_xchg(counters + number, 0, sem="relaxed", scope="gpu")
                 total = _summed(place, SPLITS)
             _finish(
-                total, factors, bias, up, shrink_sums, shrunk_counter, out, tile, n, m, rows, tiles, width,
-                RANK, RANKS, SHRINKS * SPLITS, SPLITS, BIASED, ACTIVATION, RESIDUAL,
+                total, factors, bias, up, runs, run_of_rank, shrink_sums, shrunk_counter, out, tile, n, m, rows,
+                tiles, width, RANK, RANKS, SHRINKS * SPLITS, SPLITS, BIASED, ACTIVATION, RESIDUAL, RUNS,
             )  # fmt: skip
 
 
@@ -391,15 +483,23 @@ def multiply(
     shrunk = torch.empty(splits, rows, rank, dtype=torch.float32, device=x.device)
     senders = triton.cdiv(rank, SHRINK_ROWS.value)
     bias = operands.factors if operands.bias is None else operands.bias  # the former isn't read
+    runs, run_of_rank = runs_of(operands.runs, operands.run_of_rank, x)
     fused_product[((senders + tiles) * row_blocks * splits,)](
-        words.codes, words.scales, operands.factors, bias, operands.down, operands.up, x, out, sums, shrunk,
+        words.codes, words.scales, operands.factors, bias, operands.down, operands.up, runs, run_of_rank,
+        x, out, sums, shrunk,
         space.get("arrivals", row_blocks * (tiles + 1)), rows, words.rows, words.columns, blocks, tiles, span,
         row_blocks, width,
         GROUPS=BLOCK_COLUMNS // words.group, MULTIPLIER=multiplier, OFFSET=offset & 0xFFFF,
         RANK=rank, RANKS=ranks_at_once(rank, _MOST_RANKS), SPLITS=splits,
         BIASED=operands.bias is not None, ACTIVATION=activation or "", RESIDUAL=residual,
-        N=tile.n, M=tile.m, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers, **pdl,
+        RUNS=operands.runs is not None, N=tile.n, M=tile.m, STAGES=tile.stages,
+        num_warps=tile.warps, maxnreg=tile.registers, **pdl,
     )  # fmt: skip
+
+
+def runs_of(runs: RowRuns | None, run_of_rank: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The run of each row and of each rank, or tensors that aren't read in their place."""
+    return (x, x) if runs is None or run_of_rank is None else (runs.rows, run_of_rank)
 
 
 # The product of a narrow dense layer with its adapter in Triton, out = W x + B (A x), as one launch for few rows of x.
@@ -413,9 +513,9 @@ _N, _K, _SPAN = 16, 128, 640
 
 @triton.jit
 def _narrow(
-    x, weight, down, up, out, sums, counters, rows, columns, width,
-    RANK: tl.constexpr, RANKS: tl.constexpr, WIDTHS: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    x, weight, down, up, runs, run_of_rank, out, sums, counters, rows, columns, width,
+    RANK: tl.constexpr, RANKS: tl.constexpr, RUNS: tl.constexpr, WIDTHS: tl.constexpr, SPLITS: tl.constexpr,
+    SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles, weight_tiles = tl.num_programs(0), tl.cdiv(width, N)
@@ -442,7 +542,10 @@ def _narrow(
         y = _sum_of_splits(sums, wide, 0, tiles, width, SPLITS, M, N)
         if RANK:
             rank = tl.arange(0, RANKS)
-            shrunk = _sum_of_splits(sums, rank, weight_tiles, tiles, RANK, SPLITS, M, N).to(up.dtype.element_ty)
+            shrunk = _sum_of_splits(sums, rank, weight_tiles, tiles, RANK, SPLITS, M, N)
+            shrunk = of_own_run(
+                shrunk, rank[None, :], m[:, None], runs, run_of_rank, (rank < RANK)[None, :], (m < rows)[:, None], RUNS
+            ).to(up.dtype.element_ty)
             mask = (rank < RANK)[:, None] & (wide < width)[None, :]
             b = tl.load(up + wide[None, :] * RANK + rank[:, None], mask, other=0.0)
             y = tl.dot(shrunk, b, y, input_precision="ieee")
@@ -460,19 +563,30 @@ def _sum_of_splits(sums, number, first, tiles, count, SPLITS: tl.constexpr, M: t
     return total
 
 
-def narrow_product(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, out: Tensor) -> None:
+def narrow_product(
+    x: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    out: Tensor,
+    runs: RowRuns | None = None,
+    run_of_rank: Tensor | None = None,
+) -> None:
     """Write x W^T + (x A^T) B^T to out [m, N], with x [m, K], W [N, K], A [R, K] and B [N, R].
 
-    All are contiguous and of one dtype. Sums are float32, and A x is rounded to the dtype.
+    All are contiguous and of one dtype. Sums are float32, and A x is rounded to the dtype. With `runs` a row takes the
+    ranks of its own run, which `run_of_rank` [R] int32 names.
     """
     (rows, columns), width, rank, space = x.shape, len(weight), len(down), workspace(x.device)
     size = min(max(16, triton.next_power_of_2(rows)), 64)
     tiles, splits, blocks = -(-width // _N) + -(-rank // _N), -(-columns // _SPAN), -(-rows // size)
     sums = torch.empty(blocks * splits * tiles * size * _N, dtype=torch.float32, device=x.device)
     _narrow[(tiles, splits, blocks)](
-        x, weight, down, up, out, sums, space.get("narrow_arrivals", blocks), rows, columns, width,
-        RANK=rank, RANKS=max(16, triton.next_power_of_2(rank)), WIDTHS=max(16, triton.next_power_of_2(width)),
-        SPLITS=splits, SPAN=_SPAN, M=size, N=_N, K=_K, num_warps=4, **dependent(x.device),
+        x, weight, down, up, *runs_of(runs, run_of_rank, x), out, sums, space.get("narrow_arrivals", blocks),
+        rows, columns, width,
+        RANK=rank, RANKS=max(16, triton.next_power_of_2(rank)), RUNS=runs is not None,
+        WIDTHS=max(16, triton.next_power_of_2(width)), SPLITS=splits, SPAN=_SPAN, M=size, N=_N, K=_K, num_warps=4,
+        **dependent(x.device),
     )  # fmt: skip
 
 
@@ -482,18 +596,19 @@ _BLOCK = 8192
 
 
 @triton.jit
-def _copy(targets, sources, sizes, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _copy(targets, sources, sizes, widths, strides, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tensor, block = tl.program_id(0), tl.program_id(1)
     begin(PDL)
-    size = tl.load(sizes + tensor)
+    size, width = tl.load(sizes + tensor), tl.load(widths + tensor)
     place = block * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + tensor).to(tl.pointer_type(tl.float32))
     target = tl.load(targets + tensor).to(tl.pointer_type(tl.bfloat16))
-    tl.store(target + place, tl.load(source + place, place < size).to(tl.bfloat16), place < size)
+    to = place // width * tl.load(strides + tensor) + place % width
+    tl.store(target + to, tl.load(source + place, place < size).to(tl.bfloat16), place < size)
 
 
 class Copies:
-    """Copies `sources` (float32) into `targets` (bfloat16) of the same sizes, all contiguous, at each call."""
+    """Copies matrices `sources` (float32, contiguous) into `targets` (bfloat16, with contiguous rows) at each call."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         device = targets[0].device
@@ -501,9 +616,12 @@ class Copies:
         self._targets = torch.tensor([tensor.data_ptr() for tensor in targets], device=device)
         self._sources = torch.tensor([tensor.data_ptr() for tensor in sources], device=device)
         self._sizes = torch.tensor([tensor.numel() for tensor in sources], device=device)
+        self._widths = torch.tensor([tensor.shape[1] for tensor in targets], device=device)
+        self._strides = torch.tensor([tensor.stride(0) for tensor in targets], device=device)
         self._grid = len(sources), triton.cdiv(max(tensor.numel() for tensor in sources), _BLOCK)
 
     def __call__(self) -> None:
         """Copy the present values of the sources."""
         pdl = dependent(self._targets.device)
-        _copy[self._grid](self._targets, self._sources, self._sizes, BLOCK=_BLOCK, num_warps=8, **pdl)
+        tensors = self._targets, self._sources, self._sizes, self._widths, self._strides
+        _copy[self._grid](*tensors, BLOCK=_BLOCK, num_warps=8, **pdl)

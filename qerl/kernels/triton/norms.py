@@ -17,7 +17,10 @@ from qerl.kernels.triton.launch import begin, dependent
 
 
 @triton.jit
-def _scale(weight, noise, column, mask, NOISY: tl.constexpr, OFFSET: tl.constexpr):
+def _scale(weight, noise, runs, column, width, mask, NOISY: tl.constexpr, OFFSET: tl.constexpr, RUNS: tl.constexpr):
+    if RUNS:  # a row of weights and noise for each run
+        first = tl.load(runs + tl.program_id(0)) * width
+        weight, noise = weight + first, noise + first
     scale = tl.load(weight + column, mask, other=0.0).to(tl.float32)
     if NOISY:
         scale += tl.load(noise + column, mask, other=0.0)
@@ -34,12 +37,12 @@ def _normed(x, scale, width, eps, dtype: tl.constexpr):
 
 @triton.jit
 def _rms_norm(
-    x, weight, noise, out, width, eps,
-    NOISY: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, weight, noise, runs, out, width, eps,
+    NOISY: tl.constexpr, OFFSET: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     place, mask = tl.program_id(0) * width + column, column < width
-    scale = _scale(weight, noise, column, mask, NOISY, OFFSET)
+    scale = _scale(weight, noise, runs, column, width, mask, NOISY, OFFSET, RUNS)
     begin(PDL)
     normed = _normed(tl.load(x + place, mask, other=0.0), scale, width, eps, out.dtype.element_ty)
     tl.store(out + place, normed, mask)
@@ -47,14 +50,15 @@ def _rms_norm(
 
 @triton.jit
 def _add_normed(
-    x, weight, noise, to, then_weight, then_noise, out, width, eps, then_eps,
-    NOISY: tl.constexpr, OFFSET: tl.constexpr, THEN_NOISY: tl.constexpr, THEN_OFFSET: tl.constexpr,
+    x, weight, noise, runs, to, then_weight, then_noise, then_runs, out, width, eps, then_eps,
+    NOISY: tl.constexpr, OFFSET: tl.constexpr, RUNS: tl.constexpr,
+    THEN_NOISY: tl.constexpr, THEN_OFFSET: tl.constexpr, THEN_RUNS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     place, mask = tl.program_id(0) * width + column, column < width
-    scale = _scale(weight, noise, column, mask, NOISY, OFFSET)
-    then_scale = _scale(then_weight, then_noise, column, mask, THEN_NOISY, THEN_OFFSET)
+    scale = _scale(weight, noise, runs, column, width, mask, NOISY, OFFSET, RUNS)
+    then_scale = _scale(then_weight, then_noise, then_runs, column, width, mask, THEN_NOISY, THEN_OFFSET, THEN_RUNS)
     dtype: tl.constexpr = to.dtype.element_ty
     begin(PDL)
     wide, before = tl.load(x + place, mask, other=0.0), tl.load(to + place, mask, other=0.0)
@@ -69,7 +73,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     out = torch.empty_like(x)
     _rms_norm[(len(x),)](
         x, *_tensors(norm), out, x.shape[1], norm.eps,
-        NOISY=norm.noise is not None, OFFSET=norm.offset, **_block(x),
+        NOISY=norm.noise is not None, OFFSET=norm.offset, RUNS=norm.runs is not None, **_block(x),
     )  # fmt: skip
     return out
 
@@ -79,15 +83,17 @@ def add_normed(to: Tensor, x: Tensor, norm: Norm, next_norm: Norm) -> Tensor:
     out = torch.empty_like(x)
     _add_normed[(len(x),)](
         x, *_tensors(norm), to, *_tensors(next_norm), out, x.shape[1], norm.eps, next_norm.eps,
-        NOISY=norm.noise is not None, OFFSET=norm.offset,
-        THEN_NOISY=next_norm.noise is not None, THEN_OFFSET=next_norm.offset, **_block(x),
+        NOISY=norm.noise is not None, OFFSET=norm.offset, RUNS=norm.runs is not None,
+        THEN_NOISY=next_norm.noise is not None, THEN_OFFSET=next_norm.offset, THEN_RUNS=next_norm.runs is not None,
+        **_block(x),
     )  # fmt: skip
     return out
 
 
-def _tensors(norm: Norm) -> tuple[Tensor, Tensor]:
-    """The weight and the noise, or a tensor that isn't read in its place."""
-    return norm.weight, norm.weight if norm.noise is None else norm.noise
+def _tensors(norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """The weight, the noise and the rows' runs; tensors that aren't read in place of the latter two."""
+    noise, runs = norm.noise, norm.runs
+    return norm.weight, norm.weight if noise is None else noise, norm.weight if runs is None else runs.rows
 
 
 def _block(x: Tensor) -> dict[str, Any]:

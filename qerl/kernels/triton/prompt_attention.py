@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qerl.kernels.packed_sequences import attend_packed
 from qerl.kernels.reference import gated
-from qerl.kernels.state import PAGE, QUERY_BLOCK, Heads, KVCache, PromptRow
+from qerl.kernels.state import PAGE, QUERY_BLOCK, Heads, KVCache, PromptRow, Rope
 from qerl.kernels.triton.attention import angles, in_fp8, in_halves, power_scale, rotated, sink_weight
 from qerl.kernels.triton.launch import begin, dependent
 
@@ -194,7 +194,7 @@ def _attend_to_prompts(qkv: Tensor, blocks: Tensor, heads: Heads) -> Tensor:
     return out
 
 
-def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+def attend_prompts(qkv: Tensor, cache: KVCache, row: PromptRow, rope: Rope, heads: Heads) -> Tensor:
     """See `reference.attend_prompts`."""
     blocks = [triton.next_power_of_2(size) for size in (heads.query, heads.kv, heads.dim // 2)]
     _rotate_and_store[(len(qkv),)](

@@ -18,7 +18,7 @@ from qerl.kernels.triton.launch import begin, dependent
 # The argmax of logits plus Gumbel noise has the softmax distribution, so one pass over the logits is enough. A program
 # reads CHUNK logits of one row. A second launch combines the chunks and advances the sequence.
 
-#: Less than any logit, but finite, so that the difference of two isn't NaN.
+#: Less than any logit, but finite, so that the difference of two isn't NaN and a first tile is no special case.
 _LOWEST = tl.constexpr(-1e30)
 
 
@@ -42,7 +42,7 @@ def _gumbel(word):
 
 @triton.jit
 def _chunks(
-    logits, rows, positions, drawn, sequence, scale, seed, lowest, best, best_token, best_logit, top, mass,
+    logits, rows, positions, drawn, sequence, runs, scale, seed, lowest, best, best_token, best_logit, top, mass,
     width, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TRUNCATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -52,12 +52,13 @@ def _chunks(
         return
     QUARTER: tl.constexpr = CHUNK // 4
     place = tl.arange(0, QUARTER)
-    inverse, noise = tl.load(scale), tl.load(scale + 1)
+    run = tl.load(runs + slot)
+    inverse, noise = tl.load(scale + 2 * run), tl.load(scale + 2 * run + 1)
     key = tl.load(sequence + slot)
     zero = place * 0
     number = zero + tl.load(drawn + slot)
     low, high = zero + (key & 0xFFFFFFFF).to(tl.int32), zero + (key >> 32).to(tl.int32)
-    words = tl.philox(tl.load(seed), chunk * QUARTER + place, number, low, high)
+    words = tl.philox(tl.load(seed + run), chunk * QUARTER + place, number, low, high)
     start = logits + row.to(tl.int64) * width
     raws, peaks = (), tl.full([QUARTER], _LOWEST, tl.float32)
     for quarter in tl.static_range(4):
@@ -94,9 +95,9 @@ def _chunks(
 
 @triton.jit
 def _choose(
-    logits, scale, rows, best, best_token, best_logit, top, mass, positions, drawn, limit, last, tokens, logprobs,
-    stops, width, stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr, REPLAYED: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, runs, scale, rows, best, best_token, best_logit, top, mass, positions, drawn, limit, last, tokens,
+    logprobs, stops, width, stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr,
+    REPLAYED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     begin(PDL)
@@ -116,7 +117,7 @@ def _choose(
     if REPLAYED:
         chosen = tl.load(tokens + slot * stride + count)
         raw = tl.load(logits + row.to(tl.int64) * width + chosen).to(tl.float32)
-        chosen_logit = tl.maximum(raw * tl.load(scale), _LOWEST)
+        chosen_logit = tl.maximum(raw * tl.load(scale + 2 * tl.load(runs + slot)), _LOWEST)
     else:
         chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
         chosen_logit = tl.max(tl.where(token == chosen, logit, _LOWEST), axis=0)
@@ -137,12 +138,7 @@ def _choose(
 # only `native.batch_invariant` makes the logits independent of the batch, except for a sequence that was evicted: its
 # cache is rounded like a prompt's.
 def draw(
-    logits: Tensor,
-    rows: Tensor,
-    state: DecodeState,
-    sampling: SamplingState,
-    truncated: bool,
-    replayed: bool = False,
+    logits: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState, truncated: bool, replayed: bool = False
 ) -> None:
     """See `reference.draw`."""
     batch, width = logits.shape
@@ -150,16 +146,18 @@ def draw(
     parts = torch.empty(4, batch, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
     best, logit, top, mass = parts
-    lowest = threshold(logits, sampling) if truncated else best
+    lowest = threshold(logits, state.run[rows].long(), sampling) if truncated else best
     pdl = dependent(logits.device)
     _chunks[(batch, chunks)](
-        logits, rows, state.position, state.drawn, state.sequence, sampling.scale, sampling.seed, lowest,
-        best, tokens, logit, top, mass, width, CHUNK=CHUNK, CHUNKS=chunks, TRUNCATED=truncated, num_warps=4, **pdl,
+        logits, rows, state.position, state.drawn, state.sequence, state.run, sampling.scale, sampling.seed,
+        lowest, best, tokens, logit, top, mass, width, CHUNK=CHUNK, CHUNKS=chunks, TRUNCATED=truncated,
+        num_warps=4, **pdl,
     )  # fmt: skip
     _choose[(batch,)](
-        logits, sampling.scale, rows, best, tokens, logit, top, mass, state.position, state.drawn, state.limit,
-        state.token, state.tokens, state.logprobs, sampling.stops, width, state.tokens.stride(0), CHUNKS=chunks,
-        BLOCK=triton.next_power_of_2(chunks), STOPS=len(sampling.stops), REPLAYED=replayed, num_warps=1, **pdl,
+        logits, state.run, sampling.scale, rows, best, tokens, logit, top, mass, state.position, state.drawn,
+        state.limit, state.token, state.tokens, state.logprobs, sampling.stops, width, state.tokens.stride(0),
+        CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), STOPS=len(sampling.stops), REPLAYED=replayed,
+        num_warps=1, **pdl,
     )  # fmt: skip
 
 
@@ -170,8 +168,6 @@ def draw(
 
 #: Columns that a program has in registers at a time.
 _LOGITS_BLOCK = 4096
-
-#: Less than any logit, but finite, so that the difference of two isn't NaN and the first tile is no special case.
 
 
 @triton.jit
@@ -203,17 +199,7 @@ def _statistics(logits, targets, state, first, rows, width, inverse, BLOCK: tl.c
 
 @triton.jit
 def _gradient(
-    logits,
-    targets,
-    lse,
-    grad,
-    entropy,
-    grad_entropy,
-    first,
-    width,
-    inverse,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, targets, lse, grad, entropy, grad_entropy, first, width, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * width

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import qerl
 from qerl.checkpoints.files import CheckpointError
 from qerl.models.export import trained_tensors
-from qerl.results.readers import check
+from qerl.results.schema import MergedExport
+from qerl.results.store import read
 from qerl.settings.base import ConfigError
 
 IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
@@ -22,7 +23,7 @@ IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
 def test_one_checkpoint_with_its_measured_loss(run, tmp_path, monkeypatch, weights, near):
     monkeypatch.chdir(tmp_path)
     made = qerl.export_merged(run.folder, "merged", weights, problems=2)
-    check(tmp_path / "merged/merged.json")
+    read(MergedExport, tmp_path / "merged/merged.json")
     loss = made.loss
     assert (made.weights, made.base_weights, loss.split, loss.problems) == (weights, "nvfp4", "validation", 2)
     assert 2 * loss.repeats <= loss.tokens <= 2 * loss.repeats * 6  # the run's max_tokens

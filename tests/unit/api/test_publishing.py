@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,10 @@ from safetensors.torch import save_file
 
 import qerl
 from qerl import __main__
-from qerl.checkpoints.files import StockLoading
+from qerl.api import facts_of
 from qerl.models.adapter_files import code_span, plain
-from qerl.publishing import BaseModel, RunFacts, check_folder, check_private, data_name, run_card
-from qerl.results.schema import Machine, PreparedDataset, Provenance, Quartiles, RunResult, RunSummary
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import RunSettings
+from qerl.publishing import BaseModel, check_folder, check_private, data_name, run_card
+from qerl.settings.base import ConfigError
 
 REPO = "someone/tiny-policy"
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl"}
@@ -153,11 +152,10 @@ def test_without_a_network_a_run_is_shown_and_not_uploaded(run, monkeypatch):
 
 def test_an_existing_repository_keeps_its_visibility(run):
     hub = Hub(**{REPO: False})
-    assert qerl.publish(run.folder, REPO, hub=hub).private is False
-    hub.files.clear()
     with pytest.raises(ConfigError, match="tiny-policy is public already; leave out --private"):
         qerl.publish(run.folder, REPO, private=True, hub=hub)
     assert hub.files == {}
+    assert qerl.publish(run.folder, REPO, hub=hub).private is False
     qerl.publish(run.folder, "someone/open", private=False, hub=hub)
     assert hub.private["someone/open"] is False
 
@@ -193,33 +191,25 @@ def copy(run, tmp_path):
     return shutil.copytree(run.folder, tmp_path / "run", symlinks=True)
 
 
-@pytest.mark.parametrize("name", ["policy/adapter_model.safetensors", "policy/adapter_config.json", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["policy", "policy/adapter_config.json", "metrics.jsonl"])
 def test_a_link_in_a_run_is_not_followed(copy, tmp_path, name):
     """Also where the file behind it is of the right kind, and where a folder is the link."""
     hub = Hub()
-    (tmp_path / "elsewhere").write_bytes((copy / name).read_bytes())
-    (copy / name).unlink()
+    shutil.move(copy / name, tmp_path / "elsewhere")
     (copy / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=rf"{name} is a link or no regular file"):
-        qerl.publish(copy, REPO, hub=hub)
-    (copy / name).unlink()
-    shutil.copyfile(tmp_path / "elsewhere", copy / name)
-    shutil.move(copy / "policy", tmp_path / "policy")
-    (copy / "policy").symlink_to(tmp_path / "policy")
     with pytest.raises(ConfigError, match="is a link or no regular file"):
-        qerl.publish(copy, REPO, hub=hub, dry_run=True)
+        qerl.publish(copy, REPO, hub=hub)
     assert hub.files == {}
 
 
 def test_files_with_private_content_are_not_published(copy):
     """A hard link to another file can't be told from a file, but its content can."""
-    hub = Hub()
-    about = (copy / "data/dataset.json").read_text()
-    (copy / "data/dataset.json").write_text(about.replace("Let's think", "See /home/someone/notes.txt, then think"))
+    hub, weights, about = Hub(), copy / "policy/adapter_model.safetensors", copy / "data/dataset.json"
+    text = about.read_text()
+    about.write_text(text.replace("Let's think", "See /home/someone/notes.txt, then think"))
     with pytest.raises(ConfigError, match=r"README.md would tell /home/someone/notes.txt, a path of this"):
         qerl.publish(copy, REPO, hub=hub)
-    (copy / "data/dataset.json").write_text(about)
-    weights = copy / "policy/adapter_model.safetensors"
+    about.write_text(text)
     weights.unlink()
     weights.write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors isn't what its name says"):
@@ -266,25 +256,21 @@ def test_a_model_trained_in_full_goes_whole(run, tmp_path, monkeypatch):
     qerl.publish(whole.folder, REPO, hub=hub)
     assert (whole.adapter / "README.md").read_text() == "notes of the author"
     assert {file.name for file in whole.adapter.iterdir()} | {"README.md", "metrics.jsonl"} == set(hub.files[REPO])
-    assert hub.files[REPO]["model.safetensors"] == (whole.adapter / "model.safetensors").read_bytes()
     text = hub.files[REPO]["README.md"].decode()
     assert "All weights of a model, trained by reinforcement learning" in text
-    assert "on `tiny-model` (a folder" in text
     assert f"from_pretrained('{REPO}', dtype=\"auto\")" in text
-    config = (whole.adapter / "config.json").read_text()
     (tmp_path / "secret").write_text("{}")
-    for name, text, sentence in (
-        ("id_rsa", "mine", "id_rsa is no file of a model trained in full; move it out"),
-        ("vocab.json", None, r"vocab\.json is a link or no regular file"),
-        ("config.json", config.replace("{", '{"_name_or_path": "/home/me/model",', 1), "would tell /home/me/model"),
-    ):
-        if text is None:
-            (whole.adapter / name).symlink_to(tmp_path / "secret")
-        else:
-            (whole.adapter / name).write_text(text)
-        with pytest.raises(ConfigError, match=sentence):
-            qerl.publish(whole.folder, "someone/other", hub=hub)
-        (whole.adapter / name).unlink()
+    (whole.adapter / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"vocab\.json is a link or no regular file"):
+        qerl.publish(whole.folder, "someone/other", hub=hub)
+    (whole.adapter / "vocab.json").rename(whole.adapter / "id_rsa")
+    with pytest.raises(ConfigError, match="id_rsa is no file of a model trained in full; move it out"):
+        qerl.publish(whole.folder, "someone/other", hub=hub)
+    (whole.adapter / "id_rsa").unlink()
+    config = (whole.adapter / "config.json").read_text()
+    (whole.adapter / "config.json").write_text(config.replace("{", '{"_name_or_path": "/home/me/model",', 1))
+    with pytest.raises(ConfigError, match="would tell /home/me/model"):
+        qerl.publish(whole.folder, "someone/other", hub=hub)
 
 
 def test_the_evaluation_of_another_policy_is_refused(copy, tmp_path):
@@ -321,24 +307,14 @@ LICENSE = {
 }
 
 
-def facts(base, **settings):
-    parsed = parse(RunSettings, {"model": "m", "dataset": "d", "weights": "nvfp4", **settings}, "settings")
-    seconds = Quartiles(p25=1, median=1, p75=1)
-    summary = RunSummary(
-        steps=1, seconds=1, peak_memory_bytes=None, trainable_parameters=1, weight_bytes=1,
-        rollout_tokens_per_second=1, update_tokens_per_second=1, step_seconds=seconds,
-    )  # fmt: skip
-    stamp = Provenance(commit="c" * 40, dirty=False, machine=Machine(label="1x H100"), time="2026-11-23")
-    result = RunResult(run="r", experiment="e", arm="a", varied={}, settings=parsed, summary=summary, provenance=stamp)
-    data = PreparedDataset(
-        format="gsm8k", instruction="Think.", answer="native", rows={"train": 7}, sha256={}, columns={}, filter={},
-        origin=ORIGIN, repository_files={},
-    )  # fmt: skip
-    return RunFacts(result, base, data, StockLoading(unpacked_by="CompressedTensorsConfig"))
+def facts(run, base):
+    """What a card tells of the run, if it had another base and its data were the hub's."""
+    about = facts_of(run)
+    return replace(about, base=base, scores=[], data=about.data.model_copy(update={"origin": ORIGIN}))
 
 
-def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
-    about = facts(BaseModel("org/base", True, "v1", True, LICENSE))
+def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(run, tmp_path):
+    about = facts(run, BaseModel("org/base", True, "v1", True, LICENSE))
     shown = card(run_card(about, "me/mine"), tmp_path)
     assert (shown.data.base_model, shown.data.datasets) == ("org/base", ["openai/gsm8k"])
     assert (shown.data.license, shown.data.license_name) == ("other", "qwen-research")
@@ -354,9 +330,9 @@ def test_an_unchanged_base_of_the_hub_is_linked_with_licence_and_data(tmp_path):
     check_private({"README.md": (tmp_path / "card.md").read_text()})
 
 
-def test_names_of_folders_are_no_markup_and_no_commands(tmp_path):
+def test_names_of_folders_are_no_markup_and_no_commands(run, tmp_path):
     name = "a`b`|c <img src=x>*d*; rm -rf x\n# Title"
-    shown = card(run_card(facts(BaseModel(name, False, None, False)), "me/mine"), tmp_path)
+    shown = card(run_card(facts(run, BaseModel(name, False, None, False)), "me/mine"), tmp_path)
     html = MarkdownIt("gfm-like", {"linkify": False}).render(shown.text)
     assert "<img" not in html
     assert "<h1>Title" not in html

@@ -194,7 +194,7 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
     [
         ([], "dataset holds no records; a generator can be read once only"),
         ([*ROWS[:2], {"question": "Two?"}], "dataset, record 3 has no `answer`"),
-        ([{"prompt": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: prompt}"),
+        ([{"prompt": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: NAME"),
         ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
         (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
         ({"train": ROWS, "val": ROWS[:2]}, "dataset has a split 'val'; the splits are train"),

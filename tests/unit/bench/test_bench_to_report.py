@@ -6,12 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from qerl.bench.rollouts import bench_rollout
+from qerl.bench.native import bench_rollout
 from qerl.bench.steps import bench_step
 from qerl.data.sources import prepare
 from qerl.jobs import RolloutJob, StepJob, TimedRun
 from qerl.report import paper, tables
-from qerl.results import readers
+from qerl.results.readers import StoredResults
 from qerl.results.speeds import load
 from qerl.settings.base import parse
 from qerl.settings.data import DatasetSettings
@@ -75,7 +75,7 @@ def rollouts(bases):
 
 def test_each_step_is_compared_with_bf16_lora_at_its_point_of_the_grid(steps):
     raw = json.loads(steps.read_text())["points"]
-    table = tables.memory_speed(load([steps], "step"), readers.load_quantization([]))
+    table = tables.memory_speed(load([steps], "step"), StoredResults([]).quantization)
     medians = [np.median(point["samples"]) for point in raw]
     expected = [1, 1, 1, *(medians[i] / medians[i + 3] for i in range(3))]
     assert table["speedup"].tolist() == pytest.approx(expected)
@@ -107,7 +107,7 @@ def test_points_out_of_memory_are_read(bases, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("qerl.bench.steps.make_trainer", fails)
-    monkeypatch.setattr("qerl.bench.rollouts.make_sampler", fails)
+    monkeypatch.setattr("qerl.bench.native.make_sampler", fails)
     out, runs = bases / "failed.json", [timed_run(bases, "bf16", *GRID[0])]
     bench_step(StepJob(bench="s", settings=StepBench(kind="step", experiment="e"), runs=runs, out=out))
     assert load([out], "step")["status"].tolist() == ["out of memory"]

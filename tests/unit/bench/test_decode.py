@@ -4,20 +4,18 @@ import gc
 import json
 import sys
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qerl.bench import decode, timing
-from qerl.bench import hf as decode_hf
-from qerl.bench import vllm as decode_vllm
-from qerl.bench.timing import Engine, Point, run_points
+from qerl.bench import native, peers, timing
+from qerl.bench.timing import Engine, Point, enough_runs, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.host.gpus import Seconds
-from qerl.jobs import PointJob, PointPart, enough_runs
+from qerl.jobs import PointJob
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
 from qerl.results import speeds
@@ -27,6 +25,7 @@ from qerl.settings.base import ConfigError
 from qerl.settings.models import Base
 from qerl.settings.workloads import Decoding
 from tests.families import FAMILIES
+from tests.jobs import measured, part_of
 
 SETTINGS = {"size": "tiny", "rank": 4, "kernels": "auto", "prompt": 4, "tokens": 5}
 NAMES = {"bench", "work", "ceilings", "gpu", "points", "provenance"}
@@ -35,12 +34,6 @@ POINT = {"sequences", "status", "samples", *PROMPTS, "sampler", "peak_memory_byt
 #: Weights of q and o, k and v, gate, up and down in both blocks.
 PROJECTIONS = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
 GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    """A commit for stamps."""
-    monkeypatch.setenv("QERL_COMMIT", "test")
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +64,9 @@ def clock(monkeypatch):
     return draw
 
 
-def measure(module, out, sequences, engine="native", weights="nvfp4", **changes):
-    """Do a job on the tiny shape."""
-    work = Decoding(engine=engine, weights=weights, **SETTINGS | changes)
-    part = PointPart(file=out.name, work=work, points=sequences, settings=None)
-    module.measure_points(PointJob(parts=[part], out=out.parent))
+def measure(out, sequences, engine="native", weights="nvfp4", **changes):
+    """The result of a job on the tiny shape."""
+    return measured(out, Decoding(engine=engine, weights=weights, **SETTINGS | changes), sequences)
 
 
 def read(out):
@@ -97,15 +88,19 @@ def assert_job(result, engine, weights, sequences):
         assert point["peak_memory_bytes"] > point["weight_bytes"] > 0
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nf4", "mxfp4"])
-def test_a_job_of_the_native_engine(tmp_path, weights):
-    out = tmp_path / "out.json"
-    measure(decode, out, [1], weights=weights)
-    result = read(out)
-    assert set(result) == NAMES | {"sync_seconds"}
-    assert_job(result, "native", weights, [1])
-    assert len(result["sync_seconds"]) == 20
-    assert ("bfloat16" if weights == "bf16" else weights) in result["points"][0]["sampler"]
+@pytest.mark.parametrize(
+    ("engine", "weights", "sampler"),
+    [
+        *(("native", "bf16", "bfloat16"), ("native", "nf4", "nf4"), ("native", "mxfp4", "mxfp4")),
+        *(("transformers", "bf16", "transformers"), ("transformers", "nf4", "bitsandbytes")),
+    ],
+)
+def test_a_job_of_an_engine(tmp_path, engine, weights, sampler):
+    result = measure(tmp_path / "out.json", [2], engine, weights)
+    assert set(result) == NAMES | ({"sync_seconds"} if engine == "native" else set())
+    assert_job(result, engine, weights, [2])
+    assert len(result.get("sync_seconds", [])) == (20 if engine == "native" else 0)
+    assert sampler in result["points"][0]["sampler"]
 
 
 def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
@@ -113,9 +108,10 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setitem(PUBLISHED, "hybrid", FAMILIES["qwen3_5"].config(vocab_size=256).to_dict())
     monkeypatch.setattr(speeds, "SIZES", (*SIZES, "hybrid"))
     files = [tmp_path / "dense.json", tmp_path / "packed.json"]
-    for file, packed in zip(files, (False, True), strict=True):
-        measure(decode, file, [2], size="hybrid", pack_delta_nets=packed)
-    dense, packed = map(read, files)
+    dense, packed = (
+        measure(file, [2], size="hybrid", pack_delta_nets=packed)
+        for file, packed in zip(files, (False, True), strict=True)
+    )
     numbers = 64 * (96 + 64) + 64 * 64
     saved = dense["points"][0]["weight_bytes"] - packed["points"][0]["weight_bytes"]
     assert saved == pytest.approx(numbers * (2 - 4.5 / 8), rel=0.01)
@@ -126,41 +122,24 @@ def test_packed_delta_nets_are_points_of_their_own(tmp_path, monkeypatch):
     assert (points["tokens_per_second"].tolist(), points["percent_of_floor"].isna().all()) == ([8.0, 8.0], True)
 
 
-def test_a_job_continues_where_its_file_ends(tmp_path, monkeypatch):
-    out = tmp_path / "out.json"
-    measure(decode, out, [2])
-    first = read(out)["points"]
-    measure(decode, out, [2, 1, 2])
-    assert_job(read(out), "native", "nvfp4", [1, 2])
-    assert read(out)["points"][1:] == first
-    text = out.read_text()
-    monkeypatch.setattr(decode, "random_policy", None)
-    measure(decode, out, [1, 2])
-    assert out.read_text() == text
-
-
 def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, monkeypatch):
     """Each file is as if its points had been measured alone: rank 0 has no adapter, and no longer one of rank 4."""
     made = []
-    monkeypatch.setattr(decode, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
+    monkeypatch.setattr(native, "random_policy", lambda *asked: made.append(asked) or random_policy(*asked))
     asked = [(4, 4), (0, 4), (8, 4), (8, 6)]
     works = [Decoding(engine="native", weights="nvfp4", **SETTINGS | {"rank": r, "prompt": p}) for r, p in asked]
-    parts = [
-        PointPart(file=f"{work.rank}-{work.prompt}.json", work=work, points=[1, 2], settings=None) for work in works
-    ]
-    decode.measure_points(PointJob(parts=parts[:2], out=tmp_path))
+    parts = [part_of(tmp_path / f"{work.rank}-{work.prompt}.json", work, [1, 2]) for work in works]
+    native.measure_points(PointJob(parts=parts[:2], out=tmp_path))
     assert [rank for _, rank, _ in made] == [0]
     first = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
-    decode.measure_points(PointJob(parts=parts, out=tmp_path))
-    assert len(made) == 2  # no more than once for each call
+    native.measure_points(PointJob(parts=parts, out=tmp_path))
+    native.measure_points(PointJob(parts=parts, out=tmp_path))
+    assert len(made) == 2  # no more than once for each call, and not where nothing is missing
     assert {name: (tmp_path / name).read_text() for name in first} == first
     for part in parts:
         result, rank = read(tmp_path / part.file), part.work.rank
-        assert (result["work"]["rank"], result["work"]["prompt"], bool(result["sync_seconds"])) == (
-            rank,
-            part.work.prompt,
-            rank > 0,
-        )
+        assert (result["work"]["rank"], result["work"]["prompt"]) == (rank, part.work.prompt)
+        assert bool(result["sync_seconds"]) == (rank > 0)
         assert [point["sequences"] for point in result["points"]] == [1, 2]
         alone = weight_bytes(random_policy(Base("tiny", "nvfp4"), rank, choose_device()))
         assert {point["weight_bytes"] for point in result["points"]} == {alone}
@@ -194,7 +173,7 @@ def test_points_of_other_settings_or_machines_are_refused(tmp_path, monkeypatch)
 
 def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monkeypatch):
     """The native engine raises a sentence of its own from the error; what the point held is given back."""
-    out, held, measured = tmp_path / "out.json", [], decode.engine_of
+    out, held, measured = tmp_path / "out.json", [], native.engine_of
 
     def scarce(policy, work, sequences):
         if sequences == 1:
@@ -208,9 +187,8 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
                 raise
             raise RuntimeError("lower max_tokens") from error
 
-    monkeypatch.setattr(decode, "engine_of", scarce)
-    measure(decode, out, [3, 2, 1])
-    last, *failed = read(out)["points"]
+    monkeypatch.setattr(native, "engine_of", scarce)
+    last, *failed = measure(out, [3, 2, 1])["points"]
     assert [(point["sequences"], point["status"], point["samples"]) for point in failed] == [
         (2, "out of memory", []),
         (3, "out of memory", []),
@@ -220,23 +198,18 @@ def test_a_point_out_of_memory_is_a_row_and_the_next_is_measured(tmp_path, monke
     assert [reference() for reference in held] == [None, None]
 
 
-@pytest.mark.parametrize(("pages", "status"), [(6, "ok"), (5, "out of memory")])
-def test_sequences_that_would_wait_for_each_other_are_a_row(tmp_path, pages, status):
+@pytest.mark.parametrize(("pages", "status"), [(6, "ok"), (5, "out of memory"), (0, None)])
+def test_sequences_that_would_wait_for_each_other_are_a_row_and_another_error_is_none(tmp_path, pages, status):
     """Three sequences of 17 tokens take two pages of 16 each."""
     out = tmp_path / "out.json"
 
     def start(sequences):
-        timing.check_room(pages, 16, sequences, 17)
+        timing.check_room(pages + 1 // (10 * pages), 16, sequences, 17)
         return engine(sequences)
 
-    timing.DecodePoints(out, work_of()).run([3], lambda: start)
-    assert [point["status"] for point in read(out)["points"]] == [status]
-
-
-def test_another_error_is_no_row(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        timing.DecodePoints(tmp_path / "out.json", work_of()).run([1], lambda: lambda sequences: sequences / 0)
-    assert read(tmp_path / "out.json")["points"] == []
+    with nullcontext() if status else pytest.raises(ZeroDivisionError):
+        timing.DecodePoints(out, work_of()).run([3], lambda: start)
+    assert [point["status"] for point in read(out)["points"]] == [status] * bool(status)
 
 
 def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(clock, tmp_path, monkeypatch):
@@ -249,30 +222,20 @@ def test_the_warm_up_of_a_long_run_is_short_and_has_room_for_all_its_tokens(cloc
 
     monkeypatch.setattr(EngineSampler, "generate", seen)
     monkeypatch.setattr(timing, "WARM_UP", 3)
-    measure(decode, tmp_path / "out.json", [2])
+    measure(tmp_path / "out.json", [2])
     whole = SETTINGS["tokens"] + 1
     assert asked == [(whole, ((4,), (4,))), *[(1, None), (whole, None)] * 3]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nf4"])
-def test_a_job_of_transformers(tmp_path, weights):
-    out = tmp_path / "out.json"
-    measure(decode_hf, out, [2], "transformers", weights)
-    result = read(out)
-    assert set(result) == NAMES
-    assert_job(result, "transformers", weights, [2])
-    assert ("bitsandbytes" in result["points"][0]["sampler"]) == (weights == "nf4")
-
-
 def test_weights_of_transformers_are_in_the_format_that_was_asked_for():
     cpu = torch.device("cpu")
-    dense, nf4 = (decode_hf.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
+    dense, nf4 = (peers.random_model("tiny", weights, 0, cpu) for weights in ("bf16", "nf4"))
     # Half a byte a weight and a float32 scale for 64, instead of two bytes.
     saved = PROJECTIONS * 2 - PROJECTIONS // 2 - 4 * PROJECTIONS // 64
-    assert decode_hf.weight_bytes(dense) - decode_hf.weight_bytes(nf4) == saved
-    adapted = decode_hf.random_model("tiny", "nf4", 4, cpu)
+    assert peers.weight_bytes(dense) - peers.weight_bytes(nf4) == saved
+    adapted = peers.random_model("tiny", "nf4", 4, cpu)
     adapter = 2 * 4 * (128 + 96 + 96 + 128 + 3 * 192)
-    assert decode_hf.weight_bytes(adapted) - decode_hf.weight_bytes(nf4) == 2 * adapter
+    assert peers.weight_bytes(adapted) - peers.weight_bytes(nf4) == 2 * adapter
     layer = adapted.model.layers[0].mlp.down_proj.base_layer.weight
     assert layer.quant_state.quant_type == "nf4"
     assert not layer.quant_state.nested
@@ -284,8 +247,7 @@ def test_vllm_without_room_for_its_cache_is_a_row(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
-    measure(decode_vllm, tmp_path / "out.json", [1], "vllm")
-    [point] = read(tmp_path / "out.json")["points"]
+    [point] = measure(tmp_path / "out.json", [1], "vllm")["points"]
     assert point["status"] == "out of memory"
 
 
@@ -332,14 +294,10 @@ def test_a_busy_phase_of_the_machine_does_not_move_the_median(clock):
 @pytest.mark.parametrize(
     ("seconds", "runs"), [(0.01, 9), (0.6, 9), (0.7, 8), (1.2, 5), (1.7, 3), (9.9, 3), (10.0, 1), (60.0, 1)]
 )
-def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, runs):
+def test_short_runs_are_repeated_more_often_and_long_ones_not_at_all(seconds, runs, clock):
+    """By the clock, 33 tokens take 10 s, the first one with the prompts."""
     assert [count for count in range(12) if enough_runs([seconds] * count)] == [*range(runs, 12)]
-
-
-def test_a_long_run_is_timed_once(clock):
-    """By that clock, 33 tokens take 10 s, the first one with the prompts."""
-    assert timed(clock, 6, 10, 32).samples == [24.0]
-    assert timed(clock, 6, 10, 31).samples == [24.0] * 3
+    assert [timed(clock, 6, 10, tokens).samples for tokens in (31, 32)] == [[24.0] * 3, [24.0]]
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.cli.commands import app
-from qerl.jobs import parse_job
+from qerl.jobs import measured_files, parse_job
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
-from qerl.report.speed_tables import beside_printed
+from qerl.report.paper import beside, cells_of
 from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import ShapesSettings
-from qerl.workflow.grid import measured_files, point_jobs, remaining, state
+from qerl.workflow.grid import point_jobs, point_parts, remaining, state
 from qerl.workflow.plan import plan_from
 from qerl.workflow.stages import Jobs
 from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
@@ -35,7 +35,7 @@ def grid(*samples, **entries) -> ShapesSettings:
 
 
 def jobs_of(settings):
-    return point_jobs(settings, Path("work"))
+    return point_jobs(point_parts(settings), Path("work"))
 
 
 def files_of(jobs):
@@ -53,7 +53,7 @@ def test_ranks_of_a_size_and_format_share_a_job_and_vllm_starts_for_each_rank():
     work = {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, "kernels": "auto", "prompt": 128}
     assert one.parts[1].work.model_dump() == work | {"tokens": 256, "pack_delta_nets": False}
     assert (one.parts[1].points, one.out) == ([1, 2], Path("work/decode-native-tiny-nvfp4"))
-    assert one.function == "qerl.bench.decode:measure_points"
+    assert one.function == "qerl.bench.native:measure_points"
     vllm = [DECODE | {"engine": "vllm", "ranks": r, "prompt": p} for r, p in (([4, 8], [8]), ([4], [16]))]
     assert {id: [part.work.prompt for part in job.parts] for id, job in jobs_of(grid(decode=vllm)).items()} == {
         "decode-vllm-tiny-bf16-r4": [8, 16],
@@ -66,7 +66,7 @@ def test_the_content_of_a_trace_decides_its_points(tmp_path):
     mixes = [{"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "trace": str(trace)}]
     values = {"name": "speed", "shapes": {"samples": ["committed"], "decode": [DECODE], "mixes": mixes}}
     jobs = Jobs(plan_from(values, Path("config/mini.yaml")))
-    [replayed, free] = jobs.points
+    [replayed, free] = jobs.plan.points
     assert replayed == "mix-native-tiny-bf16-r32-64x8-logged-seed0"
     contents = []
     for text in ("a", "a", "b"):
@@ -121,7 +121,11 @@ def test_equal_groups_mixed_lengths_and_trl_without_its_correction_are_points_of
         ("decode", DECODE | {"engine": "vllm", "weights": ["mxfp4"]}, "vllm doesn't support mxfp4"),
         ("decode", DECODE | {"engine": "transformers", "weights": ["nvfp4"]}, "transformers doesn't support nvfp4"),
         ("decode", DECODE | {"engine": "transformers", "sizes": ["mistral-7b"]}, "no random bf16 weights of mistral"),
-        ("decode", DECODE | {"engine": "vllm", "sizes": ["phi-4"], "weights": ["nf4"]}, "no random nf4 weights of phi"),
+        (
+            "decode",
+            DECODE | {"engine": "vllm", "sizes": ["mistral-7b"], "weights": ["nf4"]},
+            "no random nf4 weights of mis",
+        ),
         ("decode", DECODE | {"engine": "vllm", "kernels": ["portable"]}, "vllm has no portable kernels"),
         ("decode", DECODE | {"ranks": [4, 4]}, "occurs twice"),
         ("decode", DECODE | {"weights": ["nvfp4"], "pack_delta_nets": True}, "in tiny; remove pack_delta_nets there"),
@@ -191,7 +195,7 @@ def test_prompts_are_jobs_by_policy_and_go_by_their_calls(tmp_path):
 def test_points_of_this_machine_come_first_then_those_of_the_first_folder_with_the_file(tmp_path):
     own, first, second = (tmp_path / name for name in ("own", "z", "a"))
     settings = grid(first, second, decode=[DECODE | {"ranks": [0, 4, 8, 16]}])
-    [(id, job)] = point_jobs(settings, own).items()
+    [(id, job)] = point_jobs(point_parts(settings), own).items()
     names = [file.name for file in job.files]
     dropped = [f"decode-dropped-{end}.json" for end in "ab"]
     (own / id).mkdir(parents=True)
@@ -202,12 +206,12 @@ def test_points_of_this_machine_come_first_then_those_of_the_first_folder_with_t
             decode_file(folder, "native", "bf16", points, rank=4, size="tiny").rename(folder / name)
     others = [second / dropped[0], first / dropped[1]]  # whose jobs are no longer in the grid
     found = [first / names[0], own / id / names[1], second / names[2], *others]
-    assert measured_files(settings, own) == found
+    assert measured_files(settings.samples, job.files) == found
     assert state(job, settings) == "committed and measured, 3 of 8 points missing"
     left = remaining(job, settings)
     assert [file.name for file in left.files] == [names[1], names[3]]  # what is committed whole isn't measured again
     nothing = grid(decode=[DECODE]).model_copy(update={"samples": []})  # as on a GPU of which nothing is committed
-    assert [state(job, nothing) for job in point_jobs(nothing, tmp_path / "empty").values()] == ["missing"]
+    assert [state(job, nothing) for job in jobs_of(nothing).values()] == ["missing"]
 
 
 def test_the_command_line_lists_jobs_and_what_is_missing(tmp_path):
@@ -243,7 +247,7 @@ def committed_grid(name="shapes"):
 def test_the_committed_points_are_of_these_gpus(name, gpus, whole):
     """What the README states is committed as a whole."""
     settings = committed_grid(name)
-    files = measured_files(settings, Path("work"))
+    files = measured_files(settings.samples, [file for job in jobs_of(settings).values() for file in job.files])
     labels = [json.loads(file.read_text())["provenance"]["machine"]["label"] for file in files]
     assert {label.split()[2] for label in labels} == set(gpus)
     if whole:
@@ -257,7 +261,7 @@ def test_the_committed_grid_has_all_that_the_papers_tables_ask_for():
     decodes = {(part.file, count) for id, part in parts if id.startswith("decode-") for count in part.points}
     names, asked = (*(f"table{n}" for n in (3, 5, 6, 7, 8, 9)), "figure1", "figure11"), set()
     for name in names:
-        for cell in beside_printed([name], ["rollout", "step"], []).to_dict("records"):
+        for cell in beside(cells_of(name, kinds=["rollout", "step"]), []).to_dict("records"):
             size, setting = cell["model"].removeprefix("qwen2.5-").upper(), cell["setting"]
             batch = int(setting.partition("bs=")[2].partition(";")[0])
             for factor, engine in product((1, 8), ("native", "vllm")):

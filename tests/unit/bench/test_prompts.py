@@ -1,29 +1,26 @@
 """The measurement of prompts on a tiny shape, its file and its table."""
 
-import json
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from qerl.bench import decode
+from qerl.bench import native
 from qerl.host.gpus import Seconds
-from qerl.jobs import PointJob, PointPart, ShapesJob
+from qerl.jobs import ShapesJob
 from qerl.report.speed_tables import write_shapes
-from qerl.results import readers
+from qerl.results.speeds import PromptsResult
+from qerl.results.store import read
 from qerl.settings.workloads import Prompting
+from tests.jobs import measured
 
 POINTS = [(1, 8), (2, 4)]
 
 
 def measure(out: Path, **changes) -> dict:
-    """Do a job on the tiny shape."""
-    work = Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes)
-    decode.measure_prompts(
-        PointJob(parts=[PointPart(file=out.name, work=work, points=POINTS, settings=None)], out=out.parent)
-    )
-    return json.loads(out.read_text())
+    """The result of a job on the tiny shape."""
+    return measured(out, Prompting(size="tiny", weights="nvfp4", repeats=2, **{"rank": 4} | changes), POINTS)
 
 
 @pytest.fixture
@@ -31,7 +28,7 @@ def calls(monkeypatch):
     """The calls of the sampler; each takes a millisecond per prompt token."""
     calls = []
 
-    class Sampler(decode.EngineSampler):
+    class Sampler(native.EngineSampler):
         def generate(self, ids, params):
             calls.append((ids, params))
             return super().generate(ids, params)
@@ -42,15 +39,14 @@ def calls(monkeypatch):
         yield taken
         taken.value = 1e-3 * sum(map(len, calls[-1][0]))
 
-    monkeypatch.setenv("QERL_COMMIT", "test")
-    monkeypatch.setattr(decode, "EngineSampler", Sampler)
-    monkeypatch.setattr(decode, "seconds", seconds)
+    monkeypatch.setattr(native, "EngineSampler", Sampler)
+    monkeypatch.setattr(native, "seconds", seconds)
     return calls
 
 
 def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
     result = measure(tmp_path / "out.json")
-    readers.check(tmp_path / "out.json")
+    read(PromptsResult, tmp_path / "out.json")
     (warm_up, _), *timed = calls
     assert [len(prompt) for prompt in warm_up] == [8, 8]
     assert [[len(prompt) for prompt in ids] for ids, _ in timed] == [[8]] * 3 + [[4, 4]] * 3
@@ -62,21 +58,21 @@ def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
 
 
 def test_calls_without_memory_are_rows(tmp_path, calls, monkeypatch):
-    measured = decode.measure_prefill
+    measured = native.measure_prefill
 
     def scarce(sampler, count, *rest):
         if count == 2:
             raise torch.cuda.OutOfMemoryError("tried to allocate 1 GiB")
         return measured(sampler, count, *rest)
 
-    monkeypatch.setattr(decode, "measure_prefill", scarce)
+    monkeypatch.setattr(native, "measure_prefill", scarce)
     points = measure(tmp_path / "out.json")["points"]
     assert [(point["status"], len(point["samples"])) for point in points] == [("ok", 2), ("out of memory", 0)]
 
 
 def test_the_table_has_medians_in_milliseconds_by_policy(tmp_path, calls, monkeypatch):
     measure(tmp_path / "r4.json")
-    monkeypatch.setattr(decode, "random_policy", lambda *_: _out_of_memory())
+    monkeypatch.setattr(native, "random_policy", lambda *_: _out_of_memory())
     measure(tmp_path / "r0.json", rank=0)
     write_shapes(ShapesJob(files=[tmp_path / "r4.json", tmp_path / "r0.json"], out=tmp_path / "tables"))
     lines = (tmp_path / "tables/prompts-tiny.csv").read_text().splitlines()

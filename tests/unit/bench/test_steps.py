@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -11,13 +12,14 @@ from transformers import AutoTokenizer
 from qerl.bench import steps as grpo_step
 from qerl.bench.workloads import completion_lengths, questions
 from qerl.checkpoints.shapes import PUBLISHED
-from qerl.jobs import PointJob, PointPart
+from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, random_policy, write_tokenizer
 from qerl.results.speeds import SECONDS
 from qerl.rl import train
 from qerl.rl.rollouts import Collector
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.workloads import EngineStep, StepWork
+from tests import jobs
 from tests.conftest import in_nightly, nightly
 from tests.families import FAMILIES
 
@@ -29,30 +31,26 @@ SETTINGS = {"kernels": "auto", "recompute": "auto", "micro_batch_tokens": 16384,
 def part(file, work, repeats=1, **settings):
     """Steps on the tiny shape."""
     asked = StepWork(**{**WORK, **work}, repeats=repeats)
-    return PointPart(file=file, work=asked, points=[None], settings=EngineStep(**SETTINGS | settings))
+    return jobs.part_of(Path(file), asked, settings=EngineStep(**SETTINGS | settings))
 
 
 def measure(out, repeats=1, work=MappingProxyType({}), **settings):
     """The result of a job of one file."""
-    grpo_step.measure_steps(PointJob(parts=[part(out.name, work, repeats, **settings)], out=out.parent))
-    return json.loads(out.read_text())
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
+    asked = part(out.name, work, repeats, **settings)
+    return jobs.measured(out, asked.work, settings=asked.settings)
 
 
 def recorded(patch) -> list:
     """The rollouts of all steps from now on."""
     rollouts = []
 
-    class Kept(Collector):
-        def collect(self, *arguments):
-            rollouts.append(super().collect(*arguments))
-            return rollouts[-1]
+    collect = Collector.collect
 
-    patch.setattr(grpo_step, "Collector", Kept)
+    def kept(*arguments):
+        rollouts.append(collect(*arguments))
+        return rollouts[-1]
+
+    patch.setattr(Collector, "collect", kept)
     return rollouts
 
 

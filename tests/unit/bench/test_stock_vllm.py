@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from qerl.bench import vllm
+from qerl.bench import peers
 from qerl.checkpoints.shapes import PUBLISHED
 from qerl.models.experts import Float32Router
 from qerl.models.structure import empty_model, structure_of
@@ -22,7 +22,7 @@ from tests.families import FAMILIES
 def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
     loading = {}
     for weights in ("bf16", "nvfp4", "nf4"):
-        loading[weights] = vllm.write_model(tmp_path / weights, Base("tiny", weights))
+        loading[weights] = peers.write_model(tmp_path / weights, Base("tiny", weights))
     assert loading["bf16"] == loading["nvfp4"] == {"load_format": "dummy"}
     assert loading["nf4"] == {"load_format": "bitsandbytes", "quantization": "bitsandbytes"}
     config = AutoConfig.from_pretrained(tmp_path / "nf4")
@@ -36,7 +36,7 @@ def test_vllm_loads_nf4_from_a_checkpoint_and_nothing_else(tmp_path):
 def test_vllms_adapter_of_a_published_shape_is_one_of_pefts(tmp_path, monkeypatch, family):
     config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
-    targets = vllm._write_adapter(tmp_path, "small", 4)
+    targets = peers._write_adapter(tmp_path, "small", 4)
     policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(tmp_path))
     structure = structure_of(config)
     adapted = [value for name, value in policy.named_parameters() if "lora_B" in name]
@@ -55,7 +55,7 @@ def test_vllms_adapter_of_a_published_shape_is_one_of_pefts(tmp_path, monkeypatc
 )
 def test_vllms_config_of_a_published_shape_is_the_models(tmp_path, monkeypatch, family, name, weights, method):
     monkeypatch.setitem(PUBLISHED, "gpt-oss-20b", FAMILIES[family].config().to_dict())
-    assert vllm.write_model(tmp_path / "model", Base("gpt-oss-20b", weights)) == {"load_format": "dummy"}
+    assert peers.write_model(tmp_path / "model", Base("gpt-oss-20b", weights)) == {"load_format": "dummy"}
     stored = json.loads((tmp_path / "model" / "config.json").read_text())
     assert stored["architectures"] == [f"{name}ForCausalLM"]
     quantization = stored.get("quantization_config", {})
@@ -70,7 +70,7 @@ def test_vllm_is_told_which_layers_have_an_adapter(tmp_path, monkeypatch):
     for name, content in {"vllm": {"LLM": engine}, "vllm.lora.request": {"LoRARequest": request}}.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.setitem(PUBLISHED, "small", FAMILIES["qwen3_moe"].config().to_dict())
-    _, adapter = vllm.start_engine(tmp_path, Base("small", "bf16"), 4, max_num_seqs=2)
+    _, adapter = peers.start_engine(tmp_path, Base("small", "bf16"), 4, max_num_seqs=2)
     assert given[0]["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert (given[0]["max_lora_rank"], given[0]["max_num_seqs"]) == (8, 2)
     assert json.loads((Path(adapter[2]) / "adapter_config.json").read_text())["r"] == 4
@@ -82,7 +82,7 @@ def test_vllm_is_told_which_layers_of_a_hybrid_stay_dense(tmp_path, monkeypatch,
     """All but those that this project's files pack, by the names of the model; vLLM runs b and a as one."""
     config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
-    vllm.write_model(tmp_path / "model", Base("small", "nvfp4", packed_nets=packed))
+    peers.write_model(tmp_path / "model", Base("small", "nvfp4", packed_nets=packed))
     ignored = json.loads((tmp_path / "model/config.json").read_text())["quantization_config"]["ignore"]
 
     def is_dense(name):
@@ -99,7 +99,7 @@ def test_vllm_is_told_which_layers_of_a_hybrid_stay_dense(tmp_path, monkeypatch,
 def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, monkeypatch, family, kind):
     config = FAMILIES[family].config()
     monkeypatch.setitem(PUBLISHED, "small", config.to_dict())
-    options = vllm.write_model(tmp_path / "model", Base("small", "nvfp4"))
+    options = peers.write_model(tmp_path / "model", Base("small", "nvfp4"))
     assert options["language_model_only"]
     whole = AutoConfig.from_pretrained(tmp_path / "model")
     assert whole.architectures == [f"{kind}ForConditionalGeneration"]
@@ -108,5 +108,5 @@ def test_vllm_loads_a_hybrid_as_its_text_part_of_the_published_model(tmp_path, m
     # The names of the published model's layers, which have the text part under a name of its own.
     with torch.device("meta"):
         layers = dict(AutoModelForImageTextToText.from_config(whole).named_modules())
-    shapes = vllm._adapted_shapes("small")
+    shapes = peers._adapted_shapes("small")
     assert {name: (layers[name].out_features, layers[name].in_features) for name in shapes} == shapes

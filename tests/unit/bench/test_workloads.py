@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from qerl.bench import rollouts, trace
-from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.jobs import PointJob, PointPart
+from qerl.bench import native
+from qerl.bench.workloads import Lengths, MixEngine, measure, traces
 from qerl.results.schema import SampleRow
 from qerl.results.speeds import RolloutMixResult
 from qerl.results.store import read
@@ -19,14 +18,10 @@ from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import Mix
+from tests.jobs import measured
 
 WORK = {"engine": "native", "size": "tiny", "weights": "bf16", "rank": 4, "prompts": 3, "group_size": 2}
 WORK |= {"prompt": (4, 9), "median": 6, "sigma": 0.8, "tokens": 16, "sequences": 4, "repeats": 2}
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    monkeypatch.setenv("QERL_COMMIT", "test")
 
 
 def mix(**changes) -> Mix:
@@ -67,29 +62,19 @@ def test_other_lengths_are_not_timed_and_an_engine_without_memory_is_a_result(tm
     assert (stored.status, stored.runs) == ("out of memory", ())
 
 
-def measured(tmp_path, module, **changes) -> RolloutMixResult:
-    out = tmp_path / f"{module.__name__}.json"
-    part = PointPart(file=out.name, work=mix(**changes), points=[None], settings=None)
-    module.measure_mix(PointJob(parts=[part], out=tmp_path))
-    assert json.loads(out.read_text())["bench"] == "rollout_mix"
-    return read(RolloutMixResult, out)
-
-
-def test_the_native_sampler_draws_the_lengths(tmp_path):
-    result = measured(tmp_path, rollouts, weights="nvfp4")
-    workload = Lengths.of(mix())
-    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
-    assert result.drawn == sum(map(sum, workload.completion_tokens))
-    assert len(result.runs) == WORK["repeats"]
-    assert min(run.seconds for run in result.runs) > 0
+def rollouts(tmp_path, **changes) -> RolloutMixResult:
+    assert measured(tmp_path / "out.json", mix(**changes))["bench"] == "rollout_mix"
+    return read(RolloutMixResult, tmp_path / "out.json")
 
 
 def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
     """The test uses the GPU's engine, which runs on a CPU without graphs."""
     monkeypatch.setattr(
-        rollouts, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
+        native, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
     )
-    result = measured(tmp_path, rollouts)
+    result, workload = rollouts(tmp_path, weights="nvfp4"), Lengths.of(mix())
+    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
+    assert len(result.runs) == WORK["repeats"]
     for run in result.runs:
         steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
         assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
@@ -126,7 +111,7 @@ def test_a_trace_is_replayed(tmp_path, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(EagerSampler, "generate", kept)
-    result = measured(tmp_path, rollouts, trace=TRACE, prompts=4, group_size=2, tokens=64)
+    result = rollouts(tmp_path, trace=TRACE, prompts=4, group_size=2, tokens=64)
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()[:4]]
     assert len(drawn) == 3
     for groups in drawn:
@@ -138,7 +123,7 @@ def test_a_trace_has_the_tokens_of_the_samples(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained("tests/fixtures/gates/policy")
     texts = [("1 2", True), ("3", False), ("4 5 6", True)]
     rows = [sample(problem, text, ended) for problem, (text, ended) in zip("aab", texts, strict=True)]
-    first, second = trace.traces(rows, tokenizer)
+    first, second = traces(rows, tokenizer)
     assert (len(first.completions), len(second.completions)) == (2, 1)
     assert tokenizer.decode(first.prompt) == "apples"
     assert first.completions[0][-1] == second.completions[0][-1] == tokenizer.eos_token_id

@@ -75,23 +75,14 @@ def as_fp8(name, shape, seed, scaled):
 LAYOUTS = {
     "nvfp4": {"*_proj": "nvfp4", "model.layers.1.self_attn*": "dense"},
     "mixed": {
-        "*mlp*_proj": "nvfp4",
-        "*q_proj": "tensor",
-        "*k_proj": "row",
-        "*v_proj": "block",
-        "*1*o_proj": "nvfp4",
-        "lm_head": "nvfp4",
+        **{"*mlp*_proj": "nvfp4", "*1*o_proj": "nvfp4", "lm_head": "nvfp4"},
+        **{"*q_proj": "tensor", "*k_proj": "row", "*v_proj": "block"},
     },
 }
 STATED = {
     "nvfp4": {
         "producer": {"name": "modelopt", "version": "0.29.0"},
-        "quantization": {
-            "quant_algo": "NVFP4",
-            "kv_cache_quant_algo": "FP8",
-            "group_size": 16,
-            "exclude_modules": ["lm_head", "model.layers.1.self_attn*"],
-        },
+        "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16},
     },
     "mixed": {
         "quant_method": "modelopt",
@@ -183,34 +174,21 @@ def test_a_run_takes_it_as_it_is(checkpoint):
         base_folder(str(folder))
 
 
+_SCALE, _SECOND = "model.layers.0.self_attn.q_proj.weight_scale", "model.layers.0.mlp.up_proj.weight_scale_2"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("model.layers.0.self_attn.q_proj.weight_scale", torch.ones(3), r"q_proj\.weight in FP8 .*F32 \[3\]; only"),
-        ("model.layers.0.mlp.up_proj.weight_scale_2", torch.tensor(0.0), r"holds 0 as .*weight_scale_2"),
-        ("model.layers.0.mlp.up_proj.weight_scale_2", torch.tensor(np.inf), r"NaN or infinity in .*weight_scale_2"),
-        (
-            "model.layers.0.mlp.up_proj.weight_scale_2",
-            torch.tensor(1e-40),
-            r"infinity in .*weight_scale_2 as it is used",
-        ),
-        (
-            "model.layers.0.mlp.up_proj.weight_scale_2",
-            torch.tensor(3e38),
-            r"up_proj: weight_global_scale makes weights",
-        ),
-        (
-            "model.layers.0.self_attn.q_proj.weight_scale",
-            torch.tensor(3e38),
-            r"infinity in .*q_proj\.weight as it is used",
-        ),
+        (_SCALE, torch.ones(3), r"q_proj\.weight in FP8 .*F32 \[3\]; only"),
+        (_SCALE, torch.tensor(3e38), r"infinity in .*q_proj\.weight as it is used"),
+        (_SECOND, torch.tensor(0.0), r"holds 0 as .*weight_scale_2"),
+        (_SECOND, torch.tensor(np.inf), r"NaN or infinity in .*weight_scale_2"),
+        (_SECOND, torch.tensor(1e-40), r"infinity in .*weight_scale_2 as it is used"),
+        (_SECOND, torch.tensor(3e38), r"up_proj: weight_global_scale makes weights"),
+        (_SECOND, torch.ones(2), r"weight_global_scale as F32 \[2\]"),
         ("lm_head.weight_scale_2", torch.tensor(3e38), r"lm_head: weight_global_scale makes weights infinite or NaN"),
-        ("model.layers.0.mlp.up_proj.weight_scale_2", torch.ones(2), r"weight_global_scale as F32 \[2\]"),
-        (
-            "model.layers.0.mlp.up_proj.pre_quant_scale",
-            torch.ones(256),
-            r"holds .*up_proj\.pre_quant_scale, with which",
-        ),
+        ("model.layers.0.mlp.up_proj.pre_quant_scale", torch.ones(256), r"holds .*\.pre_quant_scale, with which"),
         ("lm_head.weight_scale", None, "packed lm_head has only"),
     ],
 )
@@ -252,8 +230,7 @@ def test_dense_stacks_of_experts_are_read_and_packed_as_experts_apart(stacked):
     assert all(torch.equal(packed[0][name], packed[1][name]) for name in packed[0])
     dense = {name for name in packed[0] if name.endswith("weight") and packed[0][name].ndim == 2}
     assert {name.partition("layers.0.")[2] for name in dense if "layers.0.mlp" in name} == {
-        "mlp.gate.weight",
-        "mlp.shared_expert_gate.weight",
+        *("mlp.gate.weight", "mlp.shared_expert_gate.weight"),
     }
 
 

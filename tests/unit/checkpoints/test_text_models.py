@@ -17,42 +17,18 @@ from tests.families import FAMILIES
 from tests.tiny import edit_config, tiny_of_images, write_template
 
 _ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024, "model_type": "gemma3_text"}
+_HEADS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 #: The text_configs of published Gemma 3, whose missing keys have transformers' defaults.
 GEMMAS = {
-    "4B": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
-    "12B": {
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "27B": {
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-    },
+    "4B": dict(zip(_HEADS, (2560, 10240, 34), strict=False)),
+    "12B": dict(zip(_HEADS, (3840, 15360, 48, 16, 8), strict=True)),
+    "27B": dict(zip(_HEADS, (5376, 21504, 62, 32, 16), strict=True)) | {"head_dim": 128, "query_pre_attn_scalar": 168},
 }
 #: Published parameters of the text models in billions, with embeddings and without the vision tower.
 BILLIONS = {"4B": 3.88, "12B": 11.77, "27B": 27.0}
-_MISTRAL_SMALL = {
-    "attention_dropout": 0.0,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "max_position_embeddings": 131072,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 8,
-    "rope_theta": 1000000000.0,
-    "sliding_window": None,
-    "vocab_size": 131072,
+_MISTRAL_SMALL = dict(zip(_HEADS, (5120, 32768, 40, 32, 8), strict=True)) | {
+    **{"model_type": "mistral", "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072},
+    **{"rope_theta": 1000000000.0, "sliding_window": None, "hidden_act": "silu", "attention_dropout": 0.0},
 }
 
 
@@ -88,9 +64,8 @@ def test_published_mistral_small_has_a_head_of_its_own(tmp_path):
 
 def test_layer_types_of_mistral_count_no_more_than_in_the_whole(tmp_path):
     """Alone, transformers would take them for those of Ministral."""
-    types = ["sliding_attention", "full_attention"]
-    stated = _MISTRAL_SMALL | {"sliding_window": 4, "num_hidden_layers": 2, "layer_types": types}
-    written(tmp_path, "mistral3", stated, vision_config={"model_type": "pixtral"})
+    types = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 4}
+    written(tmp_path, "mistral3", _MISTRAL_SMALL | types, vision_config={"model_type": "pixtral"})
     assert checkpoint_structure(tmp_path).windows == (4, 4)
     assert "layer_types" not in read_config(tmp_path)  # of which `qerl quantize` writes the text model's
 

@@ -155,15 +155,6 @@ def test_eval_asks_what_was_held_out_of_the_run(call, folder):
     assert all("Bebrief." in "".join(prompt.split()) for prompt in outcome.samples["prompt"])
 
 
-def test_eval_asks_other_problems_as_the_run_asks_its_own(call, folder):
-    call("eval", "run", "--out", "others", "--problems", "sums.jsonl", "--repeats", "1", "--max-tokens", "3")
-    about, own = (json.loads((folder / name / "data/dataset.json").read_text()) for name in ("others", "run"))
-    assert about["rows"]["test"] == 30
-    for key in ("instruction", "answer", "units"):
-        assert about[key] == own[key], key
-    assert own["units"] == ["plums"]
-
-
 def test_eval_asks_a_stock_task_with_its_own_prompt(call, folder):
     arguments = ("--repeats", "1", "--max-tokens", "3", "--task", "gsm8k", "--fewshot", "2")
     call("eval", "run", "--out", "stock", *arguments)
@@ -323,20 +314,3 @@ def test_a_deleted_working_directory_and_a_full_output_are_sentences(tmp_path):
         left = installed("where", MINI, cwd=tmp_path, stdout=full)
     assert left.returncode == 2
     assert re.fullmatch(r"qerl: No space left on device: the output.*\n", left.stderr)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-        OSError(12, "Cannot allocate memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-    ],
-)
-def test_full_memory_is_a_sentence(monkeypatch, capsys, error):
-    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(error))
-    with pytest.raises(SystemExit) as left:
-        __main__.main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("qerl: this machine's memory is full, or a limit of this process ")

@@ -1,20 +1,17 @@
 """Data sets in the layout of the hub's repositories, from a copy or the hub's cache, and the lock file of commits."""
 
 import hashlib
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import DatasetInfo, ModelInfo, constants
+from typer.testing import CliRunner
 
-from qerl.data.hub import check_pinned, read_lock, sha256_of, verify, with_locked_revisions
+from qerl.cli.commands import app
+from qerl.data.hub import check_pinned, read_lock, sha256_of, verify, with_locked_revisions, write_lock
 from qerl.data.records import DataError
 from qerl.data.sources import prepare, read_meta, read_records, read_split
 from qerl.settings.base import ConfigError, parse, read_yaml
@@ -39,7 +36,6 @@ EXPECTED = {
     "HuggingFaceH4/aime_2024": ((0, 0, 2), "test", "Find 3 times 11.", "33"),
     "yentinglin/aime_2025": ((0, 0, 3), "test", "Find 7+7.", "14"),
     "math-ai/amc23": ((0, 0, 4), "test", "What is 27.0?", "27.0"),
-    "AI-MO/aimo-validation-amc": ((0, 0, 3), "test", "What is 0-1?", "-1.0"),
 }
 
 
@@ -131,12 +127,12 @@ def test_levels_filter_training_only(tmp_path):
         (
             "HuggingFaceH4/aime_2024",
             {"origin": {}},
-            r"no split 'test'; set origin\.splits, .* to \{train: train\}, or to \{test: train\} for test alone",
+            r"no split 'test' \(it has train\); set origin\.splits to .* such as \{test: train\}",
         ),
         (
             "openai/gsm8k",
             {"origin": {"subset": "main", "splits": {"train": "train", "test": "dev"}}},
-            r"to \{train: train, test: test\} \(",
+            r"subset main, has no split 'dev' \(it has train, test\); set origin\.splits",
         ),
         (BIG_MATH, {"columns": {}}, r"train-00000-of-00001\.parquet, record 1 has no `problem`; its columns: prompt,"),
         (BIG_MATH, {"columns": {"problem": "question"}}, "has no `question`, which `columns` names for `problem`; its"),
@@ -195,7 +191,7 @@ def test_files_as_locked_are_accepted_and_recorded(locked, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": {}}, "is not in the lock file; renew the lock file"),
+        ({"files": {}}, "is not the locked file .* locked nothing.*; fetch .* or renew the lock file"),
         ({"revision": "f" * 40}, f"origin.revision {COMMIT} is not the locked {'f' * 40}"),
         ({}, r"^main/test-00000-of-00001\.parquet of openai/gsm8k is not the locked file"),
     ],
@@ -211,43 +207,33 @@ def test_files_and_lock_that_differ_are_an_error(locked, tmp_path, change, messa
 
 # --- the hub's cache, offline ----------------------------------------------------------------------------------------
 
-OFFLINE = """
-import sys
-from pathlib import Path
-from qerl.settings.base import parse
-from qerl.settings.data import DatasetSettings
-from qerl.data.records import DataError
-from qerl.data.sources import prepare
-from tests.hub_layouts import settings
 
-try:
-    prepare(parse(DatasetSettings, settings("openai/gsm8k"), "datasets"), Path(sys.argv[1]))
-except DataError as error:
-    print(error)
-"""
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """The folder of the hub's client on a machine without network."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
+    return tmp_path / "home"
 
 
-def in_new_process(home, target, **environment):
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
-    environment = {**kept, "HF_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT)} | (environment)
-    command = [sys.executable, "-c", OFFLINE, str(target)]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-
-
-def test_the_cache_of_the_hub_serves_offline_what_a_local_copy_does(copy, tmp_path):
-    cached("openai/gsm8k", tmp_path / "home")
-    assert in_new_process(tmp_path / "home", tmp_path / "a", HF_HUB_OFFLINE="1") == ""
-    local = prepared(settings("openai/gsm8k", copy("openai/gsm8k")), tmp_path / "b")
+def test_the_cache_of_the_hub_serves_offline_what_a_local_copy_does(copy, tmp_path, offline):
+    cached("openai/gsm8k", offline)
+    for name, folder in (("a", None), ("b", copy("openai/gsm8k"))):
+        prepared(settings("openai/gsm8k", folder), tmp_path / name)
     metas = [read_meta(tmp_path / name) for name in "ab"]
     assert [meta.origin["folder"] for meta in metas] == [None, str(tmp_path / "openai/gsm8k")]
     assert len({meta.model_copy(update={"origin": {}}).model_dump_json() for meta in metas}) == 1
-    assert read_records(local, "test") == read_records(tmp_path / "a", "test")
+    assert read_records(tmp_path / "b", "test") == read_records(tmp_path / "a", "test")
 
 
-@pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_a_set_that_is_nowhere_names_the_command_that_fetches_it(tmp_path, network):
-    [line] = in_new_process(tmp_path, tmp_path / "out", **network).splitlines()
-    assert f"`hf download --repo-type dataset openai/gsm8k --revision {COMMIT}`" in line
+@pytest.mark.parametrize("is_offline", [True, False])
+@pytest.mark.usefixtures("offline")
+def test_a_set_that_is_nowhere_names_the_command_that_fetches_it(tmp_path, monkeypatch, is_offline):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    command = f"`hf download --repo-type dataset openai/gsm8k --revision {COMMIT}`"
+    with pytest.raises(DataError, match=re.escape(command)):
+        prepared(settings("openai/gsm8k"), tmp_path / "out")
 
 
 def test_the_documented_configuration_is_valid():
@@ -259,66 +245,38 @@ def test_the_documented_configuration_is_valid():
         assert parse(DatasetSettings, dataset, name).origin.repo in REPOSITORIES
 
 
-# --- the lock file, written by the hub's own client from a hub on this machine
+# --- the lock file ---------------------------------------------------------------------------------------------------
 
 COMMITS = {"Qwen/tiny": "a" * 40, "org/sums": "b" * 40}
+#: The hash of each large file, which the hub states.
 LARGE = "c" * 64
+#: The files of two repositories. Some are for other software, as in gpt-oss and Mistral.
 FILES = {
-    "Qwen/tiny": {
-        "config.json": b"{}",
-        "model.safetensors": None,
-        "README.md": b"no part of a model",
-        "original/model.safetensors": None,  # as gpt-oss has it for other software
-        "consolidated.safetensors": None,  # as Mistral has it for other software
-    },
-    "org/sums": {"main/train-00000-of-00001.parquet": None, "README.md": b"sums"},
+    "Qwen/tiny": [
+        *("config.json", "model.safetensors", "README.md", "original/model.safetensors", "consolidated.safetensors"),
+    ],
+    "org/sums": ["main/train-00000-of-00001.parquet", "README.md"],
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does for two repositories; a file of None is a large one, of which it knows the hash."""
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        if path == "/":
-            return self.send_error(404)
-        repo = next(name for name in FILES if name in path)
-        if path.startswith("/api/"):
-            body = json.dumps(
-                {"id": repo, "sha": COMMITS[repo], "siblings": list(map(self.sibling, FILES[repo].items()))}
-            )
-            return self.answer(body.encode(), "application/json", repo)
-        name = path.split(f"/resolve/{COMMITS[repo]}/")[1]
-        return self.answer(FILES[repo][name], "text/plain", repo)
-
-    def sibling(self, item):
-        name, content = item
-        about = {"rfilename": name, "blobId": "0" * 40, "size": len(content or b"x")}
-        return about | ({"lfs": {"sha256": LARGE, "size": 1, "pointerSize": 1}} if content is None else {})
-
-    def answer(self, body, kind, repo):
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMITS[repo])
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+def hub(tmp_path, monkeypatch):
+    """A hub with these repositories, in the client's own classes."""
+
+    def info(kind):
+        def about(_, repo, **options):
+            lfs = {"sha256": LARGE, "size": 1, "pointerSize": 1}
+            large = [file for file in FILES[repo] if file.endswith(("safetensors", "parquet"))]
+            siblings = [{"rfilename": file} | ({"lfs": lfs} if file in large else {}) for file in FILES[repo]]
+            return kind(id=repo, sha=COMMITS[repo], siblings=siblings)
+
+        return about
+
+    (tmp_path / "small").write_bytes(b"{}")
+    monkeypatch.setattr("qerl.data.hub.hub_unreachable", lambda: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", info(ModelInfo))
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info(DatasetInfo))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **how: str(tmp_path / "small"))
 
 
 def values(tmp_path, **changes):
@@ -337,18 +295,10 @@ def config(tmp_path, **changes) -> Config:
     return parse(Config, values(tmp_path, **changes), "test")
 
 
-def qerl(tmp_path, hub, *arguments):
-    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-m", "qerl", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_qerl_lock_writes_commits_and_hashes(tmp_path, hub):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values(tmp_path)))
-    run = qerl(tmp_path, hub, "lock", str(tmp_path / "c.yaml"))
-    assert run.returncode == 0, run.stderr
+@pytest.mark.usefixtures("hub")
+def test_the_lock_file_has_commits_and_hashes(tmp_path):
+    write_lock(config(tmp_path))
     lock = read_lock(tmp_path / "lock.yaml")
-    assert lock["Qwen/tiny"].revision == COMMITS["Qwen/tiny"]
     assert lock["Qwen/tiny"].files == {"config.json": hashlib.sha256(b"{}").hexdigest(), "model.safetensors": LARGE}
     assert lock["datasets/org/sums"].files["main/train-00000-of-00001.parquet"] == LARGE
     locked = with_locked_revisions(config(tmp_path))
@@ -357,12 +307,12 @@ def test_qerl_lock_writes_commits_and_hashes(tmp_path, hub):
     check_pinned(locked, "c.yaml")
 
 
+@pytest.mark.usefixtures("offline")
 def test_without_network_one_sentence_says_so(tmp_path):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(values(tmp_path)))
-    run = qerl(tmp_path, "http://127.0.0.1:9", "lock", str(tmp_path / "c.yaml"))
-    assert run.returncode == 2
-    assert "`qerl lock` needs network" in run.stderr
-    assert "Traceback" not in run.stderr
+    run = CliRunner().invoke(app, ["lock", str(tmp_path / "c.yaml")])
+    assert isinstance(run.exception, ConfigError)
+    assert "`qerl lock` needs network" in str(run.exception)
     assert not (tmp_path / "lock.yaml").exists()
 
 

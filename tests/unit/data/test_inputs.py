@@ -10,8 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 import qerl
-from qerl.data.hub import sha256_of
-from qerl.data.inputs import content_of, data_files, hash_of, model_files
+from qerl.data.hub import content_of, data_files, hash_of, model_files, sha256_of
 from qerl.settings.base import ConfigError
 from qerl.settings.run import UNDECIDING, RunSettings
 from tests import jobs
@@ -191,9 +190,9 @@ def test_files_that_are_not_read_are_no_part_of_the_content(tmp_path):
 
 def test_a_large_file_is_read_once_and_again_when_it_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("qerl.data.inputs._LARGE", 4)
+    monkeypatch.setattr("qerl.data.hub._LARGE", 4)
     read = []
-    monkeypatch.setattr("qerl.data.inputs.sha256_of", lambda file: read.append(file) or sha256_of(file))
+    monkeypatch.setattr("qerl.data.hub.sha256_of", lambda file: read.append(file) or sha256_of(file))
     file = tmp_path / "weights"
     file.write_text("first")
     times = file.stat().st_mtime_ns

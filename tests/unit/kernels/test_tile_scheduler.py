@@ -11,7 +11,6 @@ import pytest
 
 from qerl.kernels.cuda import w4a16
 from qerl.kernels.cuda.w4a16 import ONE_PER_SM_BYTES, SHRINK_ROWS, VARIANTS
-from tests.conftest import in_nightly
 
 COMPILER = shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -177,21 +176,16 @@ def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
     return found, of_row
 
 
-LAYERS = {
-    "7B q,k,v": ([3584, 4096, 4608], 3584, PLAIN),
-    "7B o": ([3584], 3584, PLAIN),
-    "7B gate,up": ([18944, 37888], 3584, GATED),
-    "7B down": ([3584], 18944, PLAIN),
-    "32B q,k,v": ([5120, 6144, 7168], 5120, PLAIN),
-    "small": ([256], 512, PLAIN),
-    "one block": ([128], 256, PLAIN),
-}
-some = ["7B q,k,v", "7B gate,up", "one block", *in_nightly("7B o", "7B down", "32B q,k,v", "small")]
+#: Ends of the layers' rows, columns and mode of products of 7B and 32B, and the smallest.
+LAYERS = [
+    *(([3584, 4096, 4608], 3584, PLAIN), ([18944, 37888], 3584, GATED), ([3584], 18944, PLAIN)),
+    *(([5120, 6144, 7168], 5120, PLAIN), ([256], 512, PLAIN), ([128], 256, PLAIN)),
+]
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_everybody_has_work_and_all_of_it_is_done_once(library, name):
-    variant = BY_NAME[name]
+def shapes_of(variant):
+    """Ends, columns and mode of published models' layers and of random ones, processors and the adapters' rank."""
+    yield from ((*layer, 132, rank) for layer in LAYERS for rank in (16, 128))
     chance = random.Random(variant.x_tiles)
     for _ in range(60):
         ends = [128 * chance.randint(1, 30)]
@@ -200,10 +194,22 @@ def test_everybody_has_work_and_all_of_it_is_done_once(library, name):
             ends.append(2 * ends[0])
         else:
             ends += [ends[0] + 128 * chance.randint(1, 10) * n for n in range(1, chance.randint(1, 3))]
-        columns = 256 * chance.randint(1, 20)
         processors = chance.choice((132, 114, 7, variant.cluster))
+        yield ends, 256 * chance.randint(1, 20), mode, processors, chance.choice(RANKS)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_everybody_has_work_all_of_it_is_done_once_and_sums_have_a_place_for_every_sender(library, name):
+    variant = BY_NAME[name]
+    for ends, columns, mode, processors, rank in shapes_of(variant):
         for row_blocks in sorted({1, variant.row_blocks}) if processors > 7 else [1]:
-            check(library, variant, chance.choice(RANKS), ends, columns, mode, processors, row_blocks)
+            found, of_row = check(library, variant, rank, ends, columns, mode, processors, row_blocks)
+            if variant.small_batch or not rank:
+                continue
+            places, _ = variant.shrink_split(columns, len(ends) * rank, len(found), processors)
+            for row in range(-(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))):
+                senders = [i for i, work in enumerate(found) if any(unit // of_row == row for unit in work.shrinks)]
+                assert 2 * (senders[-1] - senders[0] + 1) <= places
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -216,16 +222,3 @@ def test_sizes_are_those_of_the_kernel(library, variant, rank):
     idle = variant.small_batch and not variant.one_per_sm and not rank  # a warp that keeps two thread blocks apart
     assert variant.threads(rank) == threads + 32 * idle
     assert variant.shared_bytes(width) == max(needed, ONE_PER_SM_BYTES if variant.one_per_sm else 0)
-
-
-@pytest.mark.parametrize("rank", [16, 128, *in_nightly(64)])
-@pytest.mark.parametrize("name", [name for name, variant in BY_NAME.items() if not variant.small_batch])
-@pytest.mark.parametrize("layer", some)
-def test_sums_of_the_adapter_have_a_place_for_every_sender(library, layer, name, rank):
-    ends, columns, mode = LAYERS[layer]
-    variant = BY_NAME[name]
-    found, of_row = check(library, variant, rank, ends, columns, mode, 132, variant.row_blocks)
-    places, _ = variant.shrink_split(columns, len(ends) * rank, len(found), 132)
-    for row in range(-(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))):
-        senders = [i for i, work in enumerate(found) if any(unit // of_row == row for unit in work.shrinks)]
-        assert 2 * (senders[-1] - senders[0] + 1) <= places

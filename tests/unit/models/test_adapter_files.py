@@ -1,34 +1,22 @@
-"""Adapters and templates of others, which PEFT or transformers fails on or never ends with, and an adapter's card."""
+"""Adapters of others, which PEFT fails on, and an adapter's card."""
 
 import json
-import re
 import shutil
-from threading import Thread
 
 import pytest
 import torch
 from torch.nn.functional import log_softmax
 
 from qerl.checkpoints.files import CheckpointError
-from qerl.host import process as limits
 from qerl.models.adapter_files import Base
 from qerl.models.export import write_merged
-from qerl.models.loading import load_tokenizer
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.settings.run import LAYERS, AdapterSettings
-from tests.parity.family_models import perturbed
+from tests.parity.family_models import by_the_card, code_of_the_card, perturbed
 from tests.tiny import tiny_qwen2, write_template
 
 CPU = torch.device("cpu")
-#: Endless with a name that doesn't match, such as those of the model.
-ENDLESS = r"(([a-z]|[a-z_.0-9])+)+X"
-
-
-@pytest.fixture
-def one_second(monkeypatch):
-    """What has no end is given up after a second."""
-    monkeypatch.setattr(limits, "SECONDS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +42,12 @@ def changed(adapter, folder, **changes):
 
 
 REFUSED = {
-    "a rank that memory doesn't hold": ({"r": 10**9}, "has the rank 1000000000, and the matrices of .* at most 4"),
+    "a rank that memory doesn't hold": ({"r": 10**9}, "has r=1000000000, which isn't supported"),
+    "a rank above that of the file": ({"r": 5}, "has the rank 5, and the matrices of .* at most 4"),
     "a lower rank": ({"r": 2}, "doesn't fit the model .*size mismatch"),
-    "no rank": ({"r": 0}, "has the rank 0"),
-    "a rank that is a text": ({"r": "4"}, "has the rank 4"),
-    "a scale that is no number": ({"lora_alpha": float("nan")}, "lora_alpha=nan, which is no finite number"),
+    "no rank": ({"r": 0}, "has r=0, which isn't supported; save"),
+    "a rank that is a text": ({"r": "4"}, "has r=4, which"),
+    "a scale that is no number": ({"lora_alpha": float("nan")}, "has lora_alpha=nan, which"),
     "a copy of a module without one in the file": ({"modules_to_save": ["lm_head"]}, "doesn't fit the model"),
     "a copy of the model": ({"modules_to_save": ["model"]}, "doesn't fit the model"),
     "targets of another model": (
@@ -66,21 +55,15 @@ REFUSED = {
         "doesn't fit the model .Target modules .'c_attn'. not found",
     ),
     "targets that aren't linear": ({"target_modules": ["mlp"]}, "doesn't fit the model .*is not supported"),
-    "targets that are numbers": ({"target_modules": [3]}, "lists no names"),
+    "targets that are numbers": ({"target_modules": [3]}, r"has target_modules=\[3\], which"),
     "some of the targets": ({"target_modules": ["q_proj"]}, "holds .*lora_A.weight, which adapter_config.json"),
     "targets that aren't in the file": ({"target_modules": [*LAYERS, "lm_head"]}, "lacks lm_head.lora_A.weight"),
-    "an invalid expression": ({"target_modules": "(q_proj"}, "is invalid, or isn't done"),
+    "an invalid expression": ({"target_modules": "(q_proj"}, "doesn't fit the model"),
     "layers that the model doesn't have": ({"layers_to_transform": [99]}, "doesn't fit the model"),
-    "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication, which isn't supported"),
-    "an endless expression": ({"target_modules": ENDLESS}, "isn't done with the names of the model's layers after 5 s"),
-    "one that excludes": ({"exclude_modules": ENDLESS}, "isn't done"),
-    "one of layers": ({"layers_to_transform": [0], "layers_pattern": ENDLESS}, "isn't done"),
-    "one of ranks": ({"rank_pattern": {ENDLESS: 4}}, "isn't done"),
-    "one of scales": ({"alpha_pattern": {ENDLESS: 4}}, "isn't done"),
+    "replicated layers": ({"layer_replication": [[0, 10**6]]}, "has layer_replication=.*, which isn't supported"),
 }
 
 
-@pytest.mark.usefixtures("one_second")
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_an_adapter_that_does_not_fit_is_one_sentence(base, adapter, tmp_path, changes, sentence):
     with pytest.raises(CheckpointError, match=sentence):
@@ -100,52 +83,8 @@ def test_an_adapter_that_fits_loads(base, adapter, tmp_path, changes):
 
 @pytest.mark.parametrize("changes", [{"r": 0}, {"r": 10**9}, {"lora_alpha": "x"}])
 def test_a_merge_refuses_the_same_values(base, adapter, tmp_path, changes):
-    with pytest.raises(CheckpointError, match=r"has the rank|lora_alpha="):
+    with pytest.raises(CheckpointError, match=r"has the rank|has r=|lora_alpha="):
         write_merged(base, changed(adapter, tmp_path / "foreign", **changes), tmp_path / "out")
-
-
-_LOOP = "{% for a in range(99999) %}"
-TEMPLATES = {
-    "nested loops": _LOOP * 3 + "{% endfor %}" * 3,
-    "a power": "{{ 3 ** (9 ** 10) }}",
-    "a text that doubles": "{% set n = namespace(x='abcdefgh') %}" + _LOOP + "{% set n.x = n.x + n.x %}{% endfor %}",
-    "loops for the system's message": "{% if messages[0].role == 'system' %}"
-    + _LOOP * 3
-    + "{% endfor %}" * 3
-    + "{% endif %}",
-}
-
-
-@pytest.mark.usefixtures("one_second")
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_without_end_is_refused_in_any_thread(base, tmp_path, template):
-    folder = shutil.copytree(base, tmp_path / "foreign")
-    (folder / "chat_template.jinja").write_text(template)
-    raised = []
-
-    def load():
-        with pytest.raises(CheckpointError, match="has a chat template that isn't done with a short chat") as error:
-            load_tokenizer(folder)
-        raised.append(error)
-
-    thread = Thread(target=load)
-    thread.start()
-    thread.join()
-    assert raised
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{% generation %}{{ m | tojson(indent=1) }}{% endgeneration %}{% break %}{% endfor %}",
-        "{{ strftime_now('%Y') }}{{ bos_token }}",
-        "{{ raise_exception('no system') }}",
-    ],
-)
-def test_a_template_with_an_end_is_read(base, tmp_path, template):
-    folder = shutil.copytree(base, tmp_path / "foreign")
-    (folder / "chat_template.jinja").write_text(template)
-    assert load_tokenizer(folder).chat_template == template
 
 
 IDS = torch.tensor([[5, 6, 7, 40, 41, 8]])
@@ -165,19 +104,13 @@ def trained(base, **adapter):
     return perturbed(with_adapter(base, AdapterSettings(rank=4, **adapter), "float32", 0, CPU), 0.1)
 
 
-def code(folder):
-    [block] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    return block
-
-
 #: What the card says that is rounded to bfloat16: NVFP4's weights when they are unpacked, the input of NF4's products.
 @pytest.mark.parametrize(("weights", "near"), [("bf16", 1e-5), ("nvfp4", 3e-3), ("mxfp4", 1e-5), ("nf4", 3e-3)])
 @torch.no_grad()
 def test_the_code_of_the_card_makes_the_policy_with_stock_peft(bases, tmp_path, weights, near):
     policy = trained(bases / weights)
     policy.save(tmp_path / "policy")
-    names = {}
-    exec(code(tmp_path / "policy"), names)
+    names = by_the_card(tmp_path / "policy")
     ours, stock = (log_softmax(model(input_ids=IDS).logits, -1) for model in (policy.lm, names["model"]))
     torch.testing.assert_close(stock, ours, atol=near, rtol=0)
     bare = load_policy(bases / weights, None, "float32", CPU).lm(input_ids=IDS).logits
@@ -196,4 +129,4 @@ def test_an_adapter_names_its_base(bases, tmp_path):
         assert f"`{expected.name}`" in card
         assert "More Information Needed" not in card
         assert "norms" not in card  # there are none
-    assert 'from_pretrained(base, revision="0000' in code(tmp_path / "hub")
+    assert 'from_pretrained(base, revision="0000' in code_of_the_card(tmp_path / "hub")

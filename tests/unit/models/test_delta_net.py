@@ -7,10 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5GatedDeltaNet,
+    causal_conv1d_fn,
+    torch_chunk_gated_delta_rule,
+)
 
 from qerl.models import delta_net
-from qerl.models.delta_net import INSTALLED, PLAIN, PackedQwen3_5DeltaNet, functions_for, gated_delta_rule
+from qerl.models.delta_net import INSTALLED, PLAIN, functions_for, gated_delta_rule, use_packed_delta_nets
 from tests.families import FAMILIES
 
 LENGTHS = (1, 64, 65, 200)
@@ -181,26 +185,11 @@ def test_no_more_is_kept_than_by_transformers(heads, dtype):
     assert kept(by_chunks, asked) < (1 if heads[0] == heads[1] else 0.8) * kept(by_transformers, asked)
 
 
-@pytest.mark.parametrize(
-    ("capability", "triton", "tilelang", "fails"),
-    [
-        ((9, 0), "3.3.1", False, False),
-        ((9, 0), "3.4.0", False, True),
-        ((9, 0), "3.7.0+git1234", False, True),
-        ((9, 0), "3.7.1", False, False),
-        ((9, 0), "3.6.0", True, False),
-        ((8, 9), "3.6.0", False, False),
-    ],
-)
-def test_backward_passes_of_the_library_fail_on_hopper_with_some_versions(capability, triton, tilelang, fails):
-    assert delta_net.library_backward_fails(capability, triton, tilelang) == fails
-
-
 @pytest.fixture
 def on_hopper(monkeypatch):
     """A GPU and a version of Triton with which the library raises, as far as the choice of functions asks."""
     delta_net.library_trains_on.cache_clear()
-    monkeypatch.setattr(delta_net, "library_is_installed", lambda: True)
+    monkeypatch.setattr(delta_net, "_INSTALLED", True)
     monkeypatch.setattr(delta_net, "find_spec", lambda name: None)
     monkeypatch.setattr(delta_net, "version", lambda name: "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -208,15 +197,31 @@ def on_hopper(monkeypatch):
     delta_net.library_trains_on.cache_clear()
 
 
-def test_gradients_that_the_library_lacks_are_those_of_pytorch(on_hopper, caplog):
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "trains"),
+    [
+        ((9, 0), "3.3.1", None, True),
+        ((9, 0), "3.4.0", None, False),
+        ((9, 0), "3.7.0+git1234", None, False),
+        ((9, 0), "3.7.1", None, True),
+        ((9, 0), "3.6.0", "installed", True),
+        ((8, 9), "3.6.0", None, True),
+    ],
+)
+def test_gradients_that_the_library_lacks_are_those_of_pytorch(
+    on_hopper, monkeypatch, caplog, capability, triton, tilelang, trains
+):
+    monkeypatch.setattr(delta_net, "find_spec", lambda name: tilelang)
+    monkeypatch.setattr(delta_net, "version", lambda name: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with caplog.at_level(logging.WARNING, logger="qerl"):
         chosen = [functions_for(on_hopper) for _ in range(2)]
         with torch.no_grad():
             assert functions_for(on_hopper) == INSTALLED
-    assert chosen == [INSTALLED._replace(chunks=gated_delta_rule)] * 2
-    [record] = caplog.records
-    assert "Triton 3.6.0" in record.getMessage()
-    assert "install Triton 3.7.1 or newer, or tilelang" in record.getMessage()
+    assert chosen == [INSTALLED if trains else INSTALLED._replace(chunks=gated_delta_rule)] * 2
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (not trains)
+    assert all(f"Triton {triton}" in one and "install Triton 3.7.1 or newer, or tilelang" in one for one in messages)
 
 
 def test_a_library_of_gpu_kernels_leaves_models_on_a_cpu_alone(on_hopper):
@@ -225,7 +230,7 @@ def test_a_library_of_gpu_kernels_leaves_models_on_a_cpu_alone(on_hopper):
 
 
 def test_without_the_library_the_rule_on_a_gpu_is_that_of_this_package(on_hopper, monkeypatch):
-    monkeypatch.setattr(delta_net, "library_is_installed", lambda: False)
+    monkeypatch.setattr(delta_net, "_INSTALLED", False)
     assert functions_for(on_hopper) == INSTALLED._replace(chunks=gated_delta_rule)
     on_hopper.dtype = torch.float32
     assert functions_for(on_hopper) == PLAIN
@@ -235,7 +240,8 @@ def test_heads_of_keys_are_repeated_for_other_rules_alone(monkeypatch):
     """A delta net has the same outputs by transformers' rule, which needs as many heads of keys as of values."""
     torch.manual_seed(0)
     config = FAMILIES["qwen3_5"].config(linear_num_key_heads=2, linear_num_value_heads=6)
-    net = PackedQwen3_5DeltaNet(config, 0)
+    net = Qwen3_5GatedDeltaNet(config, 0)
+    use_packed_delta_nets(net)
     row = torch.randn(2, 70, config.hidden_size)
     ours = net(row)
     monkeypatch.setattr(delta_net, "PLAIN", PLAIN._replace(chunks=unwrap(torch_chunk_gated_delta_rule)))

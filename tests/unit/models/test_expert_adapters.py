@@ -1,18 +1,17 @@
 """LoRA on the experts of a mixture, and on shared ones, against stock PEFT, which stacks it as transformers does."""
 
 import json
-import re
-import warnings
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError
-from qerl.models.expert_adapters import adapted_experts
+from qerl.models.experts import adapted_experts
 from qerl.models.export import export, write_dense, write_merged
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import load_policy, with_adapter
@@ -28,11 +27,10 @@ from tests.parity.family_models import (
     PROMPTS,
     add_noise,
     assert_drawn_by,
-    draw,
-    forced,
+    assert_updated_as,
+    by_the_card,
     perturbed,
     stock,
-    updated,
     with_peft,
 )
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_qwen2
@@ -99,39 +97,11 @@ def test_updates_and_the_saved_adapter_are_those_of_stock_peft(bases, tmp_path, 
     peft = with_peft(bases / UNPACKED[base], tmp_path / "adapter", is_trainable=True)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
-    samples = draw(policy)
-    found = updated(policy, samples)
-    expected = torch.stack([forced(peft, sample.prompt, sample.completion.token_ids) for sample in samples])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
-    for logprobs in (found, expected):
-        (logprobs * weights).sum().backward()
     both = ("gate_up_proj",) if base == "gpt_oss" else ("gate_proj", "up_proj")
-    gradients = of_stacks({part: p.grad for part, p in peft.named_parameters() if p.requires_grad}, both)
-    ours = {part: parameter.grad for part, parameter in policy.trainable()}
-    assert ours.keys() == gradients.keys()
+    ours = assert_updated_as(policy, [peft], 1e-5, rtol=0, atol=1e-4, renamed=partial(of_stacks, both=both))
     asked = len(targets) if base == "nvfp4" else len([target for target in targets if target != "experts.up_proj"])
     assert sum(".lora_" in part for part in ours) == 2 * 2 * asked
-    for part, gradient in gradients.items():
-        assert gradient.any(), part
-        assert (ours[part] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), part
     assert all(layer._dense is None for layer in layers if not layer.keepable)
-
-
-def test_the_files_are_plain_lora_on_each_experts_layers(bases, tmp_path):
-    policy = made(bases / "nvfp4")
-    policy.save(tmp_path)
-    stored = load_file(tmp_path / ADAPTER)
-    for number, name, shape in ((0, "gate_proj.lora_A", (3, 64)), (3, "down_proj.lora_B", (64, 3))):
-        matrix = stored[f"base_model.model.model.layers.1.mlp.experts.{number}.{name}.weight"]
-        projection, _, side = name.partition(".lora_")
-        [experts] = [one for path, one in adapted_experts(policy.lm).items() if "layers.1" in path]
-        assert matrix.shape == shape
-        assert torch.equal(matrix, experts.adapter(side, projection)[number])
-    assert sum(".experts." in name for name in stored) == 2 * 4 * 3 * 2
-    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
-    assert set(config["target_modules"]) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert not config["target_parameters"]
 
 
 @pytest.mark.parametrize(
@@ -168,14 +138,11 @@ def test_a_stored_adapter_is_loaded_and_saved_as_it_was(bases, tmp_path, weights
     ],
 )
 def test_the_code_of_the_card_gives_the_policy(bases, tmp_path, monkeypatch, weights, targets):
-    policy, names = made(bases / weights, targets), {}
+    policy = made(bases / weights, targets)
     policy.save(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-        exec(re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)[1], names)
     with torch.no_grad():
-        found = names["model"](TOKENS).logits
+        found = by_the_card(tmp_path)["model"](TOKENS).logits
         torch.testing.assert_close(found, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -214,17 +181,21 @@ def test_both_samplers_draw_as_peft_does_after_a_change_and_with_noise(bases, tm
 
 
 def test_an_adapter_of_experts_is_exported_and_merged(bases, tmp_path):
-    policy = made(bases / "nvfp4")
-    policy.save(tmp_path / "adapter")
-    export(bases / "nvfp4", tmp_path / "adapter", tmp_path / "out")
-    write_dense(tmp_path / "out/base", tmp_path / "base", torch.float32)
-    write_merged(bases / "nvfp4", tmp_path / "adapter", tmp_path / "merged", torch.float32)
-    with torch.no_grad():
-        expected = policy.lm(TOKENS).logits
-        exported = with_peft(tmp_path / "base", tmp_path / "out/adapter")(TOKENS).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(TOKENS).logits
-    torch.testing.assert_close(exported, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
+    """That of gpt-oss is in PEFT's layout of stacks, and isn't merged."""
+    for weights in ("nvfp4", "gpt_oss"):
+        policy, folder = made(bases / weights), tmp_path / weights
+        policy.save(folder / "adapter")
+        export(bases / weights, folder / "adapter", folder / "out")
+        base = folder / "out/base"
+        if weights == "nvfp4":
+            write_dense(base, base := folder / "base", torch.float32)
+        found = {"exported": with_peft(base, folder / "out/adapter")}
+        if weights == "nvfp4":
+            write_merged(bases / weights, folder / "adapter", folder / "merged", torch.float32)
+            found["merged"] = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+        with torch.no_grad():
+            for model in found.values():
+                torch.testing.assert_close(model(TOKENS).logits, policy.lm(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -241,26 +212,6 @@ def test_a_file_without_one_of_the_matrices_is_refused(bases, tmp_path, name, se
     save_file(stored, tmp_path / ADAPTER)
     with pytest.raises(CheckpointError, match=sentence):
         load_policy(bases / "nvfp4", tmp_path, "float32", CPU)
-
-
-def test_the_file_of_gpt_oss_has_pefts_stacks(bases, tmp_path):
-    policy = made(bases / "gpt_oss")
-    policy.save(tmp_path / "adapter")
-    stored, name = load_file(tmp_path / "adapter" / ADAPTER), "base_model.model.model.layers.0.mlp.experts"
-    shapes = {key.removeprefix(name): list(t.shape) for key, t in stored.items() if key.startswith(name)}
-    assert shapes == {
-        ".base_layer.lora_A.weight": [12, 64],
-        ".base_layer.lora_B.weight": [256, 12],
-        ".lora_A.weight": [12, 128],
-        ".lora_B.weight": [64, 12],
-    }
-    config = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())
-    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
-    assert set(config["target_modules"]) == {"q_proj", "o_proj"}
-    export(bases / "gpt_oss", tmp_path / "adapter", tmp_path / "out")
-    with torch.no_grad():
-        found = with_peft(tmp_path / "out/base", tmp_path / "out/adapter")(TOKENS).logits
-        torch.testing.assert_close(policy.lm(TOKENS).logits, found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -324,21 +275,6 @@ def test_an_adapter_of_stock_peft_is_that_of_the_shared_expert(hybrid, tmp_path,
         expected, plain = peft(TOKENS).logits, stock(hybrid)(TOKENS).logits
         torch.testing.assert_close(policy.lm(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
     assert (expected - plain).abs().max() > 0.01
-
-
-def test_a_target_is_the_layer_of_the_shared_expert(hybrid, tmp_path):
-    """And stock PEFT loads it under that name."""
-    policy = with_adapter(hybrid, AdapterSettings(rank=3, targets=["up_proj"], train_norms=False), "float32", 0, CPU)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05
-    policy.save(tmp_path)
-    assert json.loads((tmp_path / ADAPTER_CONFIG).read_text())["target_modules"] == ["shared_expert.up_proj"]
-    assert {name.partition(".mlp.")[2] for name in load_file(tmp_path / ADAPTER)} == {
-        f"shared_expert.up_proj.lora_{side}.weight" for side in "AB"
-    }
-    peft = PeftModel.from_pretrained(stock(hybrid), tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(policy.lm(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_of_experts_beside_a_shared_one_are_refused(hybrid, tmp_path):

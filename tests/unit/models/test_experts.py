@@ -19,7 +19,7 @@ from qerl.models.loading import load_model
 from qerl.models.policy import trained_in_full, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.structure import empty_model
-from qerl.rl.memory import saved_for_backward
+from qerl.rl.passes import saved_for_backward
 from qerl.settings.run import AdapterSettings
 from tests.families import FAMILIES
 from tests.tiny import tiny_family, tiny_gpt_oss

@@ -14,8 +14,6 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoints.files import ADAPTER_CONFIG
-from qerl.evals import evaluate
-from qerl.jobs import EvaluateJob, StoredPolicy
 from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.export import export, merge, write_dense
 from qerl.models.policy import Masters, load_policy, trained_in_full, with_adapter
@@ -26,7 +24,6 @@ from qerl.rollout.sampler import SamplingParams, refused_by_engine
 from qerl.rollout.vllm import norm_weights
 from qerl.settings.base import ConfigError
 from qerl.settings.run import LAYERS, AdapterSettings, NativeSettings, PPOSettings
-from qerl.settings.workflow import EvaluationSettings
 from tests.families import LEFT_OUT
 from tests.parity.family_models import forced
 from tests.tiny import tiny_bases, tiny_family, tiny_qwen2, write_template
@@ -173,23 +170,6 @@ def test_a_saved_policy_is_read_to_the_bit(checkpoints, tmp_path, weights, value
     found = load_policy(checkpoints / weights, tmp_path, "bfloat16", CPU)
     are_kept(found)
     assert torch.equal(logprobs(found), logprobs(trained))
-
-
-def test_the_evaluation_rule_scores_the_trained_norms(checkpoints, tmp_path, monkeypatch):
-    train(with_adapter(checkpoints / "nvfp4", AdapterSettings(rank=4), "bfloat16", 0, CPU)).save(tmp_path)
-    scored = []
-    monkeypatch.setattr(evaluate, "score_policy", lambda policy, *_: scored.append(policy))
-    evaluate.evaluate_policy(
-        EvaluateJob(
-            policy=StoredPolicy(stored="p"),
-            settings=EvaluationSettings(tasks=[]),
-            checkpoint=checkpoints / "nvfp4",
-            trained=tmp_path,
-            data={},
-            out=tmp_path / "out",
-        )
-    )
-    are_kept(scored[0])
 
 
 def test_a_policy_trained_in_full_keeps_its_norms(checkpoints, tmp_path):

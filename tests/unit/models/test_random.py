@@ -37,14 +37,10 @@ IDS = {
 #: 10^9 parameters of the text models, by their model cards.
 BILLIONS = {
     "mistral-7b": 7.24,
-    "phi-4-mini": 3.84,
-    "phi-4": 14.7,
-    "gemma-3-1b": 1.0,
     "gemma-3-12b": 11.8,
     "qwen3-30b-a3b": 30.5,
     "gpt-oss-20b": 20.9,
     "qwen3.5-27b": 26.9,
-    "qwen3.5-35b-a3b": 34.7,
 }
 
 

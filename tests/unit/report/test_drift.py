@@ -8,14 +8,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from qerl.report.drift import change, drift, slope_per_step, verdict
-from qerl.report.make import make_table
+from qerl.report.tables import change, drift, slope_per_step, verdict
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError
-from qerl.results.study_data import read_study
 from qerl.settings.base import ConfigError, read_yaml
+from qerl.study.data import read_study
 from qerl.workflow.plan import plan_from
-from tests.synthetic_results import NO_METRICS, write_run
+from tests.synthetic_results import NO_METRICS, write_run, write_table
 
 ROOT = Path(__file__).parents[3]
 STEPS = np.arange(1000)
@@ -67,7 +66,7 @@ def test_the_table_has_a_row_per_run_in_the_units_of_its_headings(tmp_path):
         1: [1e-5 * (1 + step + step % 2) for step in range(40)],
     }
     made = [write_run(tmp_path, "nvfp4-lora", seed, metrics(values)) for seed, values in kl.items()]
-    make_table("drift", made, tmp_path / "tables")
+    write_table("drift", made, tmp_path / "tables")
     table = pd.read_csv(tmp_path / "tables/drift.csv").set_index("seed")
     assert list(table["verdict"]) == ["no drift", "drift"]
     assert table.loc[1, "kl_slope"] == pytest.approx(1e-2)  # both steps of a block differ alike

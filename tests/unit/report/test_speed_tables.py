@@ -9,10 +9,9 @@ import pytest
 
 from qerl.jobs import ShapesJob
 from qerl.report import speed_tables
-from qerl.report.format import gpu_label
 from qerl.results.speeds import load
 from qerl.results.store import ResultError
-from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, moved, step_file, write_json
+from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, mix_file, moved, step_file, write_json
 
 H200, H100 = "1x NVIDIA H200", "1x NVIDIA H100 80GB HBM3"
 
@@ -150,17 +149,9 @@ def test_machines_are_told_apart_by_a_column_and_not_compared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("machine", "label"),
-    [("11x NVIDIA H200 + 1x NVIDIA L40S", "11x H200 + L40S"), ("AMD EPYC 9B14, 8 cores", "AMD EPYC 9B14, 8 cores")],
-)
-def test_a_gpu_has_a_short_name(machine, label):
-    assert gpu_label(machine) == label
-
-
-@pytest.mark.parametrize(
     ("points", "changed", "words"),
     [
-        ({}, {}, "no points of decode speed yet; `qerl grid`"),
+        ({}, {}, "no points of decode yet; `qerl grid`"),
         ({1: [1.0]}, {"size": "9B"}, "work.size '9B' is unknown"),
         ({1: [1.0]}, {"ceilings": {}}, "GPU A.json.*copy"),
         ({1: [1.0]}, {"machine": "GPU B"}, "native 7B nvfp4 rank 16, 1 sequences is in two decode files"),
@@ -211,3 +202,47 @@ def test_caps_tell_what_trains_and_what_it_did_without(tmp_path):
     assert list(memory.loc["12 GB", columns]) == ["ok", "33%", "28 of 28", 16384, "KV cache of 2 GiB, released"]
     assert (memory.loc["8 GB", "status"], steps.loc["8 GB", "status"]) == (OUT_OF_MEMORY, OUT_OF_MEMORY)
     assert pd.isna(steps.loc["8 GB", "step_seconds"])
+
+
+# --- rollouts of mixed lengths
+
+
+def mixes(*files: Path) -> dict:
+    return rows_of(speed_tables.mix_table(load(files, "rollout_mix")), "engine", "weights")
+
+
+@pytest.fixture
+def mixed(tmp_path) -> list[Path]:
+    seconds = {("native", "nvfp4"): [4.0, 5.0, 4.0], ("vllm", "bf16"): [8.0] * 3, ("vllm", "nvfp4"): [10.0] * 3}
+    return [mix_file(tmp_path, *policy, taken) for policy, taken in seconds.items()]
+
+
+def test_the_lead_is_over_the_faster_of_vllms_formats(mixed):
+    rows = mixes(*mixed)
+    ours = rows["native", "nvfp4"]
+    assert (ours["tokens_per_second"], ours["seconds"], ours["speedup"]) == (250.0, 4.0, 2.0)
+    assert ours["work"] == "2 × 2, 100 to 400 tokens, 1,000 in all"
+    assert ours["speedup_low"] <= 2.0 <= ours["speedup_high"]
+    assert rows["vllm", "bf16"]["tokens_per_second"] == 125.0
+    assert pd.isna(rows["vllm", "bf16"]["speedup"])
+
+
+def test_other_workloads_and_machines_are_not_compared_and_a_failure_is_a_row(tmp_path, mixed):
+    ours, _, nvfp4 = mixed
+    other = mix_file(tmp_path, "vllm", "bf16", [8.0], lengths=[[1, 2], [3, 4], [5, 6]])
+    assert mixes(ours, other, nvfp4)["native", "nvfp4"]["note"] == "–"
+    far = moved(mix_file(tmp_path, "vllm", "bf16", [8.0]), "another")
+    assert mixes(ours, far, nvfp4)["native", "nvfp4"]["note"] == "different machines"
+    failed = mix_file(tmp_path, "vllm", "bf16", [], status=OUT_OF_MEMORY, ready_seconds=None, first_seconds=None)
+    rows = mixes(ours, failed, nvfp4)
+    assert (rows["vllm", "bf16"]["status"], rows["native", "nvfp4"]["speedup"]) == (OUT_OF_MEMORY, 2.5)
+
+
+def test_phases_add_up_to_the_rollout(mixed):
+    table = speed_tables.phase_table(load(mixed, "rollout_mix")).set_index("phase")
+    assert table["share"].sum() == pytest.approx(100.0)
+    assert table.loc["before and after", "seconds"] == pytest.approx(4.0 - 3.75)
+    assert table.loc["decode, batch of 4", "ms/step"] == pytest.approx(1e3 * 2 / 300)
+    assert table.loc["prefill and first tokens", "ms/step"] == pytest.approx(250.0)
+    assert list(table.index[:3]) == ["prefill and first tokens", "decode, batch of 4", "decode, batch of 2"]
+    assert table.loc["host waits during these", "seconds"] == 2.5

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from qerl.report import tables
-from qerl.report.format import by_dataset, present
-from qerl.results import readers
+from qerl.report.format import by_dataset, caption_text, present, write_table
+from qerl.results.readers import StoredResults
 from qerl.results.speeds import load
 from qerl.results.store import ResultError
 from tests.synthetic_results import (
@@ -28,12 +28,11 @@ def column(values: list[int]) -> np.ndarray:
 
 
 def cells_of(evaluations: list, runs: list) -> pd.DataFrame:
-    frame = readers.load_evaluations(evaluations, readers.load_runs(runs))
-    return tables.accuracy_cells(frame, readers.load_samples(evaluations))
+    return tables.accuracy_cells(StoredResults([*evaluations, *runs]))
 
 
 def table_of(evaluations: list, runs: list) -> pd.DataFrame:
-    return tables.accuracy(cells_of(evaluations, runs), readers.load_runs(runs))
+    return tables.accuracy(StoredResults([*evaluations, *runs]))
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def test_memory_and_speed_by_hand(tmp_path):
     ]
     bench = write_bench(tmp_path, "step", "step", steps)
     report = write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.08, "up_proj": 0.10})
-    points, reports = load([bench], "step"), readers.load_quantization([report])
+    points, reports = load([bench], "step"), StoredResults([report]).quantization
     table = tables.memory_speed(points, reports)
     assert table["speedup"].tolist()[:5] == pytest.approx([2.5 / 4, 1, 1, 2.5 / 1.5, 2.0])
     nvfp4 = table.iloc[3]
@@ -187,21 +186,20 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
     alone = write_bench(tmp_path, "alone", "step", steps)
     both = write_bench(tmp_path, "both", "step", [*steps, step_point("bf16-lora", [3.0], **other)])
     points = load([alone, both], "step")
-    table = tables.memory_speed(points, readers.load_quantization([])).set_index("bench")
+    table = tables.memory_speed(points, StoredResults([]).quantization).set_index("bench")
     assert table.loc["alone", "speedup"].tolist() == pytest.approx([1, np.nan, 2], nan_ok=True)
     assert table.loc["alone", "speedup_base"].tolist() == ["bf16-lora", "no BF16 LoRA", "bf16-lora"]
     assert table.loc["both", "speedup"].tolist() == [1, 3, 2, 1]
     failed = write_bench(tmp_path, "failed", "step", [step_point("bf16-lora", [], "out of memory"), steps[2]])
-    row = tables.memory_speed(load([failed], "step"), readers.load_quantization([])).iloc[1]
+    row = tables.memory_speed(load([failed], "step"), StoredResults([]).quantization).iloc[1]
     assert (np.isnan(row["speedup"]), row["speedup_base"]) == (True, "bf16-lora (out of memory)")
 
 
 def test_files_of_a_table(tmp_path):
     tree = write_tree(tmp_path)
-    evaluations = readers.load_evaluations(tree["evaluations"], readers.load_runs(tree["runs"]))
-    cells = tables.accuracy_cells(evaluations, readers.load_samples(tree["evaluations"]))
-    table = tables.accuracy(cells, readers.load_runs(tree["runs"]))
-    tables.write_table(table, tmp_path / "tables" / "accuracy.v1", tables.caption_text("100 % of it", evaluations))
+    stored = StoredResults([*tree["evaluations"], *tree["runs"]])
+    table = tables.accuracy(stored)
+    write_table(table, tmp_path / "tables" / "accuracy.v1", caption_text("100 % of it", stored.evaluations))
     back = pd.read_csv(tmp_path / "tables" / "accuracy.v1.csv")
     assert back["arithmetic/accuracy"].tolist() == table["arithmetic/accuracy"].tolist()
     markdown = (tmp_path / "tables" / "accuracy.v1.md").read_text()
@@ -223,7 +221,7 @@ def test_quantization_by_type_of_layer(tmp_path):
         write_quantization(tmp_path, "nf4", 4.13, {"q_proj": 0.09, "o_proj": 0.07}),
         write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.1}, method="awq"),
     ]
-    table = tables.quantization(readers.load_quantization(paths))
+    table = tables.quantization(StoredResults(paths).quantization)
     assert table["weights"].tolist() == ["nf4", "nvfp4", "nvfp4-awq"]
     assert table["method"].tolist() == ["rtn", "rtn", "awq"]
     assert table["q_proj/relative_error"].tolist() == [0.09, 0.08, 0.1]
@@ -239,27 +237,27 @@ def test_results_that_contradict_each_other_are_one_sentence(small, tmp_path):
     with pytest.raises(ResultError, match="evaluated twice on gsm8k"):
         cells_of([*evaluations, again], runs)
     with pytest.raises(ResultError, match=r"arm-1/result.json evaluates run 'main-nvfp4-lora-seed1'"):
-        readers.load_evaluations(evaluations, readers.load_runs(runs[:1]))
+        StoredResults([*evaluations, *runs[:1]]).evaluations  # noqa: B018
     lines = (evaluations[1].parent / "samples.jsonl").read_text().splitlines(keepends=True)
     (evaluations[1].parent / "samples.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(ResultError, match="3 samples of gsm8k"):
-        readers.load_samples(evaluations[1:])
+        StoredResults(evaluations[1:]).samples  # noqa: B018
     result = json.loads(evaluations[0].read_text())
     result["tasks"]["gsm8k"]["accuracy"] = 0.75
     write_json(evaluations[0], result)
     with pytest.raises(ResultError, match=r"an accuracy of 0\.5000, but its result\.json 0\.7500"):
-        readers.load_samples(evaluations)
+        StoredResults(evaluations).samples  # noqa: B018
 
 
 def test_a_file_of_another_shape_names_itself(tmp_path):
     run = write_run(tmp_path, "bf16-lora", 0, metrics=[{k: v for k, v in NO_METRICS.items() if k != "entropy"}])
     with pytest.raises(ResultError, match=r"metrics.jsonl, line 1: `entropy` is missing"):
-        readers.load_metrics([run])
+        StoredResults([run]).metrics  # noqa: B018
     write_json(run, json.loads(run.read_text()) | {"summary": {}})
     with pytest.raises(ResultError, match=rf"{run} is not a RunResult: `summary.steps`"):
-        readers.load_runs([run])
-    with pytest.raises(ResultError, match=r"missing.json doesn't exist"):
-        readers.load_runs([tmp_path / "missing.json"])
+        StoredResults([run]).runs  # noqa: B018
+    with pytest.raises(ResultError, match=r"run.json doesn't exist"):
+        StoredResults([tmp_path / "run.json"]).runs  # noqa: B018
     bench = write_bench(tmp_path, "b", "rollout", [rollout_point("bf16", 16, [])])
     with pytest.raises(ResultError, match="status ok needs samples"):
         load([bench], "rollout")

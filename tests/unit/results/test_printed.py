@@ -21,7 +21,9 @@ def rows_of(name: str) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-ROWS = [row for name in (*TABLES, "figure1", "figure11", "text") for row in rows_of(name)]
+ALL = [row for name in (*TABLES, "figure1", "figure11", "text") for row in rows_of(name)]
+QUOTIENT = "quotient of the printed throughputs"
+ROWS = [row for row in ALL if row["printed"] and row["note"] != QUOTIENT]
 
 
 def only(**values) -> dict:
@@ -122,19 +124,31 @@ def test_contradictions_are_marked_and_nothing_else_is():
 
 
 def test_schema():
-    counts = Counter(map(place, ROWS))
+    counts = Counter(map(place, ALL))
     assert max(counts.values()) == 1
-    for row in ROWS:
+    for row in ALL:
         assert list(row) == [*KEY, "printed", "unit", "inconsistent", "note"]
         assert row["model"] in ("", *MODELS)
         assert row["weights"] in ("", "bf16", "nf4", "mxfp4", "nvfp4")
         assert row["method"] in ("", "none", "full", "lora")
         assert row["unit"] in ("", "%", "points", "ratio", "GB", "tokens/s", "s")
-        if row["unit"]:
+        if row["unit"] and row["printed"]:
             assert number(row) is not None
         elif row["printed"] == "out of memory":
             assert row["metric"] == "step_speedup"
-    assert {path.stem for path in FOLDER.glob("*.csv")} == {*TABLES, "figure1", "figure11", "text", "curves"}
+    assert {path.stem for path in FOLDER.glob("*.csv")} == {*TABLES, "figure1", "figure11", "text", "curves", "series"}
+
+
+def test_ratios_that_the_paper_does_not_print_are_quotients_of_its_throughputs():
+    derived = [row for row in ALL if row["note"] == QUOTIENT]
+    assert len(derived) == 12 + 2 + 6
+    for row in derived:
+        same = {key: row[key] for key in ("model", "weights", "rank", "setting")}
+        above, below = (
+            {number(other) for other in every(metric="rollout_rate", **same | {"weights": weights})}
+            for weights in (row["weights"], "bf16")
+        )
+        assert row["printed"] in {f"{a / b:.2f}" for a, b in product(above, below)}
 
 
 def test_averages_of_table_2_follow_from_their_parts():

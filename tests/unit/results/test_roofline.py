@@ -11,7 +11,7 @@ from qerl.formats.codecs import quantize, stored_bytes
 from qerl.kernels.state import DeltaHeads, state_bytes
 from qerl.models.policy import lora_config
 from qerl.models.structure import structure_of
-from qerl.results.floor import byte_parts, step_bytes, step_flops
+from qerl.results.speeds import byte_parts, step_flops
 from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings
 from tests.bits import bits_per_weight
@@ -82,7 +82,6 @@ def test_7b_by_hand():
     assert parts["head"] == 2 * 152064 * 3584
     assert parts["cache"] == 8 * 257 * 28 * 2 * 4 * 128 * 2
     assert parts["adapter"] == 2 * 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
-    assert step_bytes(Base("7B", "nvfp4"), 16, 8, 256) == sum(parts.values())
     attention = 28 * 4 * 256 * 28 * 128
     dense = 2 * (28 * block + 152064 * 3584)
     assert step_flops("7B", 0, 8, 256) == 8 * (dense + attention)
@@ -168,7 +167,9 @@ def test_bytes_of_packed_delta_nets_are_those_of_the_stored_layers(monkeypatch):
     layers = dict(random_model(config).named_modules())
     saved = sum(
         2 * layers[name].weight.numel() - stored_bytes("nvfp4", [tuple(layers[name].weight.shape)])
-        for name in structure_of(config).layers_of_delta_nets()
+        for name in structure_of(config).packed_nets
     )
-    dense, packed = (step_bytes(Base("published", "nvfp4", packed_nets=nets), RANK, 2, 9) for nets in (False, True))
+    dense, packed = (
+        sum(byte_parts(Base("published", "nvfp4", packed_nets=nets), RANK, 2, 9).values()) for nets in (False, True)
+    )
     assert dense - packed == saved > 0

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from qerl.results import statistics
 from qerl.results.statistics import (
     accuracy_interval,
     average_interval,
     difference_interval,
+    holm,
+    paired_difference,
     paired_ratio_interval,
     pass_at_k,
     ratio_interval,
@@ -33,12 +36,6 @@ def test_one_evaluation_with_repeats_matches_scipys_bootstrap():
     oracle = stats.bootstrap((scores[0],), np.mean, method="percentile", rng=np.random.default_rng(2))
     assert interval.low == pytest.approx(oracle.confidence_interval.low, abs=0.004)
     assert interval.high == pytest.approx(oracle.confidence_interval.high, abs=0.004)
-
-
-def test_repeats_of_a_problem_are_not_independent_problems():
-    """Four equal repeats tell no more than one."""
-    once = np.random.default_rng(3).integers(0, 2, size=(1, 200)).astype(float)
-    assert accuracy_interval(np.stack([once, once]).mean(axis=0)) == accuracy_interval(once)
 
 
 def test_seeds_that_differ_only_give_the_t_interval():
@@ -137,11 +134,6 @@ def test_a_difference_without_any_disagreement_is_that_of_no_gain_and_no_loss(ri
     assert interval.low == -interval.high
 
 
-def test_accuracy_stays_within_bounds():
-    interval = accuracy_interval(np.array([[1.0] * 9 + [0.0], [1.0] * 2 + [0.0] * 8]))
-    assert (interval.low, interval.high) == (0.0, 1.0)
-
-
 def test_shapes_that_cannot_be_paired_are_errors():
     with pytest.raises(ValueError, match="paired"):
         difference_interval(np.zeros((2, 5)), np.zeros(4))
@@ -213,3 +205,88 @@ def test_it_is_unbiased():
 def test_impossible_counts_are_refused(right, completions, k):
     with pytest.raises(ValueError, match="needs at least"):
         pass_at_k(right, completions, k)
+
+
+# --- paired differences of a study's arms
+
+
+@pytest.fixture
+def fewer_draws(monkeypatch):
+    monkeypatch.setattr(statistics, "_DRAWS", 400)
+
+
+def simulated(generator, bases=3, seeds=4, problems=50, effect=0.0, base_sd=0.0, seed_sd=0.0):
+    cells = {}
+    for base in range(bases):
+        of_base = effect + base_sd * generator.normal()
+        cells[f"b{base}"] = {
+            seed: of_base + seed_sd * generator.normal() + 0.3 * generator.normal(size=problems)
+            for seed in range(seeds)
+        }
+    return cells
+
+
+def test_the_estimate_is_the_mean_over_bases_of_means_over_seeds():
+    cells = {"a": {0: np.full(4, 0.1), 1: np.full(4, 0.3)}, "b": {0: np.full(4, 0.8)}}
+    difference = paired_difference(cells)
+    assert difference.interval.mean == pytest.approx((0.2 + 0.8) / 2)
+    assert (difference.bases, difference.pairs) == (2, 3)
+
+
+@pytest.mark.usefixtures("fewer_draws")
+def test_a_clear_effect_has_a_small_p_and_no_effect_a_large_one():
+    generator = np.random.default_rng(2)
+    for effect in (0.2, -0.2):
+        assert paired_difference(simulated(generator, effect=effect, seed_sd=0.02)).p <= 2 / 401
+    assert paired_difference(simulated(generator, effect=0.0)).p > 0.1
+
+
+@pytest.mark.usefixtures("fewer_draws")
+def test_p_is_uniform_enough_where_there_is_no_effect():
+    """One base, so that seeds and problems alone vary: at most a tenth of experiments fall below 0.05."""
+    generator = np.random.default_rng(3)
+    small = [paired_difference(simulated(generator, 1, 12, 30, seed_sd=0.1)).p < 0.05 for _ in range(60)]
+    assert np.mean(small) < 0.15
+
+
+@pytest.mark.parametrize(
+    "cells", [{}, {"a": {}}, {"a": {0: np.zeros(3), 1: np.zeros(4)}}, {"a": {0: np.zeros(3)}, "b": {}}]
+)
+def test_gaps_are_refused(cells):
+    with pytest.raises(ValueError, match="same problems"):
+        paired_difference(cells)
+
+
+def test_holm_is_a_closed_test_of_bonferroni():
+    """Holm's p is the largest Bonferroni p of all subsets with the hypothesis: the closure of Bonferroni's test."""
+    values = dict(zip("abcde", np.random.default_rng(6).uniform(0, 0.2, 5), strict=True))
+    subsets = [set(chosen) for size in range(1, 6) for chosen in combinations(values, size)]
+    closed = {
+        name: max(min(1, len(subset) * min(values[one] for one in subset)) for subset in subsets if name in subset)
+        for name in values
+    }
+    assert holm(values) == pytest.approx(closed)
+    assert holm({"a": 0.7, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+
+
+def test_the_interval_is_that_of_a_plain_loop_over_draws():
+    """Bases, seeds of each and problems drawn one by one, with another generator and ragged seeds."""
+    generator = np.random.default_rng(5)
+    cells = simulated(generator, bases=3, seeds=4, problems=30, effect=0.05, base_sd=0.05, seed_sd=0.1)
+    cells["b1"].pop(2)
+    means = []
+    for _ in range(3000):
+        problems = generator.integers(30, size=30)
+        of_bases = []
+        for base in generator.choice(list(cells), size=3):
+            seeds = list(cells[base].values())
+            drawn = [seeds[n] for n in generator.integers(len(seeds), size=len(seeds))]
+            of_bases.append(np.mean([values[problems].mean() for values in drawn]))
+        means.append(np.mean(of_bases))
+    found = paired_difference(cells)
+    low, high = np.quantile(means, [0.025, 0.975])
+    width = high - low
+    assert found.interval.low == pytest.approx(low, abs=0.08 * width)
+    assert found.interval.high == pytest.approx(high, abs=0.08 * width)
+    share = np.mean(np.array(means) <= 0)
+    assert found.p == pytest.approx(2 * min(share, 1 - share), abs=0.05)

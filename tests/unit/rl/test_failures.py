@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.evals.evaluate import evaluate_policy
-from qerl.jobs import EvaluateJob, PlannedPolicy
-from qerl.report import make as report_job
-from qerl.results import readers
+from qerl.jobs import EvaluateJob
+from qerl.results.readers import StoredResults
 from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.train import TimeLimitError, train_run
 from qerl.rl.update import DivergedError
@@ -25,6 +24,7 @@ from qerl.settings.workflow import EvaluationSettings
 from tests import jobs
 from tests.conftest import in_nightly
 from tests.jobs import train_job, write_inputs
+from tests.synthetic_results import write_table
 
 SETTINGS = {**jobs.SETTINGS, "reward": {"function": "own_reward:count"}}
 # The third step's completions are too many for the memory while there is a file `small`.
@@ -75,7 +75,7 @@ def evaluate(folder: Path, name: str | None) -> Path:
     settings = {"tasks": [{"dataset": "d", "harness": "lm-eval"}], "sampling": {"max_tokens": 4}, "dtype": "float32"}
     row = {"run": name, "arm": name and "bf16-lora", "experiment": name and "e", "varied": {"seed": 0} if name else {}}
     job = EvaluateJob(
-        policy=PlannedPolicy(eval=name or "base", base=Base("tiny", "bf16"), **row),
+        policy={"eval": name or "base", **row, **Base("tiny", "bf16").stored},
         settings=EvaluationSettings(**settings, repeats=1),
         checkpoint=folder / "base",
         trained=folder / "train" / name / "policy" if name else None,
@@ -98,10 +98,10 @@ def test_out_of_memory_is_a_row_of_the_table_and_the_next_attempt_goes_on(folder
     base, skipped = evaluate(folder, None), evaluate(folder, "lost")
     assert json.loads(skipped.read_text())["tasks"] == {}
     paths = [folder / "train/lost/run.json", base, skipped]
-    report_job.make_table("accuracy", paths, folder)
+    write_table("accuracy", paths, folder)
     row = next(line for line in (folder / "accuracy.md").read_text().splitlines() if "LoRA" in line)
     assert "seed 0: out of memory after 2 of 4 steps" in row
-    assert readers.load_metrics(paths[:1]).empty
+    assert StoredResults(paths[:1]).metrics.empty
 
     Path("small").unlink()
     sys.modules.pop("own_reward", None)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from qerl.kernels.packed_sequences import Packing
+from qerl.kernels.packed_sequences import Packing, all_keys
 from qerl.models.blocks import NAME
 from qerl.models.policy import trained_in_full, with_adapter
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, packed_tokens, split
@@ -122,9 +122,9 @@ def test_keys_are_gathered_and_their_gradients_added_in_float32():
     """Seven copies of a prompt's gradient of 1 + 2^-7: bfloat16 that adds one by one loses the small part."""
     packing = Packing.of([2, *[1] * 6], [None, *[0] * 6], CPU)
     row = torch.arange(8.0, dtype=torch.bfloat16)[:, None].requires_grad_()
-    keys = packing.keys(row, 0)
-    assert [k[:, 0].tolist() for k in keys] == [[0, 1], *([0, 1, n] for n in range(2, 8))]
-    (gradient,) = torch.autograd.grad(torch.cat(keys), row, torch.full((20, 1), 1 + 2**-7, dtype=torch.bfloat16))
+    keys = all_keys(row[..., None], packing.copies).split(packing.widths)
+    assert [k[:, 0, 0].tolist() for k in keys] == [[0, 1], *([0, 1, n] for n in range(2, 8))]
+    (gradient,) = torch.autograd.grad(torch.cat(keys), row, torch.full((20, 1, 1), 1 + 2**-7, dtype=torch.bfloat16))
     assert gradient[:2, 0].tolist() == [torch.tensor(7 * (1 + 2**-7)).bfloat16().item()] * 2
     assert gradient[2:, 0].tolist() == [1 + 2**-7] * 6
 

@@ -11,6 +11,7 @@ from qerl.data.sources import prepare, read_split
 from qerl.jobs import PretrainJob
 from qerl.rl import pretrain as miniature
 from qerl.rl.pretrain import PretrainError
+from qerl.rl.rollouts import Task
 from qerl.rollout.sampler import Completion
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.models import PretrainSettings
@@ -62,13 +63,13 @@ def trained(folders, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sets(folders):
-    return [miniature._load(folder) for folder in folders.values()]
+def tasks(folders):
+    return [Task.of(folder) for folder in folders.values()]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(sets):
-    return miniature.train_tokenizer(sets, 768)
+def tokenizer(tasks):
+    return miniature.train_tokenizer(tasks, 768)
 
 
 def test_the_checkpoint_is_a_bfloat16_qwen2_that_transformers_loads(trained):
@@ -103,10 +104,10 @@ def test_any_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer, text)
     assert [p for p in pieces if any(c in "0123456789" for c in p)] == [c for c in text if c in "0123456789"]
 
 
-def test_the_loss_is_that_of_the_completions_alone(sets, tokenizer):
+def test_the_loss_is_that_of_the_completions_alone(tasks, tokenizer):
     torch.manual_seed(0)
     model = miniature.build_model(settings(), tokenizer)
-    batch = miniature._examples(tokenizer, sets[0])[:5]
+    batch = miniature._examples(tokenizer, tasks[0])[:5]
     assert len({len(example.ids) for example in batch}) > 1
     total = count = 0
     for example in batch:

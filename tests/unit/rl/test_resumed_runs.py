@@ -12,6 +12,7 @@ from qerl.host.process import Interrupted, announced, interruptible
 from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
+from qerl.rl.checkpoint import Checkpoints, ResumeError
 from qerl.rl.rewards import reward_parts
 from qerl.rl.update import Choices
 from tests.unit.rl.tiny_trainer import EXPERTS, PPO, PROBLEMS, kill_at, trainer, untimed, weights
@@ -41,10 +42,18 @@ def test_a_killed_run_continues_bit_for_bit(request, tmp_path, monkeypatch, capl
         rows = continued.run()
     assert "continuing from step 2 of 5" in caplog.text
     assert untimed(rows) == untimed(expected)
-    lines = (tmp_path / "killed/m.jsonl").read_text().splitlines()
+    lines = (tmp_path / "killed/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(continued)[name]), name
+
+
+def test_two_checkpoints_are_kept_and_those_of_other_settings_refused(tmp_path):
+    for step in (1, 2, 3):
+        Checkpoints(tmp_path, "these").save(step, {})
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["step-000002.pt", "step-000003.pt"]
+    with pytest.raises(ResumeError, match=r"step-000003\.pt belongs to a run with other settings; delete"):
+        Checkpoints(tmp_path, "those").load()
 
 
 @pytest.mark.parametrize(
@@ -77,55 +86,45 @@ def test_a_continued_run_takes_the_choices_of_the_run_that_it_continues(checkpoi
     assert continued.updater.choices == Choices(1234, 567)
 
 
+def signalled(monkeypatch, run, at, before=(), after=()):
+    """Send this process signals before and after a step of a run; returns the run."""
+    step = run.step
+
+    def send(number, *rest):
+        for one in before if number == at else ():
+            os.kill(os.getpid(), one)
+        row = step(number, *rest)
+        for one in after if number == at else ():
+            os.kill(os.getpid(), one)
+        return row
+
+    monkeypatch.setattr(run, "step", send)
+    return run
+
+
 def test_a_run_ends_by_a_signal_with_a_checkpoint_of_its_step(checkpoints, tmp_path, monkeypatch, capsys):
-    announcement = signal.SIGUSR1
-
-    def begin(name):
-        return trainer(checkpoints, tmp_path / name, checkpoint_every=4)
-
-    expected = begin("whole").run()
-    ended = begin("ended")
-    step = ended.step
-
-    def announce(number, *rest):
-        if number == 3:
-            os.kill(os.getpid(), announcement)
-        return step(number, *rest)
-
-    monkeypatch.setattr(ended, "step", announce)
+    expected = trainer(checkpoints, tmp_path / "whole", checkpoint_every=4).run()
+    ended = trainer(checkpoints, tmp_path / "ended", checkpoint_every=4)
+    signalled(monkeypatch, ended, 3, before=[signal.SIGUSR1])
     with pytest.raises(SystemExit) as left, interruptible(), announced() as end:
         ended.run(end=end)
-    assert left.value.code == 128 + announcement
+    assert left.value.code == 128 + signal.SIGUSR1
     assert capsys.readouterr().err.endswith("qerl: interrupted; run the same command to continue\n")
-    continued = begin("ended")
-    assert len((tmp_path / "ended/m.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "ended/metrics.jsonl").read_text().splitlines()) == 3
+    continued = trainer(checkpoints, tmp_path / "ended", checkpoint_every=4)
     assert untimed(continued.run()) == untimed(expected)
 
 
 def test_a_second_signal_does_not_wait_for_the_step(checkpoints, tmp_path, monkeypatch):
     ended = trainer(checkpoints, tmp_path, checkpoint_every=1)
-    step, reached = ended.step, []
-
-    def announce(number, *rest):
-        row = step(number, *rest)
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            reached.append("after the first")
-            os.kill(os.getpid(), signal.SIGTERM)
-            reached.append("after the second")
-        return row
-
-    monkeypatch.setattr(ended, "step", announce)
+    signalled(monkeypatch, ended, 2, after=[signal.SIGUSR1, signal.SIGTERM])
     with pytest.raises(Interrupted), announced() as end:
         ended.run(end=end)
-    assert reached == ["after the first"]
-    assert [len(line) > 0 for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [True]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_signal_in_the_last_step_ends_nothing_early(checkpoints, tmp_path, monkeypatch):
-    whole = trainer(checkpoints, tmp_path, steps=1)
-    step = whole.step
-    monkeypatch.setattr(whole, "step", lambda *about: (os.kill(os.getpid(), signal.SIGTERM), step(*about))[1])
+    whole = signalled(monkeypatch, trainer(checkpoints, tmp_path, steps=1), 1, before=[signal.SIGTERM])
     with announced() as end:
         assert len(whole.run(end=end)) == 1
 

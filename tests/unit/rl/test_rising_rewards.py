@@ -8,41 +8,35 @@ import torch
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import load_policy
 from qerl.rl.packing import logprobs_and_entropy, micro_batch
-from qerl.rl.rollouts import Collector, Task
 from qerl.rollout.engine import EngineSampler
 from qerl.settings.run import NativeSettings
 from tests.conftest import in_nightly
 from tests.families import FAMILIES, row
-from tests.unit.rl.tiny_trainer import (
-    CPU,
-    EXPERTS,
-    PROBLEMS,
-    SHARP,
-    packed_family,
-    trainer,
-)
+from tests.unit.rl.tiny_trainer import CPU, EXPERTS, SHARP, packed_family, trainer
 
 pytestmark = pytest.mark.usefixtures("rewarded_lower_case")
+LEARNING = {
+    "weights": "nvfp4",
+    "steps": 40,
+    "optimizer": {"learning_rate": 2e-2, "max_grad_norm": 10.0},
+    "adapter": {"rank": 4},
+    "rollout": {"prompts": 2, "group_size": 4, "sampling": SHARP},
+}
+#: It needs no groups.
+PPO = {
+    "loss": {"name": "ppo", "ppo": {"rank": 4, "learning_rate": 1e-2}},
+    "rollout": {"prompts": 8, "group_size": 1, "sampling": SHARP},
+}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss": {"name": "grpo"}, "rollout": {"prompts": 2, "group_size": 4, "sampling": SHARP}},
-        {
-            "loss": {"name": "ppo", "ppo": {"rank": 4, "learning_rate": 1e-2}},
-            "rollout": {"prompts": 8, "group_size": 1, "sampling": SHARP},
-        },
-    ],
-    ids=["grpo", "ppo"],
-)
-def test_the_reward_rises(checkpoints, tmp_path, changes):
-    """On a packed base; PPO needs no groups."""
-    optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
-    settings = {"weights": "nvfp4", "steps": 40, "optimizer": optimizer, "adapter": {"rank": 4}, **changes}
-    rewards = [row["reward"] for row in trainer(checkpoints, tmp_path, **settings).run()]
+def assert_rises(rewards, least=5.5):
     assert rewards[0] < 4
-    assert fmean(rewards[-5:]) > 5.5  # of 6 letters
+    assert fmean(rewards[-5:]) > least  # of 6 letters
+
+
+@pytest.mark.parametrize("changes", [{"loss": {"name": "grpo"}}, PPO], ids=["grpo", "ppo"])
+def test_the_reward_rises(checkpoints, tmp_path, changes):
+    assert_rises([row["reward"] for row in trainer(checkpoints, tmp_path, **LEARNING | changes).run()])
 
 
 @pytest.mark.parametrize(
@@ -58,33 +52,21 @@ def test_the_reward_of_each_family_rises(tmp_path, family):
     packed_family(tmp_path, family, packed)
     rollout = {"prompts": 2, "group_size": 8, "sampling": SHARP}
     optimizer = {"learning_rate": 1e-2, "max_grad_norm": 10.0}
-    settings = {"weights": packed, "steps": 40, "optimizer": optimizer, "adapter": {"rank": 4}, "rollout": rollout}
-    rewards = [row["reward"] for row in trainer(tmp_path, tmp_path / "work", **settings).run()]
-    assert rewards[0] < 4
-    assert fmean(rewards[-5:]) > 5.5  # of 6 letters
-
-
-def learning(mixture, work, **changes):
-    """A run in which experts alone have adapters, and nothing else is trained."""
-    optimizer = {"learning_rate": 2e-2, "max_grad_norm": 10.0}
-    rollout = {"prompts": 2, "group_size": 4, "sampling": SHARP}
-    settings = {"weights": "nvfp4", "optimizer": optimizer, "adapter": EXPERTS, "rollout": rollout}
-    return trainer(mixture, work, **{**settings, **changes})
+    settings = LEARNING | {"weights": packed, "optimizer": optimizer, "rollout": rollout}
+    assert_rises([row["reward"] for row in trainer(tmp_path, tmp_path / "work", **settings).run()])
 
 
 @pytest.mark.parametrize("engine", [True, *in_nightly(False)])
 def test_the_reward_rises_by_the_experts_alone(mixture, tmp_path, engine):
     """The base stays as it is, bit for bit, and the stored adapter is the policy."""
-    run = learning(mixture, tmp_path, steps=40)
+    run = trainer(mixture, tmp_path, **LEARNING | {"adapter": EXPERTS})
     if engine:
-        sampler = EngineSampler(run.policy, NativeSettings())
-        run.collector = Collector(run.settings, run.policy, sampler, Task(PROBLEMS, "gsm8k", ""))
+        run.collector.sampler = EngineSampler(run.policy, NativeSettings())
     assert all(".experts.lora_" in name for name, _ in run.policy.trainable())
     layers = [layer for layer in run.policy.lm.modules() if isinstance(layer, PackedLinear)]
     before = [buffer.clone() for layer in layers for buffer in layer.buffers()]
     rows = run.run()
-    assert rows[0]["reward"] < 4
-    assert fmean(row["reward"] for row in rows[-5:]) > 5  # of 6 letters
+    assert_rises([row["reward"] for row in rows], least=5)
     assert max(row["mismatch/kl"] for row in rows) < 1e-6
     after = [buffer for layer in layers for buffer in layer.buffers()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
@@ -97,17 +79,17 @@ def test_the_reward_rises_by_the_experts_alone(mixture, tmp_path, engine):
 
 def test_in_16_bits_products_are_those_of_the_autocast(mixture, tmp_path):
     """A and B stay float32, with float32 gradients, while passes round them as they do activations."""
-    run = learning(mixture, tmp_path, dtype="bfloat16")
-    exact = learning(mixture, tmp_path)
-    [sample] = run.collector.collect(1, 0).samples[:1]
-    found, expected = ([], [])
-    for one, into in ((run, found), (exact, expected)):
-        for name, parameter in one.policy.trainable():
+    same = LEARNING | {"adapter": EXPERTS}
+    runs = [trainer(mixture, tmp_path, **same, dtype=dtype) for dtype in ("bfloat16", "float32")]
+    [sample] = runs[0].collector.collect(1, 0).samples[:1]
+    gradients = []
+    for run in runs:
+        for name, parameter in run.policy.trainable():
             torch.manual_seed(len(name))
             parameter.data.normal_(std=0.05)
-        logprobs, _ = logprobs_and_entropy(one.policy, micro_batch([sample], [0], CPU), 1.0)
+        logprobs, _ = logprobs_and_entropy(run.policy, micro_batch([sample], [0], CPU), 1.0)
         logprobs.sum().backward()
-        into += [parameter.grad for _, parameter in one.policy.trainable()]
-    for rough, fine in zip(found, expected, strict=True):
+        gradients.append([parameter.grad for _, parameter in run.policy.trainable()])
+    for rough, fine in zip(*gradients, strict=True):
         assert rough.dtype == torch.float32
         assert (rough - fine).norm() < 0.1 * fine.norm()

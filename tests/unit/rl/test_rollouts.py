@@ -11,14 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl.data.prompts import prompt_ids
-from qerl.results.readers import schema_of
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
 from qerl.rl.parallel import start_processes
 from qerl.rl.rollouts import ExpectedLengths, WaitingGroups, problem_index, shares, token_texts
 from qerl.rl.train import make_policy, make_trainer
 from qerl.settings.base import parse
-from qerl.settings.run import RunSettings
+from qerl.settings.run import RunSettings, StoredRollouts
 from tests.jobs import SETTINGS, write_inputs
 from tests.unit.rl.tiny_trainer import BASE, PROBLEMS, kill_at, trainer, untimed
 
@@ -192,7 +191,6 @@ def storing(checkpoints, work, **changes):
 
 def stored(work) -> dict[str, list[RolloutRow]]:
     files = sorted((work / "rollouts").iterdir())
-    assert {schema_of(file) for file in files} == {RolloutRow}
     return {file.name: list(read_rows(RolloutRow, file)) for file in files}
 
 
@@ -287,27 +285,22 @@ def test_a_killed_run_stores_each_step_once_and_as_the_whole_run_does(checkpoint
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (2, [1, 2, 4, 5]), (5, [1, 5]), (9, [1, 5])])
 def test_the_first_step_every_nth_and_the_last_are_stored(checkpoints, tmp_path, every, steps):
-    run = storing(checkpoints, tmp_path, stored_rollouts={"every": every})
-    run.run()
-    found = sorted((tmp_path / "rollouts").glob("*")) if steps else []
-    assert [file.name for file in found] == [f"step-{step:06d}.jsonl.gz" for step in steps]
-    assert (tmp_path / "rollouts").exists() == bool(steps)
+    collector = storing(checkpoints, tmp_path, stored_rollouts={"every": every}).collector
+    rollout = collector.collect(1, 0)
+    assert [step for step in range(1, 6) if collector.to_store(step, rollout)] == steps
 
 
 def test_a_stored_step_is_bounded_in_problems_completions_and_tokens(checkpoints, tmp_path):
-    bounds = {"problems": 2, "completions": 3}
-    storing(checkpoints, tmp_path / "few", steps=1, stored_rollouts={"every": 1, **bounds}).run()
-    [rows] = stored(tmp_path / "few").values()
-    assert [len(row.completions) for row in rows] == [3, 3]
-    tokens = [sum(len(completion.tokens) for completion in row.completions) for row in rows]
-    storing(checkpoints, tmp_path / "fewer", steps=1, stored_rollouts={"every": 1, **bounds, "tokens": tokens[0]}).run()
-    [rows] = stored(tmp_path / "fewer").values()
-    assert sum(len(completion.tokens) for row in rows for completion in row.completions) == tokens[0]
-    room = tokens[0] - 1  # too little for the first problem as a whole
-    storing(checkpoints, tmp_path / "part", steps=1, stored_rollouts={"every": 1, **bounds, "tokens": room}).run()
-    [rows] = stored(tmp_path / "part").values()
-    assert len(rows[0].completions) == 2
-    assert sum(len(completion.tokens) for row in rows for completion in row.completions) <= room
+    collector = storing(checkpoints, tmp_path).collector
+    rollout, settings = collector.collect(1, 0), collector.settings
+    first = sum(len(completion.token_ids) for completion in rollout.trained[0].completions[:3])
+    found = []
+    for tokens in (1000, first, first - 1):
+        limits = StoredRollouts(every=1, problems=2, completions=3, tokens=tokens)
+        collector.settings = settings.model_copy(update={"stored_rollouts": limits})
+        found.append(collector.to_store(1, rollout).chosen)
+    assert found[:2] == [{0: 3, 1: 3}, {0: 3}]
+    assert found[2][0] == 2
 
 
 def test_ppo_has_no_advantage_of_a_completion_and_resampled_groups_are_those_trained_on(checkpoints, tmp_path):

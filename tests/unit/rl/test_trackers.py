@@ -54,12 +54,15 @@ def record(tmp_path, monkeypatch):
     return Record("sums", "sums-run-seed0", tmp_path / "state", tmp_path / "tracked", settings)
 
 
-def tensorboard_values(record: Record, name: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The values by tag of TensorBoard's one record in a folder, however often its run was started."""
+    (record,) = folder.iterdir()
+    events = EventAccumulator(str(record), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
-    folder = record.folder / "tensorboard" / f"{record.run}-{record.id}"
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars(name)
-    return [(event.step, event.value) for event in events]
+
+def tensorboard_values(record: Record, name: str) -> list[tuple[int, float]]:
+    return scalars(record.folder / "tensorboard")[name]
 
 
 def wandb_records(file: Path):
@@ -180,12 +183,6 @@ def untimed(out):
     return [{key: value for key, value in row.items() if not key.startswith(TIMING)} for row in rows]
 
 
-def scalars(tracked):
-    (folder,) = (tracked / "tensorboard").iterdir()  # one record, however often the run was started
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monkeypatch):
     """The tracked run is killed in step 4, after the checkpoint of step 2."""
     monkeypatch.setenv("QERL_COMMIT", "test")
@@ -197,12 +194,12 @@ def test_trackers_change_nothing_and_have_every_step_once(inputs, tmp_path, monk
         patch.setattr(Trainer, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             train_run(tracked)
-    assert [step for step, _ in scalars(tracked.tracked)["train/reward"]] == [1, 2, 3]
+    assert [step for step, _ in scalars(tracked.tracked / "tensorboard")["train/reward"]] == [1, 2, 3]
     train_run(tracked)
     assert untimed(tracked.out) == untimed(plain.out)
     policies = [load_file(one.out / "policy/adapter_model.safetensors") for one in (plain, tracked)]
     assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
-    logged = scalars(tracked.tracked)
+    logged = scalars(tracked.tracked / "tensorboard")
     rows = untimed(tracked.out)
     for name, key in {"train/completions/mean_length": "completion_length", "train/loss": "loss"}.items():
         assert logged[name] == [(row["step"], pytest.approx(row[key])) for row in rows]

@@ -5,10 +5,9 @@ import torch
 
 from qerl.data.records import Problem
 from qerl.models.quantize import quantize_checkpoint
-from qerl.rl.checkpoint import Checkpoints
 from qerl.rl.packing import Sample
 from qerl.rl.parallel import Processes
-from qerl.rl.rollouts import Collector, Task
+from qerl.rl.rollouts import Task
 from qerl.rl.train import Trainer, make_policy
 from qerl.rl.update import Updater
 from qerl.rollout.eager import EagerSampler
@@ -50,8 +49,7 @@ def trainer(checkpoints, work, /, **changes) -> Trainer:
     settings = parse(RunSettings, {**BASE, **changes}, "test")
     base = checkpoints / settings.weights
     policy = make_policy(settings, base)
-    collector = Collector(settings, policy, EagerSampler(policy), Task(PROBLEMS, "gsm8k", ""))
-    return Trainer(settings, policy, collector, Checkpoints(work, "test"), work / "m.jsonl")
+    return Trainer(settings, policy, EagerSampler(policy), Task(PROBLEMS, "gsm8k", ""), work)
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:

@@ -10,19 +10,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from qerl.formats.codecs import PACKED_FORMATS
 from qerl.host.gpus import seconds
 from qerl.kernels.state import FP8, page_bytes
 from qerl.models.policy import load_policy, trained_in_full, weight_bytes, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.rl.train import failure, noted
-from qerl.rollout import scheduler
+from qerl.rollout import engine
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import BatchPart, SamplingParams
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.conftest import in_nightly
+from tests.parity.family_models import assert_drawn_by, perturbed
 from tests.tiny import tiny_family, tiny_gpt_oss, tiny_llama, tiny_qwen2, tiny_qwen3
 
 #: One, less than one, exactly one, and more than one page of the cache.
@@ -34,14 +36,6 @@ MODELS |= {
     for name in ("mistral", "mistral-sliding", "phi3", "gemma3", "qwen3_5", "qwen3_5_moe")
 }
 MODELS["gpt_oss"] = tiny_gpt_oss
-
-
-def perturbed(policy):
-    """Twice as much, and float32 loses 1e-4 in some of the models, whoever computes them."""
-    torch.manual_seed(1)
-    for _, parameter in policy.trainable():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return policy
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +58,12 @@ def any_policy(request, checkpoints):
 @pytest.fixture(scope="module")
 def policy(checkpoints):
     return perturbed(with_adapter(checkpoints["qwen2"], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+
+
+@pytest.fixture(scope="module")
+def hybrid(checkpoints):
+    """A policy with a block of attention and one of a delta net."""
+    return perturbed(with_adapter(checkpoints["qwen3_5"], AdapterSettings(rank=4), "float32", seed=0, device=CPU))
 
 
 def stop_at(policy, tokens):
@@ -93,18 +93,8 @@ places = pytest.mark.parametrize(
 )
 
 
-def full_logprobs(lm, prompt, completion, temperature=1.0):
-    """Log-probabilities of the completion's tokens from one Hugging Face forward pass without a cache."""
-    with torch.no_grad():
-        logits = lm(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.double() / temperature, -1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-
-
 def assert_exact(lm, prompts, groups, temperature=1.0):
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            expected = full_logprobs(lm, prompt, completion.token_ids, temperature)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    assert_drawn_by(lm, groups, 1e-4, prompts, temperature)
 
 
 def in_float64(lm):
@@ -160,14 +150,18 @@ def test_greedy_equals_generate_of_transformers(any_policy, make):
 
 
 @pytest.mark.parametrize(
-    ("make", "settings"),
+    ("make", "settings", "name"),
     [
-        (sampler_of, {"max_sequences": 3}),
-        (sampler_of, {"max_sequences": 5, "batch_invariant": True}),
-        (eager_of, {"max_sequences": 4}),
+        (sampler_of, {"max_sequences": 3}, "policy"),
+        (sampler_of, {"max_sequences": 5, "batch_invariant": True}, "policy"),
+        (eager_of, {"max_sequences": 4}, "policy"),
+        # Three slots for groups of four: each enters in parts, beside the rest of the one before, from its own state.
+        (sampler_of, {"max_sequences": 3}, "hybrid"),
+        (sampler_of, {"max_sequences": 3, "batch_invariant": True}, "hybrid"),
     ],
 )
-def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(policy, make, settings):
+def test_completions_depend_on_seed_and_place_alone_not_on_the_batch(request, make, settings, name):
+    policy = request.getfixturevalue(name)
     params = SamplingParams(max_tokens=40, count=4, seed=3)
     whole = tokens(make(policy, 16).generate(PROMPTS, params))
     assert tokens(make(policy, **settings).generate(PROMPTS, params)) == whole
@@ -198,14 +192,17 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(policy, make):
     assert sampler.generate(PROMPTS, replace(params, ignore_eos=True)) == endless
 
 
+@pytest.fixture
+def interrupted(monkeypatch):
+    """The sequences that are taken off their slots."""
+    seen, interrupt = [], engine.Scheduler._interrupt
+    monkeypatch.setattr(engine.Scheduler, "_interrupt", lambda self, s: (seen.append(s.index), interrupt(self, s)))
+    return seen
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_sequences_make_way_for_others_where_the_cache_is_short(policy, monkeypatch, dtype):
+def test_sequences_make_way_for_others_where_the_cache_is_short(policy, interrupted, dtype):
     """10 pages can't hold 8 sequences of up to 4: some are taken off and go on later, with the same tokens."""
-    interrupted = []
-    interrupt = scheduler.Scheduler._interrupt
-    monkeypatch.setattr(
-        scheduler.Scheduler, "_interrupt", lambda self, s: (interrupted.append(s.index), interrupt(self, s))
-    )
     params = SamplingParams(max_tokens=100, count=2, seed=3)
     plenty = sampler_of(policy, kv_cache_dtype=dtype).generate(PROMPTS, params)
     assert not interrupted
@@ -293,7 +290,7 @@ def test_an_interrupted_rollout_leaves_a_working_sampler(policy, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.Scheduler, "_collect", fails)
+        patch.setattr(engine.Scheduler, "_collect", fails)
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(PROMPTS, params)
     assert sampler.generate(PROMPTS, params) == expected
@@ -398,12 +395,12 @@ def test_completions_end_at_their_lengths(policy, make, room):
 
 @pytest.mark.parametrize(("gigabytes", "steps"), [(0.05, 8), (1.2, 8), (2.2, 5), (5.9, 2), (9.9, 1), (65.0, 1)])
 def test_larger_policies_are_looked_at_after_fewer_steps(gigabytes, steps):
-    assert scheduler.steps_between_looks(int(gigabytes * 1e9)) == steps
+    assert engine.steps_between_looks(int(gigabytes * 1e9)) == steps
 
 
-@pytest.mark.parametrize("every", [1, 3, scheduler.MOST_STEPS])
+@pytest.mark.parametrize("every", [1, 3, engine.MOST_STEPS])
 def test_phases_count_the_steps_of_a_rollout(policy, every, monkeypatch):
-    monkeypatch.setattr(scheduler, "_LOOK_BYTES", every * weight_bytes(policy))
+    monkeypatch.setattr(engine, "_LOOK_BYTES", every * weight_bytes(policy))
     sampler = sampler_of(policy, max_sequences=3)
     with seconds() as elapsed:
         sampler.generate(PROMPTS, SamplingParams(max_tokens=70, count=2, seed=4, lengths=LENGTHS))
@@ -437,3 +434,44 @@ def test_replayed_completions_are_the_trace(policy, make, room):
 
 def as_trace(groups):
     return tuple(tuple(tuple(completion.token_ids) for completion in group) for group in groups)
+
+
+# --- states of delta nets --------------------------------------------------------------------------------------------
+
+#: Bytes of a page, and of a sequence's states: one block of attention and one of a delta net, in float32.
+HYBRID_PAGE, STATE = 2 * 2 * 64 * 16 * 4, 4 * (4 * 8 * 16 + 3 * 96)
+SHORT = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[3][:5]]
+
+
+def test_interrupted_sequences_continue_from_the_state_of_their_tokens(hybrid, interrupted, monkeypatch):
+    params = SamplingParams(max_tokens=100, count=2, seed=3)
+    expected = tokens(sampler_of(hybrid).generate(SHORT, params))
+    assert not interrupted
+    # All slots, though the cache can't hold their texts of up to three pages.
+    monkeypatch.setattr(engine, "slots_for", lambda room, sequences, *_: sequences)
+    sampler = sampler_of(hybrid, kv_cache_gib=(10 * STATE + 7.5 * HYBRID_PAGE) / 2**30)
+    assert tokens(sampler.generate(SHORT, params)) == expected
+    assert interrupted
+
+
+def test_states_take_their_part_of_the_memory(hybrid):
+    """Each slot has pages for the longest sequence, of two pages, so that no sequence waits for pages."""
+    params = SamplingParams(max_tokens=24, count=4, seed=3)
+    room = 5 * STATE + (3 * 3 + 4) * HYBRID_PAGE
+    sampler = sampler_of(hybrid, 16, kv_cache_gib=(room + HYBRID_PAGE) / 2**30)
+    assert tokens(sampler.generate(SHORT, params)) == tokens(sampler_of(hybrid, 16).generate(SHORT, params))
+    pool = sampler._pool
+    assert pool.state.count == 3
+    assert room <= sampler.cache_bytes <= room + HYBRID_PAGE
+    assert sampler.cache_wanted_bytes == 18 * STATE + (16 * 3 + 4) * HYBRID_PAGE
+    sampler.generate(SHORT, params)
+    assert sampler._pool is pool
+    assert [engine.slots_for(0, 9, 4, HYBRID_PAGE, state) for state in (STATE, 0)] == [1, 9]
+
+
+@pytest.mark.parametrize("weights", PACKED_FORMATS)
+def test_layers_of_a_delta_net_that_are_packed_are_served(checkpoints, tmp_path, weights):
+    quantize_checkpoint(checkpoints["qwen3_5"], tmp_path, weights, pack_delta_nets=True)
+    packed = perturbed(with_adapter(tmp_path, AdapterSettings(rank=4), "float32", seed=0, device=CPU))
+    groups = sampler_of(packed).generate(SHORT, SamplingParams(max_tokens=24, count=4, seed=3))
+    assert_drawn_by(packed.lm, groups, 1e-3, SHORT)

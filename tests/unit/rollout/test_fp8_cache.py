@@ -13,9 +13,9 @@ from qerl.rl.losses import mismatch
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import NativeSettings
+from tests.parity.family_models import CPU, forced
 from tests.tiny import tiny_qwen3
 
-CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], list(range(2, 68))]
 #: The root of the mean square of E4M3's relative errors: a step is 1/8 of the power of two below a number.
 _ERROR = 0.026
@@ -44,16 +44,11 @@ def sampled(policy, count=1, tokens=8, slots=8, **settings):
     return sampler, sampler.generate(PROMPTS, SamplingParams(max_tokens=tokens, count=count, seed=4))
 
 
+@torch.no_grad()
 def logprobs_of(model, groups):
     """Log-probabilities of each completion's tokens, from one pass in float64 without a cache."""
-    found = []
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        for completion in group:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-            chosen = torch.tensor(completion.token_ids)[:, None]
-            found.append(torch.log_softmax(logits, -1).gather(-1, chosen)[:, 0])
-    return torch.cat(found)
+    pairs = zip(PROMPTS, groups, strict=True)
+    return torch.cat([forced(model, prompt, one.token_ids) for prompt, group in pairs for one in group])
 
 
 def with_keys(exact, change):

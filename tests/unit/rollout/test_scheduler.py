@@ -8,17 +8,16 @@ from qerl.kernels.cuda.w4a16 import variant_for
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import QUERY_BLOCK, PromptRow, pack
 from qerl.models.policy import with_adapter
-from qerl.rollout import scheduler
-from qerl.rollout.decoder import MOST_PROMPTS, PROMPT_BUCKETS, DecodeGraphs, Download, bucket_of, prompt_bucket
+from qerl.rollout import engine
+from qerl.rollout.decoder import MOST_PROMPTS, PROMPT_BUCKETS, Download, Pages, Pool, bucket_of, prompt_bucket
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import SamplingParams
-from qerl.rollout.scheduler import Pages
 from qerl.settings.run import AdapterSettings, NativeSettings
 from tests.tiny import tiny_qwen3
 
 
 def test_what_nobody_holds_is_neither_shared_nor_given_back():
-    pages = Pages(4, 64)
+    pages = Pages(4)
     held = pages.take(1)
     pages.give_back(held)
     with pytest.raises(RuntimeError, match="has no holder"):
@@ -149,7 +148,7 @@ def test_padding_changes_nothing(policy):
 @pytest.mark.parametrize("stops", [(), range(2, 18)])
 def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy, monkeypatch, stops):
     launched, waits, caught_up = [], [], []
-    run, catch_up = DecodeGraphs.run, scheduler.Scheduler._catch_up
+    run, catch_up = Pool.decode, engine.Scheduler._catch_up
 
     class Watched(Download):
         arrived = False  # the device is as slow as can be
@@ -172,9 +171,9 @@ def test_the_host_waits_for_no_step_before_it_has_launched_the_next_ones(policy,
         caught_up.append(len(waits))
         catch_up(self)
 
-    monkeypatch.setattr(scheduler, "Download", Watched)
-    monkeypatch.setattr(DecodeGraphs, "run", counted)
-    monkeypatch.setattr(scheduler.Scheduler, "_catch_up", noted)
+    monkeypatch.setattr(engine, "Download", Watched)
+    monkeypatch.setattr(Pool, "decode", counted)
+    monkeypatch.setattr(engine.Scheduler, "_catch_up", noted)
     sampler = EngineSampler(policy, NativeSettings(), 6)
     monkeypatch.setattr(policy.lm.generation_config, "eos_token_id", list(stops))
     sampler.generate([[5, 6], [7], [8, 9, 10]], SamplingParams(max_tokens=40, count=4, seed=1))

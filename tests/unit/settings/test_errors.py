@@ -1,21 +1,19 @@
 """Mistakes in settings: one plain line with the key as written, the accepted values and the nearest known key."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from qerl.settings.base import ConfigError, UserError, parse, parse_yaml
+from qerl.settings.base import ConfigError, UserError, _keys, parse, parse_yaml
 from qerl.settings.data import DatasetSettings
-from qerl.settings.errors import _keys
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import RunFile, RunSettings
 from qerl.settings.workflow import EvaluationSettings, Experiment
 from qerl.workflow.plan import plan_from
 from tests.properties.values import PHRASES
-from tests.tiny import tiny_qwen2
+from tests.tiny import edit_config, tiny_qwen2
 
 MINI = Path(__file__).parents[3] / "config/mini.yaml"
 WHOLE = MINI.read_text()
@@ -50,8 +48,8 @@ def sentence_of(call) -> str:
         (RunFile, "out: $SCRATCH/run", "`out`: $SCRATCH isn't replaced in a path, as a shell would do"),
         (RunSettings, "[]", "it must be a mapping of the keys model, dataset"),
         (RunFile, "model: m", "`out` is missing (A new folder for all that the run makes)"),
-        (DatasetSettings, "origin: {}", "`origin.source` is missing; give one of generated, countdown, comparisons"),
-        (DatasetSettings, "origin: {source: locl}", "'locl'; give one of generated, countdown, comparisons, local,"),
+        (DatasetSettings, "origin: {}", "`origin.source` is missing; give one of generated, countdown, local, hub"),
+        (DatasetSettings, "origin: {source: locl}", "'locl'; give one of generated, countdown, local,"),
         (DatasetSettings, "origin: {source: local}", "`origin.path` is missing"),
         (DatasetSettings, "columns: {off: x}", "a key of `columns` must be a string, not false; put it in quotes"),
         (EvaluationSettings, "tasks: [{dataset: x, harness: lm_eval}]", "`tasks[0].harness` must be 'lm-eval', "),
@@ -75,7 +73,7 @@ def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, se
     assert sentence in said
 
 
-@pytest.mark.parametrize("word", ["off", "none", "false", "Off", "no", "'off'", "'none'", "'False'", "null", "~"])
+@pytest.mark.parametrize("word", ["off", "none", "Off", "no", "'off'", "'False'", "null"])
 def test_every_word_for_off_is_off(word):
     text = f"{{noise: {{schedule: {word}}}, loss: {{correction: {word}}}, reward: {{preset: {word}, timeout: {word}}}}}"
     run = parse(RunSettings, {"model": "m", "dataset": "d", **parse_yaml(text, "here")}, "here")
@@ -150,8 +148,8 @@ def test_a_configuration_file_needs_a_name_and_the_command_line_none(tmp_path, m
     assert plan_from({"protocol": "paper"}, MINI).config.name == "mini"
 
 
-READ = "YAML reads `{}` as {}, which is {}; write the number in decimal digits"
-BOTH = "the key `{}` is given with dots and nested, in lines 1 and 1"
+READ = "YAML reads `{}` as {}; write the number in decimal digits"
+TWICE = "the key `{}` is given twice, in lines 1 and 1; keep one"
 
 
 @pytest.mark.parametrize(
@@ -161,19 +159,18 @@ BOTH = "the key `{}` is given with dots and nested, in lines 1 and 1"
         ("x: {a: 1, a: 1}\n", ": the key `a` is given twice, in lines 1 and 1; keep one"),
         ("x:\n- {off: 1,\n  off: 2}\n", ": the key `off` is given twice, in lines 2 and 3; keep one"),
         *((text, ", line 2: this is not valid YAML: ") for text in ("a: 1\nb: [", "a: 1\nb: c: d", "a: 1\n\tb: 2")),
-        ("steps: 0123", READ.format("0123", "an octal number", 83)),
-        ("steps: -010", READ.format("-010", "an octal number", -8)),
-        ("levels: [1, 00]", READ.format("00", "an octal number", 0)),
-        ("017: x", READ.format("017", "an octal number", 15)),
-        ("timeout: 1:30", READ.format("1:30", "minutes and seconds", 90)),
-        ("timeout: 1:30.5", READ.format("1:30.5", "minutes and seconds", 90.5)),
-        ("a: {b: [2:00:00]}", READ.format("2:00:00", "minutes and seconds", 7200)),
-        ("name: 2024_01", READ.format("2024_01", "a number with underscores", 202401)),
-        ("base: {rollout: {prompts: 2}, rollout.prompts: 3}", BOTH.format("rollout.prompts")),
-        ("base: {rollout.prompts: 3, rollout: {prompts: 3}}", BOTH.format("rollout.prompts")),
-        ("base: {rollout: {sampling.top_p: 1.0, sampling: {top_p: 0.9}}}", BOTH.format("sampling.top_p")),
-        ("{rollout.sampling: {top_p: 1.0}, rollout: {sampling: {top_p: 0.9}}}", BOTH.format("rollout.sampling.top_p")),
-        ("base: {track: off, track.name: other}", BOTH.format("track")),
+        ("steps: 0123", READ.format("0123", 83)),
+        ("steps: -010", READ.format("-010", -8)),
+        ("levels: [1, 00]", READ.format("00", 0)),
+        ("017: x", READ.format("017", 15)),
+        ("timeout: 1:30", READ.format("1:30", 90)),
+        ("timeout: 1:30.5", READ.format("1:30.5", 90.5)),
+        ("a: {b: [2:00:00]}", READ.format("2:00:00", 7200)),
+        ("name: 2024_01", READ.format("2024_01", 202401)),
+        ("base: {rollout: {prompts: 2}, rollout.prompts: 3}", TWICE.format("rollout.prompts")),
+        ("base: {rollout.prompts: 3, rollout: {prompts: 3}}", TWICE.format("rollout.prompts")),
+        ("base: {rollout: {sampling.top_p: 1.0, sampling: {top_p: 0.9}}}", TWICE.format("sampling.top_p")),
+        ("{rollout.sampling: {top_p: 1.0}, rollout: {sampling: {top_p: 0.9}}}", TWICE.format("rollout.sampling.top_p")),
     ],
 )
 def test_yaml_that_is_invalid_or_ambiguous_is_named_with_its_line(text, sentence):
@@ -205,19 +202,13 @@ def test_a_protocol_replaces_a_key_in_either_spelling(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "text", "key"),
     [
-        *(
-            (RunSettings, text, "rollout.group_size")
-            for text in ("num_generations: 8", "rollout: {num_generations: 8}")
-        ),
+        (RunSettings, "num_generations: 8", "rollout.group_size"),
         *((RunSettings, text, "adapter.rank") for text in ("r: 16", "adapter: {r: 16}")),
-        *((RunSettings, "load_in_4bit: true", "weights"), (RunSettings, "save_steps: 10", "checkpoint_every")),
-        (RunSettings, "max_completion_length: 512", "rollout.sampling.max_tokens"),
+        (RunSettings, "load_in_4bit: true", "weights"),
         (RunSettings, "rollout: {max_completion_length: 512}", "rollout.sampling.max_tokens"),
-        *((RunSettings, "beta: 0.04", "loss.kl"), (RunSettings, "loss: {beta: 0.04}", "loss.kl")),
-        *((RunSettings, f"{name}: 1e-5", "optimizer.learning_rate") for name in ("learning_rate", "lr")),
+        (RunSettings, "lr: 1e-5", "optimizer.learning_rate"),
         (RunSettings, "loss: {learning_rate: 1e-5}", "loss.ppo.learning_rate"),
-        *((RunFile, "output_dir: x", "out"), (RunFile, "model_name_or_path: x", "model")),
-        (EvaluationSettings, "max_new_tokens: 512", "sampling.max_tokens"),
+        (RunFile, "output_dir: x", "out"),
         (EvaluationSettings, "sampling: {max_new_tokens: 512}", "sampling.max_tokens"),
     ],
 )
@@ -246,17 +237,14 @@ def test_an_invisible_character_of_a_key_is_shown(invisible):
         ("models", "miniature", {"source": "local", "path": "odd"}, "hidden_size=72 is not a multiple of 64"),
         ("models", "miniature", {"source": "local", "path": "mute"}, "has no chat template"),
         ("datasets", "arithmetic", {"origin": {"source": "local", "path": "no/such.jsonl"}}, "no/such.jsonl"),
-        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 2 "),
+        ("datasets", "arithmetic", {"origin": {"source": "local", "path": "bad.jsonl"}}, "bad.jsonl, line 1 "),
     ],
 )
 def test_local_files_that_cant_be_used_are_named(tmp_path, monkeypatch, section, name, changes, sentence):
     monkeypatch.chdir(tmp_path)
     tiny_qwen2(tmp_path / "mute")
-    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 100, "num_hidden_layers": 1}
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd/config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4, **sizes}))
-    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "four"}]
-    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit_config(tiny_qwen2(tmp_path / "odd"), hidden_size=72)
+    (tmp_path / "bad.jsonl").write_text('{"question": "2 + 2?", "answer": "four"}\n')
     values = yaml.safe_load(WHOLE)
     values[section][name] = changes if "source" in changes else values[section][name] | changes
     with pytest.raises(UserError, match=re.escape(sentence)):

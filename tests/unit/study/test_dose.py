@@ -12,7 +12,7 @@ from qerl.jobs import PageJob
 from qerl.results.schema import Dose, DoseReport, Machine, Provenance
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write
-from qerl.results.study_data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
+from qerl.study.data import METRICS, OUTCOMES, RUNS, STEPS, Study, StudyHeader, write_study
 from qerl.study.dose import (
     DISCOVERY,
     FIRST,

@@ -43,18 +43,18 @@ def test_all_arms_of_an_experiment_but_the_papers_have_one_rate(plan):
 def test_the_job_of_the_data_says_what_each_experiment_answers(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = Jobs(plan)
-    job = jobs.gather("planned")
+    job = jobs.of("gather", "planned")
     assert job.experiments == {run.experiment: run.settings.model.partition("-")[0] for run in plan.runs.values()}
     assert job.sizes == {name: name.partition("-")[0] for name in plan.config.models}
     assert job.tasks["hot"] == ("countdown", "test", 1.3)
-    assert jobs.gather("finished").only_finished
-    assert jobs.page("planned").data == [job.out]
-    assert jobs.published().data == sorted(Path("results/reference/dose").iterdir()) != []
+    assert jobs.of("gather", "finished").only_finished
+    assert jobs.of("page", "planned").data == [job.out]
+    assert jobs.of("published").data == sorted(Path("results/reference/dose").iterdir()) != []
     assert len(job.model_dump_json()) < 100_000  # the shell's limit of an argument is 128 KiB
 
 
 def test_doses_are_of_arms_that_change_the_weights_as_their_run_begins(plan):
-    job, large = Jobs(plan).dose("3m-1"), Jobs(plan).dose("25m-1")
+    job, large = Jobs(plan).of("dose", "3m-1"), Jobs(plan).of("dose", "25m-1")
     changed = {"nvfp4", "random-1", "random-4", "random-16", "aqn-1", "aqn-2", "aqn-4", "aqn-6", "aqn-8"}
     assert set(job.arms) == changed | {"aqn-truncated", "aqn-consistent", "paper-aqn"}
     assert set(large.arms) == {"nvfp4", "aqn-4", "aqn-6", "aqn-8"}
@@ -66,7 +66,7 @@ def test_doses_are_of_arms_that_change_the_weights_as_their_run_begins(plan):
 def test_data_of_finished_runs_are_stale_when_a_result_comes_or_changes(plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs, seen = Jobs(plan), [[]]
-    one, two = map(Path, jobs.files.studied[:2])
+    one, two = plan.studied[:2]
     for file, text in ((one, "failed"), (one, "ok"), (two, "ok")):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

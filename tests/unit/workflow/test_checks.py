@@ -173,13 +173,6 @@ def test_the_keys_by_which_runs_differ_decide_what_is_refused(decoders, keys, ki
         check_settings(decoders(kind), parse(RunSettings, values, ""))
 
 
-def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_written(decoders, settings):
-    kind, changes, said = UNFIT[0]
-    with pytest.raises(UserError, match=said):
-        qerl.train(settings | {"model": str(decoders(kind))} | changes)
-    assert not Path(settings["out"]).exists()
-
-
 def test_dropout_in_attention_is_refused_before_anything_is_written(settings, tmp_path):
     model = tiny_decoder(tmp_path / "model", "llama", attention_dropout=0.5)
     with pytest.raises(ConfigError, match=r"states dropout of 0\.5 in attention"):
@@ -222,20 +215,6 @@ def configuration(model, settings) -> dict:
 
 def planned(values: dict):
     return plan_from(values, Path("configuration"))
-
-
-def test_the_plan_knows_the_context_of_local_models(configuration):
-    assert planned(configuration).runs
-    base = configuration["experiments"]["main"]["base"]
-    base["rollout.sampling.max_tokens"] = CONTEXT
-    with pytest.raises(
-        ConfigError, match=r"experiment main, arm nvfp4-lora: rollout.sampling.max_tokens=256 leaves no"
-    ):
-        planned(configuration)
-    base["rollout.sampling.max_tokens"] = 8
-    configuration["evaluation"]["sampling"] = {"max_tokens": 1000}
-    with pytest.raises(ConfigError, match=r"evaluation on arithmetic: max_tokens=1000 leaves no room"):
-        planned(configuration)
 
 
 def test_the_plan_knows_test_splits(configuration, tmp_path):

@@ -179,7 +179,9 @@ def test_a_timed_experiment_is_measured_and_not_trained():
     }
     plan_ = planned(given)
     assert (plan_.runs, plan_.evaluations) == ({}, {})
-    points = [(r.arm, r.settings.rollout.group_size, r.settings.seed) for r in plan_.step_bench_runs("b")]
+    points = [
+        (r.arm, r.settings.rollout.group_size, r.settings.seed) for r in plan_.timed_by(plan_.config.benches["b"])
+    ]
     assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
 
 
@@ -214,7 +216,8 @@ def test_a_base_of_another_recipe_has_its_own_folder_and_name_in_tables(keys, na
     assert set(sheet(made, "h200").weights) == {"nvfp4", told}
     jobs = Jobs(made)
     for name in names:
-        assert jobs.quantize(f"miniature-{name}").base == jobs.evaluate(f"base-miniature-{name}").policy.base
+        base = jobs.of("quantize", f"miniature-{name}").base
+        assert base.stored.items() <= jobs.of("evaluate", f"base-miniature-{name}").policy.items()
 
 
 @pytest.mark.parametrize(
@@ -336,7 +339,7 @@ def test_trackers_of_a_configuration_are_those_of_every_run_that_names_none():
         "own": ["mlflow"],
         "none": [],
     }
-    assert Jobs(made).train("e-all-seed0").tracked == Path("results/mini/tracked")
+    assert Jobs(made).of("train", "e-all-seed0").tracked == Path("results/mini/tracked")
 
 
 def test_names_that_are_not_planned_are_one_sentence():

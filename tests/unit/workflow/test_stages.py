@@ -72,7 +72,7 @@ def test_the_code_that_made_an_input_decides_too(monkeypatch, module, same):
     assert {call[0] for call in CALLS if after[call] == before[call]} == same
 
 
-@pytest.mark.parametrize("module", ["qerl.gates.numerics", "qerl.evals.evaluate"])
+@pytest.mark.parametrize("module", ["qerl.gates.measure", "qerl.evals.evaluate"])
 def test_the_code_of_what_gates_measure_decides_their_verdict(monkeypatch, module):
     """Gates read results that no table does: those of committed policies, of codecs and of speed."""
     plan = plan_from(read_yaml(ROOT / "config/ci.yaml"), ROOT / "config/mini.yaml")

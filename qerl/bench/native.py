@@ -1,0 +1,243 @@
+"""This project's samplers on random weights of known shapes, and on the bases of a configuration (paper Table 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from qerl.bench.timing import DecodePoints, Engine, Point, Start, gpu_state, run_points, unless_out_of_memory
+from qerl.bench.workloads import Lengths, MixEngine, measure
+from qerl.checkpoints.shapes import prompt_id_range
+from qerl.host.console import log, track
+from qerl.host.gpus import seconds
+from qerl.jobs import PointJob, PointPart, RolloutJob
+from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
+from qerl.models.random import random_policy, with_random_adapter
+from qerl.results.schema import NO_MEMORY, OK, Provenance
+from qerl.results.speeds import (
+    DecodeSeconds,
+    PhaseSeconds,
+    PromptPoint,
+    PromptsResult,
+    RolloutBenchResult,
+    RolloutPoint,
+)
+from qerl.results.store import write
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import SamplingParams
+from qerl.settings.run import AdapterSettings, EngineSettings, Kernels, NativeSettings
+from qerl.settings.workflow import RolloutBench
+from qerl.settings.workloads import Decoding, Mix, Prompting
+
+# Decode speed of the engine, in tokens/s by number of sequences.
+
+#: GiB of the KV cache, which no point reaches, so a point whose sequences don't fit is out of memory. With a bound,
+#: sequences would queue, and the point would measure a smaller batch.
+_UNBOUNDED = 2.0**20
+
+
+def measure_points(job: PointJob[Decoding, int]) -> None:
+    """Measure the points that the job's files lack, and write a file after each. All ranks share one base."""
+    base = cache(lambda: random_policy(job.parts[0].work.base, 0, choose_device()))
+    for part in job.parts:
+        work, points = part.work, DecodePoints(job.out / part.file, part.work)
+        with ExitStack() as adapted:
+
+            def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Start:
+                policy = adapted.enter_context(with_random_adapter(base(), work.rank))
+                points.update(sync_seconds=sync_seconds(policy, work.kernels) if work.rank else [])
+                return partial(engine_of, policy, work)
+
+            points.run(part.points, load)
+
+
+def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[float]:
+    """Seconds of each of `count` syncs after a first one, which also sets up buffers."""
+    sampler = EngineSampler(policy, NativeSettings(kernels=kernels), 1)
+    taken = []
+    for _ in range(count + 1):
+        with seconds() as one:
+            sampler.sync()
+        taken.append(one.value)
+    return taken[1:]
+
+
+def engine_of(policy: Policy, work: Decoding, sequences: int) -> Engine:
+    """The engine for a number of sequences."""
+    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels), sequences)
+
+    def draw(prompts: list[list[int]], count: int, seed: int) -> int:
+        # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
+        shorter = 1 < count <= work.tokens
+        lengths = ((count,),) * len(prompts) if shorter else None
+        room = work.tokens + 1 if shorter else count
+        groups = sampler.generate(prompts, SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True))
+        return sum(len(completion.token_ids) for group in groups for completion in group)
+
+    return Engine(draw, sampler.served, lambda: weight_bytes(policy), release=sampler.release)
+
+
+# Prefill time of the engine: each call draws one token after each prompt.
+#
+# The whole call is timed, host work included. The first call of each point may compile kernels and capture a graph, so
+# its time is stored apart from the samples. So is the change in reserved memory that it causes.
+
+_SETTINGS = NativeSettings(kv_cache_gib=8.0)
+
+
+def measure_prompts(job: PointJob[Prompting, tuple[int, int]]) -> None:
+    """Time all points and write the result. Points that run out of memory are stored with that status."""
+    for part in job.parts:
+        sampler = unless_out_of_memory(partial(_ready_sampler, part))
+        points = []
+        for prompts, tokens in track(part.points, len(part.points), "points"):
+            point = sampler and unless_out_of_memory(
+                partial(measure_prefill, sampler, prompts, tokens, part.work.repeats)
+            )
+            missing = PromptPoint(prompts=prompts, tokens=tokens, status=NO_MEMORY, first=None, samples=[])
+            points.append(point or missing)
+        result = PromptsResult(
+            bench="prompts",
+            work=part.work,
+            sampler=sampler.served if sampler else "",
+            points=points,
+            gpu=gpu_state(),
+            provenance=Provenance.of_now(),
+        )
+        write(job.out / part.file, result)
+
+
+def _ready_sampler(part: PointPart[Prompting, tuple[int, int]]) -> EngineSampler:
+    """The sampler after a call as large as the largest point, which allocates its cache."""
+    sampler = EngineSampler(random_policy(part.work.base, part.work.rank, choose_device()), _SETTINGS)
+    most, longest = (max(numbers) for numbers in zip(*part.points, strict=True))
+    first, _ = prompt_id_range(sampler.policy.lm.config.vocab_size)
+    sampler.generate([[first] * longest] * most, SamplingParams(max_tokens=1))
+    return sampler
+
+
+def measure_prefill(sampler: EngineSampler, prompts: int, tokens: int, repeats: int) -> PromptPoint:
+    """Time calls with this number of prompts of `tokens` each, in seconds."""
+
+    def call(round_: int) -> float:
+        numbers = np.random.default_rng([prompts, tokens, round_])
+        vocabulary = prompt_id_range(sampler.policy.lm.config.vocab_size)
+        ids = numbers.integers(*vocabulary, size=(prompts, tokens)).tolist()
+        with seconds() as elapsed:
+            sampler.generate(ids, SamplingParams(max_tokens=1, seed=round_))
+        return elapsed.value
+
+    reserved = torch.cuda.memory_reserved if torch.cuda.is_available() else lambda: 0
+    before = reserved()
+    first = call(0)
+    grown = reserved() - before
+    samples = [call(round_) for round_ in range(1, 1 + repeats)]
+    log.info("%d x %d: %.2f ms", prompts, tokens, 1e3 * float(np.median(samples)))
+    return PromptPoint(prompts=prompts, tokens=tokens, status=OK, first=first, samples=samples, reserved_bytes=grown)
+
+
+# Rollouts of mixed lengths: by the engine on a GPU, by the eager sampler on a CPU.
+
+
+def measure_mix(job: PointJob[Mix, None]) -> None:
+    """Time the rollouts and write the result."""
+    for part in job.parts:
+        measure(part.work, job.out / part.file, partial(_start, part.work))
+
+
+def _start(work: Mix, workload: Lengths) -> MixEngine:
+    sampler = make_sampler(random_policy(work.base, work.rank, choose_device()), EngineSettings(), work.sequences)
+    free = SamplingParams(
+        max_tokens=work.tokens,
+        count=work.group_size,
+        ignore_eos=True,
+        lengths=tuple(map(tuple, workload.completion_tokens)),
+        replay=tuple(tuple(map(tuple, row.completions)) for row in workload.trace) if workload.trace else None,
+    )
+
+    def rollout(prompts: list[list[int]], round_: int) -> list[list[int]]:
+        groups = sampler.generate(prompts, replace(free, seed=round_))
+        return [[len(completion.token_ids) for completion in group] for group in groups]
+
+    def phases() -> PhaseSeconds | None:
+        if not isinstance(sampler, EngineSampler):
+            return None
+        found = sampler.phases
+        return PhaseSeconds(
+            prefill=found.prefill,
+            prefills=found.prefills,
+            decode=[
+                DecodeSeconds(batch=batch, steps=one.steps, sequences=one.sequences / one.steps, seconds=one.seconds)
+                for batch, one in sorted(found.decode.items())
+                if one.steps
+            ],
+            between=found.between,
+            host_wait=found.host_wait,
+        )
+
+    return MixEngine(sampler.served, rollout, phases)
+
+
+# Rollout throughput of a configuration's bases by weight format and LoRA rank (paper Table 9).
+
+
+def bench_rollout(job: RolloutJob) -> None:
+    """Time each weight format at each rank."""
+    settings = job.settings
+    points = [
+        Point({"weights": weights, "rank": rank}, partial(_measure, job.checkpoints[weights], rank, settings))
+        for rank in settings.ranks
+        for weights in settings.weights
+    ]
+    rows = [
+        RolloutPoint(
+            **point.label,
+            sequences=settings.sequences,
+            prompt_tokens=settings.prompt_tokens,
+            completion_tokens=settings.completion_tokens,
+            samples=[sample["rate"] for sample in point.samples],
+            weight_bytes=point.samples[0]["weight_bytes"] if point.samples else None,
+            sampler=point.samples[0]["sampler"] if point.samples else None,
+            peak_memory_bytes=point.peak_memory_bytes or None,
+            status=point.status,
+        )
+        for point in run_points(points, settings.repeats, settings.interleave)
+    ]
+    stamp = Provenance.of_now(settings.seed)
+    result = RolloutBenchResult(bench=job.bench, kind="rollout", model=settings.model, points=rows, provenance=stamp)
+    write(job.out, result)
+
+
+def _measure(checkpoint: Path, rank: int, settings: RolloutBench) -> Callable[[int], dict[str, Any]]:
+    """Load the base, with a random adapter unless the rank is 0; the function times a round."""
+    if rank == 0:
+        policy = load_policy(checkpoint, None, settings.dtype)
+    else:
+        policy = with_adapter(checkpoint, AdapterSettings(rank=rank), settings.dtype, settings.seed)
+        for name, parameter in policy.trainable():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=1e-3)
+    sampler = make_sampler(policy, settings, settings.sequences)
+    weights_bytes, served = weight_bytes(policy), sampler.served
+
+    def once(round_: int) -> dict[str, Any]:
+        numbers = np.random.default_rng([settings.seed, round_])
+        shape = (settings.sequences, settings.prompt_tokens)
+        prompts = numbers.integers(policy.lm.config.vocab_size, size=shape).tolist()
+        # Throughput must not depend on when a policy stops.
+        params = SamplingParams(max_tokens=settings.completion_tokens, seed=round_, ignore_eos=True)
+        with seconds() as elapsed:
+            sampler.generate(prompts, params)
+        rate = settings.sequences * settings.completion_tokens / elapsed.value
+        return {"rate": rate, "weight_bytes": weights_bytes, "sampler": served}
+
+    return once

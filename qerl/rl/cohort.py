@@ -1,0 +1,182 @@
+"""A cohort: runs that train side by side on one frozen base, whose rollouts one engine draws together.
+
+Each run is a thread with a trainer of its own, and one thread works at a time. The threads meet where they ask for
+completions: once every run waits for some, the engine draws all of them in one batch, and the runs go on in turn. So a
+run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Updates are those of each run,
+one after another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from qerl.host.gpus import leave_out
+from qerl.host.process import Announcement, Interrupted, announced
+from qerl.jobs import TrainJob
+from qerl.models.policy import Policy, with_adapters
+from qerl.rl.train import Place, prepared, train_run
+from qerl.rollout.eager import EagerSampler
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.factory import make_sampler
+from qerl.rollout.sampler import Completion, Request, Sampler, SamplingParams, refuse_nan
+from qerl.settings.base import ConfigError
+
+#: The completions of each prompt of a request.
+Drawn = list[list[Completion]]
+#: The completions of a request of each run.
+Draw = Callable[[Sequence[Request]], list[Drawn]]
+
+
+class Meeting:
+    """Where the threads of runs wait for their turn, and for completions, which `draw` gives for one request of each.
+
+    A run that has left has an empty request from then on.
+    """
+
+    def __init__(self, runs: int, draw: Draw) -> None:
+        self._runs, self._draw = runs, draw
+        self._turns = threading.Condition()
+        #: The runs that can go on, the first of which works, and what the others ask for.
+        self._ready = list(range(runs))
+        self._requests: dict[int, Request] = {}
+        self._drawn: dict[int, Drawn | BaseException] = {}
+        #: Seconds of the latest drawing.
+        self._seconds = 0.0
+
+    def begin(self, run: int) -> None:
+        """Wait for the run's first turn."""
+        with self._turns:
+            self._turns.wait_for(lambda: self._ready[0] == run)
+
+    def generate(self, run: int, request: Request) -> Drawn:
+        """The completions of a run's request. Raises what the drawing of the batch raises."""
+        asked = time.perf_counter()
+        with self._turns:
+            self._requests[run] = request
+            self._pass_on()
+            self._turns.wait_for(lambda: self._ready[0] == run)
+            drawn = self._drawn.pop(run)
+        # A run's times are those of its own work and of the drawing that it shares.
+        leave_out(time.perf_counter() - asked - self._seconds)
+        if isinstance(drawn, BaseException):
+            raise drawn
+        return drawn
+
+    def leave(self) -> None:
+        """End the turn of a run that asks for nothing any more; the others go on without it."""
+        with self._turns:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give the turn to the next run. If all wait for completions, they are drawn first."""
+        self._ready.pop(0)
+        if not self._ready and self._requests:
+            begun = time.perf_counter()
+            none = Request((), next(iter(self._requests.values())).params)
+            try:
+                drawn = self._draw([self._requests.get(run, none) for run in range(self._runs)])
+                self._drawn = {run: drawn[run] for run in self._requests}
+            except Exception as error:  # noqa: BLE001 - every run raises it, in its own thread
+                self._drawn = dict.fromkeys(self._requests, error)
+            self._ready, self._requests = sorted(self._requests), {}
+            self._seconds = time.perf_counter() - begun
+        self._turns.notify_all()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The sampler of one run of a cohort."""
+
+    meeting: Meeting
+    run: int
+    policy: Policy
+    sampler: Sampler
+
+    @property
+    def max_sequences(self) -> int:
+        """The largest number of sequences of all runs that are decoded together."""
+        return self.sampler.max_sequences
+
+    @property
+    def served(self) -> str:
+        """Description of engine, kernels and weights, which results store."""
+        return self.sampler.served
+
+    def sync(self) -> None:
+        """Do nothing: the engine syncs all runs before it draws."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Drawn:
+        """See `Sampler`. It waits until the other runs ask, too."""
+        drawn = self.meeting.generate(self.run, Request(prompts, params))
+        refuse_nan(drawn)
+        return drawn
+
+
+#: Settings that runs of a cohort share, beside the base, since one process with one engine serves all.
+_SHARED = ("weights", "dtype", "method", "gradient_checkpointing", "processes", "nodes")
+
+
+def refused_cohort(jobs: Sequence[TrainJob]) -> str | None:
+    """A sentence that says why these runs can't train side by side; None if they can."""
+    first = jobs[0]
+    for job in jobs:
+        for key in _SHARED:
+            if getattr(job.settings, key) != getattr(first.settings, key):
+                return f"{first.id} and {job.id} differ in {key}, and runs side by side share it"
+        if job.checkpoint != first.checkpoint or job.settings.rollout.native != first.settings.rollout.native:
+            return f"{first.id} and {job.id} have other bases or engines, and runs side by side share one"
+    settings = first.settings
+    if settings.method != "lora" or settings.processes > 1 or settings.nodes > 1 or settings.rollout.engine != "native":
+        return "runs side by side need method=lora, the native engine and one process"
+    return None
+
+
+def train_cohort(jobs: Sequence[TrainJob]) -> None:
+    """Train runs side by side, each with its results in its job's `out`, as `train_run` does.
+
+    A run that fails or has all of its steps leaves, and the others go on. Afterwards the first failure is raised, or
+    `Interrupted` after the steps during which a signal came. Raises `ConfigError` for runs without a common base or
+    engine.
+    """
+    if refusal := refused_cohort(jobs):
+        raise ConfigError(f"{refusal}; train them one after another")
+    settings = [job.settings for job in jobs]
+    policies = with_adapters(jobs[0].checkpoint, [(s.adapter, s.seed) for s in settings], settings[0].dtype)
+    policies = [prepared(policy, own) for policy, own in zip(policies, settings, strict=True)]
+    sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
+    meeting = Meeting(len(jobs), _draw_of(sampler, policies))
+    failures: list[BaseException] = []
+
+    def work(run: int, end: Announcement) -> None:
+        meeting.begin(run)
+        try:
+            train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
+        except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
+            failures.append(error)
+        finally:
+            meeting.leave()
+
+    with announced() as end:
+        threads = [threading.Thread(target=work, args=(run, end), name=job.id) for run, job in enumerate(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # Python handles a signal in this thread, which must not only wait
+                thread.join(0.1)
+    interrupted = [error for error in failures if isinstance(error, Interrupted)]
+    for error in [*(error for error in failures if error not in interrupted), *interrupted]:
+        raise error
+
+
+def _draw_of(sampler: Sampler, policies: Sequence[Policy]) -> Draw:
+    """The engine draws for all runs together, and the eager sampler, which has no batch of several, for one by one."""
+    if isinstance(sampler, EngineSampler):
+        return sampler.generate_all
+    each = [EagerSampler(policy, sampler.max_sequences) for policy in policies]
+    return lambda requests: [
+        one.generate(request.prompts, request.params) if request.prompts else []
+        for one, request in zip(each, requests, strict=True)
+    ]

@@ -1,0 +1,184 @@
+"""Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
+
+import json
+import signal
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl.host.process import Interrupted
+from qerl.models.quantize import quantize_checkpoint
+from qerl.rl.cohort import Meeting, train_cohort
+from qerl.rl.train import Trainer, train_run
+from qerl.rollout import factory
+from qerl.rollout.engine import EngineSampler
+from qerl.rollout.sampler import Request, SamplingParams
+from qerl.settings.base import ConfigError, parse
+from qerl.settings.run import RunSettings
+from tests.jobs import SETTINGS, train_job, write_inputs
+
+#: Runs that differ in all that runs of a cohort may differ in.
+RUNS = {
+    "grpo": {"noise": {"schedule": "exponential"}, "seed": 1},
+    "dapo": {"loss": {"name": "dapo", "updates_per_rollout": 2}, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2},
+    "ppo": {"loss": {"name": "ppo"}, "steps": 2},
+    "hot": {"rollout": {**SETTINGS["rollout"], "sampling": {"max_tokens": 4, "temperature": 1.4}}, "seed": 3},
+}
+MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    quantize_checkpoint(folder / "base", folder / "nvfp4", "nvfp4")
+    return folder
+
+
+pytestmark = pytest.mark.usefixtures("rewarded_characters")
+
+
+def jobs_of(inputs, folder, names=tuple(RUNS), **changes):
+    jobs = []
+    for name in names:
+        settings = parse(RunSettings, {**SETTINGS, "weights": "nvfp4", **RUNS[name], **changes}, "test")
+        paths = inputs / "nvfp4", inputs / "data", folder / "work" / name, folder / name
+        jobs.append(train_job(settings, *paths))
+    return jobs
+
+
+def metrics(job):
+    lines = (job.out / "metrics.jsonl").read_text().splitlines()
+    return [{key: v for key, v in json.loads(line).items() if not key.startswith(MEASURED)} for line in lines]
+
+
+def weights(job):
+    return load_file(job.out / "policy/adapter_model.safetensors")
+
+
+def assert_equal(job, other):
+    assert metrics(job) == metrics(other)
+    assert weights(job).keys() == weights(other).keys()
+    for name, tensor in weights(other).items():
+        assert torch.equal(weights(job)[name], tensor), name
+
+
+def test_runs_side_by_side_are_those_alone_to_the_bit(inputs, tmp_path):
+    alone, together = jobs_of(inputs, tmp_path / "alone"), jobs_of(inputs, tmp_path / "together")
+    for job in alone:
+        train_run(job)
+    train_cohort(together)
+    for job, other in zip(together, alone, strict=True):
+        assert_equal(job, other)
+
+
+def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
+    batches = []
+    generate = EngineSampler.generate_all
+    monkeypatch.setattr(
+        EngineSampler, "generate_all", lambda self, requests: batches.append(len(requests)) or generate(self, requests)
+    )
+    alone, together = jobs_of(inputs, tmp_path / "alone"), jobs_of(inputs, tmp_path / "together")
+    for job in alone:
+        train_run(job)
+    assert batches == [1] * (4 + 4 + 2 + 4)
+    del batches[:]
+    train_cohort(together)
+    assert batches == [4] * 4
+    for job, other in zip(together, alone, strict=True):
+        for found, expected in zip(metrics(job), metrics(other), strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        for name, tensor in weights(other).items():
+            torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_the_others_go_on_without_a_run_that_fails(inputs, tmp_path, monkeypatch):
+    """It diverges in its second step, and another is killed in its third; a cohort or the run alone continues both."""
+    step = Trainer.step
+
+    def failing(self, number, *rest):
+        if self.settings.seed == 2 and number == 2:
+            raise ValueError("a defect")
+        return step(self, number, *rest)
+
+    names = "grpo", "dapo", "hot"
+    expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
+    for job in expected:
+        train_run(job)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", failing)
+        with pytest.raises(ValueError, match="a defect"):
+            train_cohort(together)
+    for place in (0, 2):
+        assert_equal(together[place], expected[place])
+    assert not together[1].out.exists()
+    train_run(together[1])
+    assert_equal(together[1], expected[1])
+
+
+def test_a_signal_ends_all_runs_after_their_step_and_a_cohort_continues_them(inputs, tmp_path, monkeypatch):
+    step = Trainer.step
+
+    def announcing(self, number, *rest):
+        if self.settings.seed == 3 and number == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, number, *rest)
+
+    names = "grpo", "hot"
+    expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
+    train_run(expected[0]), train_run(expected[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", announcing)
+        with pytest.raises(Interrupted):
+            train_cohort(together)
+    assert not any(job.out.exists() for job in together)
+    train_cohort(together)
+    for job, other in zip(together, expected, strict=True):
+        assert_equal(job, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "bfloat16"}, "grpo and hot differ in dtype"),
+        (
+            {"rollout": {**SETTINGS["rollout"], "native": {"kernels": "portable"}}},
+            "grpo and hot have other bases or engines",
+        ),
+    ],
+)
+def test_runs_without_a_common_base_or_engine_are_refused(inputs, tmp_path, changes, words):
+    first, second = jobs_of(inputs, tmp_path, ("grpo",)), jobs_of(inputs, tmp_path, ("hot",), **changes)
+    with pytest.raises(ConfigError, match=words):
+        train_cohort([*first, *second])
+
+
+def test_runs_meet_in_any_order_and_one_works_at_a_time():
+    """Of runs with different numbers of requests, each gets the answer to its own, in batches of all that are left."""
+    batches, working, most = [], [], []
+
+    def draw(requests):
+        batches.append([request.params.seed if request.prompts else None for request in requests])
+        return [[[request.params.seed]] for request in requests]
+
+    meeting = Meeting(3, draw)
+
+    def work(run, count):
+        meeting.begin(run)
+        for number in range(count):
+            working.append(run)
+            most.append(len(working))
+            working.remove(run)
+            seed = 10 * run + number
+            assert meeting.generate(run, Request([[1]], SamplingParams(1, seed=seed))) == [[seed]]
+        meeting.leave()
+
+    threads = [threading.Thread(target=work, args=(run, count)) for run, count in enumerate((2, 0, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert batches == [[0, None, 20], [1, None, 21], [None, None, 22]]
+    assert max(most) == 1
