@@ -175,7 +175,8 @@ def test_data_without_a_control_or_a_dose_are_refused(tmp_path, other):
 def test_an_experiment_without_a_dose_is_named_and_not_compared(tmp_path):
     write_study(tmp_path / "early", study({"entropy": 0.05}))
     late = study({"entropy": 0.05}, seeds=3, arms=("bf16", "bf16-again", "entropy"))
-    tables = [frame.assign(run="late-" + frame["run"]) for frame in late.tables()]
+    frames = (late.runs, late.steps, late.outcomes)
+    tables = [frame.assign(run="late-" + frame["run"]) for frame in frames]
     runs = tables[0].assign(experiment="assay-25m", size="25m")
     write_study(tmp_path / "late", Study(late.header, runs, *tables[1:]))
     write_page(PageJob(data=[tmp_path / "early", tmp_path / "late"], doses=[], out=tmp_path / "out"))
