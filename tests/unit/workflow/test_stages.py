@@ -11,7 +11,7 @@ from qerl.workflow.stages import Jobs
 ROOT = Path(__file__).parents[3]
 RUN, OTHER = "dose-nvfp4-modeltiny-0-seed0", "dose-nvfp4-modeltiny-1-seed0"
 CALLS = [
-    *(("data", "countdown"), ("data", "comparisons"), ("pretrain", "tiny-0"), ("pretrain", "tiny-1")),
+    *(("data", "countdown"), ("data", "arithmetic"), ("pretrain", "tiny-0"), ("pretrain", "tiny-1")),
     *(("quantize", "tiny-0-nvfp4"), ("quantize", "tiny-0-bf16"), ("train", RUN), ("train", OTHER)),
     *(("evaluate", RUN), ("evaluate", OTHER), ("evaluate", "base-tiny-0-bf16"), ("table", "accuracy")),
     *(("gather", "planned"), ("dose", "tiny-0"), ("page", "planned")),
@@ -21,12 +21,12 @@ CALLS = [
 def deciding(change=lambda values: None) -> dict[tuple[str, str], str]:
     values = read_yaml(ROOT / "config/dose-small.yaml")
     # Bases that imitate two tasks.
-    values["datasets"]["comparisons"] = {
+    values["datasets"]["arithmetic"] = {
         **{"format": "math", "instruction": "Box the answer."},
-        "origin": {"source": "comparisons", "clauses": [1, 2], "train": 4000, "validation": 32, "test": 64},
+        "origin": {"source": "generated", "train": 4000, "validation": 32, "test": 64},
     }
     for model in values["models"].values():
-        model["datasets"] = ["countdown", "comparisons"]
+        model["datasets"] = ["countdown", "arithmetic"]
     change(values)
     plan = plan_from(values, ROOT / "config/mini.yaml")
     jobs = Jobs(plan)
@@ -44,7 +44,7 @@ def test_another_base_decides_all_that_is_made_of_it_and_nothing_else():
 
 
 def test_other_data_decide_everything_that_reads_them():
-    found = changed(lambda values: values["datasets"]["comparisons"]["origin"].update(validation=31))
+    found = changed(lambda values: values["datasets"]["arithmetic"]["origin"].update(validation=31))
     assert set(CALLS) - found == {("data", "countdown")}  # bases imitate the solutions of both tasks
 
 
