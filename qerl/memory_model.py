@@ -101,7 +101,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes of a step, of which all but `context` are PyTorch's."""
+    """Bytes of a step; all but `context` are PyTorch's."""
 
     weights: int
     adapter: int

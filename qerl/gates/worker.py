@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +32,15 @@ PROMPTS = [f"Mia has {number} plums. Monday triples them. How many plums has Mia
 ROLLOUTS = 9
 
 
-class Workloads:
-    """The timed workloads of the imported version."""
-
-    def __init__(self, api: Any, checkpoint: str, weights: str, folder: str) -> None:
-        self.api = api
-        self.checkpoint = checkpoint
-        self.weights = weights
-        self.folder = Path(folder)
-        self.policy = api.load(checkpoint, "float32")
-        self.trained = 0
-
-    def rollout(self) -> list[float]:
-        """Seconds per token of completions of 32 prompts."""
-        taken = []
-        for seed in range(ROLLOUTS):
-            start = time.perf_counter()
-            drawn = self.api.sample(self.policy, PROMPTS, seed=seed, max_tokens=64)
-            seconds = time.perf_counter() - start
-            taken.append(seconds / sum(one.tokens for completions in drawn for one in completions))
-        return taken[1:]
-
-    def update(self) -> list[float]:
-        """Seconds per token of the updates of a short run."""
-        self.trained += 1
-        settings = {**TRAINING, "model": self.checkpoint, "weights": self.weights}
-        run = self.api.train(settings, out=self.folder / str(self.trained))
-        return [1 / rate for rate in run.metrics["tokens_per_second/update"]][1:]
+def rollout(api: Any, policy: Any) -> list[float]:
+    """Seconds per token of completions of 32 prompts, without the warm-up."""
+    taken = []
+    for seed in range(ROLLOUTS):
+        start = time.perf_counter()
+        drawn = api.sample(policy, PROMPTS, seed=seed, max_tokens=64)
+        seconds = time.perf_counter() - start
+        taken.append(seconds / sum(one.tokens for completions in drawn for one in completions))
+    return taken[1:]
 
 
 def main() -> None:
@@ -69,12 +50,17 @@ def main() -> None:
     from qerl import api
 
     imported = Path(api.__file__).resolve().parents[1]
-    if imported != Path(given.pop("code")).resolve():
+    if imported != Path(given["code"]).resolve():
         sys.exit(f"the imported version is in {imported}, which is not the version to be timed")
-    workloads = Workloads(api, **given)
-    known: dict[str, Callable[[], list[float]]] = {"rollout": workloads.rollout, "update": workloads.update}
-    for line in sys.stdin:
-        print(json.dumps(known[line.strip()]()), file=answers, flush=True)
+    policy = api.load(given["checkpoint"], "float32")
+    for number, line in enumerate(sys.stdin):
+        if line.strip() == "rollout":
+            seconds = rollout(api, policy)
+        else:  # the updates of a short run, without the warm-up
+            settings = {**TRAINING, "model": given["checkpoint"], "weights": given["weights"]}
+            run = api.train(settings, out=Path(given["folder"], str(number)))
+            seconds = [1 / rate for rate in run.metrics["tokens_per_second/update"]][1:]
+        print(json.dumps(seconds), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def quiet(log_file: Path | None = None) -> Iterator[None]:
         try:
             with _redirected(file):
                 yield
-        except (ValueError, OSError):  # of which the command line says one sentence
+        except (ValueError, OSError):  # the command line says one sentence of it
             raise
         except Exception:
             file.seek(0)
@@ -186,7 +186,7 @@ class Advance(Protocol):
 
 @contextmanager
 def showing(total: int, what: str, start: int = 0) -> Iterator[Advance]:
-    """A context that shows how many of `total` are done, of which `start` were done before, and the time left."""
+    """A context that shows how many of `total` are done, `start` of them before, and the time left."""
     screen, done, begun = console(), start, time.monotonic()
     if screen.is_terminal:
         whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several

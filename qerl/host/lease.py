@@ -130,7 +130,7 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
 
     Yields their names; on a machine without GPUs this is an empty list, without waiting. Whole GPUs are taken in their
     order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly. A
-    process that waits for whole GPUs reserves the emptiest ones, of which no further parts are leased. Raises
+    process that waits for whole GPUs reserves the emptiest ones, whose parts are leased to nobody else. Raises
     `ConfigError` if the machine has fewer GPUs than requested.
     """
     gpus = devices()

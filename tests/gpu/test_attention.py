@@ -185,7 +185,7 @@ def test_prompts(shape, fp8, dtype):
             results.append(prompt_attention._attend_to_prompts(given, row.blocks, heads))
         for found in results:
             torch.testing.assert_close(found[real].double(), expected, **close | {"atol": 1.5 * close["atol"]})
-            assert_near(found[real], expected, 5e-3 if dtype == torch.bfloat16 else 2e-6)
+            assert_near(found[real], expected, 5e-3 if dtype == torch.bfloat16 else 2e-6 if INTERPRETED else 1e-6)
         data = cache.data.float().permute(0, 3, 1, 2, 4)
         data[place // PAGE, place % PAGE] = torch.nan
         assert fp8 or data[1:].isnan().all()

@@ -34,6 +34,7 @@ BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rol
 def graph():
     """The imports of modules that may decide a result."""
     built = grimp.build_graph("qerl", cache_dir=None)
+    built.remove_import(importer="qerl", imported="qerl.api")  # on first use
     for name in built.modules - {"qerl"}:
         if not decides(name):
             built.remove_module(name)
