@@ -29,13 +29,9 @@ def _decoded() -> Iterator[dict[str, Any]]:
     for machine, file in _files("decode"):
         for row in load([file], "decode").to_dict("records"):
             if row["engine"] in ("native", "vllm") and row["samples"]:
-                yield {
-                    **_identity(row, machine, file, row["engine"], int(row["sequences"]), ""),
-                    "phase": "rollout",
-                    "tokens": row["prompt"] + row["tokens"],
-                    RATES[0]: round(row["tokens_per_second"]),
-                    RATES[1]: "",
-                }
+                speed = {RATES[0]: round(row["tokens_per_second"]), RATES[1]: "", "phase": "rollout"}
+                given = {"engine": row["engine"], "sequences": int(row["sequences"]), "gradient_checkpointing": ""}
+                yield _identity(row, machine, file) | given | speed
 
 
 def _updates() -> Iterator[dict[str, Any]]:
@@ -44,14 +40,9 @@ def _updates() -> Iterator[dict[str, Any]]:
         [row] = load([file], "grpo_step").to_dict("records")
         ours = row["system"].startswith("qerl")
         if ours and row["samples"] and not row["cap"] and not row["equal_groups"] and not row["median"]:
-            completions = row["prompts"] * row["group_size"]
-            yield {
-                **_identity(row, machine, file, "native", completions, row["recompute"]),
-                "phase": "update",
-                "tokens": row["prompt"] + row["tokens"],
-                RATES[0]: "",
-                RATES[1]: round(completions * row["tokens"] / row["update_seconds"]),
-            }
+            rate = round(row["sequences"] * row["tokens"] / row["update_seconds"])
+            given = {"engine": "native", "sequences": row["sequences"], "gradient_checkpointing": row["recompute"]}
+            yield _identity(row, machine, file) | given | {RATES[0]: "", RATES[1]: rate, "phase": "update"}
 
 
 def _files(bench: str) -> Iterator[tuple[str, Path]]:
@@ -62,20 +53,10 @@ def _files(bench: str) -> Iterator[tuple[str, Path]]:
                 yield machine, file
 
 
-def _identity(
-    row: dict[str, Any], machine: str, file: Path, engine: str, sequences: int, checkpointing: str
-) -> dict[str, Any]:
-    return {
-        "machine": machine,
-        "model": f"qwen2.5-{row['size'].lower()}",
-        "weights": row["weights"],
-        "method": "lora" if row["rank"] else "none",
-        "rank": row["rank"],
-        "engine": engine,
-        "sequences": sequences,
-        "gradient_checkpointing": checkpointing,
-        "source": str(file.relative_to(ROOT)),
-    }
+def _identity(row: dict[Any, Any], machine: str, file: Path) -> dict[str, Any]:
+    method, source = "lora" if row["rank"] else "none", str(file.relative_to(ROOT))
+    identity = {"machine": machine, "model": row["model"], "weights": row["weights"], "method": method}
+    return identity | {"rank": row["rank"], "tokens": row["prompt"] + row["tokens"], "source": source}
 
 
 def _cpu() -> Iterator[dict[str, Any]]:

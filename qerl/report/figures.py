@@ -424,38 +424,35 @@ def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
 # The figures, each by its specification.
 
 _CURVE = "mean over the seeds, with a band from the lowest to the highest, smoothed as the axis label says"
-Draw = Callable[[StoredResults, Path], None]
-#: The figures of a configuration besides the paper's: how to read each, and how to draw it.
-FIGURES: dict[str, tuple[str, Draw]] = {
+#: Figures of curves by step: how to read each, and the label of each metric.
+CURVES: dict[str, tuple[str, dict[str, str]]] = {
+    "completion_length": (
+        f"Tokens per completion, and the share of completions cut at the limit, by step: {_CURVE}.",
+        {"completion_length": "tokens/completion", "truncated": "truncated share"},
+    ),
+    "drift": (
+        f"KL(sampler || trainer) in nats per token, by step: {_CURVE}. Sampler and trainer have the same weights, so "
+        "without noise it shows how differently their kernels round.",
+        {"mismatch/kl": "KL(sampler‖trainer) (nats/token)"},
+    ),
+    "entropy": (
+        f"Entropy of the policy in nats per token, by step: {_CURVE}. The paper claims that quantization noise raises "
+        "the entropy (section 3.2, Figures 4 and 5).",
+        {"entropy": "entropy (nats/token)"},
+    ),
+    "reward": (f"Training reward by step: {_CURVE}. Compare the paper's Figures 7 and 8.", {"reward": "reward"}),
+}
+#: The other figures of a configuration besides the paper's: how to read each, and how to draw it.
+FIGURES: dict[str, tuple[str, Callable[[StoredResults, Path], None]]] = {
     "accuracy": (
         "Accuracy by arm with 95 % intervals, beside the untrained base of the same weights (diamond) and the "
         "untrained BF16 base (dashed line).",
         lambda stored, stem: accuracy(tables.accuracy_cells(stored), stem),
     ),
-    "completion_length": (
-        f"Tokens per completion, and the share of completions cut at the limit, by step: {_CURVE}.",
-        lambda stored, stem: curves(
-            stored.metrics, {"completion_length": "tokens/completion", "truncated": "truncated share"}, stem
-        ),
-    ),
-    "drift": (
-        f"KL(sampler || trainer) in nats per token, by step: {_CURVE}. Sampler and trainer have the same weights, so "
-        "without noise it shows how differently their kernels round.",
-        lambda stored, stem: curves(stored.metrics, {"mismatch/kl": "KL(sampler‖trainer) (nats/token)"}, stem),
-    ),
-    "entropy": (
-        f"Entropy of the policy in nats per token, by step: {_CURVE}. The paper claims that quantization noise raises "
-        "the entropy (section 3.2, Figures 4 and 5).",
-        lambda stored, stem: curves(stored.metrics, {"entropy": "entropy (nats/token)"}, stem),
-    ),
     "noise": (
         "Adaptive Quantization Noise by step (paper section 3.3, Equation 8): the standard deviation that the schedule "
         "sets, and the norm of the drawn noise, not smoothed. The first stage has no noise.",
         lambda stored, stem: noise(stored.metrics, stem),
-    ),
-    "reward": (
-        f"Training reward by step: {_CURVE}. Compare the paper's Figures 7 and 8.",
-        lambda stored, stem: curves(stored.metrics, {"reward": "reward"}, stem),
     ),
     "throughput": (
         "Rollout throughput by LoRA rank and weights: medians with quartiles. The number on a bar is its ratio to BF16 "
@@ -475,7 +472,10 @@ def make_figure(job: FigureJob) -> None:
     """Write name.svg, .narrow.svg and .png to the folder `job.out`, and the caption with a stamp in name.txt."""
     name, stored, stem = job.name, StoredResults(listed(job.results)), job.out / job.name
     title = f"The paper's {name.replace('figure', 'Figure ')}:"
-    if name in FIGURES:
+    if name in CURVES:
+        caption, columns = CURVES[name]
+        curves(stored.metrics, columns, stem)
+    elif name in FIGURES:
         caption, draw = FIGURES[name]
         draw(stored, stem)
     elif name in printed.BARS:
@@ -497,5 +497,5 @@ def make_figure(job: FigureJob) -> None:
     elif name in tables.TABLES:
         stamp = stamp_text(tables.TABLES[name].records(stored), stored.runs[: 0 if name == "throughput" else None])
     else:
-        stamp = stamp_text(stored.runs if name in FIGURES else stored.stamps, stored.runs)
+        stamp = stamp_text(stored.runs if name in CURVES or name in FIGURES else stored.stamps, stored.runs)
     Path(f"{stem}.txt").write_text(f"{caption} {stamp}\n", encoding="utf-8")

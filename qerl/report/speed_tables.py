@@ -118,22 +118,18 @@ def ratio_table(points: pd.DataFrame) -> pd.DataFrame:
 
 # Rows of GRPO steps: seconds, and memory.
 
-
-def memory_table(timed: pd.DataFrame) -> pd.DataFrame:
-    """Memory of a GRPO step by part in GB; parts that a system doesn't report are in `rest`.
-
-    The last columns are what this project's step did without for memory, and the settings by which it did.
-    """
-    parts = [name for name in map(str, timed) if name.endswith("/gb")]
-    parts.sort(key=lambda name: name == "rest/gb")
-    return timed[["size", "system", "work", "recompute", "cap", "machine", "status", *parts, *GIVEN_UP]]
+_STEP = ["size", "system", "sampler", "rank", "work", "recompute", "cap", "machine", "status"]
 
 
 def step_table(timed: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of each GRPO step and of its parts."""
-    seconds = [f"{part}_seconds" for part in SECONDS]
-    keys = ["size", "system", "sampler", "rank", "work", "recompute", "cap", "machine"]
-    return timed[[*keys, "status", *seconds, "repeats"]]
+    return timed[[*_STEP, *(f"{part}_seconds" for part in SECONDS), "repeats"]]
+
+
+def memory_table(timed: pd.DataFrame) -> pd.DataFrame:
+    """Memory of a GRPO step by part in GB, parts that a system doesn't report in `rest`, and what it did without."""
+    parts = sorted((name for name in map(str, timed) if name.endswith("/gb")), key=lambda name: name == "rest/gb")
+    return timed[[*(name for name in _STEP if name not in ("sampler", "rank")), *parts, *GIVEN_UP]]
 
 
 # Rows of rollouts of mixed lengths: end-to-end tokens/s compared with vLLM's, and our engine's time by phase.

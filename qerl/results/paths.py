@@ -1,4 +1,7 @@
-"""Names of the files and folders of results, and the names that identify a result. It imports no large library."""
+"""Names of the files and folders of results, and the names that identify a result. It imports no large library.
+
+`qerl.workflow.outputs` has the paths of a configuration's results.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,6 @@ LOGS = "logs"
 TRACKED = "tracked"
 #: Evaluations of committed policies, within the folder of the gates.
 STORED = "stored"
-#: Folder of the token ids of logged completions.
-TRACES = "traces"
 #: Folder of a study, and its files of runs, steps and outcomes.
 STUDY = "study"
 STUDY_RUNS = "runs.parquet"
@@ -80,7 +81,7 @@ def rollouts_file(step: int) -> str:
     return f"step-{step:06d}.jsonl.gz"
 
 
-# The names that identify a result: weights, training and the grid's values. This module imports no large library.
+# The names that identify a result: weights, training and the grid's values.
 
 #: Columns that identify an arm, apart from its seeds.
 KEY = ["model", "experiment", "arm", "variant", "weights", "training"]

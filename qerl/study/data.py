@@ -21,14 +21,13 @@ from qerl.host.provenance import put
 from qerl.jobs import GatherJob
 from qerl.results import paths
 from qerl.results.paths import STUDY_FILES
-from qerl.results.readers import listed
+from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import (
     OK,
     EvaluationResult,
     OutcomeRow,
     PretrainReport,
     Provenance,
-    RunResult,
     StepMetrics,
     Stored,
 )
@@ -182,17 +181,14 @@ def gathered(job: GatherJob) -> Study:
 
     A run without an evaluation isn't finished. Raises ResultError for it, unless `job.only_finished` leaves it out.
     """
-    files = [path for path in listed(job.results) if not job.only_finished or path.is_file()]
-    results = [(path, read(EvaluationResult, path)) for path in files if path.name == paths.RESULT]
-    evaluations = {result.run or result.eval: (path, result) for path, result in results}
+    stored = StoredResults([path for path in listed(job.results) if not job.only_finished or path.is_file()])
+    evaluations = {result.run or result.eval: (path, result) for path, result in stored.evaluation_results}
     runs: list[Row] = []
     steps: list[Row] = []
     outcomes: list[Row] = []
-    for file in files:
-        if file.name != paths.RUN or (run := read(RunResult, file)).experiment not in job.experiments:
-            continue
+    for file, run in stored.run_results:
         scored = evaluations.get(run.run)
-        if scored is None and job.only_finished:
+        if run.experiment not in job.experiments or (scored is None and job.only_finished):
             continue
         if scored is None:
             raise ResultError(f"{file} has no evaluation among the results; give its experiment a task")

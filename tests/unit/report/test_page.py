@@ -91,6 +91,7 @@ def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(report):
     [noisy] = [row for row in rows if row[:2] == ["NVFP4", "LoRA + AQN"]]
     accuracy = pd.read_csv(table).set_index(["weights", "training"]).loc[("nvfp4", "lora+aqn"), "numbers/accuracy"]
     assert noisy[2].startswith(f"{100 * accuracy:.1f} [")
+    assert "arithmetic 100 x 2, numbers 100 x 2" in (report.with_name("tables") / "accuracy.txt").read_text()
 
 
 def test_the_first_table_has_accuracies_that_lead_to_their_samples(report):

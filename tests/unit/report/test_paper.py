@@ -10,13 +10,9 @@ from qerl.report import paper
 from qerl.results.printed import FOLDER, NAMES, TABLES, read_cells
 from qerl.results.readers import StoredResults
 from tests.synthetic_results import (
-    rollout_point,
-    step_point,
-    write_bench,
     write_evaluation,
     write_figure,
     write_paper_tree,
-    write_quantization,
     write_run,
     write_table,
 )
@@ -166,33 +162,6 @@ def test_average_needs_all_of_its_data_sets(tmp_path):
     assert cell(frame, "bf16", "average", method="none")["difference"] == pytest.approx(-28.9)
     assert cell(frame, "nvfp4", "average")["status"] == "not run"
     assert cell(frame, "nvfp4", "math500")["ours"] == 50
-
-
-def test_speeds_are_compared_as_ratios_only(tmp_path):
-    rates = [rollout_point("bf16", 16, [100, 110, 90], sequences=2), rollout_point("nvfp4", 16, [150], sequences=2)]
-    at = {"model": MODEL, "group_size": 2}
-    steps = [step_point("bf16-lora", [3.0, 2.0, 2.5], **at), step_point("nvfp4-lora", [2.0, 1.0, 1.5], **at)]
-    steps += [step_point("bf16-lora", [], "out of memory", model=MODEL), step_point("nvfp4-lora", [9.0], model=MODEL)]
-    paths = [
-        write_bench(tmp_path, "r", "rollout", rates, MODEL),
-        write_bench(tmp_path, "s", "step", steps),
-        write_quantization(tmp_path, "nvfp4", 4.5, {"q_proj": 0.1}, MODEL),
-    ]
-    frame = beside("table6", paths)
-    found = {(row["metric"], row["setting"]): row for row in frame[frame["weights"] == "nvfp4"].to_dict("records")}
-    assert found["rollout_rate", "bs=2"]["ours"] == 150
-    assert np.isnan(found["rollout_rate", "bs=2"]["difference"])
-    assert found["rollout_speedup", "bs=2"]["difference"] == pytest.approx(1.5 - 1.3)
-    assert found["step_speedup", "bs=2; gc=off"]["ours"] == pytest.approx(2.5 / 1.5)
-    assert found["step_speedup", "bs=2; gc=on"]["status"] == "not run"
-    assert found["step_speedup", "bs=8; gc=off"]["status"] == "BF16 LoRA out of memory"
-    assert found["rollout_speedup", "bs=8"]["status"] == "not run"
-    assert found["size", "bs=2"]["ours"] == pytest.approx(1e-3)
-    base = frame[(frame["weights"] == "bf16") & (frame["metric"] == "size")]
-    assert (base["status"] == "not run").all()
-    speed = beside("table3", paths)
-    assert cell(speed, "bf16", "step_speedup", noise="", setting="bs=2")["ours"] == 1
-    assert cell(speed, "bf16", "step_speedup", noise="", setting="bs=8")["status"] == "out of memory"
 
 
 def test_hyperparameters_are_those_of_the_runs(tmp_path):

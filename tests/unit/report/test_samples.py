@@ -28,21 +28,9 @@ NASTY = [
 
 
 def sample(problem: str, repeat: int, **changed) -> SampleRow:
-    row = {
-        "dataset": "sums",
-        "harness": "lm-eval",
-        "problem": problem,
-        "repeat": repeat,
-        "prompt": f"<|user|>Add: what is {problem} and {problem}?<|assistant|>",
-        "completion": "#### 1",
-        "extracted": "1",
-        "read": "1",
-        "gold": "2",
-        "correct": 0,
-        "agrees": True,
-        "tokens": 5,
-        "finished": True,
-    }
+    row = {"dataset": "sums", "harness": "lm-eval", "problem": problem, "repeat": repeat, "completion": "#### 1"}
+    row |= {"prompt": f"<|user|>Add: what is {problem} and {problem}?<|assistant|>", "extracted": "1", "read": "1"}
+    row |= {"gold": "2", "correct": 0, "agrees": True, "tokens": 5, "finished": True}
     return SampleRow(**row | changed)
 
 
@@ -54,19 +42,11 @@ def write_samples(root, name: str, rows: list[SampleRow], weights="nvfp4", run=N
     return path
 
 
-def rollout(step: int, problem: str, texts: list[list[str]], **changed) -> RolloutRow:
+def rollout(step: int, problem: str, texts: list[list[str]]) -> RolloutRow:
+    verdict = {"reward": -0.15, "advantage": -0.707, "extracted": "41", "finished": False}
+    verdict["parts"] = {"correct": 0.0, "format": 1.0, "overlong": -0.25}
     completions = [
-        {
-            "tokens": tokens,
-            "logprobs": [-0.5] * len(tokens),
-            "entropies": [1.5] * len(tokens),
-            "parts": {"correct": 0.0, "format": 1.0, "overlong": -0.25},
-            "reward": -0.15,
-            "advantage": -0.707,
-            "extracted": "41",
-            "finished": False,
-        }
-        | changed
+        {"tokens": tokens, "logprobs": [-0.5] * len(tokens), "entropies": [1.5] * len(tokens)} | verdict
         for tokens in texts
     ]
     prompt = f"How much is {problem}?"
@@ -105,12 +85,6 @@ def made(results, **options):
 # --- what the page is made of
 
 
-def test_a_run_has_its_steps_and_its_evaluation_and_the_base_of_its_weights_before_it(results):
-    sources = {source.id: source for source in sources_in([results])}
-    assert [(view.step, view.trained) for view in sources[RUN].views] == [("1", True), ("12", True), ("sums", False)]
-    assert {name: source.before for name, source in sources.items()} == {RUN: BASE, BASE: None, "base-bf16": None}
-
-
 def test_each_grader_has_its_verdict_and_what_it_read(results):
     rows = [
         sample("0", 0, correct=1, extracted="2", agrees=False, read=None),
@@ -131,13 +105,15 @@ def test_the_page_has_all_samples_and_equal_prompts_once(results):
     page = parts_of(made(results))
     index = page["index"]
     assert index["title"] == "a <b>name</b>"
+    before = {source["id"]: source["before"] for source in index["sources"]}
+    assert before == {RUN: BASE, BASE: None, "base-bf16": None}  # the base of its weights
     views = {(source["id"], view["step"]): view for source in index["sources"] for view in source["views"]}
-    assert {key: (v["problems"], v["completions"], v["right"]) for key, v in views.items()} == {
-        (RUN, "1"): (8, 16, 0),
-        (RUN, "12"): (8, 16, 0),
-        (RUN, "sums"): (6, 12, 6),
-        (BASE, "sums"): (6, 12, 0),
-        ("base-bf16", "sums"): (6, 12, 0),
+    assert {key: (v["trained"], v["problems"], v["completions"], v["right"]) for key, v in views.items()} == {
+        (RUN, "1"): (True, 8, 16, 0),
+        (RUN, "12"): (True, 8, 16, 0),
+        (RUN, "sums"): (False, 6, 12, 6),
+        (BASE, "sums"): (False, 6, 12, 0),
+        ("base-bf16", "sums"): (False, 6, 12, 0),
     }
     assert len({view["prompts"] for view in views.values()}) == 2
     assert views[BASE, "sums"]["samples"] == views["base-bf16", "sums"]["samples"] != views[RUN, "sums"]["samples"]
@@ -204,13 +180,13 @@ def tab():
         yield tab
 
 
+def ready(tab):
+    tab.wait_for("document.body.dataset.ready === (location.hash || '#')")
+
+
 def opened(tab, page, address=""):
     tab.open(page, address)
     ready(tab)
-
-
-def ready(tab):
-    tab.wait_for("document.body.dataset.ready === (location.hash || '#')")
 
 
 @needs_browser

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from qerl.report import tables
-from qerl.report.format import by_dataset, caption_text, present, write_table
+from qerl.report.format import by_dataset, present
 from qerl.results.readers import StoredResults
 from qerl.results.speeds import load
 from qerl.results.store import ResultError
@@ -18,7 +18,6 @@ from tests.synthetic_results import (
     write_json,
     write_quantization,
     write_run,
-    write_tree,
 )
 
 
@@ -193,26 +192,6 @@ def test_steps_of_different_settings_are_not_compared(tmp_path, other):
     failed = write_bench(tmp_path, "failed", "step", [step_point("bf16-lora", [], "out of memory"), steps[2]])
     row = tables.memory_speed(load([failed], "step"), StoredResults([]).quantization).iloc[1]
     assert (np.isnan(row["speedup"]), row["speedup_base"]) == (True, "bf16-lora (out of memory)")
-
-
-def test_files_of_a_table(tmp_path):
-    tree = write_tree(tmp_path)
-    stored = StoredResults([*tree["evaluations"], *tree["runs"]])
-    table = tables.accuracy(stored)
-    write_table(table, tmp_path / "tables" / "accuracy.v1", caption_text("100 % of it", stored.evaluations))
-    back = pd.read_csv(tmp_path / "tables" / "accuracy.v1.csv")
-    assert back["arithmetic/accuracy"].tolist() == table["arithmetic/accuracy"].tolist()
-    markdown = (tmp_path / "tables" / "accuracy.v1.md").read_text()
-    assert "Machine: Test CPU, 2 cores." in markdown
-    assert "Seeds per arm: 3." in markdown
-    assert "arithmetic 100 x 2" in markdown
-    assert "| NVFP4     | LoRA + AQN |" in markdown
-    latex = (tmp_path / "tables" / "accuracy.v1.tex").read_text()
-    assert r"\toprule" in latex
-    assert r"100 \% of it" in latex
-    assert "Δ" not in latex
-    body = latex.split(r"\toprule")[1].split(r"\bottomrule")[0]
-    assert {line.count(" & ") for line in body.splitlines() if line.endswith(r"\\")} == {8}
 
 
 def test_quantization_by_type_of_layer(tmp_path):

@@ -175,15 +175,6 @@ def test_figures_agree_with_the_tables():
         assert number(above) / number(below) == pytest.approx(number(row), abs=0.05)
 
 
-def test_measured_points_lie_on_the_plots():
-    points = rows_of("curves")
-    assert {point["figure"] for point in points} == {"figure4", "figure8", "figure13"}
-    assert all(0 <= float(point["value"]) <= 1 and 0 <= float(point["step"]) <= 300 for point in points)
-    series = Counter(tuple(point[key] for key in ("figure", "model", "weights", "method", "noise")) for point in points)
-    assert len(series) == 5 + 4 + 2
-    assert min(series.values()) >= 9
-
-
 def made(config: str, *experiments: str) -> tuple[list[str], list[str]]:
     """The paper's tables and figures that a configuration makes, of these experiments or all, without benches."""
     values = read_yaml(Path(config))

@@ -85,33 +85,29 @@ def test_coverage_of_three_seeds(seed_effect):
     assert share_covered(drawn, truth, experiments=150) > 0.89
 
 
-@pytest.mark.parametrize("problems", [30, 100, 500])
-@pytest.mark.parametrize("rate", [0.02, 0.05, 0.5, 0.97])
-@pytest.mark.parametrize(("repeats", "alike"), [(1, 1.0), (32, 0.5), (32, 5.0)])
-def test_coverage_of_an_accuracy(problems, rate, repeats, alike):
-    """Problems' own rates are drawn from a beta distribution; a small `alike` has problems always or never solved."""
-
-    def drawn(generator):
-        rates = generator.beta(rate * alike, (1 - rate) * alike, problems)
-        return accuracy_interval(generator.binomial(repeats, rates)[None] / repeats)
-
-    assert share_covered(drawn, rate) >= 0.93
+#: The share that is always right after training, the rate before, and repeats with how alike problems are.
+ACCURACIES = product([None], [0.02, 0.05, 0.5, 0.97], [(1, 1.0), (32, 0.5), (32, 5.0)])
+DIFFERENCES = product([0.0, 0.1], [0.02, 0.5, 0.98], [(1, 0.1), (1, 10.0), (32, 1.0)])
 
 
 @pytest.mark.parametrize("problems", [30, 100, 500])
-@pytest.mark.parametrize("rate", [0.02, 0.5, 0.98])
-@pytest.mark.parametrize(("repeats", "alike"), [(1, 0.1), (1, 10.0), (32, 1.0)])
-@pytest.mark.parametrize("learned", [0.0, 0.1])
-def test_coverage_of_a_paired_difference(problems, rate, repeats, alike, learned):
-    """The share `learned` of the problems is always right after training; the others keep their rates."""
+@pytest.mark.parametrize(("learned", "rate", "drawn_of"), [*ACCURACIES, *DIFFERENCES])
+def test_coverage_of_an_accuracy_and_of_a_paired_difference(problems, rate, drawn_of, learned):
+    """Problems' own rates are drawn from a beta distribution; a small `alike` has problems always or never solved.
+
+    The share `learned` of the problems is always right after training; the others keep their rates.
+    """
+    repeats, alike = drawn_of
 
     def drawn(generator):
         rates = generator.beta(rate * alike, (1 - rate) * alike, problems)
+        base = generator.binomial(repeats, rates) / repeats
+        if learned is None:
+            return accuracy_interval(base[None])
         after = np.where(generator.random(problems) < learned, 1.0, rates)
-        arm, base = (generator.binomial(repeats, each) / repeats for each in (after, rates))
-        return difference_interval(arm[None], base)
+        return difference_interval(generator.binomial(repeats, after)[None] / repeats, base)
 
-    assert share_covered(drawn, learned * (1 - rate)) >= 0.93
+    assert share_covered(drawn, rate if learned is None else learned * (1 - rate)) >= 0.93
 
 
 @pytest.mark.parametrize("seed_effect", [0.0, 0.05])
