@@ -28,7 +28,7 @@ from qerl.jobs import FINISHED, KINDS, listed_results
 from qerl.results.paths import DATASET, PRETRAIN, REPORT, RESULT, RUN
 from qerl.settings.base import read_yaml
 from qerl.workflow.plan import plan_from
-from qerl.workflow.stages import Call, Jobs
+from qerl.workflow.rules import Call, Jobs
 
 #: The file that is written last in the folder of a result; other results are one file.
 LAST = {"data": DATASET, "pretrain": PRETRAIN, "quantize": REPORT, "train": RUN, "evaluate": RESULT}
