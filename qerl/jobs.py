@@ -1,7 +1,7 @@
 """The plan of a configuration and its jobs: a class per kind of job is all that is said of it, besides its rule.
 
 A class has the job's fields, its function, the files that it writes and reads, what decides its result, and how it is
-made from a plan. The rules of the workflow take all of that from here (`qerl.workflow.stages`), and `qerl rule` runs
+made from a plan. The rules of the workflow take all of that from here (`qerl.workflow.rules`), and `qerl rule` runs
 the job, which a rule passes on as JSON. This module imports no large library, because every call of Snakemake reads
 it, and it decides no result: what does is in the fields of the jobs.
 """
@@ -1272,7 +1272,7 @@ KINDS: dict[str, type[Job]] = {
     one.model_fields["kind"].default: one for one in _kinds(Job) if not one.model_fields["kind"].is_required()
 }
 #: The kinds with a rule. Those of a bench share one.
-STAGES: dict[str, type[Job]] = {kind: one for kind, one in KINDS.items() if "place" in vars(one)}
+RULES: dict[str, type[Job]] = {kind: one for kind, one in KINDS.items() if "place" in vars(one)}
 
 
 def parse_job(text: str) -> Job:

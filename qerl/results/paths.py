@@ -1,6 +1,6 @@
 """Names of the files and folders of results, and the names that identify a result. It imports no large library.
 
-`qerl.workflow.outputs` has the paths of a configuration's results.
+`qerl.jobs` has the paths of a configuration's results.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from qerl.settings.models import Base, Recipe, WeightFormat
-
-# Names of the files and folders of results; `qerl.jobs` has the paths of a configuration's results.
 
 DATASET = "dataset.json"
 RUN = "run.json"

@@ -166,24 +166,31 @@ def _folder(values: Mapping[str, Any], experiment: Any) -> Any:
     return path
 
 
-def described(of: Traits, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for the user: the checkpoint's traits, and the values of the chosen keys in `settings`."""
-    where = "with a GPU" if of.gpu else "without a GPU"
-    length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
-    yield f"{of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:"
-    for key in _keys(chosen(of)["run"]):
-        value: Any = settings
-        for part in key.split("."):
-            value = value[part]
-        yield f"  {key}: {value}"
+def fitting(plan_: Plan) -> list[str]:
+    """Lines for the user: the traits of each model by which settings were chosen, and the values of their keys."""
+    if not plan_.config.fit_to_model:
+        return []
+    lines: list[str] = []
+    for name, run in {run.settings.model: run for run in reversed(plan_.runs.values())}.items():
+        model = plan_.config.models[name]
+        assert isinstance(model, LocalModel)
+        of = traits(model.path)
+        where = "with a GPU" if of.gpu else "without a GPU"
+        length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
+        lines += [
+            f"{model.path}: {of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:",
+            *(f"  {line}" for line in _dotted(chosen(of)["run"], run.settings.model_dump())),
+        ]
+    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
 
 
-def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _keys(value, f"{prefix}{key}.")
+def _dotted(keys: Mapping[str, Any], values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The values of these keys, which may be nested, as "key.key: value"."""
+    for key, inner in keys.items():
+        if isinstance(inner, Mapping):
+            yield from _dotted(inner, values[key], f"{above}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{above}{key}: {values[key]}"
 
 
 # The runs of an experiment: one for each arm and point of its grid.
@@ -330,20 +337,6 @@ def plan_from(given: Mapping[str, Any], default: Path, files: Sequence[Path] = (
 def _as_typed(file: Path) -> str:
     """A file's path, relative to the working directory if it is below it."""
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
-
-
-def fitting(plan_: Plan) -> list[str]:
-    """Lines for the user about the settings that were chosen by the models."""
-    if not plan_.config.fit_to_model:
-        return []
-    first = {run.settings.model: run for run in reversed(plan_.runs.values())}
-    lines = []
-    for name, run in first.items():
-        model = plan_.config.models[name]
-        assert isinstance(model, LocalModel)
-        about, *keys = described(traits(model.path), run.settings.model_dump())
-        lines += [f"{model.path}: {about}", *keys]
-    return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
 
 
 # The plan of a call of Snakemake.

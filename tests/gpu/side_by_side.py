@@ -23,14 +23,14 @@ from pathlib import Path
 
 from qerl.host.lease import devices
 from qerl.host.provenance import writing
-from qerl.jobs import FINISHED, KINDS, STAGES, listed_results
+from qerl.jobs import FINISHED, KINDS, RULES, listed_results
 from qerl.settings.base import read_yaml
 from qerl.workflow.plan import plan_from
-from qerl.workflow.stages import Call, Jobs
+from qerl.workflow.rules import Call, Jobs
 
 
 def finished(jobs: Jobs, call: Call) -> bool:
-    return all(path.exists() for path in STAGES[call[0]].outputs(jobs.plan, *call[1:]))
+    return all(path.exists() for path in RULES[call[0]].outputs(jobs.plan, *call[1:]))
 
 
 def wanted(jobs: Jobs, targets: list[Call]) -> dict[Call, set[Call]]:

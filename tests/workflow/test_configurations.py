@@ -11,7 +11,7 @@ from qerl.cli.workflow import run_job
 from qerl.settings.base import parse, read_yaml
 from qerl.settings.workflow import Config, merged
 from qerl.workflow.plan import plan
-from qerl.workflow.stages import Jobs
+from qerl.workflow.rules import Jobs
 from tests.conftest import nightly
 from tests.small import small, write_small
 from tests.walk import write_walk

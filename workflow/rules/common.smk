@@ -24,7 +24,7 @@ from qerl.jobs import FINISHED, listed_results
 from qerl.results import paths, printed
 from qerl.workflow.checks import check_jobs_here
 from qerl.workflow.plan import check_machines, fitting, workflow_plan
-from qerl.workflow.stages import Jobs
+from qerl.workflow.rules import Jobs
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from qerl.settings.run import RunSettings
 from qerl.settings.workloads import ShapesSettings
 from qerl.workflow.grid import point_jobs, point_parts, remaining, state
 from qerl.workflow.plan import plan_from
-from qerl.workflow.stages import Jobs
+from qerl.workflow.rules import Jobs
 from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}

@@ -6,7 +6,7 @@ import pytest
 
 from qerl.settings.base import ConfigError, read_yaml
 from qerl.workflow.plan import plan_from
-from qerl.workflow.stages import Jobs
+from qerl.workflow.rules import Jobs
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,7 +12,7 @@ from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config
 from qerl.workflow.costs import sheet
 from qerl.workflow.plan import Traits, chosen, fitting, plan, plan_from, traits
-from qerl.workflow.stages import Jobs
+from qerl.workflow.rules import Jobs
 from tests.tiny import tiny_llama, tiny_qwen2, write_template
 
 ROOT = Path(__file__).parents[3]

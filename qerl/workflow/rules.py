@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qerl.data.hub import content_of
-from qerl.jobs import STAGES, Job, Plan
+from qerl.jobs import RULES, Job, Plan
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 
@@ -47,14 +47,14 @@ class Jobs:
 
     def calls(self, kind: str) -> list[Call]:
         """All jobs of a kind; those without a wildcard have one."""
-        wildcard = STAGES[kind].wildcard()
+        wildcard = RULES[kind].wildcard()
         return [(kind, name) for name in self.plan.names[wildcard]] if wildcard else [(kind,)]
 
     def _made(self, kind: str, name: str = "") -> Any:
-        stage = STAGES[kind]
-        if (wildcard := stage.wildcard()) and name not in self.plan.names[wildcard]:
+        job_class = RULES[kind]
+        if (wildcard := job_class.wildcard()) and name not in self.plan.names[wildcard]:
             raise ConfigError(f"{self.plan.config.name} has no {wildcard} {name!r}; `qerl plan` lists its runs")
-        return stage.make(self.plan, name)
+        return job_class.make(self.plan, name)
 
     def _inputs(self, *call: str) -> dict[str, list[Path]]:
         """The files that a job reads, by what they are."""
@@ -87,8 +87,8 @@ class Jobs:
 
     def output(self, kind: str, file: str = "") -> list[Path]:
         """A file that a rule's job writes, or all, with the rule's wildcard."""
-        stage = STAGES[kind]
-        return [stage.path(self.plan, file=file)] if file else stage.outputs(self.plan)
+        job_class = RULES[kind]
+        return [job_class.path(self.plan, file=file)] if file else job_class.outputs(self.plan)
 
     def value(self, kind: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A value of a rule's job, by the rule's wildcards."""
@@ -171,8 +171,8 @@ class Jobs:
     @cached_property
     def _makers(self) -> dict[Path, Call]:
         """The job that makes a file or folder, by its path."""
-        calls = (call for kind in STAGES for call in self.calls(kind))
-        return {path: call for call in calls for path in STAGES[call[0]].outputs(self.plan, *call[1:])}
+        calls = (call for kind in RULES for call in self.calls(kind))
+        return {path: call for call in calls for path in RULES[call[0]].outputs(self.plan, *call[1:])}
 
 
 def _hash(parts: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from qerl.settings.base import read_yaml
 from qerl.workflow.plan import plan_from
-from qerl.workflow.stages import Jobs
+from qerl.workflow.rules import Jobs
 
 ROOT = Path(__file__).parents[3]
 RUN, OTHER = "dose-nvfp4-modeltiny-0-seed0", "dose-nvfp4-modeltiny-1-seed0"
