@@ -732,7 +732,8 @@ class Pool:
             padded = [*slots, *[self.states.idle] * (count - len(slots))]
             written = upload(padded, torch.int32, decoder.device)
         if bucket is None:
-            packing = Packing.of(lengths, [None] * len(lengths), torch.device("cpu"))
+            # Read only where attention runs prompt by prompt, since copying it to a GPU waits for the queued work.
+            packing = None if self._captures_prompts else Packing.of(lengths, [None] * len(lengths), decoder.device)
             placed = PromptRow.of(row, tokens, count, packing, written)
             return decoder.logits(decoder.last_hidden(placed, self.cache, self.states))
         graph = self.prompts.at(bucket, lambda: self._captured_prompts(tokens, row.clone(), written))

@@ -62,7 +62,7 @@ def test_norms():
 @torch.no_grad()
 def test_products(kind, backend):
     """Of runs with different ranks, in every variant of the rows' number."""
-    shapes = {"qkv": [(256, 384), (128, 384), (64, 384)], "gate_up": [(512, 256), (512, 256)]}[kind]
+    shapes = {"qkv": [(256, 512), (128, 512), (64, 512)], "gate_up": [(512, 256), (512, 256)]}[kind]
     each = [random_layers(shapes, "nvfp4", kind == "qkv", rank) for rank in (4, 40, 16)]
     for layers in each[1:]:
         for place, (layer, first) in enumerate(zip(layers, each[0], strict=True)):
