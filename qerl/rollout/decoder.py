@@ -454,7 +454,7 @@ class Decoder:
 
     def _sync_all(self) -> None:
         pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
-        in_one = pairs and all(to.is_contiguous() and source.dtype == torch.float32 for to, source in pairs)
+        in_one = pairs and all(source.is_contiguous() and source.dtype == torch.float32 for _, source in pairs)
         if in_one and self._copies is None:
             from qerl.kernels.triton.linear import Copies
 
