@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl import __version__
 from qerl.checkpoints.files import usable_length
 from qerl.data.grading import Verdict, solution_key
 from qerl.data.prompts import prompts_ids
@@ -23,6 +22,7 @@ from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals.policy import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
 from qerl.host.console import log
 from qerl.host.imports import imports
+from qerl.host.provenance import VERSION
 from qerl.jobs import EvaluateJob
 from qerl.models.blocks import noise_norm
 from qerl.models.policy import Policy, load_policy
@@ -140,7 +140,7 @@ def _score(
     right = [outcome.right for outcome in outcomes]
     return TaskScore(
         harness=task.harness,
-        harness_version=__version__ if task.harness == "qerl" else version(task.harness),
+        harness_version=VERSION if task.harness == "qerl" else version(task.harness),
         problems=len(outcomes),
         repeats=len(repeats),
         accuracy=fmean(row.correct for row in rows),

@@ -161,6 +161,9 @@ def check_clock(paths: Iterable[Path]) -> None:
 # The code version of a result: a hash of modules and of all modules that they import.
 
 PACKAGE = Path(__file__).parents[1]
+#: The version of the package. Modules take it from here, because `qerl` itself can load every module on demand, so
+#: that all code would decide the results of a module that imports it.
+VERSION = __version__
 
 #: Modules that decide no result, because they only report progress and origin, or plan: the fields of a job decide.
 TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers")
@@ -348,7 +351,7 @@ def code_state() -> dict[str, Any]:
     """
     commit = os.environ.get("QERL_COMMIT")
     checkout = {"commit": commit, "dirty": None} if commit else _checkout()
-    return {**checkout, "version": __version__, "files": _hash_of_files(PACKAGE)}
+    return {**checkout, "version": VERSION, "files": _hash_of_files(PACKAGE)}
 
 
 def machine() -> dict[str, Any]:

@@ -164,7 +164,7 @@ def decode_steps():
     for rows in (1, 64):
         linear.narrow_product(zeros(rows, 5120), zeros(96, 5120), zeros(32, 5120), zeros(96, 32), zeros(rows, 96))
     norms.clamped_glu(zeros(4, 2 * HIDDEN), 1.702, 7.0)
-    linear.Copies([zeros(8)], [torch.zeros(8)])()
+    linear.Copies([zeros(2, 4)], [torch.zeros(2, 4)])()
     heads, states = nets()
     delta.delta_step(*inputs_of(4, heads), heads, next(states.nets()), state, torch.zeros(4, dtype=torch.int32))
 

@@ -76,8 +76,9 @@ def policy(tmp_path_factory):
 
 
 def split(row, tokens, count):
-    ends = [tokens, 2 * tokens, 3 * tokens, 3 * tokens + count]
-    ids, positions, places, last, blocks = np.split(row, ends)
+    ends = [tokens, 2 * tokens, 3 * tokens, 4 * tokens, 4 * tokens + count]
+    ids, positions, places, runs, last, blocks = np.split(row, ends)
+    assert not runs.any()
     return ids, positions, places, last.tolist(), blocks.reshape(-1, 3)
 
 

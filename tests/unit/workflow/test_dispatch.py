@@ -25,6 +25,7 @@ PLANNING = ("checks", "costs", "grid", "plan", "rules")
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
+    "qerl.rl.cohort",  # no job trains a cohort yet
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
 BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
@@ -34,8 +35,7 @@ BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rol
 def graph():
     """The imports of modules that may decide a result."""
     built = grimp.build_graph("qerl", cache_dir=None)
-    built.remove_import(importer="qerl", imported="qerl.api")  # on first use
-    for name in built.modules - {"qerl"}:
+    for name in built.modules:
         if not decides(name):
             built.remove_module(name)
     return built

@@ -200,7 +200,7 @@ def test_the_adapter_and_the_samplers_copies_have_the_bytes_of_their_tensors(tmp
     sizes = {name: parameter.nbytes for name, parameter in policy.trainable() if ".lora_" in name}
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
     assert (memory.adapter, without.adapter) == (sum(sizes.values()), sum(sizes.values()) - of_experts)
-    copies = [one for one in Decoder(policy, NativeSettings().kernels).linears if isinstance(one, GroupedAdapters)]
+    copies = [one for one in Decoder([policy], NativeSettings().kernels).linears if isinstance(one, GroupedAdapters)]
     copied = sum(tensor.nbytes for one in copies for tensor in (one.down, one.up))
     assert memory.adapter_copies - without.adapter_copies == copied
     stacks, numbers = sum(".experts." in name for name in sizes), of_experts // 4
