@@ -41,3 +41,8 @@ with in_a_sentence():
 JOBS = Jobs(PLAN)
 # By a kind of job (`qerl.jobs`): files that it reads and writes, a value, its GPUs, and the parameters of its rule.
 input_of, output_of, of, gpus, job_params = JOBS.input, JOBS.output, JOBS.value, JOBS.gpus, JOBS.params
+
+
+def category(name, otherwise):
+    """The report sorts its categories by name. What is beside the paper's numbers has its own."""
+    return printed.CATEGORY if name in printed.NAMES else otherwise

@@ -24,11 +24,6 @@ rule collect_results:
     localrule: True
 
 
-def category(name, otherwise):
-    """The report sorts its categories by name. What is beside the paper's numbers has its own."""
-    return printed.CATEGORY if name in printed.NAMES else otherwise
-
-
 use rule job as tables with:
     input:
         rules.collect_results.output,
