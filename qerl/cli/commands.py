@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -567,5 +568,8 @@ def error_sentences() -> Iterator[None]:
             raise
         # Whatever writes a file names it, or its folder; what remains is what the command prints.
         where = error.filename or f"the output, or {gettempdir()}"
+        if not error.filename and sys.stdout is sys.__stdout__ is not None:
+            # Python writes what is left of the output once more as it ends, and would exit with 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(f"{error.strerror}: {where}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)
