@@ -568,8 +568,9 @@ def error_sentences() -> Iterator[None]:
             raise
         # Whatever writes a file names it, or its folder; what remains is what the command prints.
         where = error.filename or f"the output, or {gettempdir()}"
-        if not error.filename and sys.stdout is sys.__stdout__ is not None:
+        out = sys.__stdout__
+        if not error.filename and out is not None and sys.stdout is out:
             # Python writes what is left of the output once more as it ends, and would exit with 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         print_error(f"{error.strerror}: {where}; {_REMEDIES[error.errno]} and start again: what is finished stays")
         sys.exit(2)
