@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from qerl.host.gpus import leave_out
 from qerl.host.process import Announcement, Interrupted, announced
 from qerl.jobs import TrainJob
@@ -21,19 +23,19 @@ from qerl.rl.train import Place, prepared, train_run
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
-from qerl.rollout.sampler import Completion, Request, Sampler, SamplingParams, refuse_nan
+from qerl.rollout.sampler import Completion, NotFiniteError, Request, Sampler, SamplingParams, refuse_nan
 from qerl.settings.base import ConfigError
 
 #: The completions of each prompt of a request.
 Drawn = list[list[Completion]]
 #: The completions of a request of each run.
-Draw = Callable[[Sequence[Request]], list[Drawn]]
+Draw = Callable[[Sequence[Request]], Sequence[Drawn | NotFiniteError]]
 
 
 class Meeting:
     """Where the threads of runs wait for their turn, and for completions, which `draw` gives for one request of each.
 
-    A run that has left has an empty request from then on.
+    A run that has left has an empty request from then on. An error of one run's completions is that run's alone.
     """
 
     def __init__(self, runs: int, draw: Draw) -> None:
@@ -171,12 +173,43 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         raise error
 
 
+_NOT_FINITE = NotFiniteError("trained weights are NaN or infinite; lower optimizer.learning_rate or use dtype=float32")
+
+
+@torch.no_grad()
+def _is_finite(policy: Policy) -> bool:
+    """Whether the trained weights are finite; others become 0, since the run that has them ends.
+
+    The products multiply all rows by the adapters of all runs, with 0 for other runs' rows, and 0 times NaN is NaN.
+    """
+    trained = tuple(parameter for _, parameter in policy.trainable())
+    if bool(torch.stack(torch._foreach_norm(trained)).isfinite().all()):
+        return True
+    torch._foreach_zero_(trained)
+    return False
+
+
 def _draw_of(sampler: Sampler, policies: Sequence[Policy]) -> Draw:
     """The engine draws for all runs together, and the eager sampler, which has no batch of several, for one by one."""
     if isinstance(sampler, EngineSampler):
-        return sampler.generate_all
+        engine = sampler
+
+        def together(requests: Sequence[Request]) -> Sequence[Drawn | NotFiniteError]:
+            lost = [not _is_finite(policy) for policy in policies]
+            kept = [Request((), one.params) if gone else one for one, gone in zip(requests, lost, strict=True)]
+            drawn = engine.generate_all(kept)
+            return [_NOT_FINITE if gone else one for one, gone in zip(drawn, lost, strict=True)]
+
+        return together
     each = [EagerSampler(policy, sampler.max_sequences) for policy in policies]
-    return lambda requests: [
-        one.generate(request.prompts, request.params) if request.prompts else []
-        for one, request in zip(each, requests, strict=True)
-    ]
+
+    def one_by_one(requests: Sequence[Request]) -> list[Drawn | NotFiniteError]:
+        drawn: list[Drawn | NotFiniteError] = []
+        for one, request in zip(each, requests, strict=True):
+            try:
+                drawn.append(one.generate(request.prompts, request.params) if request.prompts else [])
+            except NotFiniteError as error:  # of this run alone
+                drawn.append(error)
+        return drawn
+
+    return one_by_one

@@ -14,7 +14,7 @@ from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.train import Trainer, train_run
 from qerl.rollout import factory
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.sampler import Request, SamplingParams
+from qerl.rollout.sampler import NotFiniteError, Request, SamplingParams
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.jobs import SETTINGS, train_job, write_inputs
@@ -182,3 +182,28 @@ def test_runs_meet_in_any_order_and_one_works_at_a_time():
         thread.join(20)
     assert batches == [[0, None, 20], [1, None, 21], [None, None, 22]]
     assert max(most) == 1
+
+
+@pytest.mark.parametrize("sampler", ["eager", "engine"])
+def test_a_run_that_diverges_leaves_and_the_others_go_on(inputs, tmp_path, monkeypatch, sampler):
+    if sampler == "engine":
+        monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
+    step = Trainer.step
+
+    def diverging(self, number, *rest):
+        if self.settings.seed == 2 and number == 3:
+            with torch.no_grad():
+                for _, parameter in self.policy.trainable():
+                    parameter.fill_(torch.nan)
+        return step(self, number, *rest)
+
+    names = "grpo", "dapo", "hot"
+    expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
+    train_cohort(expected)
+    monkeypatch.setattr(Trainer, "step", diverging)
+    with pytest.raises(NotFiniteError, match="NaN or infinite"):
+        train_cohort(together)
+    for place in (0, 2):
+        for found, other in zip(metrics(together[place]), metrics(expected[place]), strict=True):
+            assert found == pytest.approx(other, rel=1e-3, abs=1e-5)
+    assert not together[1].out.exists()
