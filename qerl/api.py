@@ -172,7 +172,7 @@ def sample(
 
     `policy` is what `load` returns, or the model or run that `load` takes, with `dtype`. A prompt becomes a user's
     message, with `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default
-    today's). The defaults of both are those of the run, if `policy` is the folder of one. In `text`, thinking is
+    today's). If `policy` is the folder of a run, the run's values are the defaults. In `text`, thinking is
     between `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
     `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings, such as chats.
     """

@@ -860,7 +860,7 @@ def measured_file(samples: Sequence[Path], file: Path) -> Path | None:
 # The first folder with a file counts; ratios are of points of one kind of GPU, and tables name the GPU where it
 # differs.
 def committed_files(folders: Sequence[Path]) -> list[Path]:
-    """The result files of the folders, sorted by name. Of files with the same name, that of the first folder counts."""
+    """The result files of the folders, sorted by name. Of files with the same name, the first folder's counts."""
     named = {file.name: file for folder in reversed(folders) for file in folder.glob("*.json")}
     return [named[name] for name in sorted(named)]
 
@@ -964,7 +964,7 @@ def printed_files(name: str | None = None) -> list[Path]:
 
 
 def listed_results(plan: Plan) -> list[Path]:
-    """The content of `plan.listed`: all results of which tables, figures and the report are made."""
+    """The content of `plan.listed`: all results that tables, figures and the report show."""
     if plan.config.shapes:
         return [*ShapesJob.make(plan, "").files, *printed_files()]
     verdict = [VerdictJob.path(plan, file=paths.VERDICT)] if plan.config.gates else []

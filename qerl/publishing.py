@@ -97,7 +97,7 @@ Versions: {{ versions }}.
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that a run started from: a repository of the hub, or a folder, whose name alone is told."""
+    """The model that a run started from: a repository of the hub, or a folder, of which a card has the name alone."""
 
     name: str
     on_hub: bool

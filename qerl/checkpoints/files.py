@@ -126,7 +126,7 @@ def check_tokenizer(folder: Path) -> None:
         read = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:
         raise CheckpointError(f"{path} holds no tokenizer; copy {TOKENIZER} from where the model comes from") from error
-    # Models may have unused special tokens; `qerl.data.prompts.check_template` checks those of the chat template.
+    # Models may have unused special tokens; `qerl.data.prompts.check_template` checks the chat template's.
     special = {token.content for token in read.get_added_tokens_decoder().values() if token.special}
     ids = {id: token for token, id in read.get_vocab().items() if token not in special}
     if not ids:

@@ -88,7 +88,7 @@ def wrong_verdicts(file: Path) -> float:
     return float(wrong)
 
 
-# The speed of this code, measured alternately with that of the baseline's commit.
+# The speed of this code, measured alternately with the code of the baseline's commit.
 #
 # One interpreter can't import two versions of a package, so each version has its own process. They take turns: while
 # one works, the other waits for its next request. Load that lasts longer than a turn therefore slows both.

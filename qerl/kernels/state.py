@@ -448,7 +448,7 @@ def pack(
 
     `page` is the number of tokens per page. Padding has position 0 and goes to page 0, which no sequence owns. With
     `most`, prompts and blocks are padded with empty ones, so that their numbers don't depend on the prompts. `runs`
-    are those of the prompts, 0 by default.
+    names each prompt's run, 0 by default.
     """
     ends = list(accumulate([len(prompt) for prompt in prompts], initial=0))
     row = np.zeros((4, tokens), dtype=np.int32)

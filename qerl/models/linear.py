@@ -263,7 +263,7 @@ def embedding_weight(embedding: Any) -> Tensor:
 
 
 class Cohort:
-    """Policies of several runs on one base, which a sampler serves together: its modules are those of the first."""
+    """Policies of several runs on one base, which a sampler serves together by the modules of the first."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.runs = RowRuns(len(models))

@@ -405,7 +405,7 @@ def with_adapters(
 
 
 def _on_same_layers(lm: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a frozen model's structure, whose layers and weights are those of the model."""
+    """A copy of a frozen model's structure, which shares the model's layers and weights."""
     shared = [m for m in lm.modules() if isinstance(m, (nn.Linear, PackedLinear, nn.Embedding, Experts, Float32Router))]
     return deepcopy(lm, {id(one): one for one in (*shared, *lm.parameters())})
 

@@ -2,8 +2,8 @@
 
 Each run is a thread with a trainer of its own, and one thread works at a time. The threads meet where they ask for
 completions: once every run waits for some, the engine draws all of them in one batch, and the runs go on in turn. So a
-run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Updates are those of each run,
-one after another.
+run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Each run updates
+by itself, one after another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Meeting:
     def __init__(self, runs: int, draw: Draw) -> None:
         self._runs, self._draw = runs, draw
         self._turns = threading.Condition()
-        #: The runs that can go on, the first of which works, and what the others ask for.
+        #: The runs that can go on, in order (the first one works), and what the others ask for.
         self._ready = list(range(runs))
         self._requests: dict[int, Request] = {}
         self._drawn: dict[int, Drawn | BaseException] = {}

@@ -120,7 +120,7 @@ def _trained(norm: Any) -> Any:
 
 @dataclass(frozen=True)
 class Parts:
-    """What makes the engine's parts of a policy's modules, or of a cohort's, whose modules are those of the first."""
+    """What makes the engine's parts of a policy's modules, or of the first policy's of a cohort."""
 
     dtype: torch.dtype
     kernels: Kernels
@@ -372,7 +372,7 @@ class _Block:
 class Decoder:
     """The policy's blocks, head and token sampling. Norms and noise are read in place, adapters at each `sync`.
 
-    Several policies are those of a cohort's runs, on one base: a row of a pass takes the adapter and norms of its run.
+    Several policies belong to a cohort's runs on one base: a row of a pass takes the adapter and norms of its run.
     """
 
     def __init__(self, policies: Sequence[Policy], kernels: Kernels = "auto") -> None:
@@ -533,7 +533,7 @@ class Decoder:
     ) -> Tensor:
         """Hidden states after the last norm, for some `rows` of x [B, H] or for all. Overwrites x.
 
-        `runs` [B] are those of a cohort's rows.
+        `runs` [B] names the run of each row of a cohort.
         """
         if self._row_runs and runs is not None:
             self._row_runs.rows = runs

@@ -37,7 +37,7 @@ class Tile:
     programs: int = 1
 
     def splits(self, rows: int, rows_of_w: int, blocks: int, processors: int) -> int:
-        """The number of parts of W's columns, of which `blocks` blocks exist."""
+        """The number of parts into which W's `blocks` blocks of columns are divided."""
         tiles = -(-rows_of_w // self.n) * -(-rows // self.m)
         most = self.programs * processors // tiles
         return max(1, min(most, blocks // _LEAST_SPAN, _MOST_SPLITS))
