@@ -21,6 +21,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+from qerl.host.imports import OPTIONAL, imports
 from qerl.host.lease import devices
 from qerl.host.provenance import writing
 from qerl.jobs import FINISHED, KINDS, RULES, listed_results
@@ -125,8 +126,9 @@ def main() -> None:
     targets += [("evaluate", evaluations[id]) if id in evaluations else ("train", id) for id in runs]
     import torch
 
-    for kind in {call[0] for call in wanted(jobs, targets)}:
-        import_module(KINDS[kind].does.partition(":")[0])
+    with imports(OPTIONAL):  # bitsandbytes uses CUDA when it is imported
+        for kind in {call[0] for call in wanted(jobs, targets)}:
+            import_module(KINDS[kind].does.partition(":")[0])
     if torch.cuda.is_initialized():
         sys.exit("a library that was imported uses CUDA already, and with it no fork could; see which")
     torch.set_num_threads(1)
