@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from qerl.api import Evaluation, Run, evaluate, export, export_merged, load, publish, quantize, sample, train
+    from qerl.api import (
+        Evaluation,
+        Run,
+        evaluate,
+        export,
+        export_merged,
+        load,
+        publish,
+        quantize,
+        rewards,
+        sample,
+        train,
+    )
 
 __all__ = [
     "Evaluation",
@@ -21,6 +33,7 @@ __all__ = [
     "measure_dose",
     "publish",
     "quantize",
+    "rewards",
     "sample",
     "train",
 ]

@@ -12,8 +12,9 @@ import json
 import math
 import os
 import shutil
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ from qerl.checkpoints.files import (
 from qerl.data.hub import hub_unreachable
 from qerl.data.sources import (
     RECORDS,
+    RecordFiles,
     RecordObjects,
     as_files,
     local_dataset,
@@ -47,7 +49,7 @@ from qerl.host.console import log, quiet
 from qerl.host.imports import check_installed
 from qerl.host.lease import alone, join_free_memory, own_lock
 from qerl.host.provenance import check_writable, make_folder, write_text, writing
-from qerl.jobs import QuantizeJob
+from qerl.jobs import DataJob, QuantizeJob, TrainJob
 from qerl.results import paths
 from qerl.results.schema import (
     Dose,
@@ -66,7 +68,7 @@ from qerl.settings.run import EngineSettings, RunFile, SamplingSettings
 from qerl.settings.workflow import STOCK_TASKS, EvaluationSettings, StockTask, TaskSettings, harness_of
 from qerl.workflow import run_folder
 from qerl.workflow.bases import HUB_MODEL, base_folder, make_checkpoint
-from qerl.workflow.run_folder import Dtype, Run, check_finished, load
+from qerl.workflow.run_folder import Dtype, Run, Stage, check_finished, load
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,7 +108,7 @@ def quantize(model: PathLike, out: PathLike, weights: PackedFormat = "nvfp4", pa
 
 def train(
     run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None = None, *, log_to_file: bool = False
-) -> Run:
+) -> Run | Any:
     """Prepare the problems, fetch and quantize the model, and train it. `out` overrides the `out` of `run`.
 
     `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be the
@@ -115,41 +117,98 @@ def train(
     stopped, and a finished run does nothing. A part that was made of other files, functions or code is made anew. A
     finished run whose inputs have changed is refused with a `ConfigError` that names them.
 
-    With `log_to_file`, all that the process and its libraries print goes to log.txt in the run's folder. The screen
-    shows progress and the project's own lines.
+    With `seeds` or `runs` there are several runs in folders of `out`, and the result is the list of them. Those of one
+    base and engine train side by side, and others one after another. A run that fails leaves the others as they are,
+    and its error is raised once they have ended.
+
+    With `log_to_file`, all that the process and its libraries print goes to log.txt in `out`. The screen shows progress
+    and the project's own lines.
     """
     values, records = run_folder.without_objects(run, out)
     settings = run_folder.read_run(values, out)
-    result = Run(settings.out)
-    run_folder.check_same(settings)
-    if result.finished:
+    runs = run_folder.members(settings)
+    for one in runs:
+        run_folder.check_same(one)
+    waiting = [one for one in runs if not Run(one.out).finished]
+    for finished in (Run(one.out) for one in runs if one not in waiting):
         records.write(replace=False)
-        run_folder.check_inputs(result.settings)
-        log.info("%s is finished: nothing to do", result.folder)
-        return result
-    check_writable(result.folder)
-    with quiet(result.folder / paths.LOG) if log_to_file else nullcontext(), writing(result.folder):
-        source = run_folder.checked_source(settings)
-        if settings.joins_free_memory:
-            join_free_memory()
-        from qerl.rl.train import train_run
-        from qerl.workflow.preflight import check_runs
+        run_folder.check_inputs(finished.settings)
+        log.info("%s is finished: nothing to do", finished.folder)
+    if waiting:
+        check_writable(settings.out)
+        with quiet(settings.out / paths.LOG) if log_to_file else nullcontext(), writing(settings.out):
+            _train(waiting, records)
+    result = [Run(one.out) for one in runs]
+    return result if settings.seeds or settings.runs else result[0]
 
-        with alone(result.folder / paths.WORK, own_lock(settings.nodes)):
+
+def _train(runs: list[RunFile], records: RecordFiles) -> None:
+    """Train runs that aren't finished, whose `records` are still to be written."""
+    sources = [run_folder.checked_source(one) for one in runs]
+    if all(one.joins_free_memory for one in runs):
+        join_free_memory()
+    from qerl.rl.cohort import cohorts, train_cohort
+    from qerl.rl.train import train_run
+    from qerl.workflow.preflight import check_runs
+
+    with ExitStack() as locks:
+        data: list[Stage[DataJob]] = []
+        bases: list[Stage[QuantizeJob]] = []
+        jobs = list[TrainJob]()
+        for one, source in zip(runs, sources, strict=True):
+            locks.enter_context(alone(one.out / paths.WORK, own_lock(one.nodes)))
             # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-            with FileLock(result.folder / paths.WORK / "parts"):
+            with FileLock(one.out / paths.WORK / "parts"):
                 # Before its parts the folder has the records and settings that tell whose they are.
                 records.write()
-                run_folder.write_settings(settings)
-                run_folder.data_stage(settings).make(prepare_data)
+                run_folder.write_settings(one)
+                data_stage = run_folder.data_stage(one)
+                data_stage.make(prepare_data, data)
                 # Before the base, whose quantization may take an hour.
-                check_runs(source, [(result.data, settings.rollout)])
-                run_folder.base_stage(settings, source).make(make_checkpoint)
-                training = run_folder.train_stage(settings)
+                check_runs(source, [(data_stage.job.out, one.rollout)])
+                base_stage = run_folder.base_stage(one, source)
+                base_stage.make(make_checkpoint, bases)
+                training = run_folder.train_stage(one)
                 # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
                 training.write_inputs()
-            train_run(training.job)
-    return result
+            data, bases, jobs = [*data, data_stage], [*bases, base_stage], [*jobs, training.job]
+        failures = []
+        for cohort in cohorts(jobs):
+            try:
+                if len(cohort) > 1:
+                    train_cohort(cohort)
+                else:
+                    train_run(cohort[0])
+            except Exception as error:  # noqa: BLE001 - raised below: the others are trained, whatever ended this one
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def rewards(runs: Iterable[Run]) -> pd.DataFrame:
+    """The rewards of trained runs: of the first and of the last step, and for runs that differ in their seed the mean.
+
+    A row per run and one per mean, with the columns run, steps, reward_first, reward_last, and low and high: the ends
+    of the mean's 95 % interval over seeds (Student's t) in the last step.
+    """
+    import pandas as pd
+
+    from qerl.results.statistics import seeds_interval
+
+    rows, alike = [], dict[str, list[dict[str, Any]]]()
+    for run in runs:
+        found = run.metrics["reward"]
+        name = run.folder.name
+        row = {"run": name, "steps": len(found), "reward_first": found.iloc[0], "reward_last": found.iloc[-1]}
+        rows.append(row)
+        alike.setdefault(run.settings.model_dump_json(exclude={"seed", "out"}), []).append(row)
+    for group in (group for group in alike.values() if len(group) > 1):
+        last = seeds_interval([row["reward_last"] for row in group])
+        first = statistics.fmean(row["reward_first"] for row in group)
+        means = {"reward_first": first, **last.columns("reward_last")}
+        name = f"mean of {group[0]['run']} to {group[-1]['run']}"
+        rows.append({"run": name, "steps": group[0]["steps"], **means})
+    return pd.DataFrame(rows).rename(columns={"reward_last_low": "low", "reward_last_high": "high"})
 
 
 # Samples and evaluations by hand.

@@ -25,7 +25,7 @@ from qerl.host.imports import extras, requirements
 from qerl.host.lease import Gpu, devices
 from qerl.host.provenance import cache_folder, installed_version
 from qerl.kernels.operations import operations_name
-from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, step_memory, that_fit
+from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, runs_that_fit, step_memory, that_fit
 from qerl.models.adapter_files import refused_expert_adapters
 from qerl.models.linear import BitsandbytesLinear, PortableLinear, TorchLinear, W4Linear, product_class
 from qerl.models.loading import checkpoint_structure, config_of, has_packed_delta_nets
@@ -303,7 +303,9 @@ def _memory(model: Candidate, settings: StepSettings, capacity: float) -> tuple[
     if memory.verdict == "fits":
         return memory, []
     lower = "lower --prompts, --max-tokens or --rank, or take a smaller model"
-    if slower := that_fit(model.shape, settings, capacity):
+    if (fitting := runs_that_fit(model.shape, settings, capacity)) and settings.runs > 1:
+        lower = f"{fitting} of the {settings.runs} runs fit side by side"
+    elif slower := that_fit(model.shape, settings, capacity):
         cache = "" if slower.kv_cache_gib is None else f" --kv-cache-gib {slower.kv_cache_gib:g}"
         sleep = " --sleep" if slower.sleep else ""
         lower = f"it fits, at a lower speed, with --micro-batch-tokens {slower.micro_batch_tokens}{cache}{sleep}"

@@ -97,6 +97,13 @@ class StepSettings:
     optimizer: str = OptimizerSettings.model_fields["name"].default
     experts: bool = False
     """Whether the experts of a mixture have adapters, on gate, up and down."""
+    runs: int = 1
+    """Runs side by side on the base, which update one after another."""
+
+    @property
+    def sequences(self) -> int:
+        """The sequences that a rollout decodes together."""
+        return self.runs * self.prompts * self.group
 
 
 @dataclass(frozen=True)
@@ -174,10 +181,10 @@ def step_memory(shape: ModelShape, settings: StepSettings, capacity: float) -> P
     adapter = 4 * (shape.adapter_numbers(settings.rank) + _expert_numbers(shape, settings))
     parts = {
         "weights": weight_bytes(shape, settings.weights),
-        "adapter": adapter,
-        "gradients": adapter,
-        "optimizer": _optimizer_bytes(shape, settings),
-        "adapter_copies": _copied_bytes(shape, settings),
+        "adapter": settings.runs * adapter,
+        "gradients": settings.runs * adapter,
+        "optimizer": settings.runs * _optimizer_bytes(shape, settings),
+        "adapter_copies": settings.runs * _copied_bytes(shape, settings),
     }
     free = capacity - CONTEXT - sum(parts.values()) - WORKSPACE
     alone, wanted = cache_bytes(shape, settings)
@@ -218,6 +225,12 @@ def that_fit(shape: ModelShape, settings: StepSettings, capacity: float) -> Step
         if step_memory(shape, slower, capacity).verdict == "fits":
             return slower
     return None
+
+
+def runs_that_fit(shape: ModelShape, settings: StepSettings, capacity: float) -> int:
+    """The most runs side by side, up to those of `settings`, whose step fits; 0 if one alone doesn't."""
+    counts = range(settings.runs, 0, -1)
+    return next((n for n in counts if step_memory(shape, replace(settings, runs=n), capacity).verdict == "fits"), 0)
 
 
 def weight_bytes(shape: ModelShape, weights: str) -> int:
@@ -279,7 +292,7 @@ def cache_bytes(shape: ModelShape, settings: StepSettings) -> tuple[int, int]:
 
     Both have the states of delta nets, with two rows that no sequence has (`qerl.kernels.state`).
     """
-    state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.prompts * settings.group
+    state, sequences = shape.nets.state_bytes if shape.nets else 0, settings.sequences
     dim, dtype = shape.query_width // shape.heads, FP8 if settings.kv_cache_dtype == "fp8" else torch.bfloat16
     page = shape.attentions * page_bytes(shape.kv_width // dim, dim, dtype)
     alone, wanted = pages_for(settings.prompt_tokens + settings.max_tokens, sequences)
@@ -291,14 +304,15 @@ def graph_bytes(shape: ModelShape, settings: StepSettings) -> int:
 
     All graphs share one pool, which nothing else can use (`qerl.host.gpus.allocatable_bytes`).
     """
-    rows = bucket_of(settings.prompts * settings.group)
-    prompts = min(PROMPT_BUCKETS[-1], settings.prompts * settings.prompt_tokens)
+    rows = bucket_of(settings.sequences)
+    prompts = min(PROMPT_BUCKETS[-1], settings.runs * settings.prompts * settings.prompt_tokens)
     return _block_bytes(shape, settings, rows + prompts) + rows * shape.vocabulary * HALF
 
 
 def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -> int:
     """Bytes of a block's tensors in prefill. Interrupted sequences are computed again, in the largest batches."""
-    tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, settings.prompts * settings.prompt_tokens)
+    prompts = settings.runs * settings.prompts * settings.prompt_tokens
+    tokens = PREFILL_TOKENS if interrupts else min(PREFILL_TOKENS, prompts)
     return _block_bytes(shape, settings, tokens)
 
 

@@ -143,9 +143,12 @@ def train(
     keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE over those of RUN.yaml: adapter.rank=16.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
-    """Train one run. After a kill, the same command continues it."""
+    """Train one run, or several side by side (`seeds`, `runs`). After a kill, the same command continues."""
     changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
     result = api.train(changed, out, log_to_file=True)
+    if isinstance(result, list):
+        print_table(str(result[0].folder.parent), api.rewards(result).to_dict("records"))
+        return
     for what, path in {
         "settings": result.folder / RUN_FILE,
         "checkpoint": result.checkpoint,
@@ -444,6 +447,7 @@ def doctor(
     experts: Annotated[
         bool, typer.Option("--experts", help="Adapters on the experts of a mixture, too (`adapter.targets`).")
     ] = False,
+    runs: Annotated[int, typer.Option(min=1, help="Runs side by side on one base (`seeds`, `runs`).")] = 1,
     prompts: Annotated[int, typer.Option(min=1, help="Problems of a step.")] = _PROMPTS,
     group: Annotated[int, typer.Option(min=1, help="Completions per problem.")] = _GROUP,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of prompts.")] = 256,
@@ -484,6 +488,7 @@ def doctor(
             kv_cache_dtype=kv_cache_dtype,
             sleep=sleep,
             experts=experts,
+            runs=runs,
         )
         diagnosis = state.diagnose(candidate, settings, memory_gb)
     if as_json:

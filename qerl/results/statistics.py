@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,15 @@ def mean_interval(values: Scores) -> Interval:
     ]
     low, high = np.quantile(np.concatenate(draws), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(values.mean()), float(low), float(high))
+
+
+def seeds_interval(values: Sequence[float]) -> Interval:
+    """Mean over seeds of any measure, by Student's t. The ends are NaN for one seed, which has no spread."""
+    mean, count = float(np.mean(values)), len(values)
+    if count == 1:
+        return Interval(mean, np.nan, np.nan)
+    half = _quantile(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half)
 
 
 def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:

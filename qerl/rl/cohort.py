@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.data.hub import contents_of
+from qerl.host.console import log
 from qerl.host.gpus import leave_out
 from qerl.host.process import Announcement, Interrupted, announced
 from qerl.jobs import TrainJob
@@ -128,12 +130,33 @@ def refused_cohort(jobs: Sequence[TrainJob]) -> str | None:
         for key in _SHARED:
             if getattr(job.settings, key) != getattr(first.settings, key):
                 return f"{first.id} and {job.id} differ in {key}, and runs side by side share it"
-        if job.checkpoint != first.checkpoint or job.settings.rollout.native != first.settings.rollout.native:
-            return f"{first.id} and {job.id} have other bases or engines, and runs side by side share one"
+        if job.settings.rollout.native != first.settings.rollout.native:
+            return f"{first.id} and {job.id} differ in rollout.native, and runs side by side share it"
+        if job.checkpoint != first.checkpoint and contents_of(job.checkpoint) != contents_of(first.checkpoint):
+            return f"{first.id} and {job.id} have other bases, and runs side by side share one"
     settings = first.settings
     if settings.method != "lora" or settings.processes > 1 or settings.nodes > 1 or settings.rollout.engine != "native":
         return "runs side by side need method=lora, the native engine and one process"
     return None
+
+
+def cohorts(jobs: Sequence[TrainJob]) -> list[list[TrainJob]]:
+    """The runs in groups that can train side by side, each in the first group with which it can."""
+    groups: list[list[TrainJob]] = []
+    for job in jobs:
+        refusal = None
+        for group in groups:
+            if (refusal := refused_cohort([group[0], job])) is None:
+                group.append(job)
+                break
+        else:
+            groups.append([job])
+            if refusal:
+                log.info("%s; they train one after another", refusal)
+    for group in groups:
+        if len(group) > 1:
+            log.info("%s train side by side", ", ".join(job.id for job in group))
+    return groups
 
 
 def train_cohort(jobs: Sequence[TrainJob]) -> None:
@@ -148,6 +171,8 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
     settings = [job.settings for job in jobs]
     policies = with_adapters(jobs[0].checkpoint, [(s.adapter, s.seed) for s in settings], settings[0].dtype)
     policies = [prepared(policy, own) for policy, own in zip(policies, settings, strict=True)]
+    for policy, job in zip(policies, jobs, strict=True):
+        policy.lm.name_or_path = str(job.checkpoint)  # to which the saved adapter refers
     sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
     meeting = Meeting(len(jobs), _draw_of(sampler, policies))
     failures: list[BaseException] = []

@@ -13,6 +13,7 @@ from qerl.settings.base import (
     FilePath,
     Fraction,
     FunctionPath,
+    Name,
     NonEmpty,
     PositiveInt,
     Seed,
@@ -579,6 +580,10 @@ class RunSettings(Settings):
         return Base(self.model, self.weights, self.recipe, self.pack_delta_nets, calibration, error)
 
 
+#: Keys of `RunFile` that make several runs of it.
+OF_SEVERAL = frozenset({"seeds", "runs"})
+
+
 class RunFile(RunSettings):
     """A run by hand (`qerl train run.yaml`): the keys of `RunSettings`, with the model, the data and the folder itself.
 
@@ -592,6 +597,34 @@ class RunFile(RunSettings):
     """A file or folder of records, or a mapping with the keys of DatasetSettings."""
     out: FilePath
     """A new folder for all that the run makes."""
+    seeds: tuple[Seed, ...] = ()
+    """Several runs that differ in their seed. They train side by side on one copy of the base, each in a folder of its
+    own in `out`, such as `seed0`."""
+    runs: dict[Name, dict[str, Any]] = {}
+    """Several runs by name, each with the keys in which it differs from this file, such as `{hot:
+    {rollout.sampling.temperature: 1.2}}`; with `seeds`, each has every seed. Runs of one base and engine train side by
+    side, and others one after another."""
+
+    @field_validator("seeds", mode="after")
+    @classmethod
+    def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if repeated := {seed for seed in seeds if seeds.count(seed) > 1}:
+            raise ValueError(f"seed {min(repeated)} stands there twice, and would be the same run; leave one out")
+        return seeds
+
+    @field_validator("runs", mode="after")
+    @classmethod
+    def _runs_have_keys_of_a_run(cls, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, keys in runs.items():
+            if of_all := keys.keys() & {"out", *OF_SEVERAL}:
+                raise ValueError(f"{name} can't have the key {min(of_all)}, which is of all runs; leave it out there")
+        return runs
+
+    @model_validator(mode="after")
+    def _seeds_stand_once(self) -> RunFile:
+        if self.seeds and ("seed" in self.model_fields_set or any("seed" in keys for keys in self.runs.values())):
+            raise ValueError("seed and seeds are both given; leave one of them out")
+        return self
 
     @field_validator("calibration", mode="after")
     @classmethod

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +27,8 @@ from qerl.results.schema import StepMetrics
 from qerl.results.store import read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
 from qerl.settings.data import FunctionData, LocalData
-from qerl.settings.run import UNDECIDING, RunFile
+from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile
+from qerl.settings.workflow import merged, nested
 from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
 
 if TYPE_CHECKING:
@@ -70,14 +73,15 @@ def file_values(file: Path) -> dict[str, Any]:
 def read_run(run: RunFile | Mapping[str, Any] | PathLike, out: PathLike | None) -> RunFile:
     """The settings of a run, given as such, as values or as a file. `out` overrides theirs."""
     if isinstance(run, RunFile):
-        values, where = {name: getattr(run, name) for name in RunFile.model_fields}, "run"
+        values, where = {name: getattr(run, name) for name in run.model_fields_set}, "run"
     elif isinstance(run, Mapping):
         values, where = dict(run), "run"
     elif isinstance(run, (str, PathLike)):
         values, where = file_values(Path(run)), str(run)
         # The file that a run keeps in its folder has every key, unlike one that a user wrote.
         beside = Path(run).with_name(INPUTS)
-        if Path(run).name == RUN_FILE and beside.is_file() and values.keys() >= RunFile.model_fields.keys():
+        every = RunFile.model_fields.keys() - OF_SEVERAL
+        if Path(run).name == RUN_FILE and beside.is_file() and values.keys() >= every:
             return read_run(_where_it_is(parse_run(values, where), Path(run).resolve().parent), out)
     else:
         raise ConfigError(f"a run is a RunFile, a mapping of its keys or a path of a YAML file, not {run!r}")
@@ -93,9 +97,25 @@ def _where_it_is(stored: RunFile, folder: Path) -> RunFile:
     return stored.model_copy(update={"out": folder, "dataset": dataset})
 
 
+def members(settings: RunFile) -> list[RunFile]:
+    """The runs of a file: itself, or with `seeds` or `runs` those, each in a folder of its name in `out`."""
+    if not (settings.seeds or settings.runs):
+        return [settings]
+    common = settings.model_dump(exclude_unset=True, exclude={"out", *OF_SEVERAL})
+    found = []
+    for name, keys in (settings.runs or {"": {}}).items():
+        where, own = f"runs.{name}" if name else "run", nested(keys)
+        for seed in settings.seeds or [None]:
+            label = "-".join([name] * bool(name) + [f"seed{seed}"] * (seed is not None))
+            values = {"out": settings.out / label} | ({} if seed is None else {"seed": seed})
+            found.append(parse_run({**merged(common, own), **values}, where))
+    return found
+
+
 def write_settings(settings: RunFile) -> None:
     """Write the settings into the folder of the run, with every key."""
-    write_text(settings.out / RUN_FILE, yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    values = settings.model_dump(mode="json", exclude=set(OF_SEVERAL))
+    write_text(settings.out / RUN_FILE, yaml.safe_dump(values, sort_keys=False))
 
 
 def check_same(settings: RunFile) -> None:
@@ -219,8 +239,12 @@ class Stage(Generic[J]):
             settings=self.job.model_dump_json(exclude=places).replace(f"{self.folder}/", ""),
         )
 
-    def make(self, do: Callable[[J], None]) -> None:
-        """Let `do` do the job, unless its result exists and was made from the same inputs."""
+    def make(self, do: Callable[[J], None], others: Sequence[Stage[J]] = ()) -> None:
+        """Let `do` do the job, unless its result exists and was made from the same inputs.
+
+        The result of a job of `others`, which are done, is taken if it was made from these inputs. Its files become
+        hard links, which take no space and survive if either run is deleted.
+        """
         out, inputs, record = self.job.out, self.inputs, read_record(self.folder)
         if out.exists() and record.get(self.key) == inputs:
             return
@@ -232,8 +256,12 @@ class Stage(Generic[J]):
             # The record goes first and comes last, so that after a kill it never describes an incomplete folder.
             _write_record(self.folder, record)
             shutil.rmtree(out)
+        same = next((other.job for other in others if other.inputs == inputs), None)
         with writing(out.parent):
-            do(self.job)
+            if same:
+                shutil.copytree(same.out, out, symlinks=True, copy_function=_link_or_copy)
+            else:
+                do(self.job)
         # A power cut must not leave a record of files that never reached the disk.
         flush(out)
         _write_record(self.folder, {**record, self.key: inputs})
@@ -241,6 +269,15 @@ class Stage(Generic[J]):
     def write_inputs(self) -> None:
         """Record the inputs with which the job is done from now on."""
         _write_record(self.folder, {**read_record(self.folder), self.key: self.inputs})
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
+            raise
+        shutil.copy2(source, target)
 
 
 def data_stage(settings: RunFile) -> Stage[DataJob]:

@@ -145,7 +145,7 @@ def test_a_signal_ends_all_runs_after_their_step_and_a_cohort_continues_them(inp
         ({"dtype": "bfloat16"}, "grpo and hot differ in dtype"),
         (
             {"rollout": {**SETTINGS["rollout"], "native": {"kernels": "portable"}}},
-            "grpo and hot have other bases or engines",
+            "grpo and hot differ in rollout.native",
         ),
     ],
 )

@@ -18,6 +18,7 @@ from qerl.memory_model import (
     cache_bytes,
     kept_of_experts,
     net_kept_bytes,
+    runs_that_fit,
     step_memory,
     that_fit,
     weight_bytes,
@@ -168,6 +169,20 @@ def test_slower_settings_are_found_that_fit():
     for more, verdict in ((0, "fits"), (0.25, "tight")):
         cached = replace(small, kv_cache_gib=small.kv_cache_gib + more)
         assert step_memory(SEVEN, cached, 12e9 + CONTEXT).verdict == verdict
+
+
+def test_runs_side_by_side_share_the_base_and_nothing_else():
+    alone, four = (step_memory(SEVEN, replace(ASKED, runs=n), 1e12) for n in (1, 4))
+    assert four.weights == alone.weights
+    assert four.activations == alone.activations  # they update one after another
+    for part in ("adapter", "gradients", "optimizer", "adapter_copies"):
+        assert getattr(four, part) == 4 * getattr(alone, part)
+    # The cache is that of one run with the sequences of all.
+    assert four.kv_cache == step_memory(SEVEN, replace(ASKED, prompts=4 * ASKED.prompts), 1e12).kv_cache
+    most = runs_that_fit(SEVEN, replace(ASKED, runs=64), 24e9)
+    assert 0 < most < 64
+    fits = [step_memory(SEVEN, replace(ASKED, runs=n), 24e9).verdict == "fits" for n in (most, most + 1)]
+    assert fits == [True, False]
 
 
 def test_tied_embeddings_exist_once_and_heads_may_be_wider_than_the_model():
