@@ -165,7 +165,7 @@ def _train(runs: list[RunFile], records: RecordFiles) -> None:
                 data_stage = run_folder.data_stage(one)
                 data_stage.make(prepare_data, data)
                 # Before the base, whose quantization may take an hour.
-                check_runs(source, [(data_stage.job.out, one.rollout)])
+                check_runs(source, [(data_stage.job.out, one)])
                 base_stage = run_folder.base_stage(one, source)
                 base_stage.make(make_checkpoint, bases)
                 training = run_folder.train_stage(one)

@@ -149,6 +149,7 @@ class Plan:
         noisy = any(run.settings.noise.schedule != "off" for run in self.runs.values())
         drawn = any(isinstance(bench, RolloutBench) for bench in self.config.benches.values())
         made = dict.fromkeys(("accuracy", "reward", "entropy", "completion_length"), True)
+        made["validation"] = any(run.settings.validation.every for run in self.runs.values())
         made |= {"noise": noisy, "drift": self.config.drift, "throughput": drawn}
         return [*(name for name, exists in made.items() if exists), *printed.figures_fed(self._covered)]
 
@@ -551,7 +552,7 @@ class TrainJob(Job):
     def inputs(self, plan: Plan) -> dict[str, list[Path]]:
         check = CheckJob.of_run(plan, plan.runs[self.id])
         return {
-            "data": data_files([self.data], ["train"]),
+            "data": data_files([self.data], ["train", "validation"] if self.settings.validation.every else ["train"]),
             "checked": [check.out] if check else [],
             "checkpoint": [self.checkpoint],
         }

@@ -45,9 +45,13 @@ _WANDB |= {"x_disable_meta": True, "x_save_requirements": False}
 
 
 def tracked(row: Mapping[str, float]) -> dict[str, float]:
-    """A row of metrics.jsonl by names in trackers, under `train/` as TRL's; GiB of memory. Other names stay."""
+    """A row of metrics.jsonl by names in trackers, as TRL's: under `eval/` scores on held-out problems, and under
+    `train/` the rest; GiB of memory.
+    """
     scale = {"memory_bytes": 2**-30}
-    return {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in row if key != "step"}
+    scores = {key.replace("validation/", "eval/"): row[key] for key in row if key.startswith("validation/")}
+    others = [key for key in row if key != "step" and not key.startswith("validation/")]
+    return scores | {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in others}
 
 
 # The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each,

@@ -440,6 +440,10 @@ CURVES: dict[str, tuple[str, dict[str, str]]] = {
         "the entropy (section 3.2, Figures 4 and 5).",
         {"entropy": "entropy (nats/token)"},
     ),
+    "validation": (
+        f"Share of right answers on held-out problems by step, of runs with `validation.every`: {_CURVE}.",
+        {"validation/pass@1": "held-out pass@1"},
+    ),
     "reward": (f"Training reward by step: {_CURVE}. Compare the paper's Figures 7 and 8.", {"reward": "reward"}),
 }
 #: The other figures of a configuration besides the paper's: how to read each, and how to draw it.
@@ -474,7 +478,7 @@ def make_figure(job: FigureJob) -> None:
     title = f"The paper's {name.replace('figure', 'Figure ')}:"
     if name in CURVES:
         caption, columns = CURVES[name]
-        curves(stored.metrics, columns, stem)
+        curves(stored.metrics.dropna(subset=[*columns]), columns, stem)
     elif name in FIGURES:
         caption, draw = FIGURES[name]
         draw(stored, stem)

@@ -232,9 +232,10 @@ class StepMetrics(Stored):
     `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
     `discovery` is the share of the training problems that some completion has solved so far. `grading/timeouts` counts
     completions whose comparison with the answer exceeded the grader's limits; a step without such completions lacks it.
-    `silent/` is of completions without a gradient: their number, and the sample that stands for them in `entropy`,
-    `mismatch/` and `ess/`. `seconds/idle` is of several processes: for how long a rank waited in the rollout for the
-    others, as the mean of all ranks, and as the longest.
+    `validation/` is of the policy after the step, on held-out problems, and `validation/base` of the policy before the
+    first step, by the measure that the run compares. `silent/` is of completions without a gradient: their number, and
+    the sample that stands for them in `entropy`, `mismatch/` and `ess/`. `seconds/idle` is of several processes: for
+    how long a rank waited in the rollout for the others, as the mean of all ranks, and as the longest.
     """
 
     step: int
@@ -269,6 +270,11 @@ class StepMetrics(Stored):
     value_explained_variance: Number | None = _maybe("value/explained_variance")
     value_loss: Number | None = _maybe("value/loss")
     value_clipped: Number | None = _maybe("value/clipped")
+    validation_base: Number | None = _maybe("validation/base")
+    validation_pass_at_1: Number | None = _maybe("validation/pass@1")
+    validation_pass_at_k: Number | None = _maybe("validation/pass@k")
+    validation_reward: Number | None = _maybe("validation/reward")
+    seconds_validation: Number | None = _maybe("seconds/validation")
     mismatch_max_ratio: Number = _named("mismatch/max_ratio")
     grad_norm: Number
     learning_rate: Number
@@ -321,6 +327,8 @@ class RunSummary(Stored):
     """
 
     steps: int
+    kept_step: int | None = None
+    """The step whose policy was kept, with `validation.keep: best`."""
     seconds: Number
     peak_memory_bytes: Number | None
     trainable_parameters: int

@@ -30,7 +30,7 @@ from qerl.rl.parallel import Processes
 from qerl.rl.rewards import Answer, differ, group_advantages, reward_parts, total
 from qerl.rollout.sampler import BatchPart, Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
-from qerl.settings.run import RolloutSettings, RunSettings
+from qerl.settings.run import RolloutSettings, RunSettings, ValidationSettings
 
 # The sharing of a step's groups among the processes of a run, by the expected length of their completions.
 
@@ -116,30 +116,40 @@ class Task:
     thinking: tuple[str, str] | None = None
     date: datetime.date | None = None
     """The date that a chat template states; None is today's."""
+    held_out: tuple[Problem, ...] = ()
+    """Problems of the validation split on which the policy is scored while it trains."""
 
     @staticmethod
-    def of(data: Path) -> Task:
-        """The training problems of a prepared data set."""
-        meta = read_meta(data)
+    def of(data: Path, validation: ValidationSettings = ValidationSettings()) -> Task:  # noqa: B008 - immutable
+        """The problems of a prepared data set. Raises DataError if scores are asked for and no problem is held out."""
+        meta, held_out = read_meta(data), list[Problem]()
+        if validation.every:
+            held_out = read_split(data, "validation")[: validation.problems]
+            if not held_out:
+                raise DataError(
+                    "validation.every scores on held-out problems, and the data set has no split validation; give it "
+                    "one (origin.validation_fraction), or leave validation out"
+                )
         form = meta.answer, tuple(meta.units), meta.thinking, meta.date
-        return Task(read_split(data, "train"), meta.format, meta.instruction, *form)
+        return Task(read_split(data, "train"), meta.format, meta.instruction, *form, tuple(held_out))
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
         """The task without problems longer than `rollout.max_prompt_tokens`. Raises DataError if any of the others
         doesn't fit `context`.
         """
-        problems, most = self.problems, settings.max_prompt_tokens
+        problems, held_out, most = self.problems, self.held_out, settings.max_prompt_tokens
         if most is not None:
-            longer = longer_than(most, tokenizer, problems, self.instruction, self.date)
+            longer = longer_than(most, tokenizer, [*problems, *held_out], self.instruction, self.date)
             problems = [problem for problem in problems if problem.id not in longer]
-            if not problems:
+            held_out = tuple(problem for problem in held_out if problem.id not in longer)
+            if not problems or (self.held_out and not held_out):
                 raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
         if context is not None:
-            limit = settings.sampling.max_tokens
-            longer = longer_than(context - limit, tokenizer, problems, self.instruction, self.date)
+            limit, given = settings.sampling.max_tokens, [*problems, *held_out]
+            longer = longer_than(context - limit, tokenizer, given, self.instruction, self.date)
             remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
-            check_lengths(longer.values(), len(problems), context, limit, remedy)
-        return replace(self, problems=problems)
+            check_lengths(longer.values(), len(given), context, limit, remedy)
+        return replace(self, problems=problems, held_out=held_out)
 
     def at(self, places: Iterable[int], seed: int) -> list[Problem]:
         """The problems at places of an endless sequence of epochs, each a permutation of all by (seed, epoch)."""
@@ -257,16 +267,35 @@ class Collector:
         self, positions: range, step: int, round_: int, perturb: Perturb | None
     ) -> tuple[list[Group], list[float]]:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
-        seed = self.settings.seed
-        chosen = self.task.at(positions, seed)
+        chosen = self.task.at(positions, self.settings.seed)
+        return self._groups(chosen, self.settings.rollout.group_size, self._seed(step, round_), perturb)
+
+    def _seed(self, step: int, round_: int = 0) -> int:
+        # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
+        return step_seed((self.settings.seed + self.settings.rollout.repetition * 0x9E3779B9) % 2**32, step, round_)
+
+    def score(self) -> dict[str, float]:
+        """The scores on held-out problems of the policy as the sampler has it, the same in every process.
+
+        All scores of a run have the same draws (no step has the number 0), so that they differ by the policy alone.
+        """
+        count = self.settings.validation.completions
+        groups, _ = self._groups(list(self.task.held_out), count, self._seed(0))
+        right = [[bool(part["correct"]) for part in group.parts] for group in groups]
+        return {
+            "validation/pass@1": statistics.fmean(chain(*right)),
+            **({"validation/pass@k": statistics.fmean(map(any, right))} if count > 1 else {}),
+            "validation/reward": statistics.fmean(chain(*(group.rewards for group in groups))),
+        }
+
+    def _groups(
+        self, chosen: list[Problem], count: int, seed: int, perturb: Perturb | None = None
+    ) -> tuple[list[Group], list[float]]:
+        """The groups of `count` completions of the problems, and the seconds for which each process waited."""
         prompts = self.task.prompts(self.policy.tokenizer, chosen)
-        params = SamplingParams(
-            **self.settings.rollout.sampling.model_dump(),
-            count=self.settings.rollout.group_size,
-            # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
-            seed=step_seed((seed + self.settings.rollout.repetition * 0x9E3779B9) % 2**32, step, round_),
-            part=self._part(chosen, prompts, perturb),
-        )
+        part = self._part(chosen, prompts, count, perturb)
+        sampling = self.settings.rollout.sampling.model_dump()
+        params = SamplingParams(**sampling, count=count, seed=seed, part=part)
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
             completions = self._generate(prompts, params, perturb)
@@ -277,11 +306,13 @@ class Collector:
             ]
         return self._exchange(drawn, busy.value, len(prompts))
 
-    def _part(self, chosen: list[Problem], prompts: list[list[int]], perturb: Perturb | None) -> BatchPart | None:
+    def _part(
+        self, chosen: list[Problem], prompts: list[list[int]], count: int, perturb: Perturb | None
+    ) -> BatchPart | None:
         """The groups that this process draws; None if it is the only one."""
         if self.processes.count == 1:
             return None
-        most = max(self.sampler.max_sequences // self.settings.rollout.group_size, 1)
+        most = max(self.sampler.max_sequences // count, 1)
         if perturb:  # each number of a group is drawn by a call of its own, so none is taken over
             most = len(prompts)
         lengths = [self._lengths.of(p.id, len(prompt)) for p, prompt in zip(chosen, prompts, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -124,6 +125,11 @@ def _teaches(metrics: dict[str, float], settings: RunSettings) -> bool:
 def report(rows: list[dict[str, float]], settings: RunSettings) -> None:
     """Log the rewards of a finished run, and warn if none of its steps had a gradient."""
     said = f"reward {rows[0]['reward']:.3f} -> {rows[-1]['reward']:.3f} in {len(rows)} step{'s' * (len(rows) != 1)}"
+    measure = f"validation/{settings.validation.measure}"
+    if best := best_step(rows, measure):
+        of_last, of_best = rows[-1].get(measure, math.nan), rows[best - 1][measure]
+        said += f"; held-out {settings.validation.measure} {rows[0]['validation/base']:.3f} -> {of_last:.3f}"
+        said += f", best {of_best:.3f} after step {best}" + ", which is kept" * (settings.validation.keep == "best")
     if any(_teaches(row, settings) for row in rows):
         log.info("%s", said)
     else:
@@ -177,7 +183,16 @@ def headline(row: Mapping[str, float]) -> str:
     """What is shown of a step: reward, mean length, KL to the base or else of sampler and trainer, tokens a second."""
     kl = f"KL {row['reference/kl']:.2g}" if row["reference/kl"] else f"sampler KL {row['mismatch/kl']:.2g}"
     rate = row["completion_tokens"] / row["seconds/step"]
-    return f"reward {row['reward']:.3f}, length {row['completion_length']:.0f}, {kl}, {rate:,.0f} tokens/s"
+    said = f"reward {row['reward']:.3f}, length {row['completion_length']:.0f}, {kl}, {rate:,.0f} tokens/s"
+    if "validation/pass@1" in row:
+        said += f", held-out pass@1 {row['validation/pass@1']:.3f} in {row['seconds/validation']:.0f} s"
+    return said
+
+
+def best_step(rows: list[dict[str, float]], measure: str) -> int | None:
+    """The first step with the highest score; None if there is no score yet."""
+    scored = [row for row in rows if measure in row]
+    return int(max(scored, key=lambda row: row[measure])["step"]) if scored else None
 
 
 class Trainer:
@@ -199,6 +214,8 @@ class Trainer:
         self.updater = Updater(settings, policy, self.processes)
         #: The ids of the problems that some completion has solved.
         self.solved: set[str] = set()
+        #: The trained tensors of the best score, with `validation.keep: best`.
+        self.best: dict[str, torch.Tensor] = {}
         #: The lines of the metrics file.
         self._lines: list[str] = []
 
@@ -217,10 +234,14 @@ class Trainer:
             trackers.log(rows)
         writes, last = self.processes.writes, self.settings.steps
         with showing(last, "steps", len(rows)) if writes else nullcontext(lambda about="": None) as advance:
+            before = self._scores() if self.settings.validation.every and not rows else {}
             for step in range(len(rows) + 1, last + 1):
+                if self._is_at_plateau(rows):
+                    break
                 if time_limit is not None:
                     self._keep_to(time_limit, rows)
                 rows.append(self.step(step, int(rows[-1]["problems"]) if rows else 0, watch, store))
+                self._validate(rows, before)
                 if writes:
                     self._write(rows)
                 if trackers:
@@ -234,11 +255,15 @@ class Trainer:
                 if ending and step < last:
                     self.processes.wait()  # the others end when this one does, perhaps amid their checkpoint
                     raise Interrupted(ending)
+        with torch.no_grad():
+            for name, parameter in self.policy.trainable() if self.best else ():
+                parameter.copy_(self.best[name])
         return rows
 
     def _keep_to(self, hours: float, rows: list[dict[str, float]]) -> None:
         # All processes must decide alike, so the longest time counts.
-        if self.processes.max(sum(row["seconds/step"] for row in rows)) < 3600 * hours:
+        taken = sum(row["seconds/step"] + row.get("seconds/validation", 0) for row in rows)
+        if self.processes.max(taken) < 3600 * hours:
             return
         self._save(rows)  # a start with a higher limit continues
         raise TimeLimitError(
@@ -304,6 +329,43 @@ class Trainer:
 
         return perturb
 
+    # --- scores on held-out problems ---
+
+    def _scores(self) -> dict[str, float]:
+        """The scores of the policy as it is, without noise, and the seconds that they took."""
+        with seconds() as taken:
+            self.collector.sampler.sync()
+            scores = self.collector.score()
+            if self.policy.root is not None:
+                cast(ShardedSampler, self.collector.sampler).end_rollout()
+        return {**scores, "seconds/validation": taken.value}
+
+    def _validate(self, rows: list[dict[str, float]], before: dict[str, float]) -> None:
+        """Add the scores after the last of `rows`, if they are due, and those `before` the first step to its row."""
+        validation, step = self.settings.validation, len(rows)
+        measure = f"validation/{validation.measure}"
+        if before and step == 1:
+            rows[0] |= {"validation/base": before[measure], "seconds/validation": before["seconds/validation"]}
+        if not validation.every or (step % validation.every and step < self.settings.steps):
+            return
+        scores, spent = self._scores(), rows[-1].get("seconds/validation", 0.0)
+        rows[-1] |= {**scores, "seconds/validation": scores["seconds/validation"] + spent}
+        if validation.keep == "best" and best_step(rows, measure) == step:
+            self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.policy.trainable()}
+
+    def _is_at_plateau(self, rows: list[dict[str, float]]) -> bool:
+        """Whether `validation.patience` scores in a row were no better than the best one."""
+        validation = self.settings.validation
+        measure = f"validation/{validation.measure}"
+        best = best_step(rows, measure)
+        if validation.patience is None or best is None:
+            return False
+        if sum(measure in row for row in rows[best:]) < validation.patience:
+            return False
+        if self.processes.writes:
+            log.info("the run ends after step %d: %s was best after step %d", len(rows), measure, best)
+        return True
+
     def trained_policy(self) -> Policy:
         """The policy with whole weights, to be saved. Every process calls this, and samples no more."""
         if self.policy.root is None:
@@ -317,7 +379,7 @@ class Trainer:
         state = whole_state(dict(self.policy.trainable()), self.updater.optimizer, self.processes)
         if self.processes.writes:
             choices = self.updater.choices and asdict(self.updater.choices)
-            progress = {"rows": rows, "solved": sorted(self.solved), "choices": choices}
+            progress = {"rows": rows, "solved": sorted(self.solved), "choices": choices, "best": self.best}
             self.checkpoints.save(len(rows), {**state, **progress})
 
     def _resume(self) -> list[dict[str, float]]:
@@ -330,7 +392,7 @@ class Trainer:
         self.policy.use_trained()
         # What free memory decided at first holds for the whole run: it changes the last bits.
         self.updater.choices = state["choices"] and Choices(**state["choices"])
-        self.solved = set(state["solved"])
+        self.solved, self.best = set(state["solved"]), state["best"]
         rows: list[dict[str, float]] = state["rows"]
         if self.processes.writes:
             log.info("continuing from step %d of %d", len(rows), self.settings.steps)
@@ -381,7 +443,7 @@ def make_trainer(
     Processes()  # selects this process's GPU before anything is allocated on one
     policy = place.policy if place else make_policy(settings, checkpoint)
     context = usable_length(policy.lm.config.to_dict(), settings.rollout)
-    task = Task.of(data).fitting(policy.tokenizer, settings.rollout, context)
+    task = Task.of(data, settings.validation).fitting(policy.tokenizer, settings.rollout, context)
     sampler = place.sampler if place else make_sampler(policy, settings.rollout)
     return Trainer(settings, policy, sampler, task, work, fingerprint)
 
@@ -462,8 +524,11 @@ def _train(job: TrainJob, state: Path, place: Place | None) -> None:
 def _write_result(job: TrainJob, trainer: Trainer, policy: Policy, rows: list[dict[str, float]], peak: float) -> None:
     """Write policy, metrics and run.json; `peak` is this attempt's largest memory in any process, in bytes."""
     job.out.mkdir(parents=True, exist_ok=True)
+    validation = job.settings.validation
+    kept = best_step(rows, f"validation/{validation.measure}") if validation.keep == "best" else None
     summary = RunSummary(
         steps=len(rows),
+        kept_step=kept,
         seconds=sum(row["seconds/step"] for row in rows),
         peak_memory_bytes=max(peak, *(row["memory_bytes"] for row in rows)),
         trainable_parameters=sum(p.numel() for _, p in trainer.policy.trainable()),

@@ -421,6 +421,7 @@ CHECKED: Any = {
     **FITTED,
     "model": True,
     "dataset": True,
+    "validation": {"every", "problems"},
     "rollout": {
         "engine": True,
         "max_prompt_tokens": True,
@@ -444,6 +445,29 @@ class StoredRollouts(Settings):
     """Most completions of each problem."""
     tokens: PositiveInt = 65536
     """Most completion tokens of a stored step, of about five bytes each on disk."""
+
+
+class ValidationSettings(Settings):
+    """Scores on held-out problems while the policy trains. Completions are drawn as in a rollout, without noise."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Score before the first step, after every n-th and after the last one. 0 scores never."""
+    problems: PositiveInt = 64
+    """At most so many problems, the first ones of the split `validation`."""
+    completions: PositiveInt = 1
+    """Completions of each problem; with several, a score has pass@k of all of them, too."""
+    measure: Literal["pass@1", "reward"] = "pass@1"
+    """What `keep` and `patience` compare: the share of right answers, or the mean reward."""
+    keep: Literal["last", "best"] = "last"
+    """The policy that the run ends with: of the last step, or of the step with the best score (the first of equals)."""
+    patience: PositiveInt | None = None
+    """End the run after so many scores in a row that are no better than the best one."""
+
+    @model_validator(mode="after")
+    def _compares_scores(self) -> ValidationSettings:
+        if not self.every and (self.keep == "best" or self.patience):
+            raise ValueError("keep=best and patience compare scores, and every=0 makes none; set every")
+        return self
 
 
 class RunSettings(Settings):
@@ -483,6 +507,7 @@ class RunSettings(Settings):
     """What follows if no completion of the first step states a readable answer, or rewards are equal within every group
     for three steps: a warning that shows a completion, or the end of the run."""
     stored_rollouts: StoredRollouts = StoredRollouts()
+    validation: ValidationSettings = ValidationSettings()
     track: list[TrackerName] = []
     """Trackers that get each step's metrics, besides metrics.jsonl (docs/tracking.md)."""
     processes: PositiveInt = 1
@@ -540,6 +565,8 @@ class RunSettings(Settings):
                 f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
                 "method=full"
             )
+        if self.validation.keep == "best" and self.method == "full":
+            raise ValueError("validation.keep=best holds a copy of what is trained, which needs method=lora")
         if self.loss.kl and self.method == "full":
             raise ValueError("loss.kl needs method=lora: the reference is the base without the adapter")
         if self.processes % self.nodes or (self.nodes > 1 and self.processes == 1):

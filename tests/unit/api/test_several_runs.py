@@ -33,6 +33,7 @@ def several(values):
 
 def test_each_run_is_the_one_that_trains_alone(several, tmp_path):
     runs = {"plain": {}, "hot": {"rollout.sampling.temperature": 1.5, "adapter.rank": 8}}
+    several |= {"validation": {"every": 1, "problems": 3, "completions": 2}}
     together = qerl.train({**several, "seeds": [3, 4], "runs": runs})
     assert [run.folder.name for run in together] == ["plain-seed3", "plain-seed4", "hot-seed3", "hot-seed4"]
     rollout = {**SETTINGS["rollout"], "sampling": {"max_tokens": 6, "temperature": 1.5}}
@@ -40,7 +41,8 @@ def test_each_run_is_the_one_that_trains_alone(several, tmp_path):
     for place, run in enumerate(together):
         keys = {**(hot if place > 1 else {}), "seed": 3 + place % 2}
         alone = qerl.train({**several, **keys}, tmp_path / f"alone{place}")
-        assert list(run.metrics["reward"]) == list(alone.metrics["reward"])
+        for metric in ("reward", "validation/reward"):
+            assert list(run.metrics[metric]) == list(alone.metrics[metric])
         # The engine's rounding depends on the batch, and training carries it on.
         assert list(run.metrics["loss"]) == pytest.approx(list(alone.metrics["loss"]), abs=1e-5)
         expected, found = adapter_of(alone), adapter_of(run)

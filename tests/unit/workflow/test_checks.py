@@ -75,10 +75,12 @@ def test_problems_left_out_and_fewer_than_a_step_draws_are_told(settings, model,
     prepare(parse(DatasetSettings, settings["dataset"], ""), tmp_path / "data")
     caplog.set_level("INFO", logger="qerl")
     rollout = {"prompts": 39, "max_prompt_tokens": 40, "sampling": {"max_tokens": 4}}
-    check_runs(model, [(tmp_path / "data", parse(RolloutSettings, rollout, ""))])
+    run = {"model": "m", "dataset": "d", "rollout": rollout}
+    check_runs(model, [(tmp_path / "data", parse(RunSettings, run, ""))])
     assert caplog.messages[1:] == ["rollout.max_prompt_tokens=40 leaves 39 of 40 training problems"]
     caplog.clear()
-    check_runs(model, [(tmp_path / "data", parse(RolloutSettings, rollout | {"prompts": 40}, ""))])
+    run["rollout"] |= {"prompts": 40}
+    check_runs(model, [(tmp_path / "data", parse(RunSettings, run, ""))])
     assert "39 training problems are fewer than rollout.prompts=40" in caplog.messages[-1]
 
 
