@@ -6,10 +6,12 @@ import fcntl
 import logging
 import os
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Protocol, TextIO, TypeVar
@@ -29,6 +31,27 @@ UNKNOWN = "backslashreplace"
 log = logging.getLogger("qerl")
 #: The console on the screen while standard error is a log.
 _console: Console | None = None
+#: The run of a cohort that this thread trains; empty where one run says all.
+_run: ContextVar[str] = ContextVar("run", default="")
+
+
+@contextmanager
+def naming(run: str) -> Iterator[None]:
+    """A context whose lines and progress have the run's name before them, for threads that print in turn."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+def _name_run(record: logging.LogRecord) -> bool:
+    if run := _run.get():
+        record.msg, record.args = f"{run}: {record.getMessage()}", ()
+    return True
+
+
+log.addFilter(_name_run)
 
 
 #: Characters of the categories of `_HIDDEN` that text needs: the joiners are part of words and of emoji.
@@ -178,6 +201,39 @@ def configure_logging() -> None:
     join_screen()
 
 
+class _Bars:
+    """The display of all bars: one below the other where several threads have some, since a screen has one display."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._display: Progress | None = None
+
+    @contextmanager
+    def on(self, screen: Console) -> Iterator[Progress]:
+        """The display on `screen`, which stays until its last user leaves."""
+        with self._lock:
+            if self._display is None:
+                whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
+                about = TextColumn("{task.fields[about]}", table_column=Column(overflow="fold"))
+                ends = MofNCompleteColumn(table_column=whole), about, TimeRemainingColumn(table_column=whole)
+                alone = screen.stderr  # else what libraries print belongs in the log
+                columns = [TextColumn("{task.description}", markup=False), BarColumn(10), *ends]
+                self._display = Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone)
+                self._display.start()
+            self._users, display = self._users + 1, self._display
+        try:
+            yield display
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._display = None
+                    display.stop()
+
+
+_bars = _Bars()
+
+
 class Advance(Protocol):
     """Counts one more item as done, and shows what is to be said of it."""
 
@@ -189,14 +245,9 @@ def showing(total: int, what: str, start: int = 0) -> Iterator[Advance]:
     """A context that shows how many of `total` are done, `start` of them before, and the time left."""
     screen, done, begun = console(), start, time.monotonic()
     if screen.is_terminal:
-        whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
-        about = TextColumn("{task.fields[about]}", table_column=Column(overflow="fold"))
-        ends = MofNCompleteColumn(table_column=whole), about, TimeRemainingColumn(table_column=whole)
-        alone = screen.stderr  # else what libraries print belongs in the log
-        columns = [TextColumn("{task.description}"), BarColumn(10), *ends]
-        with Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone) as progress:
-            task = progress.add_task(what, total=total, completed=start, about="")
-            yield lambda about="": progress.update(task, advance=1, about=about)
+        with _bars.on(screen) as display:
+            task = display.add_task(f"{_run.get()} {what}".lstrip(), total=total, completed=start, about="")
+            yield lambda about="": display.update(task, advance=1, about=about)
         return
     last = begun
 

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -228,16 +229,25 @@ def path_of(function: Callable[..., Any], key: str) -> str:
     return path
 
 
+#: Calls a function in the main thread and returns its value, for a thread that has set this: a signal, and so a time
+#: limit, interrupts the main thread alone.
+main_thread: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("main_thread", default=None)
+
+
 def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
     """Call the function, with a limit of `limit` seconds, and return its value. `key` is its key in the configuration.
 
     Its errors propagate, with a note that names it. Raises `ConfigError` with the file and line if it exceeds the limit
     or ends the process.
     """
-    function = load(path)
-    try:
+    function, in_main_thread = load(path), main_thread.get()
+
+    def within_limit() -> Any:
         with _limited(limit):
             return function(*arguments)
+
+    try:
+        return in_main_thread(within_limit) if in_main_thread else within_limit()
     except _OverTime as error:
         # Not the handler of the signal, which is in this file.
         place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__][-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -49,11 +49,11 @@ class Announcement:
 
 
 @contextmanager
-def announced(alone: bool = True) -> Iterator[Announcement]:
+def announced(alone: bool = True, also: Sequence[int] = ()) -> Iterator[Announcement]:
     """A context in which a signal only sets `number`, so that the work comes to a point from which it can continue.
 
-    With `alone`, a second signal interrupts at once. Processes of one run get the same signal from the cluster and from
-    the process that started them, so they take it as one.
+    `also` are further signals than `ANNOUNCEMENTS`. With `alone`, a second signal interrupts at once. Processes of one
+    run get the same signal from the cluster and from the process that started them, so they take it as one.
     """
     end = Announcement()
 
@@ -62,13 +62,13 @@ def announced(alone: bool = True) -> Iterator[Announcement]:
             raise Interrupted(number)
         end.number = number
 
-    with handling(note):
+    with handling(note, (*ANNOUNCEMENTS, *also)):
         yield end
 
 
 @contextmanager
-def handling(handle: Callable[[int], None]) -> Iterator[None]:
-    """A context in which `handle` gets the number of each announcement. Python allows this in the main thread alone."""
+def handling(handle: Callable[[int], None], signals: Sequence[int] = ANNOUNCEMENTS) -> Iterator[None]:
+    """A context in which `handle` gets the number of each signal. Python allows this in the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,7 +77,7 @@ def handling(handle: Callable[[int], None]) -> Iterator[None]:
         handle(number)
 
     # One that is ignored stays so: `nohup` ignores SIGHUP.
-    handled = [number for number in ANNOUNCEMENTS if signal.getsignal(number) != signal.SIG_IGN]
+    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, call) for number in handled}
     try:
         yield

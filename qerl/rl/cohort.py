@@ -8,16 +8,21 @@ by itself, one after another.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
 from qerl.data.hub import contents_of
-from qerl.host.console import log
+from qerl.host.console import log, naming
 from qerl.host.gpus import leave_out
+from qerl.host.imports import main_thread
 from qerl.host.process import Announcement, Interrupted, announced
 from qerl.jobs import TrainJob
 from qerl.models.policy import Policy, with_adapters
@@ -26,7 +31,7 @@ from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, NotFiniteError, Request, Sampler, SamplingParams, refuse_nan
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, UserError
 
 #: The completions of each prompt of a request.
 Drawn = list[list[Completion]]
@@ -49,6 +54,8 @@ class Meeting:
         self._drawn: dict[int, Drawn | BaseException] = {}
         #: Seconds of the latest drawing.
         self._seconds = 0.0
+        #: What ends all runs at their next request.
+        self._end: BaseException | None = None
 
     def begin(self, run: int) -> None:
         """Wait for the run's first turn."""
@@ -62,7 +69,7 @@ class Meeting:
             self._requests[run] = request
             self._pass_on()
             self._turns.wait_for(lambda: self._ready[0] == run)
-            drawn = self._drawn.pop(run)
+            drawn = self._end or self._drawn.pop(run)
         # A run's times are those of its own work and of the drawing that it shares.
         leave_out(time.perf_counter() - asked - self._seconds)
         if isinstance(drawn, BaseException):
@@ -74,6 +81,10 @@ class Meeting:
         with self._turns:
             self._pass_on()
 
+    def end(self, error: BaseException) -> None:
+        """Have every run raise `error` where it asks for completions, or waits for them."""
+        self._end = error
+
     def _pass_on(self) -> None:
         """Give the turn to the next run. If all wait for completions, they are drawn first."""
         self._ready.pop(0)
@@ -81,13 +92,45 @@ class Meeting:
             begun = time.perf_counter()
             none = Request((), next(iter(self._requests.values())).params)
             try:
-                drawn = self._draw([self._requests.get(run, none) for run in range(self._runs)])
-                self._drawn = {run: drawn[run] for run in self._requests}
+                if self._end is None:
+                    drawn = self._draw([self._requests.get(run, none) for run in range(self._runs)])
+                    self._drawn = {run: drawn[run] for run in self._requests}
             except Exception as error:  # noqa: BLE001 - every run raises it, in its own thread
                 self._drawn = dict.fromkeys(self._requests, error)
             self._ready, self._requests = sorted(self._requests), {}
             self._seconds = time.perf_counter() - begun
         self._turns.notify_all()
+
+
+class Calls:
+    """Calls that threads leave to the main thread, which alone can be interrupted by a signal."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        """The value of `function()`, or what it raises."""
+        answer: Future[Any] = Future()
+        self._waiting.put((function, answer))
+        return answer.result()
+
+    def serve(self, threads: Sequence[threading.Thread], end: Announcement) -> None:
+        """Do the calls until the threads have ended."""
+        said = end.number
+        while any(thread.is_alive() for thread in threads):
+            if end.number != said:
+                said = end.number
+                log.info("all runs end after their present step; a second signal ends them without it")
+            try:  # not without a limit: Python handles a signal in this thread, which must not only wait
+                function, answer = self._waiting.get(timeout=0.1)
+            except Empty:
+                continue
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise
 
 
 @dataclass(frozen=True)
@@ -162,9 +205,9 @@ def cohorts(jobs: Sequence[TrainJob]) -> list[list[TrainJob]]:
 def train_cohort(jobs: Sequence[TrainJob]) -> None:
     """Train runs side by side, each with its results in its job's `out`, as `train_run` does.
 
-    A run that fails or has all of its steps leaves, and the others go on. Afterwards the first failure is raised, or
-    `Interrupted` after the steps during which a signal came. Raises `ConfigError` for runs without a common base or
-    engine.
+    A run that fails or has all of its steps leaves, and the others go on. Afterwards the first failure is raised, with
+    the name of its run. A signal, Ctrl-C too, ends all runs after their present step, by `Interrupted`; a second one
+    ends them without it where they ask for completions. Raises `ConfigError` for runs without a common base or engine.
     """
     if refusal := refused_cohort(jobs):
         raise ConfigError(f"{refusal}; train them one after another")
@@ -175,26 +218,34 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         policy.lm.name_or_path = str(job.checkpoint)  # to which the saved adapter refers
     sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
     meeting = Meeting(len(jobs), _draw_of(sampler, policies))
-    failures: list[BaseException] = []
+    calls, failures = Calls(), dict[str, BaseException]()
 
     def work(run: int, end: Announcement) -> None:
         meeting.begin(run)
-        try:
-            train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
-        except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
-            failures.append(error)
-        finally:
-            meeting.leave()
+        main_thread.set(calls)
+        with naming(jobs[run].id):
+            try:
+                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
+            except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
+                failures[jobs[run].id] = error
+                if not isinstance(error, Interrupted):
+                    log.error("%s", error, exc_info=not isinstance(error, UserError))
+            finally:
+                meeting.leave()
 
-    with announced() as end:
+    with announced(also=[signal.SIGINT]) as end:
         threads = [threading.Thread(target=work, args=(run, end), name=job.id) for run, job in enumerate(jobs)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive():  # Python handles a signal in this thread, which must not only wait
-                thread.join(0.1)
-    interrupted = [error for error in failures if isinstance(error, Interrupted)]
-    for error in [*(error for error in failures if error not in interrupted), *interrupted]:
+        try:
+            calls.serve(threads, end)
+        except KeyboardInterrupt as second:
+            meeting.end(second)
+            calls.serve(threads, end)
+    for name, error in sorted(failures.items(), key=lambda failure: isinstance(failure[1], Interrupted)):
+        alone = sum(other is error for other in failures.values()) == 1  # else it is of a batch of all runs
+        if alone and error.args == (str(error),) and not isinstance(error, Interrupted):
+            error.args = (f"{name}: {error}",)
         raise error
 
 
