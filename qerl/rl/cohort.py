@@ -246,6 +246,9 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         alone = sum(other is error for other in failures.values()) == 1  # else it is of a batch of all runs
         if alone and error.args == (str(error),) and not isinstance(error, Interrupted):
             error.args = (f"{name}: {error}",)
+        if isinstance(error, torch.OutOfMemoryError):
+            fit = f"`qerl doctor --runs {len(jobs)}` says how many fit, and an own call trains the others"
+            error.args = (f"{error}. {len(jobs)} runs share the GPU's memory: {fit}",)
         raise error
 
 
