@@ -22,7 +22,6 @@ from transformers.quantizers import AutoHfQuantizer
 from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.tensors import write_tensors
-from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import choose_device
 from qerl.models.quantize import compressed_config
 from qerl.models.random import (
@@ -36,9 +35,10 @@ from qerl.models.random import (
     write_checkpoint,
 )
 from qerl.models.structure import empty_model, structure_of
+from qerl.report_jobs import PointJob
 from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings
-from qerl.settings.workloads import Decoding, Mix
+from qerl.settings.workloads import Decoding, Mix, PointPart
 
 # Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 #

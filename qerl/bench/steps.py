@@ -29,9 +29,9 @@ from qerl.checkpoints.shapes import vocabulary
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
+from qerl.report_jobs import PointJob, StepJob, TimedRun
 from qerl.results.schema import Provenance
 from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
 from qerl.results.store import read, write
@@ -43,7 +43,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.settings.workloads import EngineStep, StepWork, with_kernels
+from qerl.settings.workloads import EngineStep, PointPart, StepWork, with_kernels
 
 # A GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 #

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from qerl.jobs import VerdictJob
 from qerl.report.format import page
+from qerl.report_jobs import VerdictJob
 from qerl.results.paths import (
     MEASURED,
     METRICS,

@@ -166,7 +166,7 @@ PACKAGE = Path(__file__).parents[1]
 VERSION = __version__
 
 #: Modules that decide no result, because they only report progress and origin, or plan: the fields of a job decide.
-TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers")
+TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.report_jobs", "qerl.trackers")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
 

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from qerl.checkpoints.shapes import QWEN
-from qerl.jobs import ShapesJob
 from qerl.report import paper
 from qerl.report.figures import bars_beside, decode_speed
 from qerl.report.format import (
@@ -31,6 +30,7 @@ from qerl.report.format import (
     write_table,
 )
 from qerl.report.paper import Point, beside, cells_of
+from qerl.report_jobs import ShapesJob
 from qerl.results import printed
 from qerl.results.schema import OK, Head
 from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, load

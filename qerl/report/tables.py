@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from qerl.jobs import TableJob
 from qerl.report import paper
 from qerl.report.format import NOT_RUN, by_dataset, caption_text, present, stamp_text, write_table
 from qerl.report.paper import STEP_SETTING, Point, step_base
+from qerl.report_jobs import TableJob
 from qerl.results import printed
 from qerl.results.paths import KEY, weights_names
 from qerl.results.readers import StoredResults, listed, paired_base

@@ -329,6 +329,12 @@ class ConfigError(UserError):
     """A configuration that can't run. The message is one sentence for the user."""
 
 
+class Part(BaseModel):
+    """A part of a job or a result, which no configuration states: immutable, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
 # YAML reads `off` as false, so off, none and false all mean off; true and false are no numbers, and text that is a
 # number is one (YAML reads 1e-5 as text). pydantic finds a mistake, and the sentence is ours, with the key as written.
 class Settings(BaseModel):

@@ -7,11 +7,11 @@ functions that measure it; the grid of a configuration (`shapes`) lists many at 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from qerl.settings.base import FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
+from qerl.settings.base import FilePath, Name, NonEmpty, Part, PositiveInt, Seed, Settings
 from qerl.settings.models import Base, WeightFormat
 from qerl.settings.run import Kernels
 
@@ -19,13 +19,7 @@ Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 
-class Measured(BaseModel):
-    """The base of models that jobs and results state and no configuration has."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Workload(Measured):
+class Workload(Part):
     """What all workloads have: a policy on random weights. Rank 0 has no adapter."""
 
     #: The key `bench` of its files, by which tables choose them.
@@ -142,7 +136,7 @@ class StepWork(Workload, StepLengths):
         return self.prompts * self.group_size
 
 
-class EngineStep(Measured):
+class EngineStep(Part):
     """This project's settings of a GRPO step."""
 
     kernels: Kernels = "auto"
@@ -156,7 +150,7 @@ class EngineStep(Measured):
     """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
 
 
-class TrlStep(Measured):
+class TrlStep(Part):
     """TRL's settings of a GRPO step."""
 
     sampler: Literal["vllm", "transformers"]
@@ -174,6 +168,21 @@ class TrlStep(Measured):
     @property
     def memory_gb(self) -> None:
         """TRL's memory isn't capped."""
+
+
+W = TypeVar("W", Decoding, Prompting, Mix, StepWork)
+P = TypeVar("P", int, tuple[int, int], None)
+
+
+class PointPart(Part, Generic[W, P]):
+    """A file of a job of the speed grid: a workload, and what tells the file's points apart."""
+
+    file: str
+    work: W
+    points: list[P]
+    """Numbers of sequences, or pairs of prompts and tokens of each; [None] in a file of one point."""
+    settings: EngineStep | TrlStep | None
+    """The system's settings of a GRPO step; None for other workloads."""
 
 
 def with_kernels(system: str, kernels: Kernels) -> str:

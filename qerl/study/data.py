@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from qerl.host.provenance import put
-from qerl.jobs import GatherJob
+from qerl.report_jobs import GatherJob
 from qerl.results import paths
 from qerl.results.paths import STUDY_FILES
 from qerl.results.readers import StoredResults, listed

@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from qerl.host.provenance import write_text
-from qerl.jobs import PageJob
 from qerl.report.figures import PALETTE, figure_axes
 from qerl.report.format import cell_text, three_digits
+from qerl.report_jobs import PageJob
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.schema import OK, DoseReport
 from qerl.results.statistics import ALPHA, PairedDifference, holm, paired_difference

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.jobs import PointJob, PointPart, measured_file
+from qerl.report_jobs import PointJob, measured_file
 from qerl.results.paths import decode_name, step_name
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
@@ -22,6 +22,7 @@ from qerl.settings.workloads import (
     Mix,
     MixedLengths,
     MixGrid,
+    PointPart,
     PromptGrid,
     Prompting,
     ShapesSettings,

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qerl import jobs, report_jobs
 from qerl.data.hub import content_of
-from qerl.jobs import RULES, Job, Plan
+from qerl.jobs import Job, Plan
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: The class of each kind of job.
+KINDS: dict[str, type[Job]] = {
+    one.model_fields["kind"].default: one
+    for one in (*vars(jobs).values(), *vars(report_jobs).values())
+    if isinstance(one, type) and issubclass(one, Job) and not one.model_fields["kind"].is_required()
+}
+#: The kinds with a rule. Those of a bench share one.
+RULES: dict[str, type[Job]] = {kind: one for kind, one in KINDS.items() if "place" in vars(one)}
 #: A kind of job, and the name of one of its jobs if it has several.
 Call = tuple[str, ...]
 
@@ -30,6 +41,14 @@ _MACHINES: dict[str, Callable[[RunSettings], int | str]] = {
 }
 
 
+def parse_job(text: str) -> Job:
+    """The job in a rule's parameter."""
+    kind = json.loads(text)["kind"]
+    if kind not in KINDS:
+        raise ConfigError(f"kind {kind!r} is no job; use one of {', '.join(KINDS)}")
+    return KINDS[kind].model_validate_json(text)
+
+
 def with_signature(function: Function) -> Function:
     """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
     function.__signature__ = signature(function)  # type: ignore[attr-defined]
@@ -41,19 +60,24 @@ class Jobs:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        #: The names of the jobs of each kind with a wildcard.
+        self.names: dict[str, Collection[str]] = {
+            kind: job_class.names(plan) for kind, job_class in RULES.items() if job_class.wildcard()
+        }
         self.of = cache(self._made)
         self.inputs = cache(self._inputs)
         self.deciding, self._version = cache(self._all_deciding), cache(self._new_version)
 
     def calls(self, kind: str) -> list[Call]:
         """All jobs of a kind; those without a wildcard have one."""
-        wildcard = RULES[kind].wildcard()
-        return [(kind, name) for name in self.plan.names[wildcard]] if wildcard else [(kind,)]
+        return [(kind, name) for name in self.names[kind]] if kind in self.names else [(kind,)]
 
     def _made(self, kind: str, name: str = "") -> Any:
         job_class = RULES[kind]
-        if (wildcard := job_class.wildcard()) and name not in self.plan.names[wildcard]:
-            raise ConfigError(f"{self.plan.config.name} has no {wildcard} {name!r}; `qerl plan` lists its runs")
+        if kind in self.names and name not in self.names[kind]:
+            raise ConfigError(
+                f"{self.plan.config.name} has no {job_class.wildcard()} {name!r}; `qerl plan` lists its runs"
+            )
         return job_class.make(self.plan, name)
 
     def _inputs(self, *call: str) -> dict[str, list[Path]]:
@@ -68,10 +92,9 @@ class Jobs:
         """The regular expression of each wildcard. Snakemake reads it at each use of a file's pattern, so that those
         of thousands of names don't list them.
         """
-        names = self.plan.names.items()
         return {
-            wildcard: "[^/]+" if len(found) > 1000 else "|".join(map(re.escape, found)) or "(?!)"
-            for wildcard, found in names
+            str(RULES[kind].wildcard()): "[^/]+" if len(found) > 1000 else "|".join(map(re.escape, found)) or "(?!)"
+            for kind, found in self.names.items()
         }
 
     def input(self, kind: str, name: str) -> Callable[[Any], list[str]]:

@@ -17,7 +17,7 @@ rule list_results:
 # thousands.
 rule collect_results:
     input:
-        PLAN.results,
+        stored_results(PLAN),
         rules.list_results.output,
     output:
         touch(f"{PLAN.folder}/{paths.COLLECTED}"),
