@@ -18,7 +18,7 @@ from qerl.settings.base import Part
 from qerl.settings.models import Base
 from qerl.settings.run import UNDECIDING_OF_STEPS, RunSettings
 from qerl.settings.workflow import Config, EvaluationSettings, GateSettings, RolloutBench, StepBench, StudySettings
-from qerl.settings.workloads import EngineStep, Mix, P, PointPart, TrlStep, W
+from qerl.settings.workloads import EngineStep, Mix, P, PointPart, W
 
 # Jobs of a configuration's benches of time and memory.
 
@@ -149,9 +149,7 @@ class PointJob(Job, Generic[W, P]):
     @property
     def function(self) -> str:
         """The function of the engine or system of all parts."""
-        first = self.parts[0]
-        system = "trl" if isinstance(first.settings, TrlStep) else getattr(first.work, "engine", "native")
-        return first.work.does[system]
+        return self.parts[0].work.does[self.parts[0].system]
 
     @property
     def files(self) -> list[Path]:

@@ -209,7 +209,7 @@ def grid(
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
     """List the jobs of a configuration's `shapes` with their state."""
-    from qerl.workflow.grid import point_jobs, remaining, state
+    from qerl.workflow.plan import point_jobs, remaining, state
 
     plan = _plan(config, None)
     shapes = plan.config.shapes

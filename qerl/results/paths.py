@@ -113,23 +113,6 @@ def training_name(method: str, schedule: str) -> str:
     return method + ("" if schedule == "off" else "+aqn")
 
 
-def decode_name(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:
-    """The name of a file of decode points; prompt and decoded tokens are per sequence.
-
-    engine: with its kernels, by `with_kernels`.
-    """
-    return f"decode-{engine}-{size}-{weights}-r{rank}-{prompt}x{tokens}"
-
-
-def step_name(system: str, size: str, weights: str, rank: int, work: str, variant: str) -> str:
-    """The name of a file of GRPO steps.
-
-    system: with its kernels, by `with_kernels`. work: prompts, completions of each, and their tokens, as in
-    "1x8-256x2048". variant: what is recomputed, and limits.
-    """
-    return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"
-
-
 def dose_file(model: str) -> str:
     """The name of the file of a base's doses."""
     return f"dose-{model}.json"

@@ -15,12 +15,10 @@ from qerl.cli.commands import app
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.report.paper import beside, cells_of
 from qerl.report_jobs import measured_files
-from qerl.results.paths import decode_name, step_name
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
-from qerl.settings.workloads import ShapesSettings
-from qerl.workflow.grid import point_jobs, point_parts, remaining, state
-from qerl.workflow.plan import plan_from
+from qerl.settings.workloads import ShapesSettings, decode_name, step_name
+from qerl.workflow.plan import plan_from, point_jobs, point_parts, remaining, state
 from qerl.workflow.rules import Jobs, parse_job
 from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
 
