@@ -335,7 +335,7 @@ class ReportJob(ReportedJob):
     figures: list[Path]
     """Paths of figures without their endings, or folders of them. The first two stand beside the main table."""
     samples: str
-    """The address of the page of samples, from that of the report; empty without one."""
+    """The address of the page of samples, relative to the report; empty without one."""
     omitted: dict[str, str]
     """The arms that the configuration leaves out, and why."""
 
@@ -436,7 +436,7 @@ class GatherJob(Job):
         )
 
     def inputs(self, plan: Plan) -> dict[str, list[Path]]:
-        """The results of planned runs; those of finished ones would start runs, so that their content decides."""
+        """The results of planned runs. Of finished runs only the content decides, because inputs would start runs."""
         results = [] if self.only_finished else plan.studied
         return {"results": results, "names": [self.results], "protocol": [self.protocol]}
 
@@ -620,7 +620,7 @@ class SpeedJob(Job):
     key: str
     """A hash of the workload."""
     rounds: int
-    """The number of rounds, in each of which both are timed."""
+    """The number of rounds. Each times both."""
 
     @classmethod
     def make(cls, plan: Plan, name: str) -> SpeedJob:

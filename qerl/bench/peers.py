@@ -268,7 +268,7 @@ def _start_mix(folder: Path, work: Mix, workload: Lengths) -> MixEngine:
     ]
 
     def rollout(prompts: list[list[int]], _: int) -> list[list[int]]:
-        engine.reset_prefix_cache()  # a trace's prompts are those of the round before
+        engine.reset_prefix_cache()  # a trace has the same prompts in each round
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(work.group_size)]
         outputs = engine.generate(inputs, params, lora_request=adapter, use_tqdm=False)
         drawn = [_length(output.outputs[0]) for output in outputs]
@@ -315,7 +315,7 @@ def random_model(size: str, weights: str, rank: int, device: torch.device, seed:
 
 
 def _fill_nf4(lm: PreTrainedModel, device: torch.device) -> None:
-    """Replace linear layers by those of bitsandbytes, as transformers does, and quantize random weights one by one."""
+    """Replace linear layers by bitsandbytes' layers, as transformers does, and quantize random weights one by one."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

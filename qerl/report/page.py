@@ -270,7 +270,7 @@ def _state(stored: StoredResults, missing: int) -> str:
 
 
 def _stems(figures: Sequence[Path]) -> list[Path]:
-    """Paths of figures without their endings, those of folders in the order of their names."""
+    """Paths of figures without their endings; figures of a folder are in the order of their names."""
     stems: list[Path] = []
     for path in figures:
         inner = sorted(path.glob(f"*{NARROW}")) if path.is_dir() else [Path(f"{path}{NARROW}")]

@@ -352,7 +352,7 @@ STEP_TABLES = ("table5", "table6", "table7", "table8")
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: of `speeds.load`, or none; those of other models and lengths are ignored.
+    points: of `speeds.load`, or none; points of other models and lengths are ignored.
     """
     for engine, reading, counted, bench in _readings(points, "engine"):
         results = [*paper.rollouts(bench)]

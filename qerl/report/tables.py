@@ -226,7 +226,7 @@ def slope_per_step(values: Values) -> Interval:
 
 
 def change(first: Values, last: Values) -> Interval:
-    """The mean of the last window's values less that of the first one's, with Welch's interval of their blocks."""
+    """The last window's mean value less the first window's, with Welch's interval of their blocks."""
     from scipy import stats
 
     before, after = (_means(np.array_split(values, DRIFT_BLOCKS // 2)) for values in (first, last))

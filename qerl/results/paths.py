@@ -18,7 +18,7 @@ METRICS = "metrics.jsonl"
 LOG = "log.txt"
 #: The folder of a run's stored rollouts, with a file for each stored step.
 ROLLOUTS = "rollouts"
-#: The folder, within that of a run by hand, of the state of an unfinished run.
+#: The folder of an unfinished run's state, within the folder of a run by hand.
 WORK = "work"
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
@@ -32,7 +32,7 @@ SPEED = "speed.json"
 MEASURED = "measured.json"
 VERDICT = "verdict.json"
 VERDICT_TABLE = "verdict.html"
-#: The folder of a trained policy within its run's, and of a base in one weight format within that of its report.
+#: The folder of a trained policy within its run's, and of a base in one weight format beside its report.
 POLICY = "policy"
 CHECKPOINT = "checkpoint"
 #: Folders of a configuration's results, by what is in them.

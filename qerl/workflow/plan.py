@@ -343,7 +343,7 @@ def _as_typed(file: Path) -> str:
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
-# The speed grid (`shapes`): its jobs, each of which measures some points in its own process, and their states.
+# The speed grid (`shapes`): its jobs and their states. Each job measures some points in its own process.
 
 #: The word in `state` for points that aren't measured yet.
 MISSING = "missing"
@@ -383,7 +383,7 @@ def _check_point(system: str, base: Base) -> None:
 
 
 def point_jobs(parts: dict[str, list[PointPart]], folder: Path) -> dict[str, PointJob]:
-    """The jobs by their ids. Each writes its files to `folder`/ID, and continues those of an earlier attempt."""
+    """The jobs by their ids. Each writes its files to `folder`/ID, and continues the files of an earlier attempt."""
     return {id: PointJob(parts=of_job, out=folder / id) for id, of_job in parts.items()}
 
 
@@ -430,8 +430,8 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
 
     `given` has both, merged; `root` is the clone. The default is config/config.yaml of the working directory, as in
-    .test, if there is one. Else it is the miniature's, and for `--config model=FOLDER` that of real models. Raises
-    ValueError, which names the key or the file.
+    .test, if there is one. Else it is the miniature's, or, for `--config model=FOLDER`, the default of real models.
+    Raises ValueError, which names the key or the file.
     """
     default = Path("config/config.yaml")
     if not default.is_file():

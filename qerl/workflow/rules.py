@@ -127,8 +127,8 @@ class Jobs:
     def params(self, kind: str) -> dict[str, Callable[..., Any]]:
         """The parameters of a rule: its job as JSON, and what decides the job's result.
 
-        Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does.
-        So a job reruns for its settings (also those of what it reads), its code, and the content of the user's files.
+        Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as the JSON's does.
+        So a job reruns for its settings and those of what it reads, its code, and the content of the user's files.
         """
         return {
             "job": with_signature(lambda wildcards, input: self.of(kind, *wildcards).model_dump_json()),
