@@ -563,7 +563,7 @@ class GateMeasurements(Stored):
     """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
 
     key: str
-    """Key of the workload (`qerl.jobs.workload_key`)."""
+    """Key of the workload (`qerl.report_jobs.workload_key`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
     """One number per step."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,16 +97,16 @@ class Jobs:
             for kind, found in self.names.items()
         }
 
-    def input(self, kind: str, name: str) -> Callable[[Any], list[str]]:
-        """Files that a rule's job reads. The user's own are compared by their content, and not by their time."""
+    def input(self, kind: str, *names: str) -> dict[str, Callable[[Any], list[str]]]:
+        """Files that a rule's job reads, by what they are. The user's own are compared by content, not by time."""
         from snakemake.io import ancient
 
-        def files(wildcards: Any) -> list[str]:
+        def files(name: str, wildcards: Any) -> list[str]:
             own = {*self.plan.own_models, *self.of(kind, *wildcards).own_files}
             found = self.inputs(kind, *wildcards)[name]
             return [ancient(str(path)) if path in own else str(path) for path in found]
 
-        return with_signature(files)
+        return {name: with_signature(partial(files, name)) for name in names}
 
     def output(self, kind: str, file: str = "") -> list[Path]:
         """A file that a rule's job writes, or all, with the rule's wildcard."""
