@@ -40,7 +40,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The documented names, of which most exist only once they are used."""
+    """The documented names. Most exist only once they are used."""
     return sorted(__all__)
 
 

@@ -75,7 +75,7 @@ WORKSPACE = 300_000_000
 _OPTIMIZER_BLOCK = 256
 #: Bytes of the tables of an 8-bit optimizer's two codes, which each tensor has.
 _OPTIMIZER_TABLES = 2 * 256 * 4
-#: Numbers of the smallest tensor whose moments an 8-bit optimizer has in 8 bits; those of smaller ones are float32.
+#: Numbers of the smallest tensor whose moments an 8-bit optimizer has in 8 bits; smaller tensors have float32 moments.
 _LEAST_IN_8_BITS = 4096
 
 
@@ -317,7 +317,7 @@ def prefill_bytes(shape: ModelShape, settings: StepSettings, interrupts: bool) -
 
 
 def _block_bytes(shape: ModelShape, settings: StepSettings, tokens: int) -> int:
-    """Bytes of the tensors of a block that the engine computes, with those of a mixture."""
+    """Bytes of the tensors of a block that the engine computes, including a mixture's."""
     widths = 2 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + shape.intermediate
     widths += _shrunk_width(shape, settings)
     if shape.mixture:

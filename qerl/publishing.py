@@ -97,7 +97,7 @@ Versions: {{ versions }}.
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that a run started from: a repository of the hub, or a folder, of which a card has the name alone."""
+    """The model that a run started from: a repository of the hub, or a folder, whose name alone is in a card."""
 
     name: str
     on_hub: bool
@@ -184,7 +184,7 @@ def merged_card(facts: RunFacts, merged: MergedExport, title: str) -> str:
 
 
 def data_name(data: PreparedDataset) -> str:
-    """The name of a data set: the hub's, the file's, the function's, or that of its generator."""
+    """The name of a data set: the hub's, the file's, the function's, or its generator's."""
     match data.origin["source"]:
         case "hub":
             return str(data.origin["repo"])

@@ -110,7 +110,7 @@ class Trackers(ExitStack):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
         from accelerate.utils import patch_environment
 
-        PartialState()  # that of `qerl.rl.parallel`, without which these classes can't log
+        PartialState()  # from `qerl.rl.parallel`; these classes can't log without it
         self._record.folder.mkdir(parents=True, exist_ok=True)
         # Runs of a workflow may begin at once, and only one may make MLflow's tables and experiment.
         lock = FileLock(self._record.folder / "mlflow.lock") if name == "mlflow" else nullcontext()

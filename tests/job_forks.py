@@ -96,7 +96,7 @@ def _modules() -> tuple[str, ...]:
 
     A job of TRL, which no test of the DAG runs, imports for seconds what the others don't need.
     """
-    from qerl.jobs import KINDS
+    from qerl.workflow.rules import KINDS
 
     paths = [kind.does for kind in KINDS.values() if hasattr(kind, "does")]
     return (*(path.partition(":")[0] for path in paths), "qerl.evals.lm_eval", "qerl.evals.lighteval")

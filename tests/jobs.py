@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from qerl.data.sources import prepare
-from qerl.jobs import KINDS, PointJob, PointPart, TrainJob
+from qerl.jobs import TrainJob
+from qerl.report_jobs import PointJob
 from qerl.settings.data import DatasetSettings, Generated
 from qerl.settings.run import RunSettings
-from qerl.settings.workloads import Workload
+from qerl.settings.workloads import PointPart, Workload
+from qerl.workflow.rules import KINDS
 from tests.tiny import tiny_qwen2, write_template
 
 #: The functions of all jobs, as `module:name`.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from qerl.jobs import FigureJob, TableJob
 from qerl.report.figures import make_figure
 from qerl.report.tables import make_table
+from qerl.report_jobs import FigureJob, TableJob
 from qerl.results.schema import StepMetrics
 from qerl.settings.workloads import Decoding
 

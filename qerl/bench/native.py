@@ -18,9 +18,9 @@ from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
 from qerl.host.gpus import seconds
-from qerl.jobs import PointJob, PointPart, RolloutJob
 from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
 from qerl.models.random import random_policy, with_random_adapter
+from qerl.report_jobs import PointJob, RolloutJob
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
     DecodeSeconds,
@@ -36,7 +36,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import AdapterSettings, EngineSettings, Kernels, NativeSettings
 from qerl.settings.workflow import RolloutBench
-from qerl.settings.workloads import Decoding, Mix, Prompting
+from qerl.settings.workloads import Decoding, Mix, PointPart, Prompting
 
 # Decode speed of the engine, in tokens/s by number of sequences.
 

@@ -22,7 +22,6 @@ from transformers.quantizers import AutoHfQuantizer
 from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
 from qerl.checkpoints.tensors import write_tensors
-from qerl.jobs import PointJob, PointPart
 from qerl.models.policy import choose_device
 from qerl.models.quantize import compressed_config
 from qerl.models.random import (
@@ -36,9 +35,10 @@ from qerl.models.random import (
     write_checkpoint,
 )
 from qerl.models.structure import empty_model, structure_of
+from qerl.report_jobs import PointJob
 from qerl.settings.models import Base
 from qerl.settings.run import AdapterSettings
-from qerl.settings.workloads import Decoding, Mix
+from qerl.settings.workloads import Decoding, Mix, PointPart
 
 # Stock vLLM on random weights of known shapes, with an adapter on all layers outside of experts, as a baseline.
 #
@@ -268,7 +268,7 @@ def _start_mix(folder: Path, work: Mix, workload: Lengths) -> MixEngine:
     ]
 
     def rollout(prompts: list[list[int]], _: int) -> list[list[int]]:
-        engine.reset_prefix_cache()  # a trace's prompts are those of the round before
+        engine.reset_prefix_cache()  # a trace has the same prompts in each round
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(work.group_size)]
         outputs = engine.generate(inputs, params, lora_request=adapter, use_tqdm=False)
         drawn = [_length(output.outputs[0]) for output in outputs]
@@ -315,7 +315,7 @@ def random_model(size: str, weights: str, rank: int, device: torch.device, seed:
 
 
 def _fill_nf4(lm: PreTrainedModel, device: torch.device) -> None:
-    """Replace linear layers by those of bitsandbytes, as transformers does, and quantize random weights one by one."""
+    """Replace linear layers by bitsandbytes' layers, as transformers does, and quantize random weights one by one."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

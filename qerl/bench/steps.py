@@ -29,9 +29,9 @@ from qerl.checkpoints.shapes import vocabulary
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
 from qerl.host.provenance import machine
-from qerl.jobs import PointJob, PointPart, StepJob, TimedRun
 from qerl.models.policy import Policy, choose_device, weight_bytes
 from qerl.models.random import TEXTS, random_policy, with_random_adapter, write_tokenizer
+from qerl.report_jobs import PointJob, StepJob, TimedRun
 from qerl.results.schema import Provenance
 from qerl.results.speeds import SECONDS, GivenUp, GrpoStepResult, StepBenchResult, StepMemory, StepPoint, TimedStep
 from qerl.results.store import read, write
@@ -43,7 +43,7 @@ from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
-from qerl.settings.workloads import EngineStep, StepWork, with_kernels
+from qerl.settings.workloads import EngineStep, PointPart, StepWork, with_kernels
 
 # A GRPO step of this project on random weights: seconds of sync, rollout and update, and memory by part.
 #
@@ -56,7 +56,7 @@ class _Watched:
     """The policy's sampler without stop tokens. It records the memory peaks of syncs and rollouts, and resets the peak
     before the update.
 
-    `lengths` are those of completions if they are mixed. Otherwise, in a `warm_up` the engine draws no more than
+    `lengths` has the completions' if they are mixed. Otherwise, in a `warm_up` the engine draws no more than
     `WARM_UP` tokens of a completion, and repeats them up to its length: the update has all of its tokens.
     """
 
@@ -96,7 +96,7 @@ class _Watched:
 
 
 def _repeated(completion: Completion, tokens: int) -> Completion:
-    """A completion of so many tokens, which repeats those of another one."""
+    """A completion of so many tokens, which repeats another one's."""
     times = -(-tokens // len(completion.token_ids))
     token_ids, logprobs = (completion.token_ids * times)[:tokens], (completion.logprobs * times)[:tokens]
     return replace(completion, token_ids=token_ids, logprobs=logprobs)
@@ -213,7 +213,7 @@ def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], o
 
     def measure() -> dict[str, Any]:
         shared = base()
-        torch.manual_seed(0)  # adapters are those of a part alone
+        torch.manual_seed(0)  # a part has the same adapters wherever it runs
         with TemporaryDirectory() as folder, with_random_adapter(shared, work.rank, train_norms=False) as policy:
             try:
                 return steps_with(policy, work, run_settings(work, asked), Path(folder))

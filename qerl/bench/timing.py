@@ -90,7 +90,7 @@ def _copy(device: torch.device) -> float:
 
 
 def _matmul(device: torch.device) -> float:
-    # Zeros would draw less power, and the clocks would stay higher than those of real products.
+    # Zeros would draw less power, and the clocks would stay higher than with real products.
     left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(left)
     return 2 * MATMUL_SIZE**3 / _seconds(lambda: torch.matmul(left, right, out=out))
@@ -177,7 +177,7 @@ def _run_together(points: Sequence[Point], repeats: int) -> None:
 # Points of decode speed: timing and the result file, shared by all engines of `qerl.bench`.
 #
 # A job is one engine, shape, weight format and rank; a point is a number of sequences. A job resumes its file: it
-# measures only the points that are missing. The prompts' time, that of drawing one token, is subtracted.
+# measures only the points that are missing. The prompts' time, in which one token is drawn, is subtracted.
 
 #: Takes prompts of one length, the number of tokens to draw for each, and a seed; returns the total number drawn.
 Draw = Callable[[list[list[int]], int, int], int]

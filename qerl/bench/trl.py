@@ -45,8 +45,8 @@ from qerl.bench.workloads import (
 from qerl.checkpoints.shapes import shape_of
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
-from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, write_checkpoint
+from qerl.report_jobs import PointJob
 from qerl.results.speeds import StepMemory, TimedStep, byte_parts
 from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings

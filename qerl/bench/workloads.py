@@ -242,7 +242,7 @@ def reward(answer: Answer, problem: Problem) -> float:
 
 
 def memory_of(peak: float, kv_cache: int, parts: dict[str, int]) -> StepMemory:
-    """Bytes of memory that PyTorch allocated on the GPU; on a CPU those of the process, with a cache of 0 bytes.
+    """Bytes of memory that PyTorch allocated on the GPU; on a CPU the bytes of the process, with a cache of 0 bytes.
 
     `parts` are disjoint; the rest of the peak without the cache is activations, logits and buffers. `device_bytes` is
     all memory in use on the GPU now, by any process: reserved memory, contexts and graphs too; None on a CPU.

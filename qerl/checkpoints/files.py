@@ -173,7 +173,7 @@ def weights_format_of(folder: Path) -> str:
 
 
 def quantization_of(folder: Path) -> Any:
-    """The quantization_config of config.json, or that of ModelOpt's own file; None for a dense checkpoint."""
+    """The quantization_config of config.json or of ModelOpt's own file; None for a dense checkpoint."""
     quantization = read_config(folder).get("quantization_config")
     if quantization is None and (folder / MODELOPT_CONFIG).is_file():
         return {"quant_method": "modelopt", **_read_json(folder / MODELOPT_CONFIG)}
@@ -206,13 +206,13 @@ def differences(folder: Path, headers: Mapping[str, TensorInfo]) -> Iterator[str
 
 
 def check_no_file(path: Path) -> None:
-    """Raise `CheckpointError` if the path of a checkpoint is that of a file, such as its weights."""
+    """Raise `CheckpointError` if the path of a checkpoint leads to a file, such as its weights."""
     if path.is_file():
         raise CheckpointError(f"{path} is a file, and a model is a folder in the hub's layout; give such a folder")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json; `CheckpointError` if it's missing, broken, or not that of a decoder of text.
+    """A checkpoint's config.json; `CheckpointError` if it's missing or broken, or describes no decoder of text.
 
     That of a model of images and text is the text model's (`qerl.checkpoints.layouts`).
     Whether the model's structure is handled is known to `qerl.models.loading.checkpoint_structure`.
@@ -447,7 +447,7 @@ def usable_length(config: Mapping[str, Any], engine: EngineSettings) -> int | No
 
 
 def check_room(context: int | None, max_tokens: int, key: str) -> None:
-    """Raise `ConfigError` if completions alone fill the whole context. `key` is that of `max_tokens`."""
+    """Raise `ConfigError` if completions alone fill the whole context. `key` names `max_tokens`."""
     if context is not None and max_tokens >= context:
         raise ConfigError(
             f"{key}={max_tokens} leaves no room for a prompt: the model's context has {context} tokens "

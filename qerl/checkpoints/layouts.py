@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from qerl.settings.models import FORMATS, FormatError
 
-# Models of images and text, of which the text model alone is read: its configuration and its names, without torch.
+# Of models of images and text, the text model alone is read: its configuration and its names, without torch.
 
 #: The prefixes of the text model's tensors in the files, and their names in the text model alone. transformers writes
 #: the two latter, and the former is how its classes name the modules.
@@ -48,7 +48,7 @@ class ImageTextModel:
     texts: Mapping[str, str]
     """transformers' class of the text model, by its model_type."""
     loader: str = TEXT_LOADER
-    """transformers' class that makes the model of which PEFT loads an adapter."""
+    """transformers' class that makes the model for which PEFT loads an adapter."""
     prefix: str = "model."
     """The prefix of the text model's modules there."""
     siblings: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = {key: value for key, value in config["text_config"].items() if key not in _IGNORED.get(kind, ())}
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     stated = _DEFAULTS.get(kind, {}) | shared | text
-    # The ends of text are those of the whole: the text_config of Gemma 3 lacks the end of a turn.
+    # The whole model states the ends of text: the text_config of Gemma 3 lacks the end of a turn.
     outer = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
     return {**stated, "architectures": [model.texts[kind]], **outer}
 
@@ -256,7 +256,7 @@ def _require(section: Mapping[str, Any], required: Mapping[str, Any]) -> None:
 
 # The tensors of a checkpoint under this package's names, whichever library wrote the files, without torch.
 #
-# The names are those of compressed-tensors: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
+# compressed-tensors gives the names: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
 # `weight_global_scale`. ModelOpt names the same codes and scales `weight`, `weight_scale` and `weight_scale_2`. Its
 # last is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors as their `TensorInfo` says.
 
@@ -264,7 +264,7 @@ def _require(section: Mapping[str, Any], required: Mapping[str, Any]) -> None:
 #: scale, or packed codes that are unpacked because no packed layer may be there.
 Reading = Literal["stored", "reciprocal", "bytes", "scaled", "unpacked"]
 
-#: Rotary frequencies, which older files of Llama hold and config.json states, and masks in those of GPT-NeoX.
+#: Rotary frequencies, which older files of Llama hold and config.json states, and masks in files of GPT-NeoX.
 _COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 #: Suffixes of scales by which other engines round activations, keys and values. Nothing here reads them.
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale")
@@ -315,7 +315,7 @@ class TensorInfo:
 def own_layout(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by this package's names, in the files' order, without scales of activations and rotary frequencies.
 
-    A model of images and text has those of its text model, and experts that are stacked have their own each.
+    A model of images and text has its text model's, and experts that are stacked have their own each.
     FP8 weights become dense weights, and so does a packed output head. Raises `FormatError` for FP8 scales of an
     unknown shape, for an incomplete head, and for layers that compute more than a product with their weight.
     """
@@ -337,7 +337,7 @@ def _family_name(name: str) -> str:
 
 
 def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
-    """How tensors are named in files like those of `headers`: as here, but for parts of some mixtures."""
+    """How tensors are named in files with such `headers`: as here, but for parts of some mixtures."""
 
     def named(name: str) -> str:
         for parts in families:
@@ -350,7 +350,7 @@ def names_in_files(headers: Mapping[str, TensorInfo]) -> Callable[[str], str]:
 
 
 def _apart(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensor, or those of each expert in place of a stack."""
+    """The tensor, or each expert's tensor in place of a stack."""
     stack = _STACK.fullmatch(name)
     if stack is None:
         yield name, info

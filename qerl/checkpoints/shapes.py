@@ -55,7 +55,7 @@ class DeltaNets:
     value_dim: int
     taps: int
     packed: bool = False
-    """Whether a weight format packs their layers, but for those of b and a. Otherwise they are bfloat16."""
+    """Whether a weight format packs their layers except b and a. Otherwise they are bfloat16."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DeltaNets | None:
@@ -105,7 +105,7 @@ class ModelShape:
     biased: bool
     """Whether q, k and v have biases."""
     mixture: Mixture | None = None
-    """The experts that stand in place of gate, up and down; `intermediate` is then that of a token's experts."""
+    """The experts that stand in place of gate, up and down; `intermediate` is then the width of a token's experts."""
     nets: DeltaNets | None = None
     """The delta nets that stand in place of attention in some blocks; queries of the others then have gates."""
     windowed: int = 0
@@ -142,7 +142,7 @@ class ModelShape:
     def linears(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of a block's projections: q, k, v, o, gate, up, down. A mixture's shared expert has the last three.
 
-        In a hybrid these are those of a block with attention.
+        In a hybrid these belong to a block with attention.
         """
         hidden, query, kv = self.hidden, self.query_width, self.kv_width
         wide = self.mixture.shared if self.mixture else self.intermediate
@@ -190,11 +190,11 @@ class ModelShape:
 
     @property
     def block_weights(self) -> int:
-        """Elements of the weights of all blocks' layers, with those of all experts."""
+        """Elements of the weights of all blocks' layers, all experts included."""
         return self._weights(self.mixture.experts if self.mixture else 0)
 
     def _weights(self, experts: int) -> int:
-        """Elements of the weights of all blocks' layers, with those of so many experts of each block."""
+        """Elements of the weights of all blocks' layers, with so many experts of each block."""
         of_experts = self.expert_linears * (experts * self.layers)
         return sum(math.prod(linear) for linear in (*self.packable, *self.dense, *of_experts))
 
@@ -204,7 +204,7 @@ class ModelShape:
 
     @property
     def adapted_of_experts(self) -> tuple[tuple[int, int], ...]:
-        """[out, in] of each expert's layers that can have adapters; those of gpt-oss have gate and up in one."""
+        """[out, in] of each expert's layers that can have adapters; gpt-oss has gate and up in one."""
         if self.mixture is None or not self.mixture.biased:
             return self.expert_linears
         hidden, wide = self.hidden, self.mixture.intermediate
@@ -212,7 +212,7 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all packable projections in bfloat16, without those of experts, which are never unpacked."""
+        """Bytes of all packable projections in bfloat16, without the experts', which are never unpacked."""
         return HALF * sum(rows * columns for rows, columns in self.packable)
 
     def attention_format(self, weights: str) -> str:

@@ -20,11 +20,13 @@ from qerl.host.console import VisibleConsole, visible
 from qerl.host.imports import imports
 from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
 from qerl.host.provenance import check_writable, writing
-from qerl.jobs import Job, KilledError, Plan, PointJob, parse_job
+from qerl.jobs import Job, KilledError, Plan
+from qerl.report_jobs import PointJob
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
 from qerl.settings.workflow import Config
+from qerl.workflow.rules import parse_job
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -207,7 +209,7 @@ def grid(
     missing: Annotated[bool, typer.Option("--missing", help="Print the commands of unfinished jobs.")] = False,
 ) -> None:
     """List the jobs of a configuration's `shapes` with their state."""
-    from qerl.workflow.grid import point_jobs, remaining, state
+    from qerl.workflow.plan import point_jobs, remaining, state
 
     plan = _plan(config, None)
     shapes = plan.config.shapes
@@ -239,7 +241,7 @@ def show_gates(verdict: Annotated[Path, typer.Argument(help="verdict.json of a f
 def accept(config: Path = Path("config/ci.yaml"), keys: Keys = None) -> None:
     """Commit the last measurements of the gates as the baseline of this class of machines."""
     from qerl.gates.compare import accept
-    from qerl.jobs import VerdictJob
+    from qerl.report_jobs import VerdictJob
 
     plan = _plan(config, keys)
     typer.echo(accept(plan.config, VerdictJob.path(plan)))

@@ -14,8 +14,8 @@ from qerl.checkpoints.files import usable_length
 from qerl.data.prompts import Thinking, prompts_ids
 from qerl.evals.evaluate import open_task
 from qerl.evals.policy import EvaluatedPolicy, EvaluationSet
-from qerl.jobs import DosedArm, DoseJob
 from qerl.models.policy import Policy, load_policy
+from qerl.report_jobs import DosedArm, DoseJob
 from qerl.results.schema import Dose, DoseReport, MergeLoss, Provenance
 from qerl.results.statistics import Scores, accuracy_interval, difference_interval, mean_interval
 from qerl.results.store import write

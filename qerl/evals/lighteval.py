@@ -3,7 +3,7 @@
 `math_500`, `aime24` and `aime25` are the objects that lighteval ships. `amc23`, which it lacks, is its aime24 on other
 records: the same prompt and metric, a gold answer that may be any number.
 
-lighteval's Pipeline isn't used, because its registry imports every task module, one of which downloads at import. The
+lighteval's Pipeline isn't used, because its registry imports every task module, and one downloads at import. The
 task, its documents and its metric are lighteval's own objects, combined as in the Pipeline. The metric needs no model
 of lighteval's. If completions state their answer in tags, the metric gets that answer in a box.
 """

@@ -1,6 +1,6 @@
 """gsm8k-format data sets scored by lm-eval: its stock gsm8k task on local records, strict match.
 
-With the project's prompts it is zero-shot, and prompts are those of training. If completions state their answer in
+With the project's prompts it is zero-shot, with the prompts of training. If completions state their answer in
 tags, the strict match gets that number as `#### n`; metric and all else are the stock task's. As a stock task it has
 the prompt, the examples and both filters of lm-eval's task file, and only the records are this project's.
 """

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 from pydantic import Field
 
-from qerl.jobs import VerdictJob
 from qerl.report.format import page
+from qerl.report_jobs import VerdictJob
 from qerl.results.paths import (
     MEASURED,
     METRICS,
@@ -115,7 +115,7 @@ def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
         accuracy = sum(row.correct for row in rows) / len(rows)
         accuracies.setdefault(f"accuracy/{trained.arm}", {})[varied] = accuracy
         values[f"evaluation-noise/{_name(trained)}"] = trained.noise_norm
-    # Seconds per token, each paired with those of bf16, or of the baseline's code, that were measured next to them.
+    # Seconds per token, each paired with the seconds of bf16 or of the baseline's code that were measured next to it.
     points = {(point.weights, point.rank): [1 / rate for rate in point.samples] for point in bench.points}
     ratios = {
         f"{weights}-to-bf16/rank={rank}": (seconds, points["bf16", rank])
@@ -244,7 +244,7 @@ _KINDS: dict[Check, str] = {
 def judge(gate: Gate, measured: GateMeasurements, own: Baseline | None, other: Baseline | None) -> Verdict:
     """The verdict of one gate. A gate whose metric wasn't measured fails, for every check.
 
-    `own` is the baseline of this machine class, and `other` that of any, which is used without an own one.
+    `own` is the baseline of this machine class. Without one, `other` is used, which is of any machine class.
     """
     kind, metric = _KINDS.get(gate.check, "values"), gate.metric
     now = getattr(measured, kind).get(metric)

@@ -29,8 +29,8 @@ from qerl.gates import worker
 from qerl.gates.compare import find_baseline, machine_class
 from qerl.host.console import log
 from qerl.host.provenance import PACKAGE
-from qerl.jobs import NumericsJob, SpeedJob
 from qerl.models.linear import PackedLinear
+from qerl.report_jobs import NumericsJob, SpeedJob
 from qerl.results.schema import NumericsResult, Provenance, SpeedPairs, SpeedResult
 from qerl.results.store import write
 from qerl.settings.base import ConfigError

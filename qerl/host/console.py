@@ -79,7 +79,7 @@ class VisibleConsole(Console):
     """A console on which texts can't control the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of a renderable; those of text are `visible`, and those of rich's own control stay."""
+        """Segments of a renderable: text becomes `visible`, and rich's own control codes stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 

@@ -65,7 +65,7 @@ def leave_out(taken: float) -> None:
 
 @contextmanager
 def seconds() -> Iterator[Seconds]:
-    """Measure the wall-clock seconds of a block, including its work on the GPU, without those of `leave_out`."""
+    """Measure the wall-clock seconds of a block, including its work on the GPU, without the blocks of `leave_out`."""
     elapsed = Seconds()
     _synchronise()
     start, before = time.perf_counter(), _LEFT_OUT.seconds
@@ -119,7 +119,7 @@ def allocatable_bytes() -> int:
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     cap = int(torch.cuda.get_per_process_memory_fraction() * total)
-    # What is reserved in the allocator's private pools, which are those of CUDA graphs, and not allocated.
+    # What is reserved in the allocator's private pools, which CUDA graphs have, and not allocated.
     segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != DEFAULT_POOL]
     of_graphs = sum(s["total_size"] - s["allocated_size"] for s in segments)
     unused = reserved - torch.cuda.memory_allocated() - of_graphs

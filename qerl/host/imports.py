@@ -119,7 +119,7 @@ def imports(without: Collection[str] = ()) -> Iterator[None]:
 def begin(functions: Sequence[str], without: Collection[str], *arguments: Any) -> None:
     """Begin another process: load functions, as `module:name`, and call the first with the others and `arguments`.
 
-    Python itself would load their modules ahead of any context. The libraries `without` are those of `imports`.
+    Python itself would load their modules ahead of any context. `imports` explains the libraries `without`.
     """
     with imports(without):
         pairs = [function.partition(":") for function in functions]

@@ -26,7 +26,7 @@ from qerl.settings.base import ConfigError
 # because CUDA_VISIBLE_DEVICES must be set before torch is imported.
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: CUDA's own order has the fastest GPU first. NVML's is that of the bus, so its numbers would name other GPUs to CUDA.
+#: CUDA's own order has the fastest GPU first. NVML's follows the bus, so its numbers would name other GPUs to CUDA.
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 #: The least compute capability of the kernels: Ampere, the first generation with bfloat16.
 LEAST_CAPABILITY = (8, 0)
@@ -310,7 +310,7 @@ def own_lock(nodes: int, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def is_first(nodes: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process answers for the run's files: that of machine 0, or of torchrun's first process."""
+    """Whether this process answers for the run's files, as the process of machine 0 and torchrun's first do."""
     if by_torchrun(environment):
         return environment["RANK"] == "0"
     return nodes == 1 or node_number(environment) == 0

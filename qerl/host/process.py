@@ -43,7 +43,7 @@ def _interrupt(number: int) -> None:
 
 
 class Announcement:
-    """The announced end of this process: `number` is that of the first signal, and 0 before it."""
+    """The announced end of this process: `number` is the first signal's, and 0 before it."""
 
     number = 0
 

@@ -56,7 +56,7 @@ def writing(place: Path) -> Iterator[None]:
         stated = _STATED.search(str(error))
         number = int(stated[1]) if stated else 0
         # A ValueError is a sentence for the user, which may quote such words.
-        # An error of the system may name the file that was written; that of a copy names its source first.
+        # An error of the system may name the file that was written; the error of a copy names its source first.
         named = isinstance(error, OSError) and error.filename is not None and error.filename2 is None
         if number not in NO_ROOM or isinstance(error, ValueError) or named:
             raise
@@ -166,7 +166,7 @@ PACKAGE = Path(__file__).parents[1]
 VERSION = __version__
 
 #: Modules that decide no result, because they only report progress and origin, or plan: the fields of a job decide.
-TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.trackers")
+TELLING = ("qerl.host.console", "qerl.host.provenance", "qerl.jobs", "qerl.report_jobs", "qerl.trackers")
 #: Suffixes of files beside a module, which it names in a string: CUDA sources, and templates and styles of pages.
 _BESIDE = (".cu", ".j2", ".css", ".js")
 
@@ -245,7 +245,7 @@ def _parsed(source: bytes, package: str) -> tuple[str, frozenset[str], list[str]
 def code_of(modules: Iterable[str], root: Path, counts: Callable[[str], bool]) -> dict[str, str]:
     """The code of modules under `root` and of all modules that they load from there and for which `counts` is true.
 
-    Comments, docstrings and layout of Python don't count; those of files that a module names (`_BESIDE`) do. A module
+    Comments, docstrings and layout of Python don't count; in files that a module names (`_BESIDE`) they do. A module
     is loaded by an import; what is loaded by its name as text isn't detected.
     """
     seen: dict[str, str] = {}
@@ -311,7 +311,7 @@ LIBRARIES = (
 )
 
 
-# The commit is that of the checkout which tracks the package, not of whatever project it is installed into. A wheel
+# The commit is taken from the checkout that tracks the package, not from a project that it is installed into. A wheel
 # or a ZIP has none, so every stamp also has the version and a hash of the files. QERL_COMMIT states a commit where
 # git can't be asked.
 def _git(*arguments: str) -> str | None:

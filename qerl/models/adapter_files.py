@@ -313,7 +313,7 @@ def _stored(name: str, experts: AdaptedExperts) -> Iterator[tuple[str, Tensor]]:
     for place, projection in enumerate(reversed(experts.projections)):
         for side in "AB":
             matrices = experts.adapter(side, projection)
-            if experts.in_stacks:  # PEFT wraps the stack of down around that of gate and up
+            if experts.in_stacks:  # PEFT wraps the stack of down around the stack of gate and up
                 key = f"{name}{'.base_layer' * place}.lora_{side}.weight"
                 yield key, matrices.flatten(0, 1) if side == "A" else matrices.permute(1, 2, 0)
                 continue

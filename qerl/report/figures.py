@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from qerl.jobs import FigureJob
 from qerl.report import paper, tables
 from qerl.report.format import stamp_text, training_label, weights_label
+from qerl.report_jobs import FigureJob
 from qerl.results import printed
 from qerl.results.paths import NARROW, training_name, weights_names
 from qerl.results.printed import DECAYS, Series

@@ -11,7 +11,6 @@ from urllib.parse import quote
 import pandas as pd
 
 from qerl.host.provenance import write_text
-from qerl.jobs import ReportJob
 from qerl.report.figures import smoothing_window
 from qerl.report.format import (
     MEASURES,
@@ -26,6 +25,7 @@ from qerl.report.format import (
     weights_label,
 )
 from qerl.report.samples import steps_in
+from qerl.report_jobs import ReportJob
 from qerl.results.paths import KEY, NARROW, RESULT, ROLLOUTS, VERDICT, variant
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
@@ -270,7 +270,7 @@ def _state(stored: StoredResults, missing: int) -> str:
 
 
 def _stems(figures: Sequence[Path]) -> list[Path]:
-    """Paths of figures without their endings, those of folders in the order of their names."""
+    """Paths of figures without their endings; figures of a folder are in the order of their names."""
     stems: list[Path] = []
     for path in figures:
         inner = sorted(path.glob(f"*{NARROW}")) if path.is_dir() else [Path(f"{path}{NARROW}")]

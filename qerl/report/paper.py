@@ -126,7 +126,7 @@ def _accuracies(stored: StoredResults) -> Iterator[Result]:
 
 
 def _with_readings(sets: Mapping[str, pd.DataFrame], is_stock: bool, trained: bool) -> dict[str, pd.DataFrame]:
-    """Scores by task, and those of GSM8K also by reading; `is_stock`: with the harness's own prompt.
+    """Scores by task, and on GSM8K also by reading; `is_stock`: with the harness's own prompt.
 
     `gsm8k` itself becomes the scores that are compared with the paper's number.
     """

@@ -13,8 +13,8 @@ from typing import Any
 
 from qerl.checkpoints.files import RUN_FILE
 from qerl.host.provenance import write_text
-from qerl.jobs import SamplesJob
 from qerl.report.format import rendered
+from qerl.report_jobs import SamplesJob
 from qerl.results.paths import (
     EVALUATE,
     REPORT_PAGE,

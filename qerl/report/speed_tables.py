@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from qerl.checkpoints.shapes import QWEN
-from qerl.jobs import ShapesJob
 from qerl.report import paper
 from qerl.report.figures import bars_beside, decode_speed
 from qerl.report.format import (
@@ -31,6 +30,7 @@ from qerl.report.format import (
     write_table,
 )
 from qerl.report.paper import Point, beside, cells_of
+from qerl.report_jobs import ShapesJob
 from qerl.results import printed
 from qerl.results.schema import OK, Head
 from qerl.results.speeds import GIVEN_UP, LENGTHS, POLICY, SECONDS, load
@@ -352,7 +352,7 @@ STEP_TABLES = ("table5", "table6", "table7", "table8")
 def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
     """Write the tables and figures <name>-<engine>-<reading> that have at least one measured point.
 
-    points: of `speeds.load`, or none; those of other models and lengths are ignored.
+    points: of `speeds.load`, or none; points of other models and lengths are ignored.
     """
     for engine, reading, counted, bench in _readings(points, "engine"):
         results = [*paper.rollouts(bench)]

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from qerl.jobs import TableJob
 from qerl.report import paper
 from qerl.report.format import NOT_RUN, by_dataset, caption_text, present, stamp_text, write_table
 from qerl.report.paper import STEP_SETTING, Point, step_base
+from qerl.report_jobs import TableJob
 from qerl.results import printed
 from qerl.results.paths import KEY, weights_names
 from qerl.results.readers import StoredResults, listed, paired_base
@@ -226,7 +226,7 @@ def slope_per_step(values: Values) -> Interval:
 
 
 def change(first: Values, last: Values) -> Interval:
-    """The mean of the last window's values less that of the first one's, with Welch's interval of their blocks."""
+    """The last window's mean value less the first window's, with Welch's interval of their blocks."""
     from scipy import stats
 
     before, after = (_means(np.array_split(values, DRIFT_BLOCKS // 2)) for values in (first, last))

@@ -18,7 +18,7 @@ METRICS = "metrics.jsonl"
 LOG = "log.txt"
 #: The folder of a run's stored rollouts, with a file for each stored step.
 ROLLOUTS = "rollouts"
-#: The folder, within that of a run by hand, of the state of an unfinished run.
+#: The folder of an unfinished run's state, within the folder of a run by hand.
 WORK = "work"
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
@@ -32,7 +32,7 @@ SPEED = "speed.json"
 MEASURED = "measured.json"
 VERDICT = "verdict.json"
 VERDICT_TABLE = "verdict.html"
-#: The folder of a trained policy within its run's, and of a base in one weight format within that of its report.
+#: The folder of a trained policy within its run's, and of a base in one weight format beside its report.
 POLICY = "policy"
 CHECKPOINT = "checkpoint"
 #: Folders of a configuration's results, by what is in them.
@@ -111,23 +111,6 @@ def variant(varied: dict[str, Any]) -> str:
 def training_name(method: str, schedule: str) -> str:
     """The training of a run, named as in the paper's Table 1: full, lora, lora+aqn or full+aqn."""
     return method + ("" if schedule == "off" else "+aqn")
-
-
-def decode_name(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:
-    """The name of a file of decode points; prompt and decoded tokens are per sequence.
-
-    engine: with its kernels, by `with_kernels`.
-    """
-    return f"decode-{engine}-{size}-{weights}-r{rank}-{prompt}x{tokens}"
-
-
-def step_name(system: str, size: str, weights: str, rank: int, work: str, variant: str) -> str:
-    """The name of a file of GRPO steps.
-
-    system: with its kernels, by `with_kernels`. work: prompts, completions of each, and their tokens, as in
-    "1x8-256x2048". variant: what is recomputed, and limits.
-    """
-    return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"
 
 
 def dose_file(model: str) -> str:

@@ -229,7 +229,7 @@ def _maybe(name: str) -> Any:
 class StepMetrics(Stored):
     """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
 
-    `entropy` is the trained policy's, `entropy/sampler` that of the policy that sampled, estimated by its completions.
+    `entropy` is the trained policy's, `entropy/sampler` the sampling policy's, estimated by its completions.
     `discovery` is the share of the training problems that some completion has solved so far. `grading/timeouts` counts
     completions whose comparison with the answer exceeded the grader's limits; a step without such completions lacks it.
     `validation/` is of the policy after the step, on held-out problems, and `validation/base` of the policy before the
@@ -295,7 +295,7 @@ class StoredCompletion(Stored):
     """A completion of a stored rollout.
 
     `tokens` are the texts of its tokens, which together are the text that was graded. A token that ends within a
-    character has an empty text. `logprobs` are the sampler's, and `entropies` those of the trained policy before the
+    character has an empty text. `logprobs` are the sampler's, and `entropies` the trained policy's before the
     step's first update; both are in nats, at the sampling temperature. `extracted` is the answer that the grader read.
     `advantage` is None for ppo, where every token has its own.
     """
@@ -323,7 +323,7 @@ class RolloutRow(Stored):
 class RunSummary(Stored):
     """The cost of one training run.
 
-    `seconds` are those of all its steps, and the peak is that of any attempt: a run that was killed has had several.
+    `seconds` cover all its steps, and the peak is the highest of all attempts: a run that was killed has had several.
     """
 
     steps: int
@@ -571,7 +571,7 @@ class GateMeasurements(Stored):
     """gates/measured.json: the metrics of one run of the workload, by name, with their stamp."""
 
     key: str
-    """Key of the workload (`qerl.jobs.workload_key`)."""
+    """Key of the workload (`qerl.report_jobs.workload_key`)."""
     values: dict[str, float]
     series: dict[str, list[float]]
     """One number per step."""

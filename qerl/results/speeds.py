@@ -353,7 +353,8 @@ class RolloutMixResult(Measurement):
     """points/mix-*.json: an engine's rollouts of one workload, or a `status` that says why there are none.
 
     `prompt_tokens` and `completion_tokens` are the drawn lengths, the latter by prompt. `ready_seconds` is the time
-    until the engine accepts requests, `first_seconds` that of the first rollout, which compiles and captures graphs.
+    until the engine accepts requests, and `first_seconds` the time of the first rollout, which compiles and captures
+    graphs.
     """
 
     bench: Literal["rollout_mix"]

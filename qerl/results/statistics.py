@@ -63,10 +63,10 @@ def accuracy_interval(scores: Scores) -> Interval:
 
 
 def difference_interval(scores: Scores, base: Scores) -> Interval:
-    """Accuracy of an arm minus that of an untrained base, paired over problems, within [-1, 1].
+    """Accuracy of an arm minus the accuracy of an untrained base, paired over problems, within [-1, 1].
 
     scores: float [seeds, problems]; base: float [problems], the same problems in the same order. Where all problems
-    agree, the interval is as wide as that of no gain and no loss in so many problems.
+    agree, the interval is as wide as for no gain and no loss in so many problems.
     """
     if base.shape != scores.shape[1:]:
         raise ValueError(f"scores of shape {scores.shape} can't be paired with a base of shape {base.shape}")
@@ -97,7 +97,7 @@ def seeds_interval(values: Sequence[float]) -> Interval:
 
 
 def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:
-    """Mean of the accuracies on several data sets with equal weights, minus that of `bases` if given.
+    """Mean of the accuracies on several data sets with equal weights, minus the mean of `bases` if given.
 
     sets: float [seeds, problems], the same seeds in the same order; bases: float [problems], likewise paired.
     """

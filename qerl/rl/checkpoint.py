@@ -144,7 +144,7 @@ def restore(
     whole: list[Tensor] = []
 
     def hold_back(tensor: Tensor, parameter: Tensor) -> Tensor:
-        """Keep a tensor of which each process is to have a shard from the message to all."""
+        """Leave a tensor out of the message to all processes if each is to have its own shard."""
         has_rows = tensor.ndim == parameter.ndim and tensor.shape[:1] == parameter.shape[:1]
         if not isinstance(parameter, DTensor) or not has_rows:  # such as the count of steps
             return tensor

@@ -4,8 +4,8 @@ bitsandbytes launches a kernel for each tensor and waits for the GPU after each.
 whose launches and waits take longer than all else that the optimizer does. So small tensors are updated together.
 
 A moment has a code of 8 bits, and each block of 256 codes a scale. Shards are of whole rows. Where rows are of whole
-blocks, a shard's blocks are thus those of the whole weight, however many processes there are. In several processes all
-other moments are float32: those of vectors, of which a model has few, and of matrices with other rows.
+blocks, a shard thus has the same blocks as the whole weight, however many processes there are. In several processes all
+other moments are float32: the moments of vectors, which are few, and of matrices with other rows.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class AdamW8bit(optim.AdamW8bit):
     """bitsandbytes' `AdamW8bit` with the same results, bit for bit, in few launches and without waits.
 
     Tensors of a group with the same kind of state and the same number of steps are copied one behind the other, updated
-    by one call and copied back. Their states are stored together, and in checkpoints they are those of single tensors.
+    by one call and copied back. Their states are stored together, and in checkpoints each tensor has its own.
 
-    Parameters may be DTensors of which each process has some rows. They are updated one by one, as the whole weight is
+    Parameters may be DTensors: each process has some of their rows. They are updated one by one, as the whole weight is
     bit for bit if its rows are of whole blocks or if it has less than 4,096 numbers; else its moments aren't quantized.
     """
 
@@ -79,7 +79,7 @@ class AdamW8bit(optim.AdamW8bit):
                 self._update(number, group, one)
 
     def _plan(self, number: int, group: dict[str, Any]) -> list[_Joint | nn.Parameter]:
-        """What is updated by one call each: that of the last step, unless gradients or states are others."""
+        """What is updated by one call each: as at the last step, unless gradients or states are others."""
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not trained:
             return []
@@ -170,7 +170,7 @@ class AdamW8bit(optim.AdamW8bit):
 
     @torch.no_grad()
     def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
-        """Update a weight and its moments, of which this process may have a part."""
+        """Update a weight and its moments. This process may have a part of them."""
         if not isinstance(p, DTensor):
             super().update_step(group, p, gindex, pindex)
             return

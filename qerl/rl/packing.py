@@ -234,7 +234,7 @@ class PaddedSize:
 
 
 class PaddedMicroBatch:
-    """The inputs of a pass in tensors of one size, which stay in place; `fill` writes those of a micro-batch."""
+    """The inputs of a pass in tensors of one size, which stay in place; `fill` writes a micro-batch into them."""
 
     def __init__(self, size: PaddedSize, device: torch.device) -> None:
         int64, int32 = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.long, torch.int32))

@@ -152,7 +152,7 @@ def check_processes(count: int, nodes: int = 1) -> None:
 def start_processes(
     count: int, function: Callable[..., None], *arguments: Any, nodes: int = 1, node_timeout: float = 0
 ) -> bool:
-    """Call `function(*arguments)` in `count` new processes on `nodes` machines, of which this one starts its share.
+    """Call `function(*arguments)` in `count` new processes on `nodes` machines; this machine starts its share.
 
     False, and nothing is called, if this process is one of the run's already: its only one, or one of torchrun's.
     Raises `KilledError` if a process was killed, or if a machine was lost: an operation waits `node_timeout` seconds
@@ -223,7 +223,7 @@ def _start(function: Callable[..., None], here: int, nodes: int, node_timeout: f
     try:
         with connected(nodes, node_timeout, aloud=False):
             function(*arguments)
-    except Interrupted:  # of which multiprocessing would make a success
+    except Interrupted:  # which multiprocessing would report as a success
         sys.exit(_INTERRUPTED)
 
 

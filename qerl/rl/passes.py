@@ -45,7 +45,7 @@ class Saved:
 
 @contextmanager
 def saved_for_backward(model: torch.nn.Module) -> Iterator[Saved]:
-    """Count the bytes of all storages saved for the backward pass, each once, without those of `model`'s weights."""
+    """Count the bytes of all storages saved for the backward pass, each once, without `model`'s weights."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = Saved()
 
@@ -277,12 +277,12 @@ class PassGraphs:
 def pass_graphs(policy: Policy, settings: RunSettings, recomputation: Recomputation | None) -> PassGraphs | None:
     """The graphs of a policy whose passes read nothing but tensors in place; None for others, and for PPO."""
     lm = policy.lm
-    # Passes of a policy that is trained in full, of which alone some are sharded, read gathered weights.
+    # Passes of a policy that is trained in full read gathered weights; only such a policy may be sharded.
     if policy.device.type != "cuda" or policy.peft is None or settings.loss.name == "ppo":
         return None
     modules = list(lm.modules())
     plain = all(len(blocks(lm)) == sum(isinstance(m, kind) for m in modules) for kind in (PackedAttention, GatedMLP))
-    # Other formats unpack their weights by several operations, some of which wait for the GPU.
+    # Other formats unpack their weights by several operations, and some operations wait for the GPU.
     fast = all(layer.tiles is not None for layer in modules if isinstance(layer, PackedLinear))
     if not plain or not fast or dropouts(lm) or lm.dtype == torch.float32 or settings.gradient_checkpointing is True:
         return None

@@ -514,7 +514,7 @@ def _train(job: TrainJob, state: Path, place: Place | None) -> None:
             # To the end, because the results of the last step are no checkpoint before they are written.
             end = place.end if place else last.enter_context(announced(alone=trainer.processes.count == 1))
             rows = trainer.run(job.time_limit, end, trackers)
-        # Before the whole policy is gathered, whose memory isn't that of training.
+        # Before the whole policy is gathered, whose memory doesn't count as training's.
         peak = trainer.processes.max(peak_memory_bytes())
         policy = trainer.trained_policy()
         if trainer.processes.writes:

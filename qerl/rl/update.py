@@ -29,7 +29,7 @@ from qerl.settings.run import OptimizerSettings, RunSettings
 def make_optimizer(policy: Policy, settings: OptimizerSettings, value_rate: float = 0.0) -> torch.optim.Optimizer:
     """AdamW over the trained tensors, without weight decay on vectors (norms, biases).
 
-    `peak` of a parameter group is its learning rate before the schedule; `value_rate` is that of a value function.
+    `peak` of a parameter group is its learning rate before the schedule; `value_rate` is a value function's.
     """
     groups = []
     for of_value, rate in ((False, settings.learning_rate), (True, value_rate)):
@@ -325,7 +325,7 @@ class Updater:
         return [micro_batch(samples, index, self.policy.device, silent) for index in dealt]
 
     def _read_only(self, samples: list[Sample], silent: list[int]) -> list[MicroBatch]:
-        """This process's micro-batches of `silent` completions, of which the last process has the longest."""
+        """This process's micro-batches of `silent` completions; the last process has the longest completions."""
         # The first process has the longest of those with a gradient.
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count, silent)
         dealt = self._deal(indices, self.processes.count - 1 - self.processes.rank)
@@ -445,7 +445,7 @@ class Updater:
     def _estimates(
         self, batches: list[MicroBatch]
     ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]], dict[str, float]]:
-        """The advantages [N, 1] of completions as the rollout has them; for ppo those of tokens [N, T].
+        """The advantages [N, 1] of completions as the rollout has them; for ppo advantages of tokens [N, T].
 
         With ppo there are also old values and returns [N, T], the targets of the value function in all updates, and its
         metrics.

@@ -260,7 +260,7 @@ Ropes = Mapping[str | None, Rope]
 
 @dataclass(frozen=True)
 class Mixing:
-    """How the tokens of a pass, those of a step or of prompts, read earlier tokens of their sequences."""
+    """How the tokens of a decode step, or of prompts, read earlier tokens of their sequences."""
 
     #: Attention [n, Hq * D] of q, k and v [n, `heads.width`], which a block's cache gets.
     attend: Callable[[Tensor, KVCache, Heads, Rope], Tensor]
@@ -412,7 +412,7 @@ class Decoder:
         self._copies: Callable[[], None] | None = None
 
     def __len__(self) -> int:
-        """Number of blocks with attention, each of which has a part of the KV cache."""
+        """Number of blocks with attention. Each has a part of the KV cache."""
         return len(self._attentions)
 
     @property

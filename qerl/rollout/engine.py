@@ -70,7 +70,7 @@ class DecodedSequence:
 class WaitingGroup:
     """Completions that wait to continue the same tokens; `pages` and `logits` are set once these are computed.
 
-    `row` is then that of the delta nets' states after these tokens.
+    `row` then has the delta nets' states after these tokens.
     """
 
     run: int
@@ -207,7 +207,7 @@ class Scheduler:
 
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[list[Completion]]]:
-        """Draw all completions, or those of the part; returns those of each request, in the order of its prompts."""
+        """Draw all completions, or only the part's; returns each request's, in the order of its prompts."""
         while self._active or self._waits():
             self._admit()
             self._decode()

@@ -85,7 +85,7 @@ class ShardedSampler:
         self._sampler.sync()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """See `Sampler`. The weights are those of the latest `sync`."""
+        """See `Sampler`. It draws with the weights of the latest `sync`."""
         return self._ready().generate(prompts, params)
 
     def end_rollout(self) -> None:
@@ -117,7 +117,7 @@ def native_class(on_gpu: bool, config: Any, weights: str | None = None) -> type[
 def make_sampler(
     policy: Policy, settings: EngineSettings, max_sequences: int = 512, others: Sequence[Policy] = ()
 ) -> Sampler:
-    """A sampler of `policy`, with which it shares tensors (native) or of which it has a copy (vLLM).
+    """A sampler of `policy`. It shares the tensors (native), or has a copy of them (vLLM).
 
     `native_class` is the sampler of `engine: native`. `max_sequences` bounds the sequences that these decode together;
     `vllm.max_sequences` does so for vLLM. With `others`, of runs on the same base, the engine serves these, too. A

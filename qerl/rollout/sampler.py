@@ -103,7 +103,7 @@ class Request:
 class Completion:
     """One completion: tokens (a stop token included), log-probability of each, and whether a stop token ended it.
 
-    Log-probabilities are those of the untruncated distribution at the sampling temperature (at 1 for greedy).
+    Log-probabilities are taken from the untruncated distribution at the sampling temperature (at 1 for greedy).
     """
 
     token_ids: list[int]

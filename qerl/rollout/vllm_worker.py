@@ -118,8 +118,8 @@ class WorkerExtension:
         """Replace the adapter by `lora` (PEFT's names, B already scaled) and the norms' weights by `norms`, by name.
 
         Returns the checksums of the engine's tensors afterwards, under the same names. With several ranks, each has a
-        part of the adapter: the checksum is then that of the whole tensor in `lora`, or -1 if this rank's part differs
-        from it.
+        part of the adapter: the checksum is then taken over the whole tensor in `lora`, or -1 if this rank's part
+        differs from it.
         """
         with torch.no_grad():
             for name, tensor in norms.items():

@@ -27,7 +27,7 @@ _DECIMAL = re.compile(r"[-+]?(([0-9]+|[0-9]{1,3}(_[0-9]{3})+)?(\.[0-9]*)?(e[-+]?
 
 
 class AmbiguousYaml(ValueError):
-    """Valid YAML that doesn't mean what it seems to: a key twice, or a number whose value isn't that of its digits."""
+    """Valid YAML that doesn't mean what it seems to: a key twice, or a number of another value than its digits."""
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -88,7 +88,7 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 #: The similarity of words that differ by a letter.
 _SLIP = 0.9
-#: pydantic's terms, and those of YAML.
+#: pydantic's terms, and YAML's.
 _TERMS = {
     r"^\w+ should ": "must ",
     r"^Input is not a valid path.*": "must be a path",
@@ -138,7 +138,7 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def sentence(error: ValidationError, settings: type[BaseModel], written: Callable[[str], str] = lambda key: key) -> str:
-    """The first problem of a validation error; `written` turns the dotted key into that of the user."""
+    """The first problem of a validation error; `written` turns the dotted key into the user's."""
     errors = error.errors(include_url=False)
     # A misspelt key also causes an error about a missing one, so the unknown key comes first.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
@@ -278,7 +278,7 @@ def _reading(settings: type[BaseModel], name: str) -> tuple[str, bool]:
 
 
 def parts(annotation: Any) -> Iterator[Any]:
-    """All types within an annotation, including those of items and of mappings' values."""
+    """All types within an annotation, including the types of items and of mappings' values."""
     for option in options(annotation):
         if get_origin(option) in (list, dict, tuple):
             for inner in get_args(option):
@@ -327,6 +327,12 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """A configuration that can't run. The message is one sentence for the user."""
+
+
+class Part(BaseModel):
+    """A part of a job or a result, which no configuration states: immutable, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 # YAML reads `off` as false, so off, none and false all mean off; true and false are no numbers, and text that is a

@@ -310,7 +310,7 @@ class NoiseSettings(Settings):
 class PPOSettings(Settings):
     """Value function and advantages of PPO (docs/algorithms.md). The paper has no PPO.
 
-    The default lambda is that of arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for text.
+    The default lambda is from arXiv 1707.06347 (Tables 3 to 5). There is no discount, as is usual for text.
     """
 
     gamma: Fraction = 1.0

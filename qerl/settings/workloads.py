@@ -6,26 +6,22 @@ functions that measure it; the grid of a configuration (`shapes`) lists many at 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from qerl.settings.base import FilePath, Name, NonEmpty, PositiveInt, Seed, Settings
+from qerl.settings.base import ConfigError, FilePath, Name, NonEmpty, Part, PositiveInt, Seed, Settings
 from qerl.settings.models import Base, WeightFormat
-from qerl.settings.run import Kernels
+from qerl.settings.run import Kernels, RunSettings
 
 Engine = Literal["native", "vllm", "transformers"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 
-class Measured(BaseModel):
-    """The base of models that jobs and results state and no configuration has."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Workload(Measured):
+class Workload(Part):
     """What all workloads have: a policy on random weights. Rank 0 has no adapter."""
 
     #: The key `bench` of its files, by which tables choose them.
@@ -142,7 +138,7 @@ class StepWork(Workload, StepLengths):
         return self.prompts * self.group_size
 
 
-class EngineStep(Measured):
+class EngineStep(Part):
     """This project's settings of a GRPO step."""
 
     kernels: Kernels = "auto"
@@ -156,7 +152,7 @@ class EngineStep(Measured):
     """The limit of the process's GPU memory, in 10^9 bytes; None without a limit."""
 
 
-class TrlStep(Measured):
+class TrlStep(Part):
     """TRL's settings of a GRPO step."""
 
     sampler: Literal["vllm", "transformers"]
@@ -176,12 +172,66 @@ class TrlStep(Measured):
         """TRL's memory isn't capped."""
 
 
+W = TypeVar("W", Decoding, Prompting, Mix, StepWork)
+P = TypeVar("P", int, tuple[int, int], None)
+
+
+class PointPart(Part, Generic[W, P]):
+    """A file of a job of the speed grid: a workload, and what tells the file's points apart."""
+
+    file: str
+    work: W
+    points: list[P]
+    """Numbers of sequences, or pairs of prompts and tokens of each; [None] in a file of one point."""
+    settings: EngineStep | TrlStep | None
+    """The system's settings of a GRPO step; None for other workloads."""
+
+    @property
+    def system(self) -> str:
+        """What measures it: an engine, or TRL."""
+        return "trl" if isinstance(self.settings, TrlStep) else getattr(self.work, "engine", "native")
+
+
 def with_kernels(system: str, kernels: Kernels) -> str:
     """An engine or a system with its kernels, unless the GPU chooses them: native or native-portable."""
     return system if kernels == "auto" else f"{system}-{kernels}"
 
 
-# The grid of a configuration: each entry is many workloads.
+# The grid of a configuration: each entry is many workloads, and makes the parts of their jobs.
+
+#: A part with the names of its job and of its file; parts with one job share a set-up.
+GridPart = tuple[str, str, PointPart[Any, Any]]
+
+
+def decode_name(engine: str, size: str, weights: str, rank: int, prompt: int, tokens: int) -> str:
+    """The name of a file of decode points; prompt and decoded tokens are per sequence.
+
+    engine: with its kernels, by `with_kernels`.
+    """
+    return f"decode-{engine}-{size}-{weights}-r{rank}-{prompt}x{tokens}"
+
+
+def step_name(system: str, size: str, weights: str, rank: int, work: str, variant: str) -> str:
+    """The name of a file of GRPO steps.
+
+    system: with its kernels, by `with_kernels`. work: prompts, completions of each, and their tokens, as in
+    "1x8-256x2048". variant: what is recomputed, and limits.
+    """
+    return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"
+
+
+def _policies(
+    grid: DecodeGrid | MixGrid | StepGrid | PromptGrid, packed_nets: bool = False
+) -> Iterator[tuple[Base, dict[str, Any]]]:
+    """The base of each size and format with each rank, and the fields of a workload that state them."""
+    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
+        fields = {"size": size, "weights": weights, "pack_delta_nets": packed_nets, "rank": rank}
+        yield Base(size, weights, packed_nets=packed_nets), fields
+
+
+def _check_kernels(system: str, kernels: Kernels) -> None:
+    if kernels != "auto" and system not in ("native", "qerl"):
+        raise ConfigError(f"shapes: {system} has no {kernels} kernels; remove kernels from that entry")
 
 
 class DecodeGrid(Settings):
@@ -207,6 +257,19 @@ class DecodeGrid(Settings):
     tokens: PositiveInt = 256
     """Tokens decoded after the prompt."""
 
+    def parts(self) -> Iterator[GridPart]:
+        """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started
+        for.
+        """
+        for kernels, (base, policy), prompt in product(
+            self.kernels, _policies(self, self.pack_delta_nets), self.prompt
+        ):
+            _check_kernels(self.engine, kernels)
+            work = Decoding(engine=self.engine, kernels=kernels, prompt=prompt, tokens=self.tokens, **policy)
+            job = f"decode-{work.serving}-{base.name}" + (f"-r{work.rank}" if self.engine == "vllm" else "")
+            name = decode_name(work.serving, work.size, base.weights_name, work.rank, prompt, self.tokens)
+            yield job, name, PointPart(file=f"{name}.json", work=work, points=self.sequences, settings=None)
+
 
 class MixGrid(MixedLengths):
     """Rollouts of completions of mixed lengths on random weights, end to end."""
@@ -215,6 +278,25 @@ class MixGrid(MixedLengths):
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
+
+    def parts(self) -> Iterator[GridPart]:
+        """A job for each policy."""
+        if self.prompt[0] > self.prompt[1]:
+            raise ConfigError(
+                f"shapes: prompt {self.prompt[0]} to {self.prompt[1]} is an empty range; swap the two numbers"
+            )
+        lengths = {name: getattr(self, name) for name in MixedLengths.model_fields}
+        drawn = self.trace.stem if self.trace else f"{self.median}to{self.tokens}"
+        for base, policy in _policies(self):
+            work = Mix(engine=self.engine, **policy, **lengths)
+            shape = f"{self.prompts}x{self.group_size}-{drawn}-seed{self.seed}"
+            name = f"mix-{self.engine}-{base.name}-r{work.rank}-{shape}"
+            yield name, name, PointPart(file=f"{name}.json", work=work, points=[None], settings=None)
+
+
+#: Keys of a step that only this project has.
+_ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
+_MICRO_BATCH_TOKENS: int = RunSettings.model_fields["micro_batch_tokens"].default
 
 
 class StepGrid(StepLengths):
@@ -248,6 +330,62 @@ class StepGrid(StepLengths):
     micro_batch: PositiveInt = 16
     """Completions in a forward pass of TRL, and of this project with `recompute: auto`."""
 
+    def parts(self) -> Iterator[GridPart]:
+        """A job for each step of TRL and each cap of memory, and one for all other steps with the same weights."""
+        if self.system == "trl" and (key := next((key for key in _ENGINE_KEYS if getattr(self, key)), None)):
+            raise ConfigError(f"shapes: only this project's steps have {key}; remove it from the entry of TRL")
+        if False in self.correction and self.system == "qerl":
+            raise ConfigError("shapes: only TRL's steps have correction; remove it from the entry of qerl")
+        if "auto" in self.recompute and self.system == "trl":
+            raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
+        caps: list[float | None] = [*self.memory_gb] or [None]
+        batches = product(self.prompts, self.group_size, self.equal_groups)
+        policies = _policies(self, self.pack_delta_nets)
+        lengths = {name: getattr(self, name) for name in StepLengths.model_fields}
+        for (base, policy), (prompts, group, equal), kernels, recompute, correction, cap in product(
+            policies, batches, self.kernels, self.recompute, self.correction, caps
+        ):
+            _check_kernels(self.system, kernels)
+            if abs(prompts * equal - round(prompts * equal)) > 1e-6:
+                raise ConfigError(
+                    f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either"
+                )
+            sigma = self.sigma if self.median else None
+            batch = {"prompts": prompts, "group_size": group, "sigma": sigma, "equal_groups": equal}
+            work = StepWork(**policy, **batch, **lengths)
+            settings: TrlStep | EngineStep
+            if self.system == "trl":
+                settings = TrlStep(
+                    sampler="vllm",
+                    micro_batch=min(self.micro_batch, work.completions),
+                    recompute=recompute is True,
+                    correction=correction,
+                    liger=False,
+                    sleep=False,
+                    vllm_memory=None,
+                    optimizer="adamw_torch_fused",
+                )
+            else:
+                tokens = self.micro_batch * (self.prompt + self.tokens) if recompute == "auto" else _MICRO_BATCH_TOKENS
+                settings = EngineStep(
+                    kernels=kernels,
+                    recompute=recompute,
+                    micro_batch_tokens=tokens,
+                    kv_cache_gib=self.kv_cache_gib,
+                    sleep=self.sleep,
+                    memory_gb=cap,
+                )
+            system = with_kernels(self.system, kernels)
+            longest = f"{work.median}to{work.tokens}" if work.median else work.tokens
+            shape = f"{prompts}x{group}-{work.prompt}x{longest}"
+            how = recompute if isinstance(recompute, str) else "recompute" if recompute else "no-recompute"
+            variant = (f"equal{equal:g}-" if equal else "") + how + (f"-{cap:g}gb" if cap else "")
+            name = step_name(system, work.size, base.weights_name, work.rank, shape, variant)
+            name += "" if correction else "-no-correction"
+            alone = self.system == "trl" or cap is not None
+            part = PointPart(file=f"{name}.json", work=work, points=[None], settings=settings)
+            yield name if alone else f"step-{system}-{base.name}-r{work.rank}", name, part
+
 
 class PromptGrid(Settings):
     """Prefill time of this project's engine on random weights: each call draws one token after each prompt."""
@@ -263,6 +401,12 @@ class PromptGrid(Settings):
     """Pairs of the number of prompts in a call and the tokens of each."""
     repeats: PositiveInt = 7
 
+    def parts(self) -> Iterator[GridPart]:
+        """A job for each policy."""
+        for base, policy in _policies(self):
+            name, work = f"prompts-{base.name}-r{policy['rank']}", Prompting(**policy, repeats=self.repeats)
+            yield name, name, PointPart(file=f"{name}.json", work=work, points=self.points, settings=None)
+
 
 class ShapesSettings(Settings):
     """Speed and memory on real shapes (docs/results/h200.md, docs/results/paper-speeds.md).
@@ -276,3 +420,9 @@ class ShapesSettings(Settings):
     mixes: list[MixGrid] = []
     steps: list[StepGrid] = []
     prompts: list[PromptGrid] = []
+
+    @property
+    def grids(self) -> list[MixGrid | DecodeGrid | StepGrid | PromptGrid]:
+        """All entries in the order of measurement: this project's steps follow TRL's."""
+        steps = sorted(self.steps, key=lambda grid: grid.system != "trl")
+        return [*self.mixes, *self.decode, *steps, *self.prompts]

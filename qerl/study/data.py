@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from qerl.host.provenance import put
-from qerl.jobs import GatherJob
+from qerl.report_jobs import GatherJob
 from qerl.results import paths
 from qerl.results.paths import STUDY_FILES
 from qerl.results.readers import StoredResults, listed
@@ -42,7 +42,7 @@ MAIN, BASE = "main", "base"
 _TEXT = pa.string()
 #: A stamp's columns: `host` is a hash, and `files` one of the package's files.
 STAMP = ("commit", "files", "machine", "host", "driver", "cuda", "time")
-#: A run with its stamp and that of its evaluation. An untrained base has the stamp of its pretraining, and no arm, seed
+#: A run with its stamp and its evaluation's. An untrained base has the stamp of its pretraining, and no arm, seed
 #: and rate. A run that failed has its error as `status`. `settings` and `versions` are JSON.
 RUNS = pa.schema(
     [
@@ -277,9 +277,9 @@ def means(runs: pd.DataFrame, steps: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def differences(frame: pd.DataFrame, arm: str, other: str) -> Differences:
-    """The outcome of `arm` less that of `other` on each problem, by base and seed, of one experiment.
+    """The outcome of `arm` less the outcome of `other` on each problem, by base and seed, of one experiment.
 
-    A pair of which one run failed is left out. Runs that saw different problems are a `ResultError`.
+    A pair with a failed run is left out. Runs that saw different problems are a `ResultError`.
     """
 
     def by_run(name: str) -> dict[tuple[str, int], pd.Series]:

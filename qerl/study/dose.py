@@ -14,9 +14,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from qerl.host.provenance import write_text
-from qerl.jobs import PageJob
 from qerl.report.figures import PALETTE, figure_axes
 from qerl.report.format import cell_text, three_digits
+from qerl.report_jobs import PageJob
 from qerl.results.paths import STUDY_FILES, STUDY_PAGE, STUDY_PARTS
 from qerl.results.schema import OK, DoseReport
 from qerl.results.statistics import ALPHA, PairedDifference, holm, paired_difference
@@ -187,8 +187,8 @@ def all_outcomes(study: Study) -> list[Outcome]:
 def dose_table(files: Sequence[Path], data: Sequence[Path], sizes: Mapping[str, str]) -> pd.DataFrame:
     """One row per part of the data, size and arm: means over bases of KL a completion, entropy and its change, in nats.
 
-    A file in a folder of `data` has the doses of its bases; one elsewhere has those of all parts, since a base is
-    pretrained anew on each machine. `sizes` has the size of each base.
+    A file in a folder of `data` has the doses of its bases; a file elsewhere has the doses of all parts, since a base
+    is pretrained anew on each machine. `sizes` has the size of each base.
     """
     rows = []
     for file in files:

@@ -72,7 +72,7 @@ def fetch_model(
 
 
 def _download(repo: str, revision: str, target: Path | None, files: list[str], unreachable: str | None) -> Path:
-    """Download the files of these patterns, or take those of the cache if the hub is `unreachable`."""
+    """Download the files of these patterns, or take the cached ones if the hub is `unreachable`."""
     import httpx
     from huggingface_hub import snapshot_download
 
@@ -169,7 +169,7 @@ def base_folder(model: str, weights: str | None = None, check: Callable[[Path], 
 
 
 def check_weights(folder: Path, weights: str) -> None:
-    """Raise `CheckpointError` unless the configuration in `folder` is that of dense weights, or of the format asked."""
+    """Raise `CheckpointError` unless the configuration in `folder` describes dense weights or this format."""
     stored = weights_format_of(folder)
     if stored not in (weights, "bf16"):
         raise CheckpointError(

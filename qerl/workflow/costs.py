@@ -53,7 +53,7 @@ class Work:
 
 
 class Costs:
-    """The speeds of one machine, and those of a slower one. The machine's own count where both are as near."""
+    """The speeds of one machine and of a slower one. The machine's own count where both are as near."""
 
     def __init__(self, machine: str) -> None:
         if not SPEEDS.is_file():
@@ -93,8 +93,8 @@ def _nearest(work: Work, speeds: pd.DataFrame) -> Any:
     """The measured speed of this model, weights and engine with the largest fitting batch and nearest rank, or None.
 
     No batch larger than the job's is used: a larger batch has a higher rate, and hours must stay upper limits. The
-    batch counts first, because rates of batches differ by factors, and those of ranks by percents. Of speeds that
-    differ in lengths alone, that of the longest counts, because long contexts are slow.
+    batch counts first, because rates differ by factors between batches, and by percents between ranks. Of speeds that
+    differ in lengths alone, the speed of the longest counts, because long contexts are slow.
     """
     same = (speeds.model == work.model) & (speeds.weights == work.weights) & (speeds.engine == work.engine)
     fitting = speeds[same & (speeds.sequences <= work.sequences)]

@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from qerl.checkpoints.files import context_length, read_config, read_headers
+from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
 from qerl.data.hub import with_locked_revisions
 from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
+from qerl.report_jobs import PointJob, measured_file
+from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
+from qerl.results.store import read
 from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
+from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
 from qerl.workflow.checks import check_inputs, check_run, written_as
-from qerl.workflow.grid import point_parts
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
 
@@ -339,6 +343,84 @@ def _as_typed(file: Path) -> str:
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
+# The speed grid (`shapes`): its jobs and their states. Each job measures some points in its own process.
+
+#: The word in `state` for points that aren't measured yet.
+MISSING = "missing"
+#: By system, the weight formats that it doesn't support, or not with random weights. vLLM serves models whose experts
+#: alone are packed.
+_UNSUPPORTED = {"vllm": ("mxfp4",), "transformers": ("mxfp4", "nvfp4"), "trl": ("mxfp4", "nvfp4")}
+#: Systems that are timed on Qwen2.5's sizes alone.
+_QWEN_ALONE = ("transformers", "trl")
+
+
+def point_parts(settings: ShapesSettings) -> dict[str, list[PointPart]]:
+    """The parts of every job by its id, in the order of measurement. Raises ConfigError for impossible points.
+
+    Entries that share a set-up are one job, at the place of the first.
+    """
+    shared: dict[str, dict[str, PointPart]] = {}
+    for job, name, part in itertools.chain.from_iterable(grid.parts() for grid in settings.grids):
+        _check_point(part.system, part.work.base)
+        others = shared.setdefault(job, {})
+        if name in others:
+            raise ConfigError(f"shapes: {name} occurs twice; merge the two entries and their sequences")
+        others[name] = part
+    return {id: [*parts.values()] for id, parts in shared.items()}
+
+
+def _check_point(system: str, base: Base) -> None:
+    size, weights = base.model, base.weights
+    if size not in SIZES:
+        raise ConfigError(f"shapes: size {size!r} is unknown; use one of {', '.join(SIZES)}")
+    if size in PUBLISHED and (system in _QWEN_ALONE or (system, weights) == ("vllm", "nf4")):
+        raise ConfigError(f"shapes: {system} has no random {weights} weights of {size}; remove it from that entry")
+    if weights in _UNSUPPORTED.get(system, ()) and not (system == "vllm" and has_packed_experts_alone(size)):
+        raise ConfigError(f"shapes: {system} doesn't support {weights}; remove it from that entry")
+    if base.packed_nets and (weights == "bf16" or shape_of(size).nets is None):
+        what = "are not packed in bf16" if weights == "bf16" else f"are not in {size}"
+        raise ConfigError(f"shapes: pack_delta_nets asks for delta nets that {what}; remove pack_delta_nets there")
+
+
+def point_jobs(parts: dict[str, list[PointPart]], folder: Path) -> dict[str, PointJob]:
+    """The jobs by their ids. Each writes its files to `folder`/ID, and continues the files of an earlier attempt."""
+    return {id: PointJob(parts=of_job, out=folder / id) for id, of_job in parts.items()}
+
+
+def state(job: PointJob, settings: ShapesSettings) -> str:
+    """The state of a job as text, by the points of this machine or by committed ones."""
+    missing, points = sum(_missing(job, settings).values()), sum(len(part.points) for part in job.parts)
+    if missing == points:
+        return MISSING
+    files = [(file, measured_file(settings.samples, file)) for file in job.files]
+    where = dict.fromkeys("measured" if file == one else "committed" for file, one in files if one)
+    return " and ".join(where) + (f", {missing} of {points} points {MISSING}" if missing else "")
+
+
+def remaining(job: PointJob, settings: ShapesSettings) -> PointJob | None:
+    """The job without the files that have all its points, or None if no file is left."""
+    missing = _missing(job, settings)
+    left = [part for part in job.parts if missing[part.file]]
+    return job.model_copy(update={"parts": left}) if left else None
+
+
+def _missing(job: PointJob, settings: ShapesSettings) -> dict[str, int]:
+    """How many points no file has, by the name of their file."""
+    found = {part.file: measured_file(settings.samples, job.out / part.file) for part in job.parts}
+    measured = {part.file: _keys(part, file) if (file := found[part.file]) else [] for part in job.parts}
+    return {part.file: sum(point not in measured[part.file] for point in part.points) for part in job.parts}
+
+
+# Files are named by their work; micro-batches, cache and sleep aren't in the name, so a committed step counts only with
+# the settings that the grid asks for.
+def _keys(part: PointPart, file: Path) -> Sequence[object]:
+    """The keys of the points that a part's file has; none if its step had other settings, which no name tells."""
+    result = read(SCHEMAS[part.work.bench], file)
+    assert isinstance(result, Measurement)
+    ours = isinstance(result, GrpoStepResult) and isinstance(part.settings, EngineStep)
+    return [] if ours and result.settings != part.settings else result.keys  # type: ignore[attr-defined]
+
+
 # The plan of a call of Snakemake.
 
 
@@ -348,8 +430,8 @@ def workflow_plan(given: Mapping[str, Any], files: Sequence[Path], root: Path) -
     """The plan of what Snakemake was given: `--configfile` replaces the default, `--config` sets top-level keys.
 
     `given` has both, merged; `root` is the clone. The default is config/config.yaml of the working directory, as in
-    .test, if there is one. Else it is the miniature's, and for `--config model=FOLDER` that of real models. Raises
-    ValueError, which names the key or the file.
+    .test, if there is one. Else it is the miniature's, or, for `--config model=FOLDER`, the default of real models.
+    Raises ValueError, which names the key or the file.
     """
     default = Path("config/config.yaml")
     if not default.is_file():

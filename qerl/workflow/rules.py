@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Iterable
-from functools import cache, cached_property
+from collections.abc import Callable, Collection, Iterable
+from functools import cache, cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qerl import jobs, report_jobs
 from qerl.data.hub import content_of
-from qerl.jobs import RULES, Job, Plan
+from qerl.jobs import Job, Plan
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: The class of each kind of job.
+KINDS: dict[str, type[Job]] = {
+    one.model_fields["kind"].default: one
+    for one in (*vars(jobs).values(), *vars(report_jobs).values())
+    if isinstance(one, type) and issubclass(one, Job) and not one.model_fields["kind"].is_required()
+}
+#: The kinds with a rule. Those of a bench share one.
+RULES: dict[str, type[Job]] = {kind: one for kind, one in KINDS.items() if "place" in vars(one)}
 #: A kind of job, and the name of one of its jobs if it has several.
 Call = tuple[str, ...]
 
@@ -30,6 +41,14 @@ _MACHINES: dict[str, Callable[[RunSettings], int | str]] = {
 }
 
 
+def parse_job(text: str) -> Job:
+    """The job in a rule's parameter."""
+    kind = json.loads(text)["kind"]
+    if kind not in KINDS:
+        raise ConfigError(f"kind {kind!r} is no job; use one of {', '.join(KINDS)}")
+    return KINDS[kind].model_validate_json(text)
+
+
 def with_signature(function: Function) -> Function:
     """The function with its signature. Snakemake asks for that at each call, which is a tenth of planning."""
     function.__signature__ = signature(function)  # type: ignore[attr-defined]
@@ -41,19 +60,24 @@ class Jobs:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        #: The names of the jobs of each kind with a wildcard.
+        self.names: dict[str, Collection[str]] = {
+            kind: job_class.names(plan) for kind, job_class in RULES.items() if job_class.wildcard()
+        }
         self.of = cache(self._made)
         self.inputs = cache(self._inputs)
         self.deciding, self._version = cache(self._all_deciding), cache(self._new_version)
 
     def calls(self, kind: str) -> list[Call]:
         """All jobs of a kind; those without a wildcard have one."""
-        wildcard = RULES[kind].wildcard()
-        return [(kind, name) for name in self.plan.names[wildcard]] if wildcard else [(kind,)]
+        return [(kind, name) for name in self.names[kind]] if kind in self.names else [(kind,)]
 
     def _made(self, kind: str, name: str = "") -> Any:
         job_class = RULES[kind]
-        if (wildcard := job_class.wildcard()) and name not in self.plan.names[wildcard]:
-            raise ConfigError(f"{self.plan.config.name} has no {wildcard} {name!r}; `qerl plan` lists its runs")
+        if kind in self.names and name not in self.names[kind]:
+            raise ConfigError(
+                f"{self.plan.config.name} has no {job_class.wildcard()} {name!r}; `qerl plan` lists its runs"
+            )
         return job_class.make(self.plan, name)
 
     def _inputs(self, *call: str) -> dict[str, list[Path]]:
@@ -68,22 +92,21 @@ class Jobs:
         """The regular expression of each wildcard. Snakemake reads it at each use of a file's pattern, so that those
         of thousands of names don't list them.
         """
-        names = self.plan.names.items()
         return {
-            wildcard: "[^/]+" if len(found) > 1000 else "|".join(map(re.escape, found)) or "(?!)"
-            for wildcard, found in names
+            str(RULES[kind].wildcard()): "[^/]+" if len(found) > 1000 else "|".join(map(re.escape, found)) or "(?!)"
+            for kind, found in self.names.items()
         }
 
-    def input(self, kind: str, name: str) -> Callable[[Any], list[str]]:
-        """Files that a rule's job reads. The user's own are compared by their content, and not by their time."""
+    def input(self, kind: str, *names: str) -> dict[str, Callable[[Any], list[str]]]:
+        """Files that a rule's job reads, by what they are. The user's own are compared by content, not by time."""
         from snakemake.io import ancient
 
-        def files(wildcards: Any) -> list[str]:
+        def files(name: str, wildcards: Any) -> list[str]:
             own = {*self.plan.own_models, *self.of(kind, *wildcards).own_files}
             found = self.inputs(kind, *wildcards)[name]
             return [ancient(str(path)) if path in own else str(path) for path in found]
 
-        return with_signature(files)
+        return {name: with_signature(partial(files, name)) for name in names}
 
     def output(self, kind: str, file: str = "") -> list[Path]:
         """A file that a rule's job writes, or all, with the rule's wildcard."""
@@ -104,8 +127,8 @@ class Jobs:
     def params(self, kind: str) -> dict[str, Callable[..., Any]]:
         """The parameters of a rule: its job as JSON, and what decides the job's result.
 
-        Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as that of the JSON does.
-        So a job reruns for its settings (also those of what it reads), its code, and the content of the user's files.
+        Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as the JSON's does.
+        So a job reruns for its settings and those of what it reads, its code, and the content of the user's files.
         """
         return {
             "job": with_signature(lambda wildcards, input: self.of(kind, *wildcards).model_dump_json()),

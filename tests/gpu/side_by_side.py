@@ -24,10 +24,10 @@ from pathlib import Path
 from qerl.host.imports import OPTIONAL, imports
 from qerl.host.lease import devices
 from qerl.host.provenance import writing
-from qerl.jobs import FINISHED, KINDS, RULES, listed_results
+from qerl.report_jobs import FINISHED, listed_results
 from qerl.settings.base import read_yaml
 from qerl.workflow.plan import plan_from
-from qerl.workflow.rules import Call, Jobs
+from qerl.workflow.rules import KINDS, RULES, Call, Jobs
 
 
 def finished(jobs: Jobs, call: Call) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from qerl.cli.workflow import run_job
+from qerl.report_jobs import FigureJob, TableJob, stored_results
 from qerl.settings.base import parse, read_yaml
 from qerl.settings.workflow import Config, merged
 from qerl.workflow.plan import plan
@@ -39,8 +40,8 @@ def expected(plan_, results: str) -> set[str]:
         *(f"{results}/evaluate/{name}/result.json" for name in plan_.evaluations),
         *(f"{results}/quantize/{name}/report.json" for name in plan_.checkpoints),
         *(f"{results}/profile/{name}.json" for name in plan_.config.benches),
-        *(f"{results}/tables/{name}.csv" for name in plan_.tables),
-        *(f"{results}/figures/{name}.png" for name in plan_.figures),
+        *(f"{results}/tables/{name}.csv" for name in TableJob.names(plan_)),
+        *(f"{results}/figures/{name}.png" for name in FigureJob.names(plan_)),
     }
 
 
@@ -76,7 +77,7 @@ def test_the_miniature_has_the_same_rows_as_the_paper_but_for_the_seeds(tmp_path
     assert tiny.runs.keys() == {name for name in paper.runs if name.endswith("-seed0")}
     assert tiny.timed.keys() == paper.timed.keys()
     assert tiny.checkpoints.keys() == paper.checkpoints.keys()
-    assert (tiny.tables, tiny.figures) == (paper.tables, paper.figures)
+    assert all(kind.names(tiny) == kind.names(paper) for kind in (TableJob, FigureJob))
     assert {e.id: e.tasks for e in tiny.evaluations.values()}.items() <= {
         e.id: e.tasks for e in paper.evaluations.values()
     }.items()
@@ -93,7 +94,7 @@ def test_one_experiment_of_each_kind_runs_to_the_end_in_miniature(tmp_path, monk
     tree = copy_tree(tmp_path / "tree")
     plan_ = plan(parse(Config, values, "small"))
     jobs, results = Jobs(plan_), plan_.folder
-    targets = [*map(str, plan_.results), f"{results}/tables/table1.csv", f"{results}/figures/figure4.png"]
+    targets = [*map(str, stored_results(plan_)), f"{results}/tables/table1.csv", f"{results}/figures/figure4.png"]
     tree.snakemake("--configfile", str(tmp_path / "small.yaml"), "--", *targets)
     monkeypatch.chdir(tree.folder)
     for job in (jobs.of(*call) for kind in ("table", "figure") for call in jobs.calls(kind)):

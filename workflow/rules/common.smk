@@ -20,7 +20,7 @@ from snakemake.exceptions import WorkflowError
 
 from qerl.data.hub import check_pinned
 from qerl.host.lease import devices
-from qerl.jobs import FINISHED, listed_results
+from qerl.report_jobs import FINISHED, final_files, listed_results, stored_results
 from qerl.results import paths, printed
 from qerl.workflow.checks import check_jobs_here
 from qerl.workflow.plan import check_machines, fitting, workflow_plan
@@ -39,7 +39,7 @@ def in_a_sentence():
 with in_a_sentence():
     PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
-# By a kind of job (`qerl.jobs`): files that it reads and writes, a value, its GPUs, and the parameters of its rule.
+# By a kind of job: files that it reads and writes, a value, its GPUs, and the parameters of its rule.
 input_of, output_of, of, gpus, job_params = JOBS.input, JOBS.output, JOBS.value, JOBS.gpus, JOBS.params
 
 

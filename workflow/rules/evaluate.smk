@@ -4,10 +4,7 @@
 # lm-eval and lighteval over the project's own sampler; bases and trained policies alike.
 use rule gpu_job as evaluate with:
     input:
-        data=input_of("evaluate", "data"),
-        checked=input_of("evaluate", "checked"),
-        checkpoint=input_of("evaluate", "checkpoint"),
-        trained=input_of("evaluate", "trained"),
+        **input_of("evaluate", "data", "checked", "checkpoint", "trained"),
     output:
         output_of("evaluate"),
     log:
@@ -25,8 +22,7 @@ use rule gpu_job as evaluate with:
 # This rule takes the whole machine, so that nothing else runs beside what it measures.
 use rule job as profile with:
     input:
-        checkpoints=input_of("profile", "checkpoints"),
-        data=input_of("profile", "data"),
+        **input_of("profile", "checkpoints", "data"),
     output:
         output_of("profile"),
     log:

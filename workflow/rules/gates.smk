@@ -3,8 +3,7 @@
 
 use rule job as gate_numerics with:
     input:
-        vectors=input_of("numerics", "vectors"),
-        answers=input_of("numerics", "answers"),
+        **input_of("numerics", "vectors", "answers"),
     output:
         output_of("numerics"),
     log:
@@ -15,9 +14,7 @@ use rule job as gate_numerics with:
 
 use rule job as gate_stored with:
     input:
-        data=input_of("stored", "data"),
-        checkpoint=input_of("stored", "checkpoint"),
-        policy=input_of("stored", "trained"),
+        **input_of("stored", "data", "checkpoint", "trained"),
     output:
         output_of("stored"),
     log:
@@ -29,8 +26,7 @@ use rule job as gate_stored with:
 # This rule takes the whole machine, so that nothing else runs beside it.
 use rule job as gate_speed with:
     input:
-        baselines=input_of("speed", "baselines"),
-        checkpoint=input_of("speed", "checkpoint"),
+        **input_of("speed", "baselines", "checkpoint"),
     output:
         output_of("speed"),
     log:
@@ -46,9 +42,7 @@ use rule job as gate_speed with:
 
 use rule job as verdict with:
     input:
-        baselines=input_of("verdict", "baselines"),
-        gates=input_of("verdict", "gates"),
-        results=input_of("verdict", "results"),
+        **input_of("verdict", "baselines", "gates", "results"),
     output:
         measured=output_of("verdict", paths.MEASURED),
         verdict=output_of("verdict", paths.VERDICT),

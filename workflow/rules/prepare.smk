@@ -3,7 +3,7 @@
 
 use rule job as prepare_data with:
     input:
-        input_of("data", "records"),
+        **input_of("data", "records"),
     output:
         output_of("data"),
     log:
@@ -14,7 +14,7 @@ use rule job as prepare_data with:
 
 use rule gpu_job as pretrain with:
     input:
-        input_of("pretrain", "data"),
+        **input_of("pretrain", "data"),
     output:
         directory(output_of("pretrain")),
     log:
@@ -37,8 +37,7 @@ use rule job as fetch_model with:
 # Runs before all other ready jobs. It is no input of `quantize`, because other lengths would then remake each format and run.
 use rule job as check_model with:
     input:
-        model=input_of("check", "model"),
-        data=input_of("check", "data"),
+        **input_of("check", "model", "data"),
     output:
         output_of("check"),
     log:
@@ -51,8 +50,7 @@ use rule job as check_model with:
 # A base in each weight format, with a report on its size and error. bf16 is a link to the source. AWQ also reads a data set.
 use rule gpu_job as quantize with:
     input:
-        base=input_of("quantize", "base"),
-        data=input_of("quantize", "data"),
+        **input_of("quantize", "base", "data"),
     output:
         checkpoint=directory(output_of("quantize", paths.CHECKPOINT)),
         report=output_of("quantize", paths.REPORT),

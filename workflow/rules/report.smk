@@ -17,7 +17,7 @@ rule list_results:
 # thousands.
 rule collect_results:
     input:
-        PLAN.results,
+        stored_results(PLAN),
         rules.list_results.output,
     output:
         touch(f"{PLAN.folder}/{paths.COLLECTED}"),
@@ -27,7 +27,7 @@ rule collect_results:
 use rule job as tables with:
     input:
         rules.collect_results.output,
-        printed=input_of("table", "printed"),
+        **input_of("table", "printed"),
     output:
         csv=output_of("table", "{table}.csv"),
         md=output_of("table", "{table}.md"),
@@ -50,7 +50,7 @@ use rule job as tables with:
 use rule tables as figures with:
     input:
         rules.collect_results.output,
-        printed=input_of("figure", "printed"),
+        **input_of("figure", "printed"),
     output:
         png=report(
             output_of("figure", "{figure}.png"),
@@ -85,7 +85,7 @@ use rule job as samples_page with:
 use rule job as write_report with:
     input:
         rules.collect_results.output,
-        shown=input_of("report", "shown"),
+        **input_of("report", "shown"),
     output:
         report(output_of("report"), caption="../report/report.rst", category="0 Report"),
     log:

@@ -4,9 +4,7 @@
 
 use rule job as gather_study with:
     input:
-        results=input_of("gather", "results"),
-        names=input_of("gather", "names"),
-        protocol=input_of("gather", "protocol"),
+        **input_of("gather", "results", "names", "protocol"),
     output:
         output_of("gather"),
     log:
@@ -21,8 +19,7 @@ use rule job as gather_study with:
 # How far each arm's error moves an untrained base.
 use rule gpu_job as measure_dose with:
     input:
-        data=input_of("dose", "data"),
-        checkpoints=input_of("dose", "checkpoints"),
+        **input_of("dose", "data", "checkpoints"),
     output:
         output_of("dose"),
     log:
@@ -37,9 +34,7 @@ use rule gpu_job as measure_dose with:
 
 use rule gather_study as study_page with:
     input:
-        data=input_of("page", "data"),
-        doses=input_of("page", "doses"),
-        printed=input_of("page", "printed"),
+        **input_of("page", "data", "doses", "printed"),
     output:
         page=output_of("page", paths.STUDY_PAGE),
         parts=report(
@@ -64,9 +59,7 @@ if JOBS.of("published").data:
 
     use rule gather_study as study_published with:
         input:
-            data=input_of("published", "data"),
-            doses=input_of("published", "doses"),
-            printed=input_of("published", "printed"),
+            **input_of("published", "data", "doses", "printed"),
         output:
             page=output_of("published", paths.STUDY_PAGE),
             parts=directory(output_of("published", paths.STUDY_PARTS)),

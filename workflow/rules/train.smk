@@ -6,9 +6,7 @@
 
 rule train:
     input:
-        data=input_of("train", "data"),
-        checked=input_of("train", "checked"),
-        checkpoint=input_of("train", "checkpoint"),
+        **input_of("train", "data", "checked", "checkpoint"),
     output:
         policy=directory(output_of("train", paths.POLICY)),
         metrics=output_of("train", paths.METRICS),

@@ -9,8 +9,8 @@ import pytest
 from qerl.bench.native import bench_rollout
 from qerl.bench.steps import bench_step
 from qerl.data.sources import prepare
-from qerl.jobs import RolloutJob, StepJob, TimedRun
 from qerl.report import paper, tables
+from qerl.report_jobs import RolloutJob, StepJob, TimedRun
 from qerl.results.readers import StoredResults
 from qerl.results.speeds import load
 from qerl.settings.base import parse

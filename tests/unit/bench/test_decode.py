@@ -15,9 +15,9 @@ from qerl.bench.timing import Engine, Point, enough_runs, run_points
 from qerl.bench.timing import timed as time_point
 from qerl.checkpoints.shapes import PUBLISHED, SIZES
 from qerl.host.gpus import Seconds
-from qerl.jobs import PointJob
 from qerl.models.policy import choose_device, weight_bytes
 from qerl.models.random import random_policy
+from qerl.report_jobs import PointJob
 from qerl.results import speeds
 from qerl.results.speeds import DecodePoint
 from qerl.rollout.engine import EngineSampler

@@ -12,16 +12,14 @@ from typer.testing import CliRunner
 
 from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.cli.commands import app
-from qerl.jobs import measured_files, parse_job
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.report.paper import beside, cells_of
-from qerl.results.paths import decode_name, step_name
+from qerl.report_jobs import measured_files
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
-from qerl.settings.workloads import ShapesSettings
-from qerl.workflow.grid import point_jobs, point_parts, remaining, state
-from qerl.workflow.plan import plan_from
-from qerl.workflow.rules import Jobs
+from qerl.settings.workloads import ShapesSettings, decode_name, step_name
+from qerl.workflow.plan import plan_from, point_jobs, point_parts, remaining, state
+from qerl.workflow.rules import Jobs, parse_job
 from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}

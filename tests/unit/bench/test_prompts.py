@@ -8,8 +8,8 @@ import torch
 
 from qerl.bench import native
 from qerl.host.gpus import Seconds
-from qerl.jobs import ShapesJob
 from qerl.report.speed_tables import write_shapes
+from qerl.report_jobs import ShapesJob
 from qerl.results.speeds import PromptsResult
 from qerl.results.store import read
 from qerl.settings.workloads import Prompting

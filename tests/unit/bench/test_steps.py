@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from qerl.bench import steps as grpo_step
 from qerl.bench.workloads import completion_lengths, questions
 from qerl.checkpoints.shapes import PUBLISHED
-from qerl.jobs import PointJob
 from qerl.models.random import TEXTS, random_policy, write_tokenizer
+from qerl.report_jobs import PointJob
 from qerl.results.speeds import SECONDS
 from qerl.rl import train
 from qerl.rl.rollouts import Collector

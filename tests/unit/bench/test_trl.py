@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.jobs import PointJob
+from qerl.report_jobs import PointJob
 from qerl.settings.base import ConfigError
 from qerl.settings.workloads import StepWork, TrlStep
 from tests import forks

@@ -27,7 +27,7 @@ from qerl.gates.compare import (
     write_verdict,
 )
 from qerl.gates.measure import ANSWERS, VECTORS, measure_numerics
-from qerl.jobs import NumericsJob, workload_key
+from qerl.report_jobs import NumericsJob, workload_key
 from qerl.results.schema import Baseline, GateMeasurements, Machine
 from qerl.results.store import ResultError
 from qerl.settings.base import ConfigError, parse, read_yaml

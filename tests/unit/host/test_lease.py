@@ -29,10 +29,11 @@ from qerl.host.lease import (
     own_lock,
     percent_of_each,
 )
-from qerl.jobs import PointJob, PointPart, TrainJob
+from qerl.jobs import TrainJob
+from qerl.report_jobs import PointJob
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
-from qerl.settings.workloads import Decoding
+from qerl.settings.workloads import Decoding, PointPart
 from tests.jobs import SETTINGS, train_job
 
 ROOT = Path(__file__).parents[3]

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from qerl.gates.compare import read_verdicts, verdict_table
-from qerl.jobs import ReportJob, ShapesJob
 from qerl.report import speed_tables
 from qerl.report.format import page
 from qerl.report.page import write_report
+from qerl.report_jobs import ReportJob, ShapesJob
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
 from tests.synthetic_results import (
     ARMS,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl.jobs import ShapesJob
 from qerl.report import speed_tables
+from qerl.report_jobs import ShapesJob
 from qerl.results.speeds import load
 from qerl.results.store import ResultError
 from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, mix_file, moved, step_file, write_json

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from qerl.jobs import GatherJob
+from qerl.report_jobs import GatherJob
 from qerl.results.schema import EvaluationResult, Machine, OutcomeRow, Provenance, TaskScore
 from qerl.results.store import ResultError, write, write_rows
 from qerl.settings.run import RunSettings

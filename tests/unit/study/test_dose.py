@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl.jobs import PageJob
+from qerl.report_jobs import PageJob
 from qerl.results.schema import Dose, DoseReport, Machine, Provenance
 from qerl.results.statistics import Interval
 from qerl.results.store import ResultError, write

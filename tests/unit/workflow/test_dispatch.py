@@ -20,7 +20,7 @@ from tests.jobs import FUNCTIONS, train_job
 #: The module of each rule's job.
 ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 #: Modules of the workflow that plan and start jobs. The others prepare and check as jobs.
-PLANNING = ("checks", "costs", "grid", "plan", "rules")
+PLANNING = ("checks", "costs", "plan", "rules")
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),

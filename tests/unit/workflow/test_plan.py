@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from qerl.checkpoints.files import context_length
+from qerl.report_jobs import timed_runs
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config
@@ -180,7 +181,7 @@ def test_a_timed_experiment_is_measured_and_not_trained():
     plan_ = planned(given)
     assert (plan_.runs, plan_.evaluations) == ({}, {})
     points = [
-        (r.arm, r.settings.rollout.group_size, r.settings.seed) for r in plan_.timed_by(plan_.config.benches["b"])
+        (r.arm, r.settings.rollout.group_size, r.settings.seed) for r in timed_runs(plan_, plan_.config.benches["b"])
     ]
     assert points == [("a", 2, 5), ("a", 4, 5), ("b", 2, 5), ("b", 4, 5)]
 
