@@ -15,14 +15,16 @@
 //
 // Adapter: all workers together compute A x once. Up to 16 rows of x one warp computes a worker's share of it, up to 32 three do.
 // For more rows, A's blocks are stages of the pipeline ahead of W's. The same one or three warps add up the sums that all sent.
-// A x then comes back into shared memory: whole up to 32 rows, otherwise as a stage behind the last one of a row of blocks.
+// A x then comes back into shared memory: whole up to 32 rows, otherwise as a stage behind the last one of a row of blocks. Of a
+// cohort those warps compute A x of any number of rows, and beyond 32 rows it is read from where they left it (lora.cu).
 //
 // Exchange: thread blocks hand sums to each other through memory that holds EMPTY, a value that no sum has, until a sum is
 // there. The reader writes EMPTY back. So the data itself says that it has arrived.
 //
 // One compilation joins instructions, tile_scheduler, pipeline, lora, epilogue, many_rows and this file, which has W x and the
 // kernel. The compiler's options define X_TILES, tiles of 8 rows of x; STAGES of the pipeline; RANK of the adapters, 0 or a
-// multiple of 16; CLUSTER, the thread blocks of a worker; and up to 32 rows REGISTERS, the limit of a thread.
+// multiple of 16; CLUSTER, the thread blocks of a worker; COHORT, whether rows of x have adapters of several runs, each of rank
+// RANK; and up to 32 rows REGISTERS, the limit of a thread.
 
 // --- W x ---
 
