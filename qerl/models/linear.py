@@ -479,13 +479,13 @@ class W4Linear:
             self._loras = [half[part] for part in range(2) for half in halves]
         #: The ranks of a run's adapter, padded.
         self._rank = -(-max(lora.rank for lora in self._loras) // RANK_STEP) * RANK_STEP
-        self.rank = self._rank * self._runs
-        shape = (len(self.tiles.parts), self.rank, self.tiles.columns)
+        ranks = self._rank * self._runs
+        shape = (len(self.tiles.parts), ranks, self.tiles.columns)
         self.operands = Operands(
             tiles=self.tiles,
             bias=_bias(bases, interleaved),
             down=torch.zeros(shape, dtype=torch.bfloat16, device=device),
-            ups=[torch.zeros(rows, self.rank, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
+            ups=[torch.zeros(rows, ranks, dtype=torch.bfloat16, device=device) for rows in self.tiles.parts],
             scales=torch.tensor([lora.scale for lora in self._loras], device=device),
             runs=cohort.runs if cohort else None,
         )

@@ -400,11 +400,11 @@ def with_adapters(
     They share the base's layers, and each has its own adapter, norms and noise.
     """
     lm, tokenizer = _base(checkpoint, dtype, device)
-    models = [lm, *(_on_same_layers(lm) for _ in adapters[1:])]
+    models = [lm, *(on_same_layers(lm) for _ in adapters[1:])]
     return [_adapted(one, tokenizer, *adapter) for one, adapter in zip(models, adapters, strict=True)]
 
 
-def _on_same_layers(lm: PreTrainedModel) -> PreTrainedModel:
+def on_same_layers(lm: PreTrainedModel) -> PreTrainedModel:
     """A copy of a frozen model's structure, which shares the model's layers and weights."""
     shared = [m for m in lm.modules() if isinstance(m, (nn.Linear, PackedLinear, nn.Embedding, Experts, Float32Router))]
     return deepcopy(lm, {id(one): one for one in (*shared, *lm.parameters())})

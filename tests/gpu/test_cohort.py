@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl.kernels import reference, triton
+from qerl.kernels.cuda.w4a16 import compile_ahead
 from qerl.kernels.state import DecodeState, Norm, RowRuns, SamplingState
 from qerl.kernels.triton.linear import Copies, narrow_product
 from qerl.models.linear import PortableLinear, W4Linear
@@ -16,7 +17,7 @@ from qerl.rollout.sampler import Request, SamplingParams
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.gpu.backends import kernels_of, with_portable
 from tests.gpu.exact import DEVICE, INTERPRETED, differences, k3
-from tests.gpu.test_products import DTYPE, TOLERANCE, backends, exact, random_layers, weights_of
+from tests.gpu.test_products import DTYPE, TOLERANCE, backends, exact, on_hopper, random_layers, shapes_of, weights_of
 from tests.tiny import random_checkpoint
 
 CUDA = torch.device("cuda")
@@ -57,30 +58,80 @@ def test_norms():
         torch.testing.assert_close(found, expected)
 
 
+class Products:
+    """A product of several runs, with an adapter of each of the `ranks`, and what it should give."""
+
+    def __init__(self, backend, kind, shapes, ranks):
+        self.kind, self.each = kind, [random_layers(shapes, "nvfp4", kind == "qkv", rank) for rank in ranks]
+        for layers in self.each[1:]:
+            for place, (layer, first) in enumerate(zip(layers, self.each[0], strict=True)):
+                base = getattr(first, "base_layer", first)
+                if hasattr(layer, "base_layer"):
+                    layer.base_layer = base
+                else:
+                    layers[place] = base
+        self.weights, self.gated, twins = (
+            weights_of(self.each[0]),
+            kind == "gate_up",
+            Twins(RowRuns(len(ranks)), self.each),
+        )
+        self.runs, first = twins.runs, self.each[0]
+        self.product = (
+            W4Linear(first, self.gated, twins) if backend is W4Linear else PortableLinear(first, DTYPE, twins)
+        )
+        if backend is W4Linear:
+            compile_ahead([self.product.operands], 512)
+
+    def __call__(self, x, runs):
+        self.runs.rows = runs
+        width = self.product.out_features // (1 + self.gated)
+        out = torch.full((len(x), width), torch.nan, device=DEVICE, dtype=DTYPE)
+        self.product(x, out, activation="silu" if self.gated else None)
+        return out
+
+    def check(self, x, runs):
+        """Against float64, for the rows of each run; returns the outputs."""
+        out = self(x, runs)
+        for run in runs.unique().tolist():
+            rows = runs == run
+            expected = exact(self.each[run], self.weights, x[rows], self.kind)
+            assert (out[rows].double() - expected).norm() <= TOLERANCE * expected.norm()
+        return out
+
+
 @backends
+@pytest.mark.parametrize("ranks", [(4, 40, 16), (8, 0, 64)], ids=str)
 @pytest.mark.parametrize("kind", ["qkv", "gate_up"])
 @torch.no_grad()
-def test_products(kind, backend):
-    """Of runs with different ranks, in every variant of the rows' number."""
+def test_products(kind, ranks, backend):
+    """Of runs with different ranks, in every variant of the rows' number; rows in any order, and run by run."""
     shapes = {"qkv": [(256, 512), (128, 512), (64, 512)], "gate_up": [(512, 256), (512, 256)]}[kind]
-    each = [random_layers(shapes, "nvfp4", kind == "qkv", rank) for rank in (4, 40, 16)]
-    for layers in each[1:]:
-        for place, (layer, first) in enumerate(zip(layers, each[0], strict=True)):
-            if hasattr(layer, "base_layer"):
-                layer.base_layer = getattr(first, "base_layer", first)
-            else:
-                layers[place] = first
-    weights, gated = weights_of(each[0]), kind == "gate_up"
-    twins = Twins(RowRuns(3), each)
-    product = W4Linear(each[0], gated, twins) if backend is W4Linear else PortableLinear(each[0], DTYPE, twins)
-    for rows in (1, 9, 70) if INTERPRETED else (1, 8, 16, 25, 48, 64, 70, 128, 150, 300):
-        twins.runs.rows = runs_of(rows, 3).rows
-        x = torch.randn(rows, shapes[0][1], device=DEVICE, dtype=DTYPE)
-        parts = torch.stack([exact(layers, weights, x, kind) for layers in each])
-        expected = parts[twins.runs.rows.long(), torch.arange(rows, device=DEVICE)]
-        out = torch.full(expected.shape, torch.nan, device=DEVICE, dtype=DTYPE)
-        product(x, out, activation="silu" if gated else None)
-        assert (out.double() - expected).norm() <= TOLERANCE * expected.norm()
+    products = Products(backend, kind, shapes, ranks)
+    for rows in (1, 9, 70) if INTERPRETED else (1, 8, 9, 16, 25, 40, 64, 70, 128, 150, 300):
+        x, runs = torch.randn(rows, shapes[0][1], device=DEVICE, dtype=DTYPE), runs_of(rows, 3).rows
+        products.check(x, runs)
+        products.check(x, runs.sort(descending=True)[0])
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ["qkv", "gate_up", "down"])
+@torch.no_grad()
+def test_products_of_many_runs(kind):
+    """In every variant for large layers, too. A row's bits depend on no other row, not even on a run that diverged."""
+    shapes = shapes_of(kind, "7b")
+    products = Products(W4Linear, kind, shapes, (32,) * 16)
+    for rows in (8, 16, 32, 40, 64, 96, 128, 160, 192, 224, 256, 500):
+        x, runs = torch.randn(rows, shapes[0][1], device=DEVICE, dtype=DTYPE), runs_of(rows, 16).rows
+        out = products.check(x, runs)
+        order = runs.argsort(descending=True)
+        assert torch.equal(products(x[order], runs[order]), out[order])
+    for name, parameter in torch.nn.ModuleList(products.each[3]).named_parameters():
+        if "lora_" in name:
+            parameter.fill_(torch.nan)
+    products.product.sync()
+    found = products(x, runs)
+    assert torch.equal(found[runs != 3], out[runs != 3])
+    assert found[runs == 3].isnan().any(1).all()
 
 
 @pytest.mark.parametrize("rows", [1, 70])

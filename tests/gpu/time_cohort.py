@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from contextlib import ExitStack
 
 import torch
 
 from qerl.host.gpus import seconds
-from qerl.models.policy import Policy, _on_same_layers, choose_device
-from qerl.models.random import _adapted, random_policy
+from qerl.models.policy import Policy, choose_device, on_same_layers
+from qerl.models.random import random_policy, with_random_adapter
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Request, SamplingParams
 from qerl.settings.models import Base
@@ -31,8 +32,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 4])
     options = parser.parse_args()
     base = random_policy(Base(options.model, options.weights), 0, choose_device())
-    copies = [base.lm, *(_on_same_layers(base.lm) for _ in range(max(options.runs) - 1))]
-    policies = [_adapted(Policy(lm, base.tokenizer), options.rank, True) for lm in copies]
+    bases = [base, *(Policy(on_same_layers(base.lm), base.tokenizer) for _ in range(max(options.runs) - 1))]
+    with ExitStack() as stack:
+        compare([stack.enter_context(with_random_adapter(one, options.rank)) for one in bases], options)
+
+
+def compare(policies: list[Policy], options: argparse.Namespace) -> None:
+    """Print a line of JSON for each number of runs."""
     settings = NativeSettings(kv_cache_gib=40)
     params = [SamplingParams(options.tokens, seed=run, ignore_eos=True) for run in range(max(options.runs))]
     generator = torch.Generator().manual_seed(0)

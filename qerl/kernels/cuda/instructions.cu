@@ -237,6 +237,12 @@ __device__ __forceinline__ uint4 load_once(const uint4* pointer) {
     return v;
 }
 
+__device__ __forceinline__ uint2 load_once(const uint2* pointer) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer) : "memory");
+    return v;
+}
+
 // --- products ---
 
 __device__ __forceinline__ void multiply_add(float4& c, const u32 a[4], u32 b0, u32 b1) {

@@ -15,14 +15,16 @@
 //
 // Adapter: all workers together compute A x once. Up to 16 rows of x one warp computes a worker's share of it, up to 32 three do.
 // For more rows, A's blocks are stages of the pipeline ahead of W's. The same one or three warps add up the sums that all sent.
-// A x then comes back into shared memory: whole up to 32 rows, otherwise as a stage behind the last one of a row of blocks.
+// A x then comes back into shared memory: whole up to 32 rows, otherwise as a stage behind the last one of a row of blocks. Of a
+// cohort those warps compute A x of any number of rows, and beyond 32 rows it is read from where they left it (lora.cu).
 //
 // Exchange: thread blocks hand sums to each other through memory that holds EMPTY, a value that no sum has, until a sum is
 // there. The reader writes EMPTY back. So the data itself says that it has arrived.
 //
 // One compilation joins instructions, tile_scheduler, pipeline, lora, epilogue, many_rows and this file, which has W x and the
 // kernel. The compiler's options define X_TILES, tiles of 8 rows of x; STAGES of the pipeline; RANK of the adapters, 0 or a
-// multiple of 16; CLUSTER, the thread blocks of a worker; and up to 32 rows REGISTERS, the limit of a thread.
+// multiple of 16; CLUSTER, the thread blocks of a worker; COHORT, whether rows of x have adapters of several runs, each of rank
+// RANK; and up to 32 rows REGISTERS, the limit of a thread.
 
 // --- W x ---
 
@@ -191,7 +193,7 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
     PipelineState at(stages, barriers);
     // Before its first read of what earlier kernels wrote, every thread must have waited; x is waited for by its copier.
     wait_for_earlier_kernels();
-    if constexpr (!SMALL_BATCH) multiply_a(p, share, at, warp, lane);
+    if constexpr (!SHRINK_BY_WARPS) multiply_a(p, share, at, warp, lane);
     u32 stored = 0;
     int row = share.first / share.column_blocks;
     for (int next = share.first; next < share.last; row++) {  // unit of W
@@ -203,8 +205,12 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
         LoraOperand b;
         if (RANK && (SMALL_BATCH && CHUNKS > 1 ? whole || last : starts)) {
             const Tile tile(p, tile_row, lane);
-            if (SMALL_BATCH) b.load(p, tile, 0, lane);
-            if (!SMALL_BATCH || RANK > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
+            if constexpr (COHORT) {
+                tile.prefetch_b_of_runs(p, share.row_block * ROWS, lane);
+            } else {
+                if (SMALL_BATCH) b.load(p, tile, 0, lane);
+                if (!SMALL_BATCH || RANK > RANKS_AT_A_TIME * 16) tile.prefetch_b(p, lane);
+            }
         }
         float4 c[TILES][X_TILES] = {};
         if constexpr (MMA_SYNC) {
@@ -219,7 +225,13 @@ __device__ void multiply(const Params& p, const Share& share, u8* stages, u64* b
         }
         const Tile tile(p, tile_row, lane);
         scale_sums(p, tile, c[0]);
-        if (!SMALL_BATCH && RANK && starts) {
+        if constexpr (!SMALL_BATCH && COHORT) {
+            constexpr int COUNT = X_TILES <= 16 ? 2 : 1;  // what registers have room for
+            if (starts)
+#pragma unroll
+                for (int n = 0; n < X_TILES; n += COUNT)
+                    add_lora_of_runs<COUNT>(p, share, shrunk, 0, n, tile, lane, c[0] + n);
+        } else if (!SMALL_BATCH && RANK && starts) {
             const Expansion expansion(p, row);
             b.load_tiles(p, tile, expansion.first, expansion.tiles, lane);
             add_lora_stages(p, tile, row, at, lane, b, c[0]);

@@ -1,4 +1,30 @@
 // The adapter: A x (shrink) and B (A x) (expand).
+//
+// In a cohort a row of x takes the RANK rows of A and columns of B of its own run. So A x has RANK columns of each part whatever the
+// number of runs, and a tile of 8 rows takes the work of the runs that it has: of one, where rows lie run by run.
+
+// The runs that a tile of 8 rows of x has, one after another. All lanes of a warp call it.
+struct TileRuns {
+    int own;    // of row lane / 4; behind the last row of x it is that row's
+    u32 left;   // lanes of rows whose run is still to come
+    u32 lanes;  // of the present run's rows
+
+    __device__ __forceinline__ void begin(const Params& p, int first, int lane) {
+        own = p.runs[min(first + lane / 4, p.m - 1)], left = ~0u;
+    }
+    __device__ __forceinline__ int next() {
+        const int run = __shfl_sync(~0u, own, __ffs(left) - 1);
+        lanes = __ballot_sync(~0u, own == run);
+        left &= ~lanes;
+        return run;
+    }
+    // Takes sums of the present run's rows, which are 2t (x, z) and 2t + 1 (y, w). Another run's may be NaN.
+    __device__ __forceinline__ void take(float4& to, const float4& from, int lane) const {
+        const u32 rows = lanes >> lane % 4 * 8;
+        if (rows & 1) to.x = from.x, to.z = from.z;
+        if (rows & 16) to.y = from.y, to.w = from.w;
+    }
+};
 
 // --- A x ---
 
@@ -28,10 +54,11 @@ struct ShrinkOperand {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
     }
 
-    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[X_TILES]) const {
+    template <int COUNT>
+    __device__ __forceinline__ void multiply(const Params& p, int x_row, int column, float4 c[COUNT]) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int n = 0; n < X_TILES; n++) {
+        for (int n = 0; n < COUNT; n++) {
             const u16* x = p.x + (size_t)min(x_row + n * 8 + g, p.m - 1) * p.columns + column + t * 8;
             uint4 b[4];
 #pragma unroll
@@ -65,11 +92,48 @@ __device__ void shrink_by_warps(const Params& p, const Share& share, int number,
         float4 c[X_TILES] = {};
         for (int block = begin; block < end; block++) {
             if (item != first || block != begin) a.load(p, tile, block * BLOCK_COLUMNS);
-            a.multiply(p, share.row_block * ROWS, block * BLOCK_COLUMNS, c);
+            a.multiply<X_TILES>(p, share.row_block * ROWS, block * BLOCK_COLUMNS, c);
         }
         uint4* sums = shrink_sums(p, share, tile, sender);
 #pragma unroll
         for (int n = 0; n < X_TILES; n++) send(sums + n * 32 + lane, c[n]);
+    }
+}
+
+// The rows of a cohort: a warp takes a tile of x, 16 rows of A of each of its runs and a span of columns at a time.
+__device__ void shrink_by_runs(const Params& p, const Share& share, int number, int lane) {
+    const int blocks = p.columns / BLOCK_COLUMNS, items = p.parts * RANK_TILES * X_TILES * p.senders;
+    const int workers = share.workers * CLUSTER, first = (number * share.workers + share.worker) * CLUSTER + share.rank;
+    const auto x_row_of = [&](int item) { return share.row_block * ROWS + item / p.senders % X_TILES * 8; };
+    const auto tile_of = [&](int item) { return item / p.senders / X_TILES; };
+    const auto tile_of_a = [&](int tile, int run) {
+        return (tile / max(RANK_TILES, 1) * p.run_count + run) * RANK_TILES + tile % max(RANK_TILES, 1);
+    };
+    if (first < items) {
+        // A hint, as earlier kernels may still write the runs.
+        const int run = min((u32)load_acquire(p.runs + min(x_row_of(first), p.m - 1)), (u32)p.run_count - 1);
+        const int begin = first % p.senders * p.span;
+        for (int block = begin; block < min(begin + p.span, blocks); block++)
+            ShrinkOperand::prefetch(p, tile_of_a(tile_of(first), run), block * BLOCK_COLUMNS, lane);
+    }
+    wait_for_earlier_kernels();
+    for (int item = first; item < items; item += SHRINK_WARPS * workers) {
+        const int sender = item % p.senders, tile = tile_of(item), x_row = x_row_of(item);
+        const int begin = sender * p.span, end = min(begin + p.span, blocks);
+        TileRuns runs;
+        runs.begin(p, x_row, lane);
+        float4 sum = {0, 0, 0, 0};
+        while (runs.left) {
+            const int tile_of_run = tile_of_a(tile, runs.next());
+            float4 c[1] = {};
+            for (int block = begin; block < end; block++) {
+                ShrinkOperand a;
+                a.load(p, tile_of_run, block * BLOCK_COLUMNS);
+                a.multiply<1>(p, x_row, block * BLOCK_COLUMNS, c);
+            }
+            runs.take(sum, c[0], lane);
+        }
+        send(shrink_sums(p, share, tile, sender) + item / p.senders % X_TILES * 32 + lane, sum);
     }
 }
 
@@ -106,7 +170,7 @@ __device__ __forceinline__ void leave_shrink_sums(const Params& p, const Share& 
 __device__ __forceinline__ u16* shrunk_place(const Params& p, const Share& share, int row, int tile, int a) {
     const int half = a / 2 % 2 ^ row / 4 % 2;
     u16* block = p.shrunk + (size_t)share.row_block * ROWS * p.parts * RANK + tile * ROWS * 16 + row * 16;
-    return block + (SMALL_BATCH ? a : half * 8 + a / 4 * 2 + a % 2);
+    return block + (SHRINK_BY_WARPS ? a : half * 8 + a / 4 * 2 + a % 2);
 }
 
 // Senders whose sums the lanes of a warp read at the same time: as many as fit into registers.
@@ -123,7 +187,7 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
         const int tile = item / SENDER_GROUPS / X_TILES, n = item / SENDER_GROUPS % X_TILES;
         const int place = item % SENDER_GROUPS * SUM_LANES + g;  // the lane whose sums these are
         int senders = p.senders;
-        if constexpr (!SMALL_BATCH) {
+        if constexpr (!SHRINK_BY_WARPS) {
             const int unit = tile / (SHRINK_ROWS * CLUSTER / 16) * share.column_blocks;
             senders = 2 * (units.sender(unit + share.column_blocks - 1) - units.sender(unit) + 1);
         }
@@ -141,13 +205,12 @@ __device__ __forceinline__ void share_sums(const Params& p, const Share& share, 
         }
         // A's rows g (x, y) and g + 8 (z, w), rows 2t (x, z) and 2t + 1 (y, w) of x.
         const int row = n * 8 + place % 4 * 2, rows = p.m - share.row_block * ROWS;
-        const float factor = p.lora_factor[tile / p.run_tiles];
-        u32 even = to_bf16x2(c.x * factor, c.z * factor), odd = to_bf16x2(c.y * factor, c.w * factor);
-        if (p.runs) {  // a row of x takes the ranks of its own run
-            const int run = tile % max(RANK_TILES, 1) / p.run_tiles, first = share.row_block * ROWS + row;
-            if (row >= rows || p.runs[first] != run) even = 0;
-            if (row + 1 >= rows || p.runs[first + 1] != run) odd = 0;
-        }
+        const auto factor_of = [&](int row) {
+            const int part = tile / max(RANK_TILES, 1);
+            return p.lora_factor[COHORT ? part * p.run_count + p.runs[min(share.row_block * ROWS + row, p.m - 1)] : part];
+        };
+        const float first = factor_of(row), second = factor_of(row + 1);
+        const u32 even = to_bf16x2(c.x * first, c.z * first), odd = to_bf16x2(c.y * second, c.w * second);
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             if (group) continue;
@@ -180,7 +243,9 @@ __device__ void wait_for_shrunk(const Params& p, const Share& share, u8* local, 
 
 // Run by the warps of A x; the barrier `shrunk` signals that A x is complete.
 __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shrunk, int number, int lane) {
-    if constexpr (SMALL_BATCH)
+    if constexpr (COHORT)
+        shrink_by_runs(p, share, number, lane);
+    else if constexpr (SMALL_BATCH)
         shrink_by_warps(p, share, number, lane);
     else
         wait_for_earlier_kernels();
@@ -192,19 +257,22 @@ __device__ void shrink(const Params& p, const Share& share, u8* local, u64* shru
 
 // Tiles of 16 columns of B whose operands are in registers.
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-constexpr int RANKS_AT_A_TIME = RANK == 0 ? 1 : SMALL_BATCH ? least(RANK_TILES, 4) : least(3 * RANK_TILES, EXPAND_TILES);
+constexpr int RANKS_AT_A_TIME = RANK == 0      ? 1
+                                : COHORT      ? least(RANK_TILES, 2)
+                                : SMALL_BATCH ? least(RANK_TILES, 4)
+                                              : least(3 * RANK_TILES, EXPAND_TILES);
 
 // Tiles of 16 columns of B, as operands for A x: lane t of a quad has four in a row, in place of those that the
 // operand's definition gives it.
 struct LoraOperand {
     uint2 low[RANKS_AT_A_TIME], high[RANKS_AT_A_TIME];
 
-    // From column `first` on, of the parts of both halves of the rows.
-    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int lane) {
+    // From column `first` of a run on, of the parts of both halves of the rows.
+    __device__ __forceinline__ void load(const Params& p, const Tile& tile, int first, int lane, int run = 0) {
         if (tile.row >= p.rows) return;
 #pragma unroll
         for (int j = 0; j < RANKS_AT_A_TIME; j++) {
-            const int column = min(first + j * 16, RANK - 16) + lane % 4 * 4;
+            const int column = run * RANK + min(first + j * 16, RANK - 16) + lane % 4 * 4;
             low[j] = *(const uint2*)(tile.b_low + column), high[j] = *(const uint2*)(tile.b_high + column);
         }
     }
@@ -244,6 +312,59 @@ __device__ __forceinline__ void add_lora(const Params& p, u32 shrunk, int x_row,
                     const uint2 x = load_shared_pair(rows + n * 256);
                     multiply_add(c[n], a, x.x, x.y);
                 }
+            }
+        }
+    }
+}
+
+// B (A x) of a cohort, for COUNT tiles of rows of x from `first_tile` of the row block on. Up to 32 rows A x is in shared memory,
+// at `local`.
+template <int COUNT>
+__device__ __forceinline__ void add_lora_of_runs(const Params& p, const Share& share, u64* shrunk, u32 local, int first_tile,
+                                                 const Tile& tile, int lane, float4 c[COUNT]) {
+    if (tile.row >= p.rows) return;
+    const int first_row = share.row_block * ROWS + first_tile * 8;
+    const u16* global = p.shrunk + (size_t)share.row_block * ROWS * p.parts * RANK + lane * 4;
+    for (int first = 0; first < RANK_TILES; first += RANKS_AT_A_TIME) {
+        LoraOperand b[COUNT];
+        uint2 x[COUNT][2][RANKS_AT_A_TIME];
+        TileRuns runs[COUNT];
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) runs[n].begin(p, first_row + n * 8, lane);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) b[n].load(p, tile, first * 16, lane, runs[n].next());
+        barrier_wait(shrunk, 0);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+                    x[n][half][j] = {0, 0};
+                    if (tile.low_part + half > tile.high_part || first + j >= RANK_TILES) continue;
+                    const int row = ((tile.low_part + half) * RANK_TILES + first + j) * ROWS + (first_tile + n) * 8;
+                    x[n][half][j] = SMALL_BATCH ? load_shared_pair(local + row * 32 + lane * 8)
+                                                : load_once((const uint2*)(global + row * 16));
+                }
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            for (;;) {
+                float4 sum = c[n];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    if (tile.low_part + half > tile.high_part) break;
+                    const bool low = half == 0, high = tile.low_part + half == tile.high_part;
+#pragma unroll
+                    for (int j = 0; j < RANKS_AT_A_TIME; j++) {
+                        if (first + j >= RANK_TILES) break;
+                        const u32 a[4] = {low ? b[n].low[j].x : 0, high ? b[n].high[j].x : 0, low ? b[n].low[j].y : 0,
+                                          high ? b[n].high[j].y : 0};
+                        multiply_add(sum, a, x[n][half][j].x, x[n][half][j].y);
+                    }
+                }
+                runs[n].take(c[n], sum, lane);
+                if (!runs[n].left) break;
+                b[n].load(p, tile, first * 16, lane, runs[n].next());
             }
         }
     }

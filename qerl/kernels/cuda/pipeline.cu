@@ -98,8 +98,9 @@ struct Tile {
         const int g = lane / 4;
         low_part = p.mode == GATED ? 0 : part_of(p, row), high_part = p.mode == GATED ? 1 : low_part;
         const int in_part = p.mode == GATED ? row / 2 : row - (low_part ? p.part_end[low_part - 1] : 0);
-        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * RANK;
-        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == GATED ? 0 : 8)) * RANK;
+        const int ranks = COHORT ? p.run_count * RANK : RANK;
+        b_low = p.lora_b[low_part] + (size_t)(in_part + g) * ranks;
+        b_high = p.lora_b[high_part] + (size_t)(in_part + g + (p.mode == GATED ? 0 : 8)) * ranks;
         const bool biased = p.bias && row < p.rows;
         low_bias = biased ? p.bias[row + g] : 0, high_bias = biased ? p.bias[row + g + 8] : 0;
     }
@@ -110,6 +111,17 @@ struct Tile {
         for (int column = lane % 4 * 64; column < RANK; column += 256) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(b_low + column));
             asm volatile("prefetch.global.L2 [%0];" ::"l"(b_high + column));
+        }
+    }
+    // The same for the runs of a cohort that begin the tiles of rows of x, from row `first` on.
+    __device__ __forceinline__ void prefetch_b_of_runs(const Params& p, int first, int lane) const {
+        if (row >= p.rows) return;
+        for (int n = lane % 4; n < X_TILES; n += 4) {
+            const int begin = p.runs[min(first + n * 8, p.m - 1)] * RANK;
+            for (int column = begin; column < begin + RANK; column += 64) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(b_low + column));
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(b_high + column));
+            }
         }
     }
 };

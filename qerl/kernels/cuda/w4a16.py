@@ -26,7 +26,7 @@ ONE_PER_SM_BYTES = 116000
 #: Rows of A in a stage of the pipeline, beyond 32 rows of x. With fewer rows separate warps compute A x, because
 #: further stages would delay their thread blocks by more than the work takes. With more, they'd read x too often.
 SHRINK_ROWS = 32
-#: Up to 32 rows of x: the fewest and most spans of columns into which A x is divided, by the number of A's rows.
+#: Without stages of A: the fewest and most spans of columns into which A x is divided, by the number of A's rows.
 _SPANS = (8, 40)
 #: Ranks of an adapter that an instruction multiplies; others are padded with zeros.
 RANK_STEP = 16
@@ -96,16 +96,18 @@ class KernelVariant:
         """Blocks of W [rows, columns] that workers divide."""
         return -(-rows // (layouts.BLOCK_ROWS * self.cluster)) * (columns // self.columns)
 
-    def shrink_split(self, columns: int, ranks: int, workers: int, processors: int) -> tuple[int, int]:
+    def shrink_split(
+        self, columns: int, ranks: int, workers: int, processors: int, cohort: bool = False
+    ) -> tuple[int, int]:
         """The division of A x over `columns` columns of x: senders of sums per 16 rows of A, and blocks per span.
 
-        The number of senders is an upper bound. A span is in blocks of columns, and 0 beyond 32 rows, where stages
-        divide A.
+        The number of senders is an upper bound. A span is in blocks of columns, and 0 where stages divide A: beyond 32
+        rows, unless they are a cohort's, of which a warp multiplies 8 at a time.
         """
-        if self.small_batch:
+        if self.small_batch or cohort:
             blocks = columns // layouts.BLOCK_COLUMNS
-            warps = self.shrink_warps * processors
-            most = min(max(warps // max(ranks // RANK_STEP, 1), _SPANS[0]), _SPANS[1])
+            warps, tiles = self.shrink_warps * processors, ranks // RANK_STEP * (self.x_tiles if cohort else 1)
+            most = min(max(warps // max(tiles, 1), _SPANS[0]), _SPANS[1])
             span = -(-blocks // most)
             return -(-blocks // span), span
         blocks = columns // self.columns
@@ -225,7 +227,7 @@ _Params = params_struct(
             "row_blocks",
             "senders",
             "span",
-            "run_tiles",
+            "run_count",
         ),
         ctypes.c_int,
     ),
@@ -249,20 +251,30 @@ class Operands:
 
     tiles: Tiles
     bias: Tensor | None  # [rows] float32, in the order of the tiles
-    down: Tensor  # A of each layer, [layers, rank, columns] bfloat16; rank is a multiple of RANK_STEP
-    ups: Sequence[Tensor]  # B of each layer, [rows, rank] bfloat16
+    down: Tensor  # A of each layer, [layers, runs * rank, columns] bfloat16; rank is a multiple of RANK_STEP
+    ups: Sequence[Tensor]  # B of each layer, [rows, runs * rank] bfloat16
     scales: Tensor  # [layers * runs] float32, of each adapter
-    runs: RowRuns | None = None  # of a cohort, whose runs have equal parts of the ranks
+    runs: RowRuns | None = None  # of a cohort
 
     @property
     def rank(self) -> int:
-        """Rank of a layer's adapters, padded: the sum over runs."""
-        return self.down.shape[1]
+        """Rank of a layer's adapter, padded; all runs' are equal."""
+        return self.down.shape[1] // self.run_count
 
     @property
     def ranks(self) -> int:
         """Columns of A x, the sum of all layers' ranks."""
         return len(self.tiles.parts) * self.rank
+
+    @property
+    def run_count(self) -> int:
+        """The number of runs."""
+        return self.runs.count if self.runs else 1
+
+    @property
+    def cohort(self) -> bool:
+        """Whether rows of x have adapters of several runs."""
+        return self.runs is not None and self.rank > 0
 
 
 def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation: Activation = "silu") -> None:
@@ -278,7 +290,7 @@ def multiply(operands: Operands, x: Tensor, out: Tensor, mode: Mode, activation:
         workers = variant.workers(blocks, processors // row_blocks)
         params = _params(operands, rows, outs, number * most, mode, activation, variant, row_blocks, workers)
         shared_bytes = variant.shared_bytes(operands.ranks)
-        function = load(_SOURCES, _ENTRY, _options(variant, operands.rank), shared_bytes, x.get_device())
+        function = load(_SOURCES, _ENTRY, _options(variant, operands), shared_bytes, x.get_device())
         launch(function, workers * row_blocks * variant.cluster, variant.threads(operands.rank), shared_bytes, params)
 
 
@@ -289,18 +301,19 @@ def compile_ahead(products: Iterable[Operands], rows: int) -> None:
         tiles, device = operands.tiles, operands.tiles.data.device
         for count in limits(rows):
             variant, _ = variant_for(count, tiles.rows, tiles.columns, workspace(device).processors)
-            kinds[device].add(_options(variant, operands.rank))
+            kinds[device].add(_options(variant, operands))
     for device, options in kinds.items():
         compile_all(_SOURCES, _ENTRY, options, device.index)
 
 
-def _options(variant: KernelVariant, rank: int) -> tuple[tuple[str, int], ...]:
+def _options(variant: KernelVariant, operands: Operands) -> tuple[tuple[str, int], ...]:
     return (
         ("X_TILES", variant.x_tiles),
         ("STAGES", variant.stages),
-        ("REGISTERS", variant.registers_per_thread(rank)),
-        ("RANK", rank),
+        ("REGISTERS", variant.registers_per_thread(operands.rank)),
+        ("RANK", operands.rank),
         ("CLUSTER", variant.cluster),
+        ("COHORT", int(operands.cohort)),
     )
 
 
@@ -317,10 +330,10 @@ def _params(
 ) -> ctypes.Structure:
     tiles, parts, space = operands.tiles, len(operands.tiles.parts), workspace(x.device)
     width = operands.ranks
-    senders, span = variant.shrink_split(tiles.columns, width, workers, space.processors)
+    senders, span = variant.shrink_split(tiles.columns, width, workers, space.processors, operands.cohort)
     multiplier, offset = tiles.scale_decode
     x_map = tensor_map(x, variant.rows // variant.cluster, variant.columns // variant.cluster)
-    staged = operands.rank and not variant.small_batch
+    staged = operands.rank and not variant.small_batch and not operands.cohort
     ends = [sum(tiles.parts[: i + 1]) for i in range(parts)]
     return _Params(
         x_map=x_map,
@@ -351,7 +364,7 @@ def _params(
         row_blocks=row_blocks,
         senders=senders,
         span=span,
-        run_tiles=max(operands.rank // RANK_STEP // (operands.runs.count if operands.runs else 1), 1),
+        run_count=operands.run_count,
         arrived=address(space.get("arrived", space.processors)),
     )
 

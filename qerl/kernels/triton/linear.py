@@ -295,6 +295,16 @@ def of_own_run(shrunk, rank, m, runs, run_of_rank, r_inside, m_inside, RUNS: tl.
 
 
 @triton.jit
+def _have_common_run(rank, m, runs, run_of_rank, RUNS: tl.constexpr):
+    """Whether any of some ranks [R] is of the run of any of the rows m [M] of x; both exist. True without runs."""
+    common = True
+    if RUNS:
+        own = tl.load(run_of_rank + rank)[:, None] == tl.load(runs + m)[None, :]
+        common = tl.max(tl.max(own.to(tl.int32), 1), 0) > 0
+    return common
+
+
+@triton.jit
 def _plus_adapter(
     y, up, sums, runs, run_of_rank, n, m, rows,
     RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, RUNS: tl.constexpr,
@@ -303,14 +313,15 @@ def _plus_adapter(
     rank = tl.arange(0, RANKS)
     for first in range(0, RANK, RANKS):
         r = first + rank
-        place = sums + m[None, :] * RANK + r[:, None]
-        s = tl.zeros([RANKS, m.shape[0]], tl.float32)
-        for _ in tl.range(0, SPLITS):
-            s += tl.load(place, (r < RANK)[:, None], other=0.0)
-            place += rows * RANK
-        s = of_own_run(s, r[:, None], m[None, :], runs, run_of_rank, (r < RANK)[:, None], (m < rows)[None, :], RUNS)
-        b = tl.load(up + n[:, None] * RANK + r[None, :], (r < RANK)[None, :], other=0.0)
-        y = tl.dot(b, s.to(up.dtype.element_ty), y, input_precision="ieee")
+        if _have_common_run(tl.minimum(r, RANK - 1), m, runs, run_of_rank, RUNS):
+            place = sums + m[None, :] * RANK + r[:, None]
+            s = tl.zeros([RANKS, m.shape[0]], tl.float32)
+            for _ in tl.range(0, SPLITS):
+                s += tl.load(place, (r < RANK)[:, None], other=0.0)
+                place += rows * RANK
+            s = of_own_run(s, r[:, None], m[None, :], runs, run_of_rank, (r < RANK)[:, None], (m < rows)[None, :], RUNS)
+            b = tl.load(up + n[:, None] * RANK + r[None, :], (r < RANK)[None, :], other=0.0)
+            y = tl.dot(b, s.to(up.dtype.element_ty), y, input_precision="ieee")
     return y
 
 
@@ -342,14 +353,18 @@ def _arrive(counter):
 
 @triton.jit
 def _send_shrunk(
-    down, x, shrink_sums, number, m, m_read, rows, columns, first, last, split,
-    RANK: tl.constexpr, STAGES: tl.constexpr,
+    down, x, shrink_sums, runs, run_of_rank, number, m, m_read, rows, columns, first, last, split,
+    RANK: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write A x of a split's columns, for a few rows of A: their tile is in shared memory."""
+    """Write A x of a split's columns, for a few rows of A, of which a row of x has the run: their tile is in shared
+    memory.
+    """
     rank = number * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
-    shrunk = _shrink(down, x, tl.minimum(rank, RANK - 1), m_read, columns, first, last, STAGES)
-    exists = (rank < RANK)[:, None] & (m < rows)[None, :]
-    tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + rank[:, None], shrunk, exists)
+    read = tl.minimum(rank, RANK - 1)
+    if _have_common_run(read, m_read, runs, run_of_rank, RUNS):
+        shrunk = _shrink(down, x, read, m_read, columns, first, last, STAGES)
+        exists = (rank < RANK)[:, None] & (m < rows)[None, :]
+        tl.store(shrink_sums + (split * rows + m)[None, :] * RANK + rank[:, None], shrunk, exists)
 
 
 @triton.jit
@@ -426,7 +441,10 @@ def fused_product(
     let_next_start(PDL)
     if program < senders:
         wait_for_earlier(PDL)
-        _send_shrunk(down, x, shrink_sums, tile, m, m_read, rows, columns, first, last, split, RANK, STAGES)
+        _send_shrunk(
+            down, x, shrink_sums, runs, run_of_rank, tile, m, m_read, rows, columns, first, last, split,
+            RANK, RUNS, STAGES,
+        )  # fmt: skip
         _arrive(shrunk_counter)
     else:
         if PDL:  # earlier kernels don't write weights

@@ -30,6 +30,7 @@ from qerl.kernels.state import (
     KVCache,
     Norm,
     PromptRow,
+    RowRuns,
     SamplingState,
     pack,
 )
@@ -80,6 +81,10 @@ def products():
         for tile in tiles():
             multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 128), activation="gelu_pytorch_tanh", tile=tile)
             multiply(operands, zeros(tile.m, 1024), zeros(tile.m, 256), residual=True, tile=tile)
+        runs, run_of_rank = RowRuns(2), torch.tensor([0, 1] * 24, dtype=torch.int32)
+        runs.rows = torch.zeros(8, dtype=torch.int32)
+        of_runs = replace(operands, runs=runs, run_of_rank=run_of_rank)
+        multiply(of_runs, zeros(8, 1024), zeros(8, 256))
         dense(words, 0, torch.bfloat16)
 
 

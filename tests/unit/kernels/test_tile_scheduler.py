@@ -44,16 +44,18 @@ PART = """
 #define RANK {rank}
 #define STAGES {stages}
 #define CLUSTER {cluster}
-namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster} {{
+#define COHORT {cohort}
+namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster}_cohort{cohort} {{
 #include "{source}"
 }}
-extern "C" void sizes_{x_tiles}_{rank}_{stages}_{cluster}(int* out) {{
-    using namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster};
+extern "C" void sizes_{x_tiles}_{rank}_{stages}_{cluster}_{cohort}(int* out) {{
+    using namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster}_cohort{cohort};
     int sizes[] = {{STAGE_COLUMNS, LOCAL, ROWS, 32 * (WARPS + 1 + SHRINK_WARPS), CHUNKS}};
     std::copy(sizes, sizes + 5, out);
 }}
-extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}(const int* shape, int worker, int* out, int* stages) {{
-    using namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster};
+extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}_{cohort}(
+    const int* shape, int worker, int* out, int* stages) {{
+    using namespace tiles{x_tiles}_rank{rank}_stages{stages}_cluster{cluster}_cohort{cohort};
     Params p{{}};
     p.rows = shape[0], p.columns = shape[1], p.parts = shape[2], p.mode = shape[3];
     std::copy(shape + 4, shape + 7, p.part_end);
@@ -75,6 +77,7 @@ extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}(const int* shape, int w
 #undef RANK
 #undef STAGES
 #undef CLUSTER
+#undef COHORT
 """
 
 
@@ -82,10 +85,13 @@ extern "C" int share_{x_tiles}_{rank}_{stages}_{cluster}(const int* shape, int w
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scheduler")
     source = Path(w4a16.__file__).with_name("tile_scheduler.cu")
-    compiled = {(v.x_tiles, rank, v.stages, v.cluster) for pair in VARIANTS for v in pair for rank in RANKS}
+    kinds = [(rank, 0) for rank in RANKS] + [(rank, 1) for rank in RANKS if rank]
+    compiled = {
+        (v.x_tiles, rank, v.stages, v.cluster, cohort) for pair in VARIANTS for v in pair for rank, cohort in kinds
+    }
     parts = [
-        PART.format(x_tiles=x_tiles, rank=rank, stages=stages, cluster=cluster, source=source)
-        for x_tiles, rank, stages, cluster in sorted(compiled)
+        PART.format(x_tiles=x_tiles, rank=rank, stages=stages, cluster=cluster, cohort=cohort, source=source)
+        for x_tiles, rank, stages, cluster, cohort in sorted(compiled)
     ]
     (folder / "scheduler.cpp").write_text(PRELUDE + "".join(parts))
     target = folder / "scheduler.so"
@@ -108,14 +114,14 @@ class Work:
     stages: list[tuple[int, ...]]  # whether of A, row, column, number of the stage of A x
 
 
-def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
+def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1, cohort=False):
     """The work of all thread blocks of a row block of x, and the number of blocks in a row of blocks of W."""
     rows, of_row = ends[-1], columns // variant.columns
     blocks = variant.blocks(rows, columns)
     workers = variant.workers(blocks, processors // row_blocks)
     shape = [rows, columns, len(ends), mode, *(ends + [rows] * 3)[:3], row_blocks, workers]
     given = (ctypes.c_int * 9)(*shape)
-    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}")
+    function = getattr(library, f"share_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}_{int(cohort)}")
     chunks = sizes_of(library, variant, rank)[4]
     found = []
     for worker in range(workers):
@@ -130,7 +136,7 @@ def works(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
 
 def sizes_of(library, variant, rank):
     out = (ctypes.c_int * 5)()
-    getattr(library, f"sizes_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}")(out)
+    getattr(library, f"sizes_{variant.x_tiles}_{rank}_{variant.stages}_{variant.cluster}_0")(out)
     return list(out)
 
 
@@ -142,26 +148,27 @@ def parts_of(variant, row, ends, mode):
     return sum(end > first and begin <= last for begin, end in zip([0, *ends], ends, strict=False))
 
 
-def expected_stages(work, variant, rank, ends, mode, of_row):
+def expected_stages(work, variant, rank, ends, mode, of_row, cohort):
     stages = [(1, unit // of_row, unit % of_row, 0) for unit in work.shrinks]
     for unit in work.units:
         row, column = divmod(unit, of_row)
         stages.append((0, row, column, 0))
         ends_here = column == of_row - 1 or unit == work.units[-1]
         if not variant.small_batch and ends_here and row * of_row in work.units:
-            count = -(-parts_of(variant, row, ends, mode) * rank // 16 // EXPAND_TILES)
+            count = 0 if cohort else -(-parts_of(variant, row, ends, mode) * rank // 16 // EXPAND_TILES)
             # In clusters a row that one worker has is finished in a stage of its own.
             count += variant.cluster > 1 and column == of_row - 1
             stages += [(0, row, column, number + 1) for number in range(count)]
     return stages
 
 
-def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1):
-    found, of_row = works(library, variant, rank, ends, columns, mode, processors, row_blocks)
+def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1, cohort=False):
+    found, of_row = works(library, variant, rank, ends, columns, mode, processors, row_blocks, cohort)
     # Each unit once, in the thread blocks' order, and at least one for each.
     assert [unit for work in found for unit in work.units] == list(range(variant.blocks(ends[-1], columns)))
     assert all(work.units for work in found)
-    rows_of_a = 0 if variant.small_batch else -(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))
+    by_warps = variant.small_batch or cohort
+    rows_of_a = 0 if by_warps else -(-len(ends) * rank // (SHRINK_ROWS * variant.cluster))
     assert [unit for work in found for unit in work.shrinks] == list(range(rows_of_a * of_row))
     for number, work in enumerate(found):
         row = work.units[-1] // of_row
@@ -172,7 +179,7 @@ def check(library, variant, rank, ends, columns, mode, processors, row_blocks=1)
         # Those who own parts of a row have nothing to do behind it.
         assert work.chunk_owners == sorted(work.chunk_owners)
         assert set(work.chunk_owners) <= set(range(len(owners)))
-        assert work.stages == expected_stages(work, variant, rank, ends, mode, of_row)
+        assert work.stages == expected_stages(work, variant, rank, ends, mode, of_row, cohort)
     return found, of_row
 
 
@@ -203,6 +210,8 @@ def test_everybody_has_work_all_of_it_is_done_once_and_sums_have_a_place_for_eve
     variant = BY_NAME[name]
     for ends, columns, mode, processors, rank in shapes_of(variant):
         for row_blocks in sorted({1, variant.row_blocks}) if processors > 7 else [1]:
+            if rank:
+                check(library, variant, rank, ends, columns, mode, processors, row_blocks, cohort=True)
             found, of_row = check(library, variant, rank, ends, columns, mode, processors, row_blocks)
             if variant.small_batch or not rank:
                 continue
