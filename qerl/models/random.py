@@ -228,6 +228,7 @@ def random_policy(base: Base, rank: int, device: torch.device, seed: int = 0, tr
     use_own_modules(lm)
     lm.requires_grad_(False)
     policy = Policy(lm.eval(), Qwen2Tokenizer())
+    torch.manual_seed(seed)  # once more: libraries draw numbers where they are first used
     return _adapted(policy, rank, train_norms) if rank else policy
 
 
