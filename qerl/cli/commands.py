@@ -66,7 +66,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich" if get_terminal_size().columns >= _FRAMED else None,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=__doc__,
 )
@@ -148,14 +148,19 @@ def train(
     result = api.train(changed, out, log_to_file=True)
     if isinstance(result, list):
         print_table(str(result[0].folder.parent), api.rewards(result).to_dict("records"))
+        folders = " ".join(shlex.quote(str(one.folder)) for one in result)
+        console().print(Text.assemble((f"{'read them':<12}", "bold"), f"qerl view {folders}"), soft_wrap=True)
         return
-    for what, path in {
+    folder = shlex.quote(str(result.folder))
+    for what, shown in {
         "settings": result.folder / RUN_FILE,
         "checkpoint": result.checkpoint,
         "trained": result.adapter,
         "metrics": result.folder / METRICS,
+        "read it": f"qerl view {folder}",
+        "score it": f"qerl eval {folder} --out {folder}/eval",
     }.items():
-        console().print(Text.assemble((f"{what:<12}", "bold"), str(path)), soft_wrap=True)
+        console().print(Text.assemble((f"{what:<12}", "bold"), str(shown)), soft_wrap=True)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -281,7 +282,13 @@ def test_the_screen_of_a_training_has_its_progress_and_no_noise_of_libraries(fol
 
     done = call_in_fork(train, tmp_path, {**os.environ, "QERL_COMMIT": "test"})
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["settings", "checkpoint", "trained", "metrics"]
+    *paths, view, score = [line[12:] for line in done.stdout.splitlines()]
+    assert all(Path(path).exists() for path in paths)
+    assert len(paths) == 4
+    # What is to be typed next: the first of them is done.
+    assert CliRunner().invoke(cli.app, shlex.split(view)[1:]).exit_code == 0
+    assert (tmp_path / "run/samples.html").is_file()
+    assert shlex.split(score)[:3] == ["qerl", "eval", str(tmp_path / "run")]
     thinking, unreadable, steps, flat = done.stderr.splitlines()
     assert "thinking ends at </think> (a completion may begin it)" in thinking
     assert unreadable.startswith("warning: step 1: no completion states an answer that the grader reads.")
