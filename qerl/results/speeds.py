@@ -230,10 +230,8 @@ class DecodeResult(Measurement):
                 "samples": point.samples,
                 "rollouts": [drawn / (drawn / rate + prompts) for rate in point.samples],
                 **speeds,
-                "step_ms": 1e3 * step,
                 "floor_ms": 1e3 * floor,
                 "percent_of_floor": 100 * floor / step,
-                "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
                 **self._beside_paper(work.serving),
             }
 
