@@ -360,7 +360,7 @@ class CheckJob(Job):
     @classmethod
     def of_evaluation(cls, plan: Plan, evaluation: PlannedEvaluation) -> CheckJob | None:
         """The check that precedes an evaluation, if its base needs one."""
-        return cls._of(plan, evaluation.base.model, [], asked_tasks(plan, evaluation))
+        return cls._of(plan, evaluation.base.model, [], tasks_of(plan, evaluation))
 
     @classmethod
     def _of(cls, plan: Plan, model: str, runs: list[RunSettings], tasks: list[TaskSettings]) -> CheckJob | None:
@@ -520,7 +520,7 @@ class TrainJob(Job):
 # Jobs of evaluations.
 
 
-def asked_tasks(plan: Plan, evaluation: PlannedEvaluation) -> list[TaskSettings]:
+def tasks_of(plan: Plan, evaluation: PlannedEvaluation) -> list[TaskSettings]:
     """The tasks of an evaluation."""
     return [task for task in plan.config.evaluation.tasks if task.dataset in evaluation.tasks]
 
@@ -553,7 +553,7 @@ class EvaluateJob(Job):
         described = dict(zip(("eval", "run", "arm", "experiment", "varied"), (name, *about), strict=True))
         return cls(
             policy=described | evaluation.base.stored,
-            settings=plan.config.evaluation.model_copy(update={"tasks": asked_tasks(plan, evaluation)}),
+            settings=plan.config.evaluation.model_copy(update={"tasks": tasks_of(plan, evaluation)}),
             checkpoint=QuantizeJob.checkpoint(plan, evaluation.base),
             trained=TrainJob.path(plan, run.id, paths.POLICY) if run else None,
             data=DataJob.folders(plan, sorted(evaluation.tasks)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -186,35 +186,11 @@ class ShapesJob(Job):
     def make(cls, plan: Plan, name: str) -> ShapesJob:
         assert plan.config.shapes is not None
         files = [PointJob.path(plan, id, part.file) for id, parts in plan.points.items() for part in parts]
-        return cls(files=measured_files(plan.config.shapes.samples, files), out=cls.path(plan))
+        return cls(files=paths.measured_files(plan.config.shapes.samples, files), out=cls.path(plan))
 
     @property
     def own_files(self) -> list[Path]:
         return self.files
-
-
-def measured_files(samples: Sequence[Path], files: Sequence[Path]) -> list[Path]:
-    """Those of these files of this machine's points that exist, or else the committed ones of the same names.
-
-    They are followed by other committed files, whose jobs are no longer in the grid.
-    """
-    existing = (measured_file(samples, file) for file in files)
-    names = {file.name for file in files}
-    return [*filter(None, existing), *(file for file in committed_files(samples) if file.name not in names)]
-
-
-def measured_file(samples: Sequence[Path], file: Path) -> Path | None:
-    """A file of points, if it is measured on this machine, or else the committed one."""
-    places = (file, *(folder / file.name for folder in samples))
-    return next((one for one in places if one.is_file()), None)
-
-
-# The first folder with a file counts; ratios are of points of one kind of GPU, and tables name the GPU where it
-# differs.
-def committed_files(folders: Sequence[Path]) -> list[Path]:
-    """The result files of the folders, sorted by name. Of files with the same name, the first folder's counts."""
-    named = {file.name: file for folder in reversed(folders) for file in folder.glob("*.json")}
-    return [named[name] for name in sorted(named)]
 
 
 # Jobs that make tables and figures of stored results.

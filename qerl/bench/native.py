@@ -106,7 +106,7 @@ def measure_prompts(job: PointJob[Prompting, tuple[int, int]]) -> None:
             missing = PromptPoint(prompts=prompts, tokens=tokens, status=NO_MEMORY, first=None, samples=[])
             points.append(point or missing)
         result = PromptsResult(
-            bench="prompts",
+            bench=part.work.bench,
             work=part.work,
             sampler=sampler.served if sampler else "",
             points=points,

@@ -216,7 +216,7 @@ class DecodePoints:
             self.result = _read(out, work)
         else:
             self.result = DecodeResult(
-                bench="decode", work=work, ceilings=None, gpu=None, points=[], provenance=Provenance.of_now()
+                bench=work.bench, work=work, ceilings=None, gpu=None, points=[], provenance=Provenance.of_now()
             )
 
     def missing(self, sequences: Sequence[int]) -> list[int]:

@@ -146,7 +146,7 @@ def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None
         nothing = {"sampler": "", "ready_seconds": None, "first_seconds": None, "runs": ()}
         found = unless_out_of_memory(timed) or {"status": NO_MEMORY, **nothing}
         result = RolloutMixResult(
-            bench="rollout_mix",
+            bench=work.bench,
             work=work,
             prompt_tokens=workload.prompt_tokens,
             completion_tokens=workload.completion_tokens,
@@ -277,7 +277,7 @@ def write_steps(
         if len(values["steps"]) != work.repeats:
             raise RuntimeError(f"{len(values['steps'])} steps were timed instead of {work.repeats}")
     result = GrpoStepResult(
-        bench="grpo_step", system=system, work=work, settings=settings, provenance=Provenance.of_now(), **values
+        bench=work.bench, system=system, work=work, settings=settings, provenance=Provenance.of_now(), **values
     )
     write(out, result)
 

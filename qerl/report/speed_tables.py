@@ -357,7 +357,7 @@ def write_rollout_tables(points: pd.DataFrame, out: Path) -> None:
     for engine, reading, counted, bench in _readings(points, "engine"):
         results = [*paper.rollouts(bench)]
         for name in ROLLOUT_TABLES:
-            title = f"Rollout throughput beside the paper's {_told(name, engine, counted)}"
+            title = f"Rollout throughput beside the paper's {_title(name, engine, counted)}"
             _write(beside(cells_of(name, kinds=["rollout"]), results), out / f"{name}-{engine}-{reading}", title, bench)
         for name, files in printed.BARS.items():
             frame = beside(cells_of(*files, kinds=["rollout"]), results)
@@ -383,10 +383,10 @@ def write_step_tables(measured: pd.DataFrame, out: Path) -> None:
     ):
         stem = f"{system.lower()}-{reading}"
         for name in STEP_TABLES:
-            _write_steps(name, bench, out / f"{name}-{stem}", _told(name, system, counted))
+            _write_steps(name, bench, out / f"{name}-{stem}", _title(name, system, counted))
         for on in (True, False):
             group = bench[bench["gradient_checkpointing"] == on]
-            title = f"{_told('table3', system, counted)}, {'with' if on else 'without'} gradient checkpointing"
+            title = f"{_title('table3', system, counted)}, {'with' if on else 'without'} gradient checkpointing"
             _write_steps("table3", group, out / f"table3-{stem}-gc-{'on' if on else 'off'}", title)
 
 
@@ -412,7 +412,7 @@ def _write_steps(name: str, bench: pd.DataFrame, stem: Path, reading: str) -> No
     _write(frame, stem, f"GRPO step beside the paper's {reading}; our sizes are those in memory", bench)
 
 
-def _told(table: str, system: str, counted: str) -> str:
+def _title(table: str, system: str, counted: str) -> str:
     return f"Table {table.removeprefix('table')}: {system}, batch size read as {counted}"
 
 

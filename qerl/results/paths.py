@@ -1,11 +1,11 @@
 """Names of the files and folders of results, and the names that identify a result. It imports no large library.
 
-`qerl.jobs` has the paths of a configuration's results.
+The jobs of `qerl.jobs` and `qerl.report_jobs` have the paths of a configuration's results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -116,3 +116,30 @@ def training_name(method: str, schedule: str) -> str:
 def dose_file(model: str) -> str:
     """The name of the file of a base's doses."""
     return f"dose-{model}.json"
+
+
+# Files of points that are measured, on this machine or elsewhere.
+
+
+def measured_files(samples: Sequence[Path], files: Sequence[Path]) -> list[Path]:
+    """The `files` of points that this machine measured, else the committed files of the same names.
+
+    Other committed files follow, whose jobs are no longer in the grid.
+    """
+    existing = (measured_file(samples, file) for file in files)
+    names = {file.name for file in files}
+    return [*filter(None, existing), *(file for file in committed_files(samples) if file.name not in names)]
+
+
+def measured_file(samples: Sequence[Path], file: Path) -> Path | None:
+    """A file of points, if it is measured on this machine, or else the committed one."""
+    places = (file, *(folder / file.name for folder in samples))
+    return next((one for one in places if one.is_file()), None)
+
+
+# The first folder with a file counts; ratios are of points of one kind of GPU, and tables name the GPU where it
+# differs.
+def committed_files(folders: Sequence[Path]) -> list[Path]:
+    """The result files of the folders, sorted by name. Of files with the same name, the first folder's counts."""
+    named = {file.name: file for folder in reversed(folders) for file in folder.glob("*.json")}
+    return [named[name] for name in sorted(named)]

@@ -135,7 +135,7 @@ LENGTHS = ["prompt", "tokens"]
 class Measurement(Stored):
     """A file of the grid: a workload, and what an engine took for it on one machine.
 
-    `bench` names the kind, and every kind has its values in fields of its own.
+    `bench` names the kind, as the workload does, and every kind has its values in fields of its own.
     """
 
     bench: str
@@ -148,7 +148,9 @@ class Measurement(Stored):
         return [None]
 
     @model_validator(mode="after")
-    def _shape_is_known(self) -> Self:
+    def _workload_is_known(self) -> Self:
+        if self.bench != self.work.bench:
+            raise ValueError(f"bench {self.bench!r} is not {self.work.bench!r}, as the workload's")
         if self.work.size not in SIZES:
             raise ValueError(f"work.size {self.work.size!r} is unknown; use one of {', '.join(SIZES)}")
         return self
@@ -197,7 +199,6 @@ class DecodePoint(MeasuredPoint):
 class DecodeResult(Measurement):
     """points/decode-*.json, with one file per (engine, kernels, size, weights, rank); a CPU has no ceilings."""
 
-    bench: Literal["decode"]
     work: Decoding
     sync_seconds: list[float] = Field(default=[])
     ceilings: Ceilings | None
@@ -229,10 +230,8 @@ class DecodeResult(Measurement):
                 "samples": point.samples,
                 "rollouts": [drawn / (drawn / rate + prompts) for rate in point.samples],
                 **speeds,
-                "step_ms": 1e3 * step,
                 "floor_ms": 1e3 * floor,
                 "percent_of_floor": 100 * floor / step,
-                "peak_memory_gb": np.nan if point.peak_memory_bytes is None else point.peak_memory_bytes / _GB,
                 **self._beside_paper(work.serving),
             }
 
@@ -264,7 +263,6 @@ class PromptPoint(Stored):
 class PromptsResult(Measurement):
     """points/prompts-*.json, with one file per (size, weights, rank)."""
 
-    bench: Literal["prompts"]
     work: Prompting
     sampler: str
     gpu: GpuState | None
@@ -357,7 +355,6 @@ class RolloutMixResult(Measurement):
     graphs.
     """
 
-    bench: Literal["rollout_mix"]
     work: Mix
     prompt_tokens: list[int]
     completion_tokens: list[list[int]]
@@ -450,7 +447,6 @@ GIVEN_UP = ["cache share", "recomputed", "micro-batch tokens", "set"]
 class GrpoStepResult(Measurement):
     """points/step-*.json: steps of this project or of TRL; without steps where `status` says why."""
 
-    bench: Literal["grpo_step"]
     system: str
     work: StepWork
     settings: EngineStep | TrlStep
@@ -523,10 +519,7 @@ _ORDER = {
 }
 #: The model of a file by its `kind`, or else by its `bench`.
 SCHEMAS: dict[str, type[Any]] = {
-    "decode": DecodeResult,
-    "grpo_step": GrpoStepResult,
-    "rollout_mix": RolloutMixResult,
-    "prompts": PromptsResult,
+    **{one.model_fields["work"].annotation.bench: one for one in Measurement.__subclasses__()},  # type: ignore[union-attr]
     "rollout": RolloutBenchResult,
     "step": StepBenchResult,
     "products": ProductsResult,

@@ -19,7 +19,8 @@ from qerl.data.hub import with_locked_revisions
 from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
-from qerl.report_jobs import PointJob, measured_file
+from qerl.report_jobs import PointJob
+from qerl.results.paths import measured_file
 from qerl.results.speeds import SCHEMAS, GrpoStepResult, Measurement
 from qerl.results.store import read
 from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, read_yaml

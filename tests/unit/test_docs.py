@@ -9,7 +9,7 @@ import pytest
 
 from qerl.report import speed_tables
 from qerl.report.speed_tables import mix_table
-from qerl.report_jobs import committed_files
+from qerl.results.paths import committed_files
 from qerl.results.speeds import load
 from qerl.settings.base import read_yaml
 

@@ -14,7 +14,7 @@ from qerl.checkpoints.shapes import QWEN, ModelShape
 from qerl.cli.commands import app
 from qerl.memory_model import CONTEXT, StepSettings, step_memory
 from qerl.report.paper import beside, cells_of
-from qerl.report_jobs import measured_files
+from qerl.results.paths import measured_files
 from qerl.settings.base import ConfigError, parse, read_yaml
 from qerl.settings.run import RunSettings
 from qerl.settings.workloads import ShapesSettings, decode_name, step_name

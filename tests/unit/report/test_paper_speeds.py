@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from qerl.report.speed_tables import write_rollout_tables, write_step_tables
-from qerl.report_jobs import committed_files
 from qerl.results import speeds
+from qerl.results.paths import committed_files
 from qerl.settings.base import read_yaml
 from qerl.settings.workloads import decode_name, step_name
 from tests.synthetic_results import OUT_OF_MEMORY, decode_file, moved, step_file

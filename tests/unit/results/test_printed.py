@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl.report_jobs import FigureJob, TableJob
 from qerl.results.printed import BARS, CURVE_FIGURES, FOLDER, MODELS, NAMES, SCHEDULES, TABLES
 from qerl.settings.base import parse, read_yaml
 from qerl.settings.workflow import Config
@@ -181,7 +182,9 @@ def made(config: str, *experiments: str) -> tuple[list[str], list[str]]:
     if experiments:
         values |= {"experiments": {name: values["experiments"][name] for name in experiments}, "benches": {}}
     planned = plan(parse(Config, values, "test"))
-    return tuple([name for name in names if name in NAMES] for names in (planned.tables, planned.figures))
+    return tuple(
+        [name for name in names if name in NAMES] for names in (TableJob.names(planned), FigureJob.names(planned))
+    )
 
 
 def test_only_what_a_configuration_feeds_is_made():
