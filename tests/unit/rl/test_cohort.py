@@ -151,7 +151,7 @@ def test_a_signal_ends_all_runs_after_their_step_and_a_cohort_continues_them(inp
         ),
         (
             {"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}},
-            "grpo and hot have other bases or engines",
+            "grpo and hot differ in rollout.native",
         ),
         ({"rollout": {**SETTINGS["rollout"], "engine": "vllm"}}, "need method=lora, the native engine and one process"),
         ({"method": "full", "weights": "bf16"}, "grpo and hot differ in"),
