@@ -143,7 +143,7 @@ def train(
                 run_folder.write_settings(settings)
                 run_folder.data_stage(settings).make(prepare_data)
                 # Before the base, whose quantization may take an hour.
-                check_runs(source, [(result.data, settings.rollout)])
+                check_runs(source, [(result.data, settings)])
                 run_folder.base_stage(settings, source).make(make_checkpoint)
                 training = run_folder.train_stage(settings)
                 # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
@@ -172,11 +172,13 @@ def sample(
 
     `policy` is what `load` returns, or the model or run that `load` takes, with `dtype`. A prompt becomes a user's
     message, with `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default
-    today's). If `policy` is the folder of a run, the run's values are the defaults. In `text`, thinking is
-    between `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
-    `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings, such as chats.
+    today's). If `policy` is the folder of a run, the run's values are the defaults, and its `system` and
+    `template_arguments` apply. In `text`, thinking is between `<think>` and `</think>`. `sampling`: temperature, top_p,
+    top_k, max_tokens, with the defaults of `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings,
+    such as chats.
     """
-    from qerl.data.prompts import prompt_ids
+    from qerl.data.prompts import TemplateInput, prompts_ids
+    from qerl.data.records import Problem
     from qerl.evals.policy import EvaluatedPolicy
     from qerl.rollout.factory import make_sampler
     from qerl.rollout.sampler import SamplingParams
@@ -193,16 +195,21 @@ def sample(
     settings = parse(SamplingSettings, sampling, "sampling")
     check_count(seed, "seed", 0, SEEDS)
     added = "" if instruction is None else instruction
+    system, arguments = "", dict[str, Any]()
     if isinstance(policy, (str, Path)):
         form = form_of(policy)
         added = form.get("instruction", "") if instruction is None else added
         date = date or form.get("date")
+        system, arguments = form.get("system", ""), form.get("template_arguments", {})
         policy = load(policy, dtype)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, added, date) for prompt in texts]
+    given = TemplateInput(date, arguments)
+    asked = [Problem("", prompt, None, "").under(system) for prompt in texts]
+    ids = prompts_ids(policy.tokenizer, asked, added, given)
     context = context_length(policy.lm.config.to_dict())
-    return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
+    sampler = make_sampler(policy, EngineSettings())
+    return EvaluatedPolicy(sampler, policy.tokenizer, params, context, given=given).draw(ids)
 
 
 def form_of(model: PathLike) -> dict[str, Any]:

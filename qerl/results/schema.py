@@ -155,12 +155,14 @@ class MeasuredPoint(Stored):
 class PreparedDataset(Stored):
     """data/<dataset>/dataset.json: the problems' prompt and origin, and the rows and SHA-256 of each split.
 
-    Folders that were prepared before data sets had units, thinking and date lack them. `date` is the one that chat
+    Folders that were prepared before data sets had a key such as units or system lack it. `date` is the one that chat
     templates state. It has no stamp, so that equal problems and dates give equal files.
     """
 
     format: RecordFormat
     instruction: str
+    system: str = ""
+    template_arguments: dict[str, Any] = Field({})
     answer: AnswerForm
     units: list[str] = Field([])
     thinking: tuple[str, str] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.grading import extract, verdict
-from qerl.data.prompts import Thinking, check_lengths, longer_than, prompts_ids
+from qerl.data.prompts import TemplateInput, Thinking, check_lengths, longer_than, prompts_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
 from qerl.host.gpus import seconds
@@ -114,14 +113,14 @@ class Task:
     answer: AnswerForm = "native"
     units: tuple[str, ...] = ()
     thinking: tuple[str, str] | None = None
-    date: datetime.date | None = None
-    """The date that a chat template states; None is today's."""
+    given: TemplateInput = field(default_factory=TemplateInput)
+    """What the chat template gets besides the messages."""
 
     @staticmethod
     def of(data: Path) -> Task:
         """The training problems of a prepared data set."""
         meta = read_meta(data)
-        form = meta.answer, tuple(meta.units), meta.thinking, meta.date
+        form = meta.answer, tuple(meta.units), meta.thinking, TemplateInput.of(meta)
         return Task(read_split(data, "train"), meta.format, meta.instruction, *form)
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
@@ -130,13 +129,13 @@ class Task:
         """
         problems, most = self.problems, settings.max_prompt_tokens
         if most is not None:
-            longer = longer_than(most, tokenizer, problems, self.instruction, self.date)
+            longer = longer_than(most, tokenizer, problems, self.instruction, self.given)
             problems = [problem for problem in problems if problem.id not in longer]
             if not problems:
                 raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
         if context is not None:
             limit = settings.sampling.max_tokens
-            longer = longer_than(context - limit, tokenizer, problems, self.instruction, self.date)
+            longer = longer_than(context - limit, tokenizer, problems, self.instruction, self.given)
             remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
             check_lengths(longer.values(), len(problems), context, limit, remedy)
         return replace(self, problems=problems)
@@ -147,7 +146,7 @@ class Task:
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem]) -> list[list[int]]:
         """The token ids of each problem's chat up to the start of the policy's answer."""
-        return prompts_ids(tokenizer, (problem.question for problem in problems), self.instruction, self.date)
+        return prompts_ids(tokenizer, problems, self.instruction, self.given)
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class Collector:
     @cached_property
     def thinking(self) -> Thinking:
         """What ends the policy's thinking."""
-        return Thinking(self.policy.tokenizer, self.task.thinking)
+        return Thinking(self.policy.tokenizer, self.task.thinking, self.task.given)
 
     def collect(self, step: int, position: int, perturb: Perturb | None = None) -> Rollout:
         """The batch of `step`, the same in every process; earlier steps have used `position` problems.

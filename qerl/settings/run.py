@@ -420,6 +420,7 @@ CHECKED: Any = {
     **FITTED,
     "model": True,
     "dataset": True,
+    "reward": {"correct"},
     "rollout": {
         "engine": True,
         "max_prompt_tokens": True,

@@ -25,7 +25,7 @@ from qerl.models.quantize import check_equalised, linear_layers
 from qerl.rl.noise import check_noise
 from qerl.rl.rollouts import Task
 from qerl.rollout.sampler import check_served
-from qerl.settings.run import RolloutSettings, RunSettings
+from qerl.settings.run import RunSettings
 from qerl.settings.workflow import EvaluationSettings
 
 
@@ -54,18 +54,19 @@ def check_problems(job: CheckJob) -> None:
     """
     for run in job.runs:
         check_settings(job.model, run)
-    check_runs(job.model, ((job.data[run.dataset], run.rollout) for run in job.runs))
+    check_runs(job.model, ((job.data[run.dataset], run) for run in job.runs))
     check_evaluation(job.model, job.evaluation, job.data)
     job.out.touch()
 
 
-def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> None:
-    """Raise an error if the checkpoint `model` can't be trained on a run's prepared problems with its rollouts."""
+def check_runs(model: Path, runs: Iterable[tuple[Path, RunSettings]]) -> None:
+    """Raise an error if the checkpoint `model` can't be trained on a run's prepared problems."""
     architecture, tokenizer = read_config(model), load_tokenizer(model)
     check_template(tokenizer, architecture["vocab_size"])
     _warn_of_unused_end(model, tokenizer)
     lines: set[str] = set()
-    for data, rollout in runs:
+    for data, run in runs:
+        rollout = run.rollout
         rows = read_meta(data).rows
         if not rows["train"]:
             others = sum(rows.values())
@@ -74,7 +75,14 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RolloutSettings]]) -> Non
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         task = Task.of(data)
-        if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
+        lacking = sum(not problem.answer for problem in task.problems)
+        if lacking and run.reward.correct:
+            raise DataError(
+                f"{lacking} of {len(task.problems)} training problems state no answer, which reward.correct="
+                f"{run.reward.correct:g} compares completions with; name its column in `columns`, or set "
+                "reward.correct to 0"
+            )
+        if (line := Thinking(tokenizer, task.thinking, task.given).summary) not in lines:
             log.info("%s", line)
             lines.add(line)
         given, left = len(task.problems), len(task.fitting(tokenizer, rollout, context).problems)
@@ -120,6 +128,6 @@ def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mappin
         problems, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
         check_room(context, limit, f"max_tokens of the evaluation on {task.label}")
         if context is not None and problems.stock is None:
-            longer = longer_than(context - limit, tokenizer, problems.problems, problems.instruction, problems.date)
+            longer = longer_than(context - limit, tokenizer, problems.problems, problems.instruction, problems.given)
             remedy = f"or take these problems out of the test split of {task.dataset}"
             check_lengths(longer.values(), len(problems.problems), context, limit, remedy)
