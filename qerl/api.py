@@ -111,7 +111,7 @@ def train(
 
     `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be the
     records themselves: a list, a generator, a function or a `datasets.Dataset`. A mapping from splits to these works
-    too, and `reward.function` may be a function of a module. Finished parts are kept: a killed run continues where it
+    too, and `reward.functions` may hold functions of a module. Finished parts are kept: a killed run continues where it
     stopped, and a finished run does nothing. A part that was made of other files, functions or code is made anew. A
     finished run whose inputs have changed is refused with a `ConfigError` that names them.
 

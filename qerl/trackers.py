@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 #: Names of TRL's GRPOTrainer, by the names of metrics.jsonl.
 TRL = {
     **{"reward": "reward", "reward/std": "reward_std", "reward/equal_groups": "frac_reward_zero_std"},
-    **{f"reward/{part}": f"rewards/{part}/mean" for part in ("correct", "format", "overlong", "custom")},
     **{"completion_length": "completions/mean_length", "truncated": "completions/clipped_ratio"},
     **{"reference/kl": "kl", "mismatch/max_ratio": "sampling/importance_sampling_ratio/max"},
     **{f"clip_ratio/{side}": f"clip_ratio/{side}_mean" for side in ("low", "high")},
@@ -47,7 +46,9 @@ _WANDB |= {"x_disable_meta": True, "x_save_requirements": False}
 def tracked(row: Mapping[str, float]) -> dict[str, float]:
     """A row of metrics.jsonl by names in trackers, under `train/` as TRL's; GiB of memory. Other names stay."""
     scale = {"memory_bytes": 2**-30}
-    return {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in row if key != "step"}
+    own = {key: f"rewards/{key.removeprefix('reward/')}/mean" for key in row if key.startswith("reward/")}
+    names = {**own, **NAMES}
+    return {f"train/{names.get(key, key)}": scale.get(key, 1) * row[key] for key in row if key != "step"}
 
 
 # The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each,

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from qerl.data.grading import extract, verdict
 from qerl.data.prompts import TemplateInput, Thinking, check_lengths, longer_than, prompts_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
+from qerl.host.console import log
 from qerl.host.gpus import seconds
 from qerl.models.policy import Policy
 from qerl.results.paths import rollouts_file
@@ -26,7 +27,15 @@ from qerl.results.schema import RolloutRow, StoredCompletion
 from qerl.results.store import write_rows
 from qerl.rl.packing import MicroBatch, Sample
 from qerl.rl.parallel import Processes
-from qerl.rl.rewards import Answer, differ, group_advantages, reward_parts, total
+from qerl.rl.rewards import (
+    Answer,
+    differ,
+    function_parts,
+    group_advantages,
+    reward_parts,
+    summed_advantages,
+    total,
+)
 from qerl.rollout.sampler import BatchPart, Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.run import RolloutSettings, RunSettings
@@ -153,6 +162,7 @@ class Task:
 class Group:
     """The completions of one problem, with their texts as graders read them (`qerl.data.prompts`) and their rewards.
 
+    `scores` are the rewards that advantages compare: their sums, or each part that counts; NaN leaves one out.
     `timeouts` counts the completions whose comparison with the answer exceeded the grader's limits.
     """
 
@@ -160,14 +170,15 @@ class Group:
     prompt: list[int]
     completions: list[Completion]
     texts: list[str]
-    parts: list[dict[str, float]]
+    parts: list[dict[str, float | None]]
     rewards: list[float]
     timeouts: int = 0
+    scores: Sequence[list[float]] = ()
 
     @property
     def informative(self) -> bool:
         """Whether the rewards differ. Equal rewards have zero advantages and give no gradient."""
-        return bool(differ(torch.tensor([self.rewards])))
+        return bool(differ(torch.tensor(self.scores or [self.rewards])).any())
 
     @property
     def solved(self) -> bool:
@@ -219,6 +230,8 @@ class Collector:
         self.task = task
         self.processes = Processes()
         self._lengths = ExpectedLengths()
+        #: The functions of the user that a warning has told to reward nothing.
+        self._silent: set[str] = set()
 
     @cached_property
     def thinking(self) -> Thinking:
@@ -269,11 +282,9 @@ class Collector:
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
             completions = self._generate(prompts, params, perturb)
-            drawn = [
-                (number, self._score(prompts[number], completions[number], chosen[number]))
-                for number in range(len(prompts))
-                if completions[number]
-            ]
+            numbers = [number for number in range(len(prompts)) if completions[number]]
+            own = [(prompts[number], completions[number], chosen[number]) for number in numbers]
+            drawn = list(zip(numbers, self._score(step, own), strict=True))
         return self._exchange(drawn, busy.value, len(prompts))
 
     def _part(self, chosen: list[Problem], prompts: list[list[int]], perturb: Perturb | None) -> BatchPart | None:
@@ -314,21 +325,68 @@ class Collector:
             numbers.append(self.sampler.generate(prompts, single))
         return [list(chain(*singles)) for singles in zip(*numbers, strict=True)]
 
-    def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
-        limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
-        asked = str(self.policy.tokenizer.decode(prompt))
-        texts = [self.thinking.text(c.token_ids, asked) for c in completions]
-        answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
-        task = self.task
-        parts = [reward_parts(a, problem, task.format, weights, task.answer, task.units) for a in answers]
-        form = problem.answer, task.format, task.answer, task.units
+    def _score(self, step: int, drawn: list[tuple[list[int], list[Completion], Problem]]) -> list[Group]:
+        """The groups of prompts with their completions and problems, with rewards."""
+        limit, reward, task = self.settings.rollout.sampling.max_tokens, self.settings.reward, self.task
+        texts: list[list[str]] = []
+        asked: list[tuple[Problem, Answer]] = []
+        for prompt, completions, problem in drawn:
+            before = str(self.policy.tokenizer.decode(prompt))
+            texts.append([self.thinking.text(c.token_ids, before) for c in completions])
+            of_completions = zip(texts[-1], completions, strict=True)
+            asked += [(problem, Answer(text, len(c.token_ids), limit, c.token_ids)) for text, c in of_completions]
+        own = function_parts(reward, asked, step, task.instruction)
+        for name in [name for name in reward.functions if name not in self._silent]:
+            if own and all(part[name] is None for part in own):
+                self._silent.add(name)
+                log.warning(
+                    "step %d: reward.functions.%s left out all %d completions; does it `return`?", step, name, len(own)
+                )
+        parts = iter(
+            {**reward_parts(answer, problem, task.format, reward, task.answer, task.units), **of_functions}
+            for (problem, answer), of_functions in zip(asked, own, strict=True)
+        )
+        return [
+            self._group(prompt, completions, problem, read, list(islice(parts, len(completions))))
+            for (prompt, completions, problem), read in zip(drawn, texts, strict=True)
+        ]
+
+    def _group(
+        self,
+        prompt: list[int],
+        completions: list[Completion],
+        problem: Problem,
+        texts: list[str],
+        parts: list[dict[str, float | None]],
+    ) -> Group:
+        settings, form = self.settings, (problem.answer, self.task.format, self.task.answer, self.task.units)
         timeouts = sum(verdict(text, *form) == "timeout" for text in texts)
-        return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts], timeouts)
+        rewards, scores = [total(part, settings.reward) for part in parts], list[list[float]]()
+        if settings.reward.aggregation == "normalize_then_sum":
+            scores = [[_or_nan(part[name]) for part in parts] for name in settings.reward.weights]
+        if settings.loss.name == "ppo" and any(map(math.isnan, rewards)):
+            raise ValueError(
+                f"all of reward.functions returned None for a completion of problem {problem.id}, and loss.name=ppo "
+                "needs a reward of each; return a number"
+            )
+        return Group(
+            prompt=prompt,
+            problem=problem,
+            completions=completions,
+            texts=texts,
+            parts=parts,
+            rewards=rewards,
+            timeouts=timeouts,
+            scores=scores,
+        )
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])
         advantages_PG = torch.zeros_like(rewards_PG)
-        if self.settings.loss.name != "ppo":  # for ppo the update computes advantages from values
+        if self.settings.reward.aggregation == "normalize_then_sum":
+            parts_KPG = torch.tensor([group.scores for group in groups]).transpose(0, 1)
+            advantages_PG = summed_advantages(parts_KPG, [*self.settings.reward.weights.values()])
+        elif self.settings.loss.name != "ppo":  # for ppo the update computes advantages from values
             advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages)
         return [
             Sample(group.prompt, *of_completion)
@@ -356,15 +414,20 @@ def step_seed(seed: int, step: int, round_: int = 0) -> int:
     return (seed << 32) | (step << 8) | round_
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _metrics(groups: list[Group]) -> dict[str, float]:
-    rewards = [reward for group in groups for reward in group.rewards]
+    rewards = [reward for group in groups for reward in group.rewards if not math.isnan(reward)]
     parts = [part for group in groups for part in group.parts]
+    known = {name: [value for part in parts if (value := part[name]) is not None] for name in parts[0]}
     completions = [completion for group in groups for completion in group.completions]
     timeouts = sum(group.timeouts for group in groups)
     return {
-        "reward": statistics.fmean(rewards),
+        "reward": statistics.fmean(rewards or [math.nan]),
         "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in parts[0]},
+        **{f"reward/{name}": statistics.fmean(values) for name, values in known.items() if values},
         "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
         "completion_tokens": sum(len(c.token_ids) for c in completions),
         "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
@@ -430,7 +493,7 @@ class StoredStep:
                     logprobs=_rounded(completion.logprobs),
                     entropies=entropies[index],
                     parts=group.parts[number],
-                    reward=group.rewards[number],
+                    reward=None if math.isnan(group.rewards[number]) else group.rewards[number],
                     advantage=advantage,
                     extracted=extract(group.texts[number], task.format, task.answer, task.units),
                     finished=completion.finished,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from qerl.settings.base import (
     FilePath,
@@ -152,6 +152,36 @@ REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
 }
 
 
+#: Names of the log that begin as those of parts do.
+_RESERVED = ("correct", "format", "overlong", "std", "equal_groups")
+
+
+def _names_a_part(name: str) -> str:
+    if not name.isidentifier() or name in _RESERVED:
+        raise ValueError(f"{name!r} can't name a reward; use letters, digits and _, and none of {', '.join(_RESERVED)}")
+    return name
+
+
+class RewardFunction(Settings):
+    """A reward of your own. `module:function` in place of these keys is a function of weight 1."""
+
+    function: FunctionPath
+    """With a parameter `completions` or `prompts` it is called as by TRL, once for many completions, with the keywords
+    `completions`, `prompts`, `completion_ids` and a list for each column of the records. Any other is called for each
+    completion as `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)`. Both may be `async`.
+    For each completion it gives a number between -1e15 and 1e15, or None, which leaves the completion out of this
+    reward."""
+    weight: float = 1.0
+    timeout: Annotated[float, Field(gt=0)] | None = 300.0
+    """Seconds that a call may take before it stops the run; a start with a higher limit continues. None sets no
+    limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_path(cls, values: Any) -> Any:
+        return {"function": values} if isinstance(values, str) else values
+
+
 class RewardSettings(Settings):
     """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
@@ -160,14 +190,12 @@ class RewardSettings(Settings):
     project's."""
     correct: float = 1.0
     format: float = 0.1
-    custom: float = 1.0
-    """Weight of `function`."""
-    function: FunctionPath | None = None
-    """A reward of your own, `module:function`, called as `function(answer: qerl.rl.rewards.Answer, problem:
-    qerl.data.records.Problem)`. It returns a number between -1e15 and 1e15."""
-    timeout: Annotated[float, Field(gt=0)] | None = 300.0
-    """Seconds that a call of `function` may take before it stops the run; a start with a higher limit continues. None
-    sets no limit."""
+    functions: dict[Annotated[str, AfterValidator(_names_a_part)], RewardFunction] = {}
+    """Rewards of your own by the names of their parts, as `{brevity: "mine:brevity", style: {function: "mine:style",
+    weight: 0.5}}`."""
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """How several rewards become an advantage, as in TRL: the deviation of their weighted sum, or the weighted sum of
+    their deviations within a group, scaled by its deviation in the batch."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the penalty for long completions."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
@@ -175,10 +203,33 @@ class RewardSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
+    def _with_functions(cls, values: Any) -> Any:
+        """The values of earlier runs, which had at most one function, whose part was called `custom`."""
+        earlier = {"function": "function", "custom": "weight", "timeout": "timeout"}
+        if not isinstance(values, Mapping) or "function" not in values or "functions" in values:
+            return values
+        function = {name: values[key] for key, name in earlier.items() if key in values}
+        functions = {"custom": function} if function.get("function") else {}
+        return {"functions": functions, **{key: value for key, value in values.items() if key not in earlier}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("preset") not in get_args(RewardPreset):
             return values
         return {**REWARD_PRESETS[values["preset"]], **values}
+
+    @property
+    def own_functions(self) -> set[str]:
+        """The paths of the user's functions."""
+        return {each.function for each in self.functions.values()}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part, without those parts that are always 0 or have no weight."""
+        parts = {"correct": self.correct, "format": self.format, "overlong": self.overlong * bool(self.overlong_buffer)}
+        own = {name: each.weight for name, each in self.functions.items()}
+        return {**{name: weight for name, weight in parts.items() if weight}, **own}
 
 
 # Settings of training: adapter, noise, loss and optimizer.
@@ -383,7 +434,7 @@ class OptimizerSettings(Settings):
 
 #: Keys of `RunSettings` that decide neither the result of a run nor the time of its steps.
 UNDECIDING_OF_STEPS: Any = {
-    "reward": {"timeout"},
+    "reward": {"functions": {"__all__": {"timeout"}}},
     "on_no_signal": True,
     "checkpoint_every": True,
     "stored_rollouts": True,
@@ -566,6 +617,13 @@ class RunSettings(Settings):
             raise ValueError("rollout.resample compares rewards within a group; use rollout.group_size >= 2")
         if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
             raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
+        if self.reward.aggregation == "normalize_then_sum" and (
+            self.loss.name == "ppo" or not self.loss.scale_advantages
+        ):
+            raise ValueError(
+                "reward.aggregation=normalize_then_sum scales rewards by groups, which loss.name=ppo and "
+                "loss.scale_advantages=false don't; use sum_then_normalize"
+            )
         return self
 
     @property

@@ -45,7 +45,12 @@ def tree(tmp_path_factory) -> Tree:
     (tree.folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tree.folder / "fault_reward.py").write_text(REWARD)
     values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
-    own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "fault_reward:letters"}}
+    own = {
+        "dataset": "own",
+        "steps": 4,
+        "checkpoint_every": 1,
+        "reward": {"functions": {"own": "fault_reward:letters"}},
+    }
     main = values["experiments"]["main"]
     values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
     values["models"] = {"miniature": {"source": "local", "path": "Own Model's"}}

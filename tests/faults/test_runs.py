@@ -111,7 +111,7 @@ def letters(answer, problem):
 def test_with_a_higher_limit_the_run_continues(run):
     run.reward(STUCK)
     Path("stuck").touch()
-    reward = {"function": "fault_reward:letters"}
+    reward = {"functions": {"own": "fault_reward:letters"}}
     with pytest.raises(ConfigError, match="allow it more time: then the run goes on from its last checkpoint"):
         run.train({"reward": {**reward, "timeout": 2.0}})
     [metrics] = run.work.glob("*/metrics.jsonl")

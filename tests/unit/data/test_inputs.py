@@ -17,7 +17,7 @@ from tests import jobs
 from tests.faults.conftest import untimed
 from tests.tiny import TEMPLATE, tiny_qwen2
 
-SETTINGS = {**jobs.SETTINGS, "weights": "nvfp4", "steps": 1, "reward": {"function": "own_functions:reward"}}
+SETTINGS = {**jobs.SETTINGS, "weights": "nvfp4", "steps": 1, "reward": {"functions": {"own": "own_functions:reward"}}}
 FUNCTIONS = """
 def reward(answer, problem):
     return float(len(set(answer.text)))
