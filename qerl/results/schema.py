@@ -249,6 +249,7 @@ class StepMetrics(Stored):
     reward_correct: Number = _named("reward/correct")
     reward_format: Number = _named("reward/format")
     reward_overlong: Number = _named("reward/overlong")
+    reward_custom: Number | None = _maybe("reward/custom")  # of earlier runs, between others
     reward_equal_groups: Number = _named("reward/equal_groups")
     discovery: Number | None = None
     completion_tokens: Number

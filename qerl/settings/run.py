@@ -381,13 +381,21 @@ class PPOSettings(Settings):
     alpha: PositiveInt = 64
 
 
+_Positive = Annotated[float, Field(gt=0)]
+
+
 class LossSettings(Settings):
     """The policy's loss (docs/algorithms.md has the formulas). The default is GRPO without a KL term."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "cispo", "sapo", "ppo"] = "grpo"
     """The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    ratio_cap: Annotated[float, Field(gt=1)] | None = None
+    """Largest ratio of a token with a negative advantage, which has none otherwise (two-sided clipping). For `cispo` it
+    is needed, as the largest weight of any token, such as 5."""
+    sapo_temperatures: tuple[_Positive, _Positive] = (1.0, 1.05)
+    """Temperatures of `sapo` for positive and for other advantages."""
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the base without the adapter."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
@@ -414,6 +422,12 @@ class LossSettings(Settings):
         if not isinstance(values, Mapping) or values.get("name") != "dr_grpo":
             return values
         return {"scale_advantages": False, **values}
+
+    @model_validator(mode="after")
+    def _cispo_has_a_cap(self) -> LossSettings:
+        if self.name == "cispo" and self.ratio_cap is None:
+            raise ValueError("loss.name=cispo needs loss.ratio_cap, the largest weight of a token, such as 5")
+        return self
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]

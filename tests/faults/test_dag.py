@@ -148,7 +148,8 @@ def test_only_what_decides_a_result_reruns_it(tree):
     model = (tree.folder / WEIGHTS).parent
     for file in (tree.folder / "own.jsonl", model, *model.iterdir()):
         os.utime(file, ns=(later, later))  # copied, say
-    changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
+    reward = {"functions": {"own": {"function": "fault_reward:letters", "timeout": 9.0}}}
+    changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": reward}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
     # Other lengths are checked against the model, which isn't quantized anew for them.
     checked = {"check_model": 1, "train": 1}
