@@ -72,8 +72,8 @@ def function_parts(
     Raises ValueError unless each is None or of a magnitude of at most `LARGEST`.
     """
     parts: list[dict[str, float | None]] = [{} for _ in asked]
-    for name, settings_of_one in settings.functions.items():
-        key, path, limit = f"reward.functions.{name}", settings_of_one.function, settings_of_one.timeout
+    for name, function in settings.functions.items() if asked else ():
+        key, path, limit = f"reward.functions.{name}", function.function, function.timeout
         if takes_batches(load(path)):
             values = _of_batch(key, path, limit, asked, step, instruction)
         else:

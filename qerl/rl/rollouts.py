@@ -369,16 +369,7 @@ class Collector:
                 f"all of reward.functions returned None for a completion of problem {problem.id}, and loss.name=ppo "
                 "needs a reward of each; return a number"
             )
-        return Group(
-            prompt=prompt,
-            problem=problem,
-            completions=completions,
-            texts=texts,
-            parts=parts,
-            rewards=rewards,
-            timeouts=timeouts,
-            scores=scores,
-        )
+        return Group(problem, prompt, completions, texts, parts, rewards, timeouts, scores)
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])

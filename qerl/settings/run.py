@@ -219,6 +219,12 @@ class RewardSettings(Settings):
             return values
         return {**REWARD_PRESETS[values["preset"]], **values}
 
+    @model_validator(mode="after")
+    def _has_parts_to_normalize(self) -> RewardSettings:
+        if self.aggregation == "normalize_then_sum" and not self.weights:
+            raise ValueError("reward.aggregation=normalize_then_sum needs a part with a weight; give one")
+        return self
+
     @property
     def own_functions(self) -> set[str]:
         """The paths of the user's functions."""

@@ -253,6 +253,10 @@ def test_the_error_of_a_reward_of_trl_names_step_and_problems(of_trl):
     assert f"for problems {CHAT.id} to {CHAT.id} at step 4" in error.value.__notes__[0]
 
 
+def test_a_process_without_completions_calls_no_function(of_trl):
+    assert own(f"{of_trl}:raises", tokens=()) == []
+
+
 def test_a_list_for_a_completion_is_refused(module):
     with pytest.raises(ValueError, match="rewards of single tokens aren't supported"):
         own(f"{module}:list")
