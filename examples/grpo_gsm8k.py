@@ -25,7 +25,7 @@ from qerl.models.policy import with_adapter
 from qerl.rl.losses import BatchSize, LossInputs, mismatch, policy_loss
 from qerl.rl.noise import Noise
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
-from qerl.rl.rewards import Answer, group_advantages, reward_parts, total
+from qerl.rl.rewards import Answer, function_parts, group_advantages, reward_parts, total
 from qerl.rl.rollouts import Task, step_seed
 from qerl.rl.update import make_optimizer, warmup_cosine
 from qerl.rollout.factory import make_sampler
@@ -68,7 +68,8 @@ def main() -> None:
 
     # What the steps need. Each part reads the settings of its own kind, whose defaults are the paper's Table 4.
     loss_settings = settings.LossSettings(name="grpo")  # Eq. 3: clipped to [1 - 0.2, 1 + 0.28], no KL term (Appendix E)
-    reward_weights = settings.RewardSettings(function=args.reward)
+    own = {"own": settings.RewardFunction(function=args.reward)} if args.reward else {}
+    reward_weights = settings.RewardSettings(functions=own)
     optimizer_settings = settings.OptimizerSettings(learning_rate=args.learning_rate)
     optimizer = make_optimizer(policy, optimizer_settings)
     noise = Noise(policy.lm, settings.NoiseSettings(schedule="exponential"), args.seed)
@@ -91,11 +92,13 @@ def main() -> None:
         # Rewards: is the final answer right, and is it stated in the form that was asked for?
         of_problems = zip(problems, prompts, groups, strict=True)
         completed = [(problem, prompt, one) for problem, prompt, group in of_problems for one in group]
-        parts = []
+        answers = []
         for problem, prompt, completion in completed:
             text = thinking.text(completion.token_ids, str(policy.tokenizer.decode(prompt)))
-            answer = Answer(text, len(completion.token_ids), args.max_tokens)
-            parts.append(reward_parts(answer, problem, task.format, reward_weights, task.answer))
+            answers.append((problem, Answer(text, len(completion.token_ids), args.max_tokens)))
+        parts = function_parts(reward_weights, answers, step)
+        for part, (problem, answer) in zip(parts, answers, strict=True):
+            part |= reward_parts(answer, problem, task.format, reward_weights, task.answer)
         rewards_PG = torch.tensor([total(part, reward_weights) for part in parts]).view(-1, args.group_size)
 
         # Advantages (Eq. 4): A = (r - mean r) / std r within a group. The other completions of the problem are the
@@ -133,7 +136,7 @@ def main() -> None:
 
         # KL(sampler || trainer) of a token: what noise and the sampler's own kernels change.
         kl = sum(mismatch(old, b.sampler_logprobs_NT, b.mask_NT)[0] for b, old in zip(batches, olds, strict=True))
-        correct, seconds = fmean(part["correct"] for part in parts), time.perf_counter() - start
+        correct, seconds = fmean(part["correct"] or 0 for part in parts), time.perf_counter() - start
         print(f"step {step}/{args.steps}  reward {rewards_PG.mean():.6f}  correct {correct:.4f}  ", end="")
         print(f"length {tokens / len(samples):.1f}  loss {loss:.6f}  gradient {norm:.6f}  ", end="")
         print(f"sampler KL {kl / tokens:.2e}  sigma {drawn.sigma:.2e}  {seconds:.1f} s", flush=True)

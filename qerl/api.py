@@ -113,7 +113,7 @@ def train(
 
     `run` is a `RunFile`, its values, or a YAML file with them. Among values, `dataset` (or its `origin`) may be the
     records themselves: a list, a generator, a function or a `datasets.Dataset`. A mapping from splits to these works
-    too, and `reward.function` may be a function of a module. Finished parts are kept: a killed run continues where it
+    too, and `reward.functions` may hold functions of a module. Finished parts are kept: a killed run continues where it
     stopped, and a finished run does nothing. A part that was made of other files, functions or code is made anew. A
     finished run whose inputs have changed is refused with a `ConfigError` that names them.
 
@@ -231,11 +231,13 @@ def sample(
 
     `policy` is what `load` returns, or the model or run that `load` takes, with `dtype`. A prompt becomes a user's
     message, with `instruction` on a line of its own, in the policy's chat template, which may state `date` (by default
-    today's). If `policy` is the folder of a run, the run's values are the defaults. In `text`, thinking is
-    between `<think>` and `</think>`. `sampling`: temperature, top_p, top_k, max_tokens, with the defaults of
-    `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings, such as chats.
+    today's). If `policy` is the folder of a run, the run's values are the defaults, and its `system` and
+    `template_arguments` apply. In `text`, thinking is between `<think>` and `</think>`. `sampling`: temperature, top_p,
+    top_k, max_tokens, with the defaults of `SamplingSettings`. Raises `ConfigError` for prompts that aren't strings,
+    such as chats.
     """
-    from qerl.data.prompts import prompt_ids
+    from qerl.data.prompts import TemplateInput, prompts_ids
+    from qerl.data.records import Problem
     from qerl.evals.policy import EvaluatedPolicy
     from qerl.rollout.factory import make_sampler
     from qerl.rollout.sampler import SamplingParams
@@ -252,16 +254,21 @@ def sample(
     settings = parse(SamplingSettings, sampling, "sampling")
     check_count(seed, "seed", 0, SEEDS)
     added = "" if instruction is None else instruction
+    system, arguments = "", dict[str, Any]()
     if isinstance(policy, (str, Path)):
         form = form_of(policy)
         added = form.get("instruction", "") if instruction is None else added
         date = date or form.get("date")
+        system, arguments = form.get("system", ""), form.get("template_arguments", {})
         policy = load(policy, dtype)
     _check_policy(policy)
     params = SamplingParams(**settings.model_dump(), count=count, seed=seed)
-    ids = [prompt_ids(policy.tokenizer, prompt, added, date) for prompt in texts]
+    given = TemplateInput(date, arguments)
+    asked = [Problem("", prompt, None, "").under(system) for prompt in texts]
+    ids = prompts_ids(policy.tokenizer, asked, added, given)
     context = context_length(policy.lm.config.to_dict())
-    return EvaluatedPolicy(make_sampler(policy, EngineSettings()), policy.tokenizer, params, context).draw(ids)
+    sampler = make_sampler(policy, EngineSettings())
+    return EvaluatedPolicy(sampler, policy.tokenizer, params, context, given=given).draw(ids)
 
 
 def form_of(model: PathLike) -> dict[str, Any]:

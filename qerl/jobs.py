@@ -514,7 +514,7 @@ class TrainJob(Job):
 
     @property
     def own_functions(self) -> set[str]:
-        return {self.settings.reward.function} if self.settings.reward.function else set()
+        return self.settings.reward.own_functions
 
 
 # Jobs of evaluations.

@@ -205,6 +205,7 @@ def _card(facts: RunFacts, about: ModelCardData, **parts: Any) -> str:
     link = f"[{base.name}](https://huggingface.co/{base.name}){at}"
     rows = ", ".join(f"{count} {split}" for split, count in data.rows.items())
     instruction = f" Each question is followed by: {code_span(data.instruction)}" if data.instruction else ""
+    instruction += f" The system message of chats without one: {code_span(data.system)}" if data.system else ""
     scores = (
         f"| {plain(each.label)} | {'trained' if each.trained else 'untrained base'} | {each.by} "
         f"| {each.score.problems} × {each.score.repeats} | {_percent(each.accuracy)} |"

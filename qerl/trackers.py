@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 #: Names of TRL's GRPOTrainer, by the names of metrics.jsonl.
 TRL = {
     **{"reward": "reward", "reward/std": "reward_std", "reward/equal_groups": "frac_reward_zero_std"},
-    **{f"reward/{part}": f"rewards/{part}/mean" for part in ("correct", "format", "overlong", "custom")},
     **{"completion_length": "completions/mean_length", "truncated": "completions/clipped_ratio"},
     **{"reference/kl": "kl", "mismatch/max_ratio": "sampling/importance_sampling_ratio/max"},
     **{f"clip_ratio/{side}": f"clip_ratio/{side}_mean" for side in ("low", "high")},
@@ -49,9 +48,11 @@ def tracked(row: Mapping[str, float]) -> dict[str, float]:
     `train/` the rest; GiB of memory.
     """
     scale = {"memory_bytes": 2**-30}
+    own = {key: f"rewards/{key.removeprefix('reward/')}/mean" for key in row if key.startswith("reward/")}
+    names = {**own, **NAMES}
     scores = {key.replace("validation/", "eval/"): row[key] for key in row if key.startswith("validation/")}
     others = [key for key in row if key != "step" and not key.startswith("validation/")]
-    return scores | {f"train/{NAMES.get(key, key)}": scale.get(key, 1) * row[key] for key in others}
+    return scores | {f"train/{names.get(key, key)}": scale.get(key, 1) * row[key] for key in others}
 
 
 # The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each,

@@ -31,7 +31,7 @@ _BASE: dict[str, Any] = {
     "steps": WARMUP + 3,
     "rollout": {"prompts": 16, "group_size": 8, "sampling": {"max_tokens": 1024}},
     "adapter": {"rank": 16, "alpha": 16, "train_norms": False},
-    "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
+    "reward": {"correct": 0.0, "format": 0.0, "functions": {"own": "qerl.bench.workloads:reward"}},
     "checkpoint_every": 100,
 }
 FULL = {

@@ -327,9 +327,10 @@ def _dotted(keys: Any) -> list[str]:
 
 def keys_page() -> str:
     """The whole page."""
+    keys = ", ".join(f"`{key}`" for key in _dotted(UNDECIDING)).replace("__all__", "NAME")
     undeciding = (
         "These keys of a run decide no result, so changing them reruns nothing: "
-        f"{', '.join(f'`{key}`' for key in _dotted(UNDECIDING))}. The same holds for those of an evaluation's engine."
+        f"{keys}. The same holds for those of an evaluation's engine."
     )
     return "\n\n".join(["# Configuration", undeciding, *map(_section, sections())]) + "\n"
 

@@ -391,12 +391,13 @@ def solution_key(formula: str) -> str:
 #
 # The place of the answer in a completion depends on the form that the data set asks for:
 #
-# native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math and aime as `\boxed{}`
-# (the last one counts). countdown has a formula after the first `#### `, to the end of the line, without delimiters.
+# native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math, prompt and aime as
+# `\boxed{}` (the last one counts). countdown has a formula after the first `#### `, to the end of the line, without
+# delimiters.
 #
 # tags: `<think>...</think><answer>...</answer>`, the answer inside the answer tags. The last `<answer>` counts, up to
 # the first `</answer>` after it. A tag that is never closed states nothing, even if a closed one stands before it.
-# Inside, gsm8k and aime expect a number, math an expression, countdown a formula. `\boxed{}`,
+# Inside, gsm8k and aime expect a number, math and prompt an expression, countdown a formula. `\boxed{}`,
 # `$...$`, `\(...\)`, `\[...\]` and `**...**` around a number or an expression are removed. If a longer text ends with
 # one box, the box counts.
 #
@@ -409,6 +410,9 @@ def solution_key(formula: str) -> str:
 # are ignored, as in lm-eval. Elsewhere only commas between thousands are, and in math `1,2` is two numbers.
 
 Verdict = Literal["right", "wrong", "timeout"]
+
+#: The record formats whose answers are expressions; in the others they are numbers or formulas.
+EXPRESSIONS = ("math", "prompt")
 
 _ANSWER_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 #: The pattern of lm-eval's strict match.
@@ -502,7 +506,7 @@ def verdict(
 ) -> Verdict:
     """The verdict on `text`, as `is_correct`; `timeout` if the comparison of expressions exceeded its limits."""
     answer = extract(text, record_format, form, units)
-    if answer is None:
+    if answer is None or not problem_answer:  # of a problem without an answer nothing is right
         return "wrong"
     if record_format == "countdown":
         formula = parse_formula(answer)
@@ -510,7 +514,7 @@ def verdict(
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
         return "right" if number == expected else "wrong"
-    return _same_expression(problem_answer, answer, tuple(units)) if record_format == "math" else "wrong"
+    return _same_expression(problem_answer, answer, tuple(units)) if record_format in EXPRESSIONS else "wrong"
 
 
 def well_formed(
@@ -522,7 +526,7 @@ def well_formed(
     answer's tags stands only the answer. Prose such as `I do not know` isn't an answer.
     """
     answer, is_alone = _find(text, record_format, form, units)
-    if answer is None or (record_format == "math" and is_prose(answer[:_LONGEST_EXPRESSION], units)):
+    if answer is None or (record_format in EXPRESSIONS and is_prose(answer[:_LONGEST_EXPRESSION], units)):
         return False
     return is_alone
 
@@ -539,11 +543,11 @@ def _find(text: str, record_format: RecordFormat, form: AnswerForm, units: Colle
             formula = content.strip()
             return (formula if parse_formula(formula) is not None else None), is_alone
         answer = _bare(content) or None
-        if answer is not None and record_format != "math":
+        if answer is not None and record_format not in EXPRESSIONS:
             amount = read_amount(answer, units)
             answer = None if amount is None else _in_format(amount, record_format, units)
         return answer, is_alone
-    if record_format in ("math", "aime"):
+    if record_format in (*EXPRESSIONS, "aime"):
         found = _last_boxed(spoken)
         if found is None:
             return None, False
@@ -601,7 +605,7 @@ def _last_boxed(text: str) -> tuple[str, int] | None:
 
 def _number(text: str, record_format: RecordFormat) -> Decimal | None:
     match = _NUMBER.fullmatch(text.strip())
-    if match is None or (record_format == "math" and "," in text and not _THOUSANDS.match(text)):
+    if match is None or (record_format in EXPRESSIONS and "," in text and not _THOUSANDS.match(text)):
         return None
     value = Decimal(match.group(2).replace(",", ""))
     return value if match.group(1) in ("", "+") else value.copy_negate()

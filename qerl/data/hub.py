@@ -31,8 +31,10 @@ from qerl.settings.workflow import Config
 #
 # Times of files aren't compared, because a copy may keep its old time or get a new one.
 
-#: Files of records.
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+#: Files of records, which may be compressed, and the files of a folder that `save_to_disk` of `datasets` wrote.
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_SAVED_SUFFIX = ".arrow"
 #: The card of a repository says which of its files hold which split.
 _CARD = "README.md"
 #: Files that are read from a model's folder: weights, configuration, tokenizer, chat template.
@@ -48,8 +50,15 @@ def data_files(path: Path) -> list[Path]:
     """The file of records, or those of a folder with their card. Files in hidden folders don't count."""
     if not path.is_dir():
         return [path]
-    files = (file for file in path.rglob("*") if file.suffix in DATA_SUFFIXES or file.name == _CARD)
+    suffixes = (*DATA_SUFFIXES, _SAVED_SUFFIX)
+    files = (file for file in path.rglob("*") if suffix_of(file) in suffixes or file.name == _CARD)
     return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of a file in lower case, without that of its compression: `.jsonl` of A.JSONL and a.jsonl.gz."""
+    *before, last = ["", *(suffix.lower() for suffix in path.suffixes)]
+    return before[-1] if last in COMPRESSIONS and before[-1:] != [""] else last
 
 
 def model_files(folder: Path) -> list[Path]:

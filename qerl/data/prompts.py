@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.grading import TAGS
-from qerl.data.records import DataError, Problem
+from qerl.data.records import DataError, Message, Problem
+from qerl.results.schema import PreparedDataset
 
 #: A user's message that stands for any.
 _PROBE = "What is 2+3"
+
+
+@dataclass(frozen=True)
+class TemplateInput:
+    """What a chat template gets besides the messages: the date that it states, None for today, and its variables."""
+
+    date: datetime.date | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(meta: PreparedDataset) -> TemplateInput:
+        """That of a prepared data set."""
+        return TemplateInput(meta.date, meta.template_arguments)
+
+
+_NOTHING = TemplateInput()
 
 
 def prompt_text(question: str, instruction: str) -> str:
@@ -23,17 +41,20 @@ def prompt_text(question: str, instruction: str) -> str:
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, question: str, instruction: str, date: datetime.date | None = None
+    tokenizer: PreTrainedTokenizerBase, question: str | Problem, instruction: str, given: TemplateInput = _NOTHING
 ) -> list[int]:
-    """The token ids of the chat up to the start of the policy's answer; `date` as for `chat_text`."""
-    return prompts_ids(tokenizer, [question], instruction, date)[0]
+    """The token ids of the chat up to the start of the policy's answer, of a problem or of a user's message alone."""
+    return prompts_ids(tokenizer, [question], instruction, given)[0]
 
 
 def prompts_ids(
-    tokenizer: PreTrainedTokenizerBase, questions: Iterable[str], instruction: str, date: datetime.date | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Iterable[str | Problem],
+    instruction: str,
+    given: TemplateInput = _NOTHING,
 ) -> list[list[int]]:
     """`prompt_ids` of each question."""
-    return texts_ids(tokenizer, [_message_text(tokenizer, question, instruction, date) for question in questions])
+    return texts_ids(tokenizer, [_message_text(tokenizer, question, instruction, given) for question in questions])
 
 
 def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -44,38 +65,57 @@ def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
     return list(encoded["input_ids"])
 
 
+def messages_of(question: str | Problem, instruction: str = "") -> list[dict[str, str]]:
+    """The chat that asks a problem, or a user's message alone, with the instruction at its end."""
+    context, asked = ((), question) if isinstance(question, str) else (question.context, question.question)
+    messages = (*context, ("user", prompt_text(asked, instruction)))
+    return [{"role": role, "content": content} for role, content in messages]
+
+
 def _message_text(
-    tokenizer: PreTrainedTokenizerBase, question: str, instruction: str = "", date: datetime.date | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    question: str | Problem,
+    instruction: str = "",
+    given: TemplateInput = _NOTHING,
 ) -> str:
     """The text of the chat up to the start of the policy's answer."""
-    return chat_text(tokenizer, [{"role": "user", "content": prompt_text(question, instruction)}], date=date)
+    return chat_text(tokenizer, messages_of(question, instruction), given=given)
 
 
 def chat_text(
     tokenizer: PreTrainedTokenizerBase,
     chat: list[dict[str, str]],
     add_generation_prompt: bool = True,
-    date: datetime.date | None = None,
+    given: TemplateInput = _NOTHING,
 ) -> str:
     """Render a chat by the tokenizer's template, which the library runs in a sandbox.
 
-    A template that states the date (`strftime_now`) states `date`, by default today's. Raises `DataError` for a
-    template that is missing or broken, or accesses more than text.
+    A template that states the date (`strftime_now`) states that of `given`. Raises `DataError` for a template that is
+    missing or broken, accesses more than text, drops the system message, or has no such variable as `given`.
     """
+    name, template = tokenizer.name_or_path, str(tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
-            "use a chat checkpoint, or add chat_template.jinja to its folder"
+            f"the tokenizer of {name!r} has no chat template; use a chat checkpoint, or add chat_template.jinja to its "
+            "folder"
+        )
+    # Jinja ignores variables that a template doesn't read, and so misspelt ones.
+    if unknown := [each for each in given.arguments if not re.search(rf"\b{re.escape(each)}\b", template)]:
+        raise DataError(
+            f"template_arguments: the chat template of {name!r} has no variable {unknown[0]!r}; correct it, or leave "
+            "it out"
         )
     # As a variable of the template it hides the library's function of this name, which reads the clock.
-    moment = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
-    dated: dict[str, Any] = {"strftime_now": moment.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
+    moment = datetime.datetime.combine(given.date or datetime.date.today(), datetime.time())
+    dated: dict[str, Any] = {"strftime_now": moment.strftime} if "strftime_now" in template else {}
     try:
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False, **dated)
+        text = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=add_generation_prompt, tokenize=False, **dated, **given.arguments
+        )
     except (TemplateError, ArithmeticError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the chat template of {tokenizer.name_or_path!r} fails ({error}); use that of another checkpoint"
-        ) from None
+        raise DataError(f"the chat template of {name!r} fails ({error}); use that of another checkpoint") from None
+    if any(message["role"] == "system" and message["content"].strip() not in str(text) for message in chat):
+        raise DataError(f"the chat template of {name!r} drops the system message; put its text into the user's message")
     return str(text)
 
 
@@ -105,18 +145,19 @@ def longer_than(
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     instruction: str,
-    date: datetime.date | None = None,
+    given: TemplateInput = _NOTHING,
 ) -> dict[str, int]:
     """Return the number of tokens of each prompt that has more than `most`, by the problem's id.
 
     A token is at least a byte of text, so that only long texts have to be tokenized.
     """
-    if not problems:
-        return {}
-    first = problems[0].question
-    around = len(_message_text(tokenizer, first, instruction, date).encode()) - len(first.encode())
-    long = [problem for problem in problems if len(problem.question.encode()) + around > most]
-    tokens = {problem.id: len(prompt_ids(tokenizer, problem.question, instruction, date)) for problem in long}
+    around: dict[tuple[Message, ...], int] = {}
+    for problem in problems:
+        if problem.context not in around:
+            text = _message_text(tokenizer, problem, instruction, given)
+            around[problem.context] = len(text.encode()) - len(problem.question.encode())
+    long = [problem for problem in problems if len(problem.question.encode()) + around[problem.context] > most]
+    tokens = {problem.id: len(prompt_ids(tokenizer, problem, instruction, given)) for problem in long}
     return {id: count for id, count in tokens.items() if count > most}
 
 
@@ -159,7 +200,12 @@ _HEADER = re.compile(
 class Thinking:
     """What ends a model's thinking, by its tokenizer and chat template, or by the delimiters that a user `named`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, named: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        named: Sequence[str] | None = None,
+        given: TemplateInput = _NOTHING,
+    ) -> None:
         self._tokenizer = tokenizer
         special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
@@ -173,7 +219,7 @@ class Thinking:
         #: The end of every prompt, after the user's message.
         self._turn = ""
         if template:
-            self._turn = _message_text(tokenizer, _PROBE).rpartition(_PROBE)[2]
+            self._turn = _message_text(tokenizer, _PROBE, given=given).rpartition(_PROBE)[2]
 
     @property
     def begins_in_prompt(self) -> bool:

@@ -7,22 +7,27 @@ import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from itertools import chain
 from typing import Any, get_args
 
 from qerl.data.grading import Goal, gold, is_correct, is_text, statement
 from qerl.host.console import log
-from qerl.settings.base import UserError
+from qerl.settings.base import UserError, check_unicode
 from qerl.settings.data import AnswerForm, CountdownUse, RecordFormat, Split
 
-# The four record formats of the data sets, and the problem that each record states.
+# The record formats of the data sets, and the problem that each record states.
 #
 # * gsm8k: `question`, `answer` (worked solution ending in `#### n`), as openai/gsm8k.
 # * math: `problem` and `answer`, or `solution` (with `\boxed{}`), or both; `level` ("Level 3" or 3) optional, as
 #   HuggingFaceH4/MATH-500, Big-Math and AMC.
 # * aime: `problem`, `answer` (integer 0 to 999), `solution` optional, as HuggingFaceH4/aime_2024.
 # * countdown: `numbers` and `target` (whole numbers), `use` ("all" or "some", by default "all"), `solution` optional.
+# * prompt: `prompt` (a text, or a chat as a list of messages with `role` and `content`), as in data sets for TRL and
+#   verl; `answer`, or verl's `reward_model` with `ground_truth`, or `solution` (with `\boxed{}`), all optional.
+#
+# In each format a column `system` is the system message.
 
 Record = dict[str, Any]
 #: A record with its place as text (file and line, or file and row), for errors.
@@ -43,15 +48,31 @@ class DataError(UserError):
     """Problems that can't be used. The message is one sentence for the user."""
 
 
+#: A message of a chat: its role and its text.
+Message = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A question with its final answer; `id` is a hash of the question, `solution` the worked text if there is one."""
+    """A question with its final answer; `id` is a hash of the question, `solution` the worked text if there is one.
+
+    `context` has the messages of the chat before the question, which is the last one. `answer` is empty if the record
+    states none, so that only a function of the user can reward completions.
+    """
 
     id: str
     question: str
     solution: str | None
     answer: str
     level: int | None = None
+    context: tuple[Message, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """All columns of the record."""
+
+    def under(self, system: str) -> Problem:
+        """The problem with a system message, unless the text is empty or the chat has its own."""
+        own = any(role == "system" for role, _ in self.context)
+        return self if own or not system else replace(self, context=(("system", system), *self.context))
 
 
 @dataclass(frozen=True)
@@ -89,10 +110,11 @@ def parse_records(
     for where, own in located:
         record = {key: value for key, value in own.items() if key not in (columns or {}).values()}
         for name, column in (columns or {}).items():
-            if column not in own:
+            outer, _, inner = column.partition(".")
+            if column not in own and not (inner and isinstance(own.get(outer), Mapping) and inner in own[outer]):
                 names = ", ".join(map(str, own)) or "none"
                 raise DataError(f"{where} has no `{column}`, which `columns` names for `{name}`; its columns: {names}")
-            record[name] = own[column]
+            record[name] = own[column] if column in own else own[outer][inner]
         record_format = record_format or detect_format(record, where)
         rows.append(Row(where, record, parse_record(record, record_format, where, units)))
     assert record_format is not None  # no source is without records
@@ -101,6 +123,9 @@ def parse_records(
 
 def detect_format(record: Mapping[str, Any], where: str = "the record") -> RecordFormat:
     """The format of a record, by its keys; `where` names the file and line in errors."""
+    # Scripts for TRL often add a chat to the records of gsm8k.
+    if isinstance(_list(record.get("prompt")), list):
+        return "prompt"
     if "numbers" in record and "target" in record:
         return "countdown"
     if "question" in record:
@@ -109,8 +134,10 @@ def detect_format(record: Mapping[str, Any], where: str = "the record") -> Recor
         # MATH-500 has an `answer` beside its boxed solution; AIME's solution is optional and AIME has no level.
         is_math = "level" in record or _get(record, "answer") is None
         return "math" if is_math else "aime"
+    if "prompt" in record:
+        return "prompt"
     raise DataError(
-        f"{where} has no key `question` (gsm8k) and no key `problem` (math, aime); its keys are "
+        f"{where} has no key `question` (gsm8k), `problem` (math, aime) or `prompt`; its keys are "
         f"{', '.join(map(str, record)) or 'none'}; name those of question and answer, which are text, as `dataset: "
         "{format: math, columns: {problem: NAME, answer: NAME}, origin: ...}`"
     )
@@ -125,7 +152,12 @@ def parse_record(
     """
     record = as_record(record, where)
     solution: str | None
-    if record_format == "countdown":
+    context: list[Message] = []
+    if record_format == "prompt":
+        *context, (_, question) = _chat(record, where)
+        solution = _optional(record, "solution", where)
+        answer = _stated_answer(record, solution, where)
+    elif record_format == "countdown":
         goal = _goal(record, where)
         question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
     elif record_format == "gsm8k":
@@ -153,7 +185,48 @@ def parse_record(
                 f"{where} has `answer` {text!r}: an AIME answer is an integer from 0 to 999 (others: `format: math`)"
             )
         answer = number.group(1)
-    return Problem(question_id(question), question, solution, answer, _level(record, where))
+    if (system := _optional(record, "system", where)) is not None:
+        if any(role == "system" for role, _ in context):
+            raise DataError(f"{where} has a system message both in `prompt` and in `system`; keep one")
+        context.insert(0, ("system", system))
+    # A question without context has the identifier of its text alone, as in earlier data sets.
+    id = question_id("\0".join([*chain.from_iterable(context), question]))
+    return Problem(id, question, solution, answer, _level(record, where), tuple(context), record)
+
+
+def _chat(record: Mapping[str, Any], where: str) -> list[Message]:
+    """The messages of `prompt`, the last of which is the user's; a text is the user's message."""
+    prompt = _list(_get(record, "prompt"))
+    if not isinstance(prompt, list):
+        return [("user", _text(record, "prompt", where))]
+    chat: list[Message] = []
+    for number, message in enumerate(prompt, start=1):
+        place = f"{where}, message {number} of `prompt`,"
+        # Tables fill the keys that a message lacks with None.
+        given = {key: value for key, value in as_record(message, place).items() if value is not None}
+        if given.keys() != {"role", "content"} or not all(isinstance(value, str) for value in given.values()):
+            has = ", ".join(f"{key} ({type(value).__name__})" for key, value in given.items()) or "neither"
+            raise DataError(f"{place} must have `role` and `content`, both text, and nothing else; it has {has}")
+        check_unicode(given["content"], f"{place} `content`")
+        chat.append((given["role"], given["content"]))
+    if not chat or chat[-1][0] != "user" or not chat[-1][1].strip():
+        raise DataError(f"{where} has a `prompt` that doesn't end in a user's message, which the policy answers")
+    return chat
+
+
+def _list(value: Any) -> Any:
+    """An array, as pandas holds lists, as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _stated_answer(record: Mapping[str, Any], solution: str | None, where: str) -> str:
+    """The answer of a record of the format prompt, empty if it states none."""
+    if (answer := _optional(record, "answer", where)) is not None:
+        return answer.strip()
+    verl = record.get("reward_model")
+    if isinstance(verl, Mapping) and isinstance(verl.get("ground_truth"), (str, int, float)):
+        return (_optional(verl, "ground_truth", where) or "").strip()
+    return (gold(solution, "prompt") if solution else None) or ""
 
 
 def _get(record: Mapping[str, Any], key: str) -> Any:
@@ -295,7 +368,7 @@ def warn_of_notation(
             return True
         return not is_correct(statement(answer, record_format, form), answer, record_format, form, units)
 
-    counts = Counter(problem.answer for problem in problems)
+    counts = Counter(problem.answer for problem in problems if problem.answer)
     refused = {answer: count for answer, count in counts.items() if is_refused(answer)}
     if refused:
         log.warning(

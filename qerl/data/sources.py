@@ -8,18 +8,20 @@ import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from functools import partial
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
 import numpy as np
 
 from qerl.data import generated
-from qerl.data.hub import DATA_SUFFIXES, HubFiles, data_files, hub_files, key_of, read_lock
+from qerl.data.hub import COMPRESSIONS, DATA_SUFFIXES, HubFiles, data_files, hub_files, key_of, read_lock, suffix_of
 from qerl.data.records import (
     DataError,
     Located,
@@ -32,6 +34,7 @@ from qerl.data.records import (
     parse_records,
     warn_of_notation,
 )
+from qerl.host.console import log
 from qerl.host.imports import call
 from qerl.host.provenance import write_text
 from qerl.jobs import DataJob
@@ -60,7 +63,7 @@ _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})$")
 #: Names of validation and test files elsewhere, which would be left out silently.
 _OTHER_NAMES = ("val", "valid", "dev", "eval", "evaluation")
 #: Files of records elsewhere, which would be left out silently too.
-_OTHER_SUFFIXES = (".csv", ".tsv", ".ndjson", ".gz", ".zst", ".arrow")
+_OTHER_SUFFIXES = (".tsv", ".arrow", ".bz2", ".xz")
 CONVERT = "`to_parquet` of pandas and datasets writes such a file"
 
 
@@ -69,12 +72,12 @@ def split_files(folder: Path) -> dict[Split, list[Path]]:
 
     Raises `DataError` for a split of several files that aren't all its shards, and for files that would be left out.
     """
-    paths = [path for path in data_files(folder) if path.is_file()]
+    paths = [path for path in data_files(folder) if path.is_file() and suffix_of(path) in DATA_SUFFIXES]
     files: dict[Split, list[Path]] = {}
     for split in SPLITS:
         if not (matches := [path for path in paths if path.name.startswith(split)]):
             continue
-        counts = [match and int(match.group(1)) for match in (_SHARD.search(path.stem) for path in matches)]
+        counts = [match and int(match.group(1)) for match in (_SHARD.search(_stem(path)) for path in matches)]
         if len(matches) > 1 and (None in counts or len({path.parent for path in matches}) > 1):
             raise DataError(
                 f"{folder} has several files for the split {split}: {', '.join(map(str, matches))}; keep one, name one "
@@ -84,17 +87,22 @@ def split_files(folder: Path) -> dict[Split, list[Path]]:
             raise DataError(f"{folder} has {len(matches)} of {counts[0]} files of the split {split}; download it again")
         files[split] = matches
     for path in paths:
-        if _SHARD.sub("", path.stem) in _OTHER_NAMES:
+        if _SHARD.sub("", _stem(path)) in _OTHER_NAMES:
             raise DataError(f"{path} names no split; rename it to validation or test, or move it out of {folder}")
     lacking = {*SPLITS, *_OTHER_NAMES} - files.keys()
     for path in sorted(folder.rglob("*")):
-        if path.suffix in _OTHER_SUFFIXES and _SHARD.sub("", path.name.partition(".")[0]) in lacking:
+        if path.suffix.lower() in _OTHER_SUFFIXES and _SHARD.sub("", _stem(path)) in lacking:
             raise DataError(
                 f"{path} isn't read: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}; or move it out of {folder}"
             )
     if not files:
         raise DataError(f"{folder} has no file named train, validation or test ({', '.join(DATA_SUFFIXES)}); {CONVERT}")
     return files
+
+
+def _stem(path: Path) -> str:
+    """A file's name up to its first point."""
+    return path.name.partition(".")[0]
 
 
 # Sources of problems (generated, a local file or folder, the Hugging Face hub, a function) and the prepared folder.
@@ -145,9 +153,13 @@ def read_meta(folder: Path) -> PreparedDataset:
 
 
 def read_split(folder: Path, split: Split) -> list[Problem]:
-    """Read the problems of one split of a prepared folder; an empty list if the set has no such split."""
+    """Read the problems of one split of a prepared folder, with the data set's system message in their chats.
+
+    The list is empty if the set has no such split.
+    """
     meta, file = read_meta(folder), split_file(folder, split)
-    problems = [parse_record(record, meta.format, where, meta.units) for where, record in _records(file)]
+    located = _records(file)
+    problems = [parse_record(record, meta.format, where, meta.units).under(meta.system) for where, record in located]
     if len(problems) != meta.rows[split]:
         raise DataError(
             f"{file} holds {len(problems)} records, not the {meta.rows[split]} that were written; delete {folder}, "
@@ -171,8 +183,31 @@ def check_problem_file(
 
     The parameters are those of `parse_records`. A `DataError` names the file, the line and the missing key.
     """
-    files = chain(*split_files(path).values()) if path.is_dir() else [path]
-    return parse_records(chain(*map(_file, files)), record_format, columns or {}, units)[0]
+    data = _local(path)
+    located = data if isinstance(data, list) else chain(*data.values())
+    return parse_records(located, record_format, columns or {}, units)[0]
+
+
+def _local(path: Path) -> Mapping[Split, Iterable[Located]] | list[Located]:
+    """The records of a file, or of each split of a folder; a folder of `save_to_disk` has one data set or splits."""
+    if not path.is_dir():
+        return _file(path)
+    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return {split: chain(*map(_file, paths)) for split, paths in split_files(path).items()}
+    import datasets  # takes a second to import
+    import pyarrow as pa
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{path} can't be read by `load_from_disk` of datasets: {error}") from None
+    data = saved if isinstance(saved, datasets.DatasetDict) else {"": saved}
+    # As tables, so that no image or sound of a column that isn't used is decoded.
+    rows = {
+        name: [row for table in one.with_format("arrow").iter(1024) for row in _rows(table, path)]
+        for name, one in data.items()
+    }
+    return _locate(rows if data is saved else rows[""], str(path))
 
 
 def _file(path: Path) -> list[Located]:
@@ -186,10 +221,10 @@ def _records(path: Path) -> Iterator[Located]:
     """Yield the records of a file, each with its place as text (file and line, or file and row)."""
     if not path.exists():
         raise DataError(f"file of problems {path} doesn't exist (a data set of the hub needs `source: hub`, `repo`)")
-    if path.suffix not in DATA_SUFFIXES:
+    if (suffix := suffix_of(path)) not in DATA_SUFFIXES:
         raise DataError(f"{path} is no file of problems: expected one of {', '.join(DATA_SUFFIXES)}; {CONVERT}")
-    if path.suffix == ".jsonl":
-        with path.open("rb") as lines:
+    if suffix in (".jsonl", ".ndjson"):
+        with _opened(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     where = f"{path}, line {number}"
@@ -199,25 +234,64 @@ def _records(path: Path) -> Iterator[Located]:
                     # Without its end, as an error would else be placed on a second line.
                     yield where, as_record(_parse_json(line.rstrip(), where, hint), where)
         return
-    if path.suffix == ".parquet":
-        rows: Any = _parquet_rows(path)
+    if suffix in (".parquet", ".csv"):
+        rows: Any = _table_rows(path, suffix)
     else:
-        rows = _parse_json(path.read_bytes(), str(path), "; name a file with one record a line .jsonl")
+        with _opened(path) as file:
+            rows = _parse_json(file.read(), str(path), "; name a file with one record a line .jsonl")
         if not isinstance(rows, list):
             raise DataError(f"{path} must hold a list of records (for one record a line, name it .jsonl)")
     for number, row in enumerate(rows, start=1):
         yield f"{path}, record {number}", as_record(row, f"{path}, record {number}")
 
 
-def _parquet_rows(path: Path) -> list[Record]:
-    """The rows of a parquet file with each number as it was written, also in a column with gaps or of 32 bits."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, without the compression that its name states."""
+    if (compression := COMPRESSIONS.get(path.suffix.lower())) is None:
+        with path.open("rb") as file:
+            yield file
+        return
+    import pyarrow as pa
+
+    try:
+        with pa.input_stream(str(path), compression=compression) as stream:
+            yield BufferedReader(stream)
+    except OSError as error:
+        raise DataError(f"{path} isn't compressed as its name says: {error}") from None
+
+
+def _table_rows(path: Path, suffix: str) -> list[Record]:
+    """The rows of a parquet or CSV file."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        table = parquet.ParquetFile(path).read()
+        with _opened(path) as file:
+            return _rows(parquet.ParquetFile(file).read() if suffix == ".parquet" else _csv_table(file.read()), path)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path} is not a valid parquet file: {error}") from None
+        raise DataError(f"{path} is not a valid {suffix[1:]} file: {error}") from None
+
+
+def _csv_table(content: bytes) -> Any:
+    """The table of a CSV file with a line of names. Columns are numbers, truth values or text, not dates or times."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    parsing = csv.ParseOptions(newlines_in_values=True)
+    table = csv.read_csv(pa.py_buffer(content), parse_options=parsing)
+    # Written again, as 10:30:00, a time wouldn't be the text that it was.
+    texts = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
+    if not texts:
+        return table
+    options = csv.ConvertOptions(column_types=texts)
+    return csv.read_csv(pa.py_buffer(content), parse_options=parsing, convert_options=options)
+
+
+def _rows(table: Any, path: Path) -> list[Record]:
+    """The rows of a table with each number as it was written, also in a column with gaps or of 32 bits."""
+    import pyarrow as pa
+
     if len(names := table.column_names) > len(set(names)):
         raise DataError(f"{path} has the column `{Counter(names).most_common(1)[0][0]}` twice; keep one")
     for index, field in enumerate(table.schema):
@@ -262,11 +336,10 @@ def _read(settings: DatasetSettings, hub: HubFiles | None) -> dict[Split, list[R
         data = {split: [(f"generated {split}", record) for record in records] for split, records in made.items()}
     elif isinstance(origin, FunctionData):
         data = _locate(call(origin.function, key="origin.function"), origin.function)
-    elif isinstance(origin, LocalData) and not origin.path.is_dir():
-        data = _file(origin.path)
+    elif isinstance(origin, LocalData):
+        data = _local(origin.path)
     else:
-        files = split_files(origin.path) if isinstance(origin, LocalData) else hub.splits if hub else {}
-        data = {split: chain(*map(_file, paths)) for split, paths in files.items()}
+        data = {split: chain(*map(_file, paths)) for split, paths in (hub.splits if hub else {}).items()}
 
     def parse(located: Iterable[Located]) -> list[Row]:
         return parse_records(located, settings.format, columns, settings.units)[1]
@@ -345,20 +418,29 @@ def _is_within(record: Record, column: str, bounds: tuple[float, float]) -> bool
 
 
 def lines_of(records: Iterable[Record]) -> str:
-    """Records as text, one JSON object per line."""
-    lines = []
+    """Records as text, one JSON object per line, without values that JSON lacks, such as images; the log names them."""
+    lines, dropped = [], dict[str, str]()
     for record in records:
-        values = (
-            f"{json.dumps(str(column), ensure_ascii=False)}: "
-            f"{json.dumps(value, ensure_ascii=False, default=partial(_plain, column))}"
-            for column, value in record.items()
-        )
+        values = []
+        for column, value in record.items():
+            try:
+                text = json.dumps(value, ensure_ascii=False, default=_plain)
+            except _NoJsonError as error:
+                dropped[str(column)] = str(error)
+            else:
+                values.append(f"{json.dumps(str(column), ensure_ascii=False)}: {text}")
         lines.append(f"{{{', '.join(values)}}}\n")
+    for column, kind in dropped.items():
+        log.info("left out the column %r, since JSON has no values of type %s", column, kind)
     check_unicode(text := "".join(lines), "a record")
     return text
 
 
-def _plain(column: str, value: Any) -> Any:
+class _NoJsonError(Exception):
+    """JSON has no such value; the message is its type."""
+
+
+def _plain(value: Any) -> Any:
     """A number, array or date as a JSON value."""
     if isinstance(value, np.floating):  # of 32 bits 0.1 is 0.1, and not 0.10000000149011612
         return float(str(value))
@@ -368,10 +450,7 @@ def _plain(column: str, value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
-    raise DataError(
-        f"column {column!r} holds a value of type {type(value).__name__}, which can't be written as JSON; leave the "
-        "column out"
-    )
+    raise _NoJsonError(type(value).__name__)
 
 
 # Records given as Python objects: a list, a generator, a function, a `datasets.Dataset`, or splits of these.

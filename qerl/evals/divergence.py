@@ -38,8 +38,7 @@ def _first_problems(
     [task] = settings.tasks
     dataset = open_task(task, {task.dataset: data})
     dataset = replace(dataset, problems=dataset.problems[:most])
-    questions = [problem.question for problem in dataset.problems]
-    return dataset, prompts_ids(policy.tokenizer, questions, dataset.instruction, dataset.date)
+    return dataset, prompts_ids(policy.tokenizer, dataset.problems, dataset.instruction, dataset.given)
 
 
 def _draw(policy: Policy, prompts: Sequence[list[int]], settings: EvaluationSettings) -> list[list[Completion]]:
@@ -118,7 +117,7 @@ def _right(
     policy: Policy, dataset: EvaluationSet, prompts: Sequence[list[int]], drawn: Sequence[Sequence[Completion]]
 ) -> Scores:
     """The share of right completions of each problem, [problems]."""
-    thinking = Thinking(policy.tokenizer, dataset.thinking)
+    thinking = Thinking(policy.tokenizer, dataset.thinking, dataset.given)
     shares = []
     for problem, prompt, completions in zip(dataset.problems, prompts, drawn, strict=True):
         begun = str(policy.tokenizer.decode(prompt))

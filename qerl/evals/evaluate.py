@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import usable_length
 from qerl.data.grading import Verdict, solution_key
-from qerl.data.prompts import prompts_ids
+from qerl.data.prompts import TemplateInput, prompts_ids
 from qerl.data.records import Problem
 from qerl.data.sources import read_meta, read_records, read_split
 from qerl.evals.policy import STOCK_COLUMNS, Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion, Stock
@@ -41,8 +41,7 @@ from qerl.settings.workflow import EvaluationSettings, Harness, StockTask, TaskS
 
 def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCompletion]]:
     """Draw and score completions; returns them by problem, then by repeat."""
-    questions = (problem.question for problem in dataset.problems)
-    prompts = prompts_ids(policy.tokenizer, questions, dataset.instruction, policy.date)
+    prompts = prompts_ids(policy.tokenizer, dataset.problems, dataset.instruction, policy.given)
     return [
         [
             GradedCompletion(drawn, read, judged == "right", timeout=judged == "timeout")
@@ -96,7 +95,7 @@ def evaluate(
         for task, dataset in tasks:
             sampling, count = settings.sampling_of(task), settings.repeats_of(task)
             params = SamplingParams(**sampling.model_dump(), count=count, seed=settings.seed)
-            policy = EvaluatedPolicy(sampler, tokenizer, params, context, dataset.thinking, dataset.date)
+            policy = EvaluatedPolicy(sampler, tokenizer, params, context, dataset.thinking, dataset.given)
             rows = list(_samples(task, dataset, scorer(task.harness)(policy, dataset)))
             outcomes = outcomes_of(rows, dataset.format == "countdown")
             for file, lines in ((samples, rows), (counted, outcomes)):
@@ -155,7 +154,7 @@ def _score(
         task=task.task,
         sampling=sampling,
         timeouts=sum(row.timeout for row in rows),
-        date=dataset.date,
+        date=dataset.given.date,
     )
 
 
@@ -172,13 +171,19 @@ def open_task(task: TaskSettings, datasets: dict[str, Path]) -> EvaluationSet:
             f"{folder} has no {task.split} problems to evaluate on; give a file, all of which is asked, or an origin "
             f"with a {task.split} split"
         )
+    if lacking := sum(not problem.answer for problem in problems):
+        raise EvaluationError(
+            f"{lacking} of {len(problems)} {task.split} problems of {folder} state no answer to compare completions "
+            "with; give records with `answer`, or name its column in `columns` of the data set"
+        )
     if task.task is None:
         form, units = about.answer, tuple(about.units)
         opened = EvaluationSet(task.label, about.format, about.instruction, problems, form, units)
     else:
         opened = EvaluationSet(task.label, about.format, "", problems, stock=_stock(task, folder))
     # A folder that was prepared before data sets had a date takes the day on which the evaluation starts.
-    return replace(opened, thinking=about.thinking, date=about.date or datetime.date.today())
+    given = TemplateInput.of(about)
+    return replace(opened, thinking=about.thinking, given=replace(given, date=given.date or datetime.date.today()))
 
 
 def _stock(task: TaskSettings, folder: Path) -> Stock:

@@ -15,7 +15,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -141,14 +141,22 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     # It would log a warning for each completion without an answer, which the samples file already shows.
     logging.getLogger("lighteval").setLevel(logging.ERROR)
     config = stock_config(dataset.stock.task) if dataset.stock else task_config(dataset)
-    rows = dataset.stock.records if dataset.stock else [asdict(problem) for problem in dataset.problems]
+    rows = (
+        dataset.stock.records
+        if dataset.stock
+        else [
+            {"question": each.question, "answer": each.answer, "solution": each.solution} for each in dataset.problems
+        ]
+    )
     task = LightevalTask(config)
     # Setting the data set avoids a look-up on the hub and a cache on disk.
     task.dataset = DatasetDict({config.evaluation_splits[0]: Dataset.from_list(rows)})
     # lighteval shuffles the documents and numbers them by `id`.
     docs: list[Doc] = sorted(task.get_docs(), key=lambda doc: int(doc.id))
-    if dataset.stock is None or dataset.stock.chat:
-        prompts = prompts_ids(policy.tokenizer, (doc.query for doc in docs), "", policy.date)
+    if dataset.stock is None:
+        prompts = prompts_ids(policy.tokenizer, dataset.problems, dataset.instruction, policy.given)
+    elif dataset.stock.chat:
+        prompts = prompts_ids(policy.tokenizer, (doc.query for doc in docs), "", policy.given)
     else:
         prompts = [plain_ids(policy.tokenizer, doc.query) for doc in docs]
     drawn = policy.draw(prompts, docs[0].stop_sequences or ())

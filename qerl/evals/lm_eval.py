@@ -26,7 +26,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from qerl.data.grading import after_thinking
-from qerl.data.prompts import chat_text, plain_ids, prompt_text, texts_ids
+from qerl.data.prompts import chat_text, plain_ids, prompt_text, prompts_ids, texts_ids
 from qerl.evals.policy import Drawn, EvaluatedPolicy, EvaluationSet, GradedCompletion
 
 _SPLIT = "test"
@@ -38,15 +38,24 @@ _INVALID = "[invalid]"
 
 
 class SamplerLM(LM):
-    """lm-eval's model interface for a policy, which only generates. `read` makes lm-eval's input of a completion."""
+    """lm-eval's model interface for a policy, which only generates. `read` makes lm-eval's input of a completion.
+
+    With `prompts`, each problem has these token ids in place of its request, which lacks the messages before it.
+    """
 
     def __init__(
-        self, policy: EvaluatedPolicy, read: Callable[[str], str] = after_thinking, *, chat: bool = True
+        self,
+        policy: EvaluatedPolicy,
+        read: Callable[[str], str] = after_thinking,
+        *,
+        chat: bool = True,
+        prompts: list[list[int]] | None = None,
     ) -> None:
         super().__init__()
         self.read = read
         self.policy = policy
         self.chat = chat
+        self.prompts = prompts
         self.drawn: list[list[Drawn]] = []
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
@@ -59,12 +68,13 @@ class SamplerLM(LM):
         texts = [request.args[0] for request in unique]
         tokenizer = self.policy.tokenizer
         prompts = texts_ids(tokenizer, texts) if self.chat else [plain_ids(tokenizer, text) for text in texts]
+        prompts = self.prompts or prompts
         self.drawn = self.policy.draw(prompts, stop=unique[0].args[1]["until"])
         return [self.read(drawn.text) for repeats in self.drawn for drawn in repeats]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the chat as text; its encoding is `qerl.data.prompts.prompt_ids`."""
-        return chat_text(self.policy.tokenizer, chat_history, add_generation_prompt, self.policy.date)
+        return chat_text(self.policy.tokenizer, chat_history, add_generation_prompt, self.policy.given)
 
     @property
     def tokenizer_name(self) -> str:
@@ -153,7 +163,9 @@ def score(policy: EvaluatedPolicy, dataset: EvaluationSet) -> list[list[GradedCo
     # It would warn about records in memory.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     chat = dataset.stock is None or dataset.stock.chat
-    model = SamplerLM(policy, _reader(dataset), chat=chat)
+    given = policy.tokenizer, dataset.problems, dataset.instruction, policy.given
+    prompts = None if dataset.stock else prompts_ids(*given)
+    model = SamplerLM(policy, _reader(dataset), chat=chat, prompts=prompts)
     loaded = TaskManager(include_defaults=False).load(
         [{**task_config(dataset, policy.params.count), "class": _QuietTask}]
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.checkpoints.files import check_room
 from qerl.data.grading import Verdict, extract, verdict
-from qerl.data.prompts import Thinking, check_lengths
+from qerl.data.prompts import TemplateInput, Thinking, check_lengths
 from qerl.data.records import Problem
 from qerl.rollout.sampler import Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
@@ -70,7 +69,7 @@ class Stock:
 class EvaluationSet:
     """A data set's problems, their records' format, the instruction appended to each question, the answers' form.
 
-    `thinking` names delimiters of thinking, and `date` is the one that chat templates state (`DatasetSettings`).
+    `thinking` names delimiters of thinking, and `given` has what chat templates get (`DatasetSettings`).
     With `stock`, prompt and gold answer are the harness's, and instruction, form and units have no effect.
     """
 
@@ -82,7 +81,7 @@ class EvaluationSet:
     units: tuple[str, ...] = ()
     stock: Stock | None = None
     thinking: tuple[str, str] | None = None
-    date: datetime.date | None = None
+    given: TemplateInput = field(default_factory=TemplateInput)
 
     def read(self, text: str) -> str | None:
         """The answer that the grader of training reads in a completion; None if it states none."""
@@ -98,7 +97,7 @@ class EvaluatedPolicy:
     """A sampler with its tokenizer; `params.count` completions of each prompt are drawn, one for each repeat.
 
     `context` is the most tokens of a prompt with its completion, or None if unknown. `delimiters` name what begins and
-    ends thinking, and `date` is the one that the chat template states; None takes the tokenizer's, and today's.
+    ends thinking, by default the tokenizer's, and `given` is what the chat template gets.
     """
 
     sampler: Sampler
@@ -106,12 +105,12 @@ class EvaluatedPolicy:
     params: SamplingParams
     context: int | None = None
     delimiters: tuple[str, str] | None = None
-    date: datetime.date | None = None
+    given: TemplateInput = field(default_factory=TemplateInput)
 
     @cached_property
     def thinking(self) -> Thinking:
         """What ends the policy's thinking."""
-        return Thinking(self.tokenizer, self.delimiters)
+        return Thinking(self.tokenizer, self.delimiters, self.given)
 
     def draw(self, prompts: Sequence[list[int]], stop: Sequence[str] = ()) -> list[list[Drawn]]:
         """Return the completions of each prompt (token ids), in order, cut at the first of the stop strings."""

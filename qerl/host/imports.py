@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import importlib.util
@@ -11,7 +12,8 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -153,8 +155,8 @@ def absent(libraries: Collection[str]) -> Iterator[None]:
 #
 # Modules are searched among the installed ones first, then in the working directory.
 
-#: The names of a function's arguments, by the key that names the function.
-ARGUMENTS = {"reward.function": ("answer", "problem"), "origin.function": ()}
+#: The arguments of a reward for one completion, and the keywords by which TRL's rewards are known.
+_OF_REWARD, _OF_TRL = ("answer", "problem"), {"completions", "prompts"}
 #: The specification and hash of each module that `check_unchanged` has seen; a reload makes a new specification.
 _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 
@@ -190,31 +192,44 @@ def load(path: str) -> Callable[..., Any]:
 
 
 def check(path: str, key: str) -> None:
-    """Raise `ConfigError` unless the function can be imported and accepts the arguments of `key` (`ARGUMENTS`)."""
-    function, arguments = load(path), ARGUMENTS[key]
+    """Raise `ConfigError` unless the function can be imported and accepts the arguments of a function of `key`."""
+    function, is_reward = load(path), key != "origin.function"
+    arguments = _OF_REWARD if is_reward else ()
     # That of an object is its method; of a class, an instance of it is the value.
     plain = inspect.isroutine(function) or isinstance(function, (partial, type))
     called: Any = function if plain else type(function).__call__
-    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+    if not is_reward and (inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)):
         raise ConfigError(f"{key} {path} is `async`, and it is called without waiting; write it as a plain `def`")
-    if key == "reward.function" and inspect.isgeneratorfunction(called):
+    if is_reward and (inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)):
         raise ConfigError(f"{key} {path} has `yield`, so that its value is a generator; `return` a number instead")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
         return
+    if is_reward and takes_batches(function):
+        return
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if is_reward and {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        raise ConfigError(
+            f"{key} {path} takes any arguments, so that it may mean one completion or, as in TRL, many; name its "
+            "parameters, such as `completions` or `answer, problem`"
+        )
     try:
         signature.bind(*arguments)
-        # A reward of TRL takes as many arguments, which are lists of all prompts and completions.
-        accepts = not {"prompts", "completions"} & set(signature.parameters)
     except TypeError:
-        accepts = False
-    if not accepts:
         name, given = path.partition(":")[2], ", ".join(arguments)
         raise ConfigError(
             f"{key} {path} is defined as {name}{signature}, but it is called as {name}({given}); "
-            f"write `def {name}({given})`"
-        )
+            f"write `def {name}({given})`{', or name a parameter `completions`, as in TRL' * is_reward}"
+        ) from None
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Whether a reward takes many completions by TRL's keywords, as its parameters say."""
+    try:
+        return bool(_OF_TRL & set(inspect.signature(function).parameters))
+    except ValueError:  # some functions written in C have no signature
+        return False
 
 
 def path_of(function: Callable[..., Any], key: str) -> str:
@@ -234,17 +249,24 @@ def path_of(function: Callable[..., Any], key: str) -> str:
 main_thread: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("main_thread", default=None)
 
 
-def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> Any:
+def call(path: str, *arguments: Any, key: str, limit: float | None = None, where: str = "") -> Any:
     """Call the function, with a limit of `limit` seconds, and return its value. `key` is its key in the configuration.
+
+    What is awaitable is returned as it is (`results_of`). `where` ends what errors tell of the call.
 
     Its errors propagate, with a note that names it. Raises `ConfigError` with the file and line if it exceeds the limit
     or ends the process.
     """
-    function, in_main_thread = load(path), main_thread.get()
+    return guarded(partial(load(path), *arguments), f"{key} {path}", limit, where)
+
+
+def guarded(work: Callable[[], Any], name: str, limit: float | None = None, where: str = "") -> Any:
+    """The value of `work`, which calls or awaits functions of the user that errors `name`; see `call`."""
+    in_main_thread = main_thread.get()
 
     def within_limit() -> Any:
         with _limited(limit):
-            return function(*arguments)
+            return work()
 
     try:
         return in_main_thread(within_limit) if in_main_thread else within_limit()
@@ -252,16 +274,33 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None) -> An
         # Not the handler of the signal, which is in this file.
         place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__][-1]
         raise ConfigError(
-            f"{key} {path} wasn't done after {limit:g} s (it was at {place.filename}, line {place.lineno}); mend it, "
+            f"{name} wasn't done after {limit:g} s{where} (it was at {place.filename}, line {place.lineno}); mend it, "
             "or allow it more time: then the run goes on from its last checkpoint"
         ) from error
     except SystemExit as error:
         raise ConfigError(
-            f"{key} {path} ended the process with code {error.code!r}; raise an error there, or return a value"
+            f"{name} ended the process with code {error.code!r}{where}; raise an error there, or return a value"
         ) from error
     except Exception as error:
-        error.add_note(f"{key} {path} raised this; mend the function, or what it depends on, and start again")
+        error.add_note(f"{name} raised this{where}; mend the function, or what it depends on, and start again")
         raise
+
+
+def results_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """What coroutines return, which run side by side; also within a notebook, whose thread has a loop already."""
+
+    async def gathered() -> list[Any]:
+        return list(await asyncio.gather(*coroutines))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(gathered())
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(asyncio.run, gathered()).result()
+    finally:
+        thread.shutdown(wait=False)
 
 
 class _OverTime(BaseException):

@@ -37,7 +37,7 @@ from qerl.checkpoints.files import (
 )
 from qerl.checkpoints.layouts import TensorInfo, names_in_files
 from qerl.checkpoints.tensors import converted, finite, stream, write_tensors
-from qerl.data.prompts import prompt_ids
+from qerl.data.prompts import TemplateInput, prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.formats.codecs import check_magnitudes, dequantize, tensor_specs
@@ -314,7 +314,7 @@ def calibration_ids(tokenizer: PreTrainedTokenizerBase, calibration: Calibration
     about = read_meta(data)
     texts = []
     for problem in Random(settings.seed).sample(problems, min(settings.samples, len(problems))):
-        prompt = prompt_ids(tokenizer, problem.question, about.instruction, about.date)
+        prompt = prompt_ids(tokenizer, problem, about.instruction, TemplateInput.of(about))
         answer = tokenizer.encode(problem.solution or problem.answer, add_special_tokens=False)
         texts.append([*prompt, *answer, tokenizer.eos_token_id][: settings.length])
     return texts

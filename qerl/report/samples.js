@@ -15,7 +15,7 @@ function element(name, attributes = {}, ...children) {
 const byId = (id) => document.getElementById(id);
 const stepName = (view) => (view.trained ? `step ${view.step}` : view.step);
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "none");
-const number = (value) => String(Math.round(value * 1000) / 1000).replace("-", "−");
+const number = (value) => value === null ? "none" : String(Math.round(value * 1000) / 1000).replace("-", "−");
 
 // Characters that are invisible or turn the direction of text around get a label, and act within it only.
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;

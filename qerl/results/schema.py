@@ -155,12 +155,14 @@ class MeasuredPoint(Stored):
 class PreparedDataset(Stored):
     """data/<dataset>/dataset.json: the problems' prompt and origin, and the rows and SHA-256 of each split.
 
-    Folders that were prepared before data sets had units, thinking and date lack them. `date` is the one that chat
+    Folders that were prepared before data sets had a key such as units or system lack it. `date` is the one that chat
     templates state. It has no stamp, so that equal problems and dates give equal files.
     """
 
     format: RecordFormat
     instruction: str
+    system: str = ""
+    template_arguments: dict[str, Any] = Field({})
     answer: AnswerForm
     units: list[str] = Field([])
     thinking: tuple[str, str] | None = None
@@ -227,8 +229,9 @@ def _maybe(name: str) -> Any:
 
 
 class StepMetrics(Stored):
-    """A line of train/<run>/metrics.jsonl; `value/` is of PPO, `reward/custom` of the user's own function.
+    """A line of train/<run>/metrics.jsonl; `value/` is of PPO, and `reward/` is of parts, also of the user's functions.
 
+    A step in which a function left out all completions lacks its part.
     `entropy` is the trained policy's, `entropy/sampler` the sampling policy's, estimated by its completions.
     `discovery` is the share of the training problems that some completion has solved so far. `grading/timeouts` counts
     completions whose comparison with the answer exceeded the grader's limits; a step without such completions lacks it.
@@ -238,6 +241,8 @@ class StepMetrics(Stored):
     how long a rank waited in the rollout for the others, as the mean of all ranks, and as the longest.
     """
 
+    model_config = ConfigDict(extra="allow")
+
     step: int
     problems: int
     reward: Number
@@ -245,7 +250,7 @@ class StepMetrics(Stored):
     reward_correct: Number = _named("reward/correct")
     reward_format: Number = _named("reward/format")
     reward_overlong: Number = _named("reward/overlong")
-    reward_custom: Number | None = _maybe("reward/custom")
+    reward_custom: Number | None = _maybe("reward/custom")  # of earlier runs, between others
     reward_equal_groups: Number = _named("reward/equal_groups")
     discovery: Number | None = None
     completion_tokens: Number
@@ -290,6 +295,12 @@ class StepMetrics(Stored):
     step_seconds: Number = _named("seconds/step")
     memory_bytes: Number
 
+    @model_validator(mode="after")
+    def _others_are_rewards(self) -> Self:
+        if unknown := [name for name in self.model_extra or {} if not name.startswith("reward/")]:
+            raise ValueError(f"{unknown[0]} is no metric")
+        return self
+
 
 class StoredCompletion(Stored):
     """A completion of a stored rollout.
@@ -297,14 +308,15 @@ class StoredCompletion(Stored):
     `tokens` are the texts of its tokens, which together are the text that was graded. A token that ends within a
     character has an empty text. `logprobs` are the sampler's, and `entropies` the trained policy's before the
     step's first update; both are in nats, at the sampling temperature. `extracted` is the answer that the grader read.
-    `advantage` is None for ppo, where every token has its own.
+    `advantage` is None for ppo, where every token has its own. A part is None if the completion was left out of it, and
+    the reward if it was of all.
     """
 
     tokens: list[str]
     logprobs: list[float]
     entropies: list[float]
-    parts: dict[str, float]
-    reward: float
+    parts: dict[str, float | None]
+    reward: float | None
     advantage: float | None
     extracted: str | None
     finished: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -60,11 +61,8 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) ->
     The losses differ in the ratio, which gspo has per sequence and the others per token, and in the normalization
     (`_reduce`).
     """
-    ratio, advantages_NT, mask_NT = _ratio(inputs, settings), inputs.advantages_NT, inputs.mask_NT
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    # The minimum bounds what a token gains by moving away from pi_old. What it loses has no bound, so that a ratio
-    # which moved the wrong way is pulled back.
-    loss_NT = -torch.minimum(ratio * advantages_NT, clipped * advantages_NT)
+    ratio, mask_NT = _ratio(inputs, settings), inputs.mask_NT
+    loss_NT = -_surrogate(ratio, inputs, settings)
     # Outside of the minimum: the weight corrects for who sampled, and decides nothing about clipping.
     if inputs.importance_NT is not None:
         loss_NT = loss_NT * inputs.importance_NT
@@ -75,6 +73,22 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, whole: BatchSize) ->
         loss_NT = loss_NT - settings.entropy * inputs.entropy_NT
     loss = _reduce(loss_NT * mask_NT, mask_NT, settings, whole)
     return LossOutputs(loss, *_count_clipped(ratio.detach(), inputs, settings))
+
+
+def _surrogate(ratio: torch.Tensor, inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+    """What each token gains, without corrections [N, T]."""
+    advantages_NT = inputs.advantages_NT
+    if settings.name == "cispo":  # the cap bounds a token's weight, and no token loses its gradient
+        return ratio.detach().clamp(max=settings.ratio_cap) * advantages_NT * inputs.logprobs_NT
+    if settings.name == "sapo":
+        above, below = settings.sapo_temperatures
+        temperature_NT = torch.where(advantages_NT > 0, above, below)
+        return torch.sigmoid(temperature_NT * (ratio - 1)) * 4 / temperature_NT * advantages_NT
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    # The minimum bounds what a token gains by moving away from pi_old. What it loses has no bound but the cap, so that
+    # a ratio which moved the wrong way is pulled back.
+    capped = ratio if settings.ratio_cap is None else ratio.clamp(max=settings.ratio_cap)
+    return torch.minimum(capped * advantages_NT, clipped * advantages_NT)
 
 
 def _ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
@@ -92,21 +106,24 @@ def _count_clipped(
     """The numbers of ratios clipped below, clipped above, and of all ratios."""
     counted = torch.ones_like(ratio) if settings.name == "gspo" else inputs.mask_NT
     # Only where the clip decides: below with a negative advantage, above with a positive one.
-    low = (ratio < 1 - settings.clip_low) & (inputs.advantages_NT < 0)
-    high = (ratio > 1 + settings.clip_high) & (inputs.advantages_NT > 0)
+    # A ratio is never below 0; sapo clips none.
+    bounds = {"cispo": (0.0, settings.ratio_cap or 0.0), "sapo": (0.0, math.inf)}
+    lowest, highest = bounds.get(settings.name, (1 - settings.clip_low, 1 + settings.clip_high))
+    low = (ratio < lowest) & (inputs.advantages_NT < 0)
+    high = (ratio > highest) & (inputs.advantages_NT > 0)
     return (low * counted).sum(), (high * counted).sum(), counted.sum()
 
 
 def _reduce(loss_NT: torch.Tensor, mask_NT: torch.Tensor, settings: LossSettings, whole: BatchSize) -> torch.Tensor:
     """The micro-batch's share of the batch's loss.
 
-    grpo, gspo: mean over tokens, then over sequences. dapo, ppo: mean over the tokens of the whole batch. dr_grpo: sum
-    over tokens divided by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each micro-batch,
-    then over micro-batches. The released scripts run bnpo as DAPO; it depends on how the batch is split.
+    grpo, gspo, sapo: mean over tokens, then over sequences. dapo, cispo, ppo: mean over the tokens of the whole batch.
+    dr_grpo: sum over tokens divided by a constant, so that length isn't rewarded. bnpo: mean over the tokens of each
+    micro-batch, then over micro-batches. The released scripts run bnpo as DAPO; it depends on how the batch is split.
     """
-    if settings.name in ("grpo", "gspo"):
+    if settings.name in ("grpo", "gspo", "sapo"):
         return (loss_NT.sum(1) / mask_NT.sum(1).clamp(min=1)).sum() / whole.sequences
-    if settings.name in ("dapo", "ppo"):
+    if settings.name in ("dapo", "cispo", "ppo"):
         return loss_NT.sum() / max(whole.tokens, 1)
     if settings.name == "dr_grpo":
         return loss_NT.sum() / (whole.sequences * whole.longest)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,10 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from qerl.data.grading import extract, verdict
-from qerl.data.prompts import Thinking, check_lengths, longer_than, prompts_ids
+from qerl.data.prompts import TemplateInput, Thinking, check_lengths, longer_than, prompts_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import read_meta, read_split
+from qerl.host.console import log
 from qerl.host.gpus import seconds
 from qerl.models.policy import Policy
 from qerl.results.paths import rollouts_file
@@ -27,7 +27,15 @@ from qerl.results.schema import RolloutRow, StoredCompletion
 from qerl.results.store import write_rows
 from qerl.rl.packing import MicroBatch, Sample
 from qerl.rl.parallel import Processes
-from qerl.rl.rewards import Answer, differ, group_advantages, reward_parts, total
+from qerl.rl.rewards import (
+    Answer,
+    differ,
+    function_parts,
+    group_advantages,
+    reward_parts,
+    summed_advantages,
+    total,
+)
 from qerl.rollout.sampler import BatchPart, Completion, Sampler, SamplingParams
 from qerl.settings.data import AnswerForm, RecordFormat
 from qerl.settings.run import RolloutSettings, RunSettings, ValidationSettings
@@ -114,8 +122,8 @@ class Task:
     answer: AnswerForm = "native"
     units: tuple[str, ...] = ()
     thinking: tuple[str, str] | None = None
-    date: datetime.date | None = None
-    """The date that a chat template states; None is today's."""
+    given: TemplateInput = field(default_factory=TemplateInput)
+    """What the chat template gets besides the messages."""
     held_out: tuple[Problem, ...] = ()
     """Problems of the validation split on which the policy is scored while it trains."""
 
@@ -130,7 +138,7 @@ class Task:
                     "validation.every scores on held-out problems, and the data set has no split validation; give it "
                     "one (origin.validation_fraction), or leave validation out"
                 )
-        form = meta.answer, tuple(meta.units), meta.thinking, meta.date
+        form = meta.answer, tuple(meta.units), meta.thinking, TemplateInput.of(meta)
         return Task(read_split(data, "train"), meta.format, meta.instruction, *form, tuple(held_out))
 
     def fitting(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, context: int | None) -> Task:
@@ -139,14 +147,14 @@ class Task:
         """
         problems, held_out, most = self.problems, self.held_out, settings.max_prompt_tokens
         if most is not None:
-            longer = longer_than(most, tokenizer, [*problems, *held_out], self.instruction, self.date)
+            longer = longer_than(most, tokenizer, [*problems, *held_out], self.instruction, self.given)
             problems = [problem for problem in problems if problem.id not in longer]
             held_out = tuple(problem for problem in held_out if problem.id not in longer)
             if not problems or (self.held_out and not held_out):
                 raise DataError(f"rollout.max_prompt_tokens={most} leaves none of {len(longer)} problems; raise it")
         if context is not None:
             limit, given = settings.sampling.max_tokens, [*problems, *held_out]
-            longer = longer_than(context - limit, tokenizer, given, self.instruction, self.date)
+            longer = longer_than(context - limit, tokenizer, given, self.instruction, self.given)
             remedy = f"or leave such problems out by rollout.max_prompt_tokens={context - limit}"
             check_lengths(longer.values(), len(given), context, limit, remedy)
         return replace(self, problems=problems, held_out=held_out)
@@ -157,13 +165,14 @@ class Task:
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem]) -> list[list[int]]:
         """The token ids of each problem's chat up to the start of the policy's answer."""
-        return prompts_ids(tokenizer, (problem.question for problem in problems), self.instruction, self.date)
+        return prompts_ids(tokenizer, problems, self.instruction, self.given)
 
 
 @dataclass(frozen=True)
 class Group:
     """The completions of one problem, with their texts as graders read them (`qerl.data.prompts`) and their rewards.
 
+    `scores` are the rewards that advantages compare: their sums, or each part that counts; NaN leaves one out.
     `timeouts` counts the completions whose comparison with the answer exceeded the grader's limits.
     """
 
@@ -171,14 +180,15 @@ class Group:
     prompt: list[int]
     completions: list[Completion]
     texts: list[str]
-    parts: list[dict[str, float]]
+    parts: list[dict[str, float | None]]
     rewards: list[float]
     timeouts: int = 0
+    scores: Sequence[list[float]] = ()
 
     @property
     def informative(self) -> bool:
         """Whether the rewards differ. Equal rewards have zero advantages and give no gradient."""
-        return bool(differ(torch.tensor([self.rewards])))
+        return bool(differ(torch.tensor(self.scores or [self.rewards])).any())
 
     @property
     def solved(self) -> bool:
@@ -230,11 +240,13 @@ class Collector:
         self.task = task
         self.processes = Processes()
         self._lengths = ExpectedLengths()
+        #: The functions of the user that a warning has told to reward nothing.
+        self._silent: set[str] = set()
 
     @cached_property
     def thinking(self) -> Thinking:
         """What ends the policy's thinking."""
-        return Thinking(self.policy.tokenizer, self.task.thinking)
+        return Thinking(self.policy.tokenizer, self.task.thinking, self.task.given)
 
     def collect(self, step: int, position: int, perturb: Perturb | None = None) -> Rollout:
         """The batch of `step`, the same in every process; earlier steps have used `position` problems.
@@ -268,28 +280,29 @@ class Collector:
     ) -> tuple[list[Group], list[float]]:
         """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
         chosen = self.task.at(positions, self.settings.seed)
-        return self._groups(chosen, self.settings.rollout.group_size, self._seed(step, round_), perturb)
+        return self._groups(step, chosen, self.settings.rollout.group_size, self._seed(step, round_), perturb)
 
     def _seed(self, step: int, round_: int = 0) -> int:
         # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
         return step_seed((self.settings.seed + self.settings.rollout.repetition * 0x9E3779B9) % 2**32, step, round_)
 
-    def score(self) -> dict[str, float]:
-        """The scores on held-out problems of the policy as the sampler has it, the same in every process.
+    def score(self, step: int) -> dict[str, float]:
+        """The scores on held-out problems of the policy after `step`, as the sampler has it, in every process.
 
         All scores of a run have the same draws (no step has the number 0), so that they differ by the policy alone.
         """
         count = self.settings.validation.completions
-        groups, _ = self._groups(list(self.task.held_out), count, self._seed(0))
+        groups, _ = self._groups(step, list(self.task.held_out), count, self._seed(0))
         right = [[bool(part["correct"]) for part in group.parts] for group in groups]
+        rewards = [reward for group in groups for reward in group.rewards if not math.isnan(reward)]
         return {
             "validation/pass@1": statistics.fmean(chain(*right)),
             **({"validation/pass@k": statistics.fmean(map(any, right))} if count > 1 else {}),
-            "validation/reward": statistics.fmean(chain(*(group.rewards for group in groups))),
+            "validation/reward": statistics.fmean(rewards or [math.nan]),
         }
 
     def _groups(
-        self, chosen: list[Problem], count: int, seed: int, perturb: Perturb | None = None
+        self, step: int, chosen: list[Problem], count: int, seed: int, perturb: Perturb | None = None
     ) -> tuple[list[Group], list[float]]:
         """The groups of `count` completions of the problems, and the seconds for which each process waited."""
         prompts = self.task.prompts(self.policy.tokenizer, chosen)
@@ -299,11 +312,9 @@ class Collector:
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
             completions = self._generate(prompts, params, perturb)
-            drawn = [
-                (number, self._score(prompts[number], completions[number], chosen[number]))
-                for number in range(len(prompts))
-                if completions[number]
-            ]
+            numbers = [number for number in range(len(prompts)) if completions[number]]
+            own = [(prompts[number], completions[number], chosen[number]) for number in numbers]
+            drawn = list(zip(numbers, self._score(step, own), strict=True))
         return self._exchange(drawn, busy.value, len(prompts))
 
     def _part(
@@ -346,21 +357,59 @@ class Collector:
             numbers.append(self.sampler.generate(prompts, single))
         return [list(chain(*singles)) for singles in zip(*numbers, strict=True)]
 
-    def _score(self, prompt: list[int], completions: list[Completion], problem: Problem) -> Group:
-        limit, weights = self.settings.rollout.sampling.max_tokens, self.settings.reward
-        asked = str(self.policy.tokenizer.decode(prompt))
-        texts = [self.thinking.text(c.token_ids, asked) for c in completions]
-        answers = [Answer(text, len(c.token_ids), limit) for text, c in zip(texts, completions, strict=True)]
-        task = self.task
-        parts = [reward_parts(a, problem, task.format, weights, task.answer, task.units) for a in answers]
-        form = problem.answer, task.format, task.answer, task.units
+    def _score(self, step: int, drawn: list[tuple[list[int], list[Completion], Problem]]) -> list[Group]:
+        """The groups of prompts with their completions and problems, with rewards."""
+        limit, reward, task = self.settings.rollout.sampling.max_tokens, self.settings.reward, self.task
+        texts: list[list[str]] = []
+        asked: list[tuple[Problem, Answer]] = []
+        for prompt, completions, problem in drawn:
+            before = str(self.policy.tokenizer.decode(prompt))
+            texts.append([self.thinking.text(c.token_ids, before) for c in completions])
+            of_completions = zip(texts[-1], completions, strict=True)
+            asked += [(problem, Answer(text, len(c.token_ids), limit, c.token_ids)) for text, c in of_completions]
+        own = function_parts(reward, asked, step, task.instruction)
+        for name in [name for name in reward.functions if name not in self._silent]:
+            if own and all(part[name] is None for part in own):
+                self._silent.add(name)
+                log.warning(
+                    "step %d: reward.functions.%s left out all %d completions; does it `return`?", step, name, len(own)
+                )
+        parts = iter(
+            {**reward_parts(answer, problem, task.format, reward, task.answer, task.units), **of_functions}
+            for (problem, answer), of_functions in zip(asked, own, strict=True)
+        )
+        return [
+            self._group(prompt, completions, problem, read, list(islice(parts, len(completions))))
+            for (prompt, completions, problem), read in zip(drawn, texts, strict=True)
+        ]
+
+    def _group(
+        self,
+        prompt: list[int],
+        completions: list[Completion],
+        problem: Problem,
+        texts: list[str],
+        parts: list[dict[str, float | None]],
+    ) -> Group:
+        settings, form = self.settings, (problem.answer, self.task.format, self.task.answer, self.task.units)
         timeouts = sum(verdict(text, *form) == "timeout" for text in texts)
-        return Group(problem, prompt, completions, texts, parts, [total(p, weights) for p in parts], timeouts)
+        rewards, scores = [total(part, settings.reward) for part in parts], list[list[float]]()
+        if settings.reward.aggregation == "normalize_then_sum":
+            scores = [[_or_nan(part[name]) for part in parts] for name in settings.reward.weights]
+        if settings.loss.name == "ppo" and any(map(math.isnan, rewards)):
+            raise ValueError(
+                f"all of reward.functions returned None for a completion of problem {problem.id}, and loss.name=ppo "
+                "needs a reward of each; return a number"
+            )
+        return Group(problem, prompt, completions, texts, parts, rewards, timeouts, scores)
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])
         advantages_PG = torch.zeros_like(rewards_PG)
-        if self.settings.loss.name != "ppo":  # for ppo the update computes advantages from values
+        if self.settings.reward.aggregation == "normalize_then_sum":
+            parts_KPG = torch.tensor([group.scores for group in groups]).transpose(0, 1)
+            advantages_PG = summed_advantages(parts_KPG, [*self.settings.reward.weights.values()])
+        elif self.settings.loss.name != "ppo":  # for ppo the update computes advantages from values
             advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages)
         return [
             Sample(group.prompt, *of_completion)
@@ -388,15 +437,20 @@ def step_seed(seed: int, step: int, round_: int = 0) -> int:
     return (seed << 32) | (step << 8) | round_
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _metrics(groups: list[Group]) -> dict[str, float]:
-    rewards = [reward for group in groups for reward in group.rewards]
+    rewards = [reward for group in groups for reward in group.rewards if not math.isnan(reward)]
     parts = [part for group in groups for part in group.parts]
+    known = {name: [value for part in parts if (value := part[name]) is not None] for name in parts[0]}
     completions = [completion for group in groups for completion in group.completions]
     timeouts = sum(group.timeouts for group in groups)
     return {
-        "reward": statistics.fmean(rewards),
+        "reward": statistics.fmean(rewards or [math.nan]),
         "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        **{f"reward/{name}": statistics.fmean(part[name] for part in parts) for name in parts[0]},
+        **{f"reward/{name}": statistics.fmean(values) for name, values in known.items() if values},
         "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
         "completion_tokens": sum(len(c.token_ids) for c in completions),
         "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
@@ -462,7 +516,7 @@ class StoredStep:
                     logprobs=_rounded(completion.logprobs),
                     entropies=entropies[index],
                     parts=group.parts[number],
-                    reward=group.rewards[number],
+                    reward=None if math.isnan(group.rewards[number]) else group.rewards[number],
                     advantage=advantage,
                     extracted=extract(group.texts[number], task.format, task.answer, task.units),
                     finished=completion.finished,

@@ -63,7 +63,7 @@ class Watch:
         self.settings = settings
         self.task = task
         reward = settings.reward
-        self._grades_answers = reward.function is None and bool(reward.correct or reward.format)
+        self._grades_answers = not reward.functions and bool(reward.correct or reward.format)
         self._steps = self._flat = 0
         self._warned = False
 
@@ -234,7 +234,7 @@ class Trainer:
             trackers.log(rows)
         writes, last = self.processes.writes, self.settings.steps
         with showing(last, "steps", len(rows)) if writes else nullcontext(lambda about="": None) as advance:
-            before = self._scores() if self.settings.validation.every and not rows else {}
+            before = self._scores(0) if self.settings.validation.every and not rows else {}
             for step in range(len(rows) + 1, last + 1):
                 if self._is_at_plateau(rows):
                     break
@@ -331,11 +331,11 @@ class Trainer:
 
     # --- scores on held-out problems ---
 
-    def _scores(self) -> dict[str, float]:
-        """The scores of the policy as it is, without noise, and the seconds that they took."""
+    def _scores(self, step: int) -> dict[str, float]:
+        """The scores of the policy after `step`, without noise, and the seconds that they took."""
         with seconds() as taken:
             self.collector.sampler.sync()
-            scores = self.collector.score()
+            scores = self.collector.score(step)
             if self.policy.root is not None:
                 cast(ShardedSampler, self.collector.sampler).end_rollout()
         return {**scores, "seconds/validation": taken.value}
@@ -348,7 +348,7 @@ class Trainer:
             rows[0] |= {"validation/base": before[measure], "seconds/validation": before["seconds/validation"]}
         if not validation.every or (step % validation.every and step < self.settings.steps):
             return
-        scores, spent = self._scores(), rows[-1].get("seconds/validation", 0.0)
+        scores, spent = self._scores(step), rows[-1].get("seconds/validation", 0.0)
         rows[-1] |= {**scores, "seconds/validation": scores["seconds/validation"] + spent}
         if validation.keep == "best" and best_step(rows, measure) == step:
             self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.policy.trainable()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from qerl.settings.base import FilePath, Fraction, FunctionPath, NonEmpty, PositiveInt, Seed, Settings
 
-RecordFormat = Literal["gsm8k", "math", "aime", "countdown"]
+RecordFormat = Literal["gsm8k", "math", "aime", "countdown", "prompt"]
 Split = Literal["train", "validation", "test"]
 AnswerForm = Literal["native", "tags"]
 CountdownUse = Literal["all", "some"]
@@ -52,8 +52,8 @@ class CountdownData(GeneratedSplits):
 
 
 class LocalData(Settings):
-    """A file of records (.jsonl, .json, .parquet), split by a hash of the question, or a folder with one file per
-    split."""
+    """A file of records (.jsonl or .ndjson, .json, .csv, .parquet, also with .gz or .zst), split by a hash of the
+    question, a folder with one file per split, or one that `save_to_disk` of `datasets` wrote."""
 
     source: Literal["local"]
     path: FilePath
@@ -120,8 +120,9 @@ INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
         "math": _BOXED,
         "aime": _BOXED,
         "countdown": 'Let\'s think step by step and output the formula with + - * / and ( ) after "####".',
+        "prompt": "",
     },
-    "tags": {"gsm8k": _TAGGED, "math": _TAGGED, "aime": _TAGGED, "countdown": _TAGGED},
+    "tags": dict.fromkeys(get_args(RecordFormat), _TAGGED),
 }
 
 
@@ -153,8 +154,8 @@ class DatasetSettings(Settings):
 
     format: RecordFormat
     columns: dict[str, str] = {}
-    """Maps the format's column names to the records', where they differ: `{problem: prompt, answer:
-    solution}`."""
+    """Maps the format's column names to the records', where they differ: `{problem: prompt, answer: solution}`. A
+    point names a key within a column: `{answer: extra_info.answer}`."""
     filter: FilterSettings = FilterSettings()
     origin: Annotated[Generated | CountdownData | LocalData | HubData | FunctionData, Field(discriminator="source")]
     answer: AnswerForm = "native"
@@ -162,7 +163,12 @@ class DatasetSettings(Settings):
     `<think>...</think><answer>...</answer>`, which the instruction must ask for."""
     instruction: str = Field(default_factory=_instruction_of)
     """Text appended to each question on a line of its own, which tells the policy how to state the answer. The default
-    asks for what the grader of the format reads. An empty text appends nothing."""
+    asks for what the grader of the format reads, and is empty for `format: prompt`. An empty text appends nothing."""
+    system: str = ""
+    """The system message of each chat that has none of its own, in `prompt` or in a column `system`. With an empty text
+    the chat template decides."""
+    template_arguments: dict[str, Any] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`."""
     units: list[str] = []
     """Words and signs that may follow a number without changing it, such as `["%", points]`, besides the built-in units
     (docs/evaluation.md)."""
@@ -184,7 +190,7 @@ class DatasetSettings(Settings):
     @property
     def form(self) -> dict[str, Any]:
         """The settings of prompt and answer, which can be applied to other problems too."""
-        keys = ("instruction", "answer", "units", "thinking", "date")
+        keys = ("instruction", "system", "template_arguments", "answer", "units", "thinking", "date")
         return {key: getattr(self, key) for key in keys}
 
     @field_validator("units")
@@ -209,8 +215,9 @@ class DatasetSettings(Settings):
         needed = _FORMAT_OF.get(type(self.origin))
         if needed and self.format != needed:
             raise ValueError(f"origin.source={self.origin.source} makes records of format: {needed}, not {self.format}")
-        if self.format == "countdown" and isinstance(self.origin, Generated):
-            raise ValueError("origin.source=generated makes no countdown problems; use origin.source=countdown")
+        if self.format in ("countdown", "prompt") and isinstance(self.origin, Generated):
+            other = "; use origin.source=countdown" * (self.format == "countdown")
+            raise ValueError(f"origin.source=generated makes no records of format: {self.format}{other}")
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from qerl.settings.base import (
     FilePath,
@@ -153,6 +153,36 @@ REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
 }
 
 
+#: Names of the log that begin as those of parts do.
+_RESERVED = ("correct", "format", "overlong", "std", "equal_groups")
+
+
+def _names_a_part(name: str) -> str:
+    if not name.isidentifier() or name in _RESERVED:
+        raise ValueError(f"{name!r} can't name a reward; use letters, digits and _, and none of {', '.join(_RESERVED)}")
+    return name
+
+
+class RewardFunction(Settings):
+    """A reward of your own. `module:function` in place of these keys is a function of weight 1."""
+
+    function: FunctionPath
+    """With a parameter `completions` or `prompts` it is called as by TRL, once for many completions, with the keywords
+    `completions`, `prompts`, `completion_ids` and a list for each column of the records. Any other is called for each
+    completion as `function(answer: qerl.rl.rewards.Answer, problem: qerl.data.records.Problem)`. Both may be `async`.
+    For each completion it gives a number between -1e15 and 1e15, or None, which leaves the completion out of this
+    reward."""
+    weight: float = 1.0
+    timeout: Annotated[float, Field(gt=0)] | None = 300.0
+    """Seconds that a call may take before it stops the run; a start with a higher limit continues. None sets no
+    limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_path(cls, values: Any) -> Any:
+        return {"function": values} if isinstance(values, str) else values
+
+
 class RewardSettings(Settings):
     """Weights of the reward's parts (`qerl.rl.rewards`)."""
 
@@ -161,14 +191,12 @@ class RewardSettings(Settings):
     project's."""
     correct: float = 1.0
     format: float = 0.1
-    custom: float = 1.0
-    """Weight of `function`."""
-    function: FunctionPath | None = None
-    """A reward of your own, `module:function`, called as `function(answer: qerl.rl.rewards.Answer, problem:
-    qerl.data.records.Problem)`. It returns a number between -1e15 and 1e15."""
-    timeout: Annotated[float, Field(gt=0)] | None = 300.0
-    """Seconds that a call of `function` may take before it stops the run; a start with a higher limit continues. None
-    sets no limit."""
+    functions: dict[Annotated[str, AfterValidator(_names_a_part)], RewardFunction] = {}
+    """Rewards of your own by the names of their parts, as `{brevity: "mine:brevity", style: {function: "mine:style",
+    weight: 0.5}}`."""
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """How several rewards become an advantage, as in TRL: the deviation of their weighted sum, or the weighted sum of
+    their deviations within a group, scaled by its deviation in the batch."""
     overlong: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the penalty for long completions."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
@@ -176,10 +204,39 @@ class RewardSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
+    def _with_functions(cls, values: Any) -> Any:
+        """The values of earlier runs, which had at most one function, whose part was called `custom`."""
+        earlier = {"function": "function", "custom": "weight", "timeout": "timeout"}
+        if not isinstance(values, Mapping) or "function" not in values or "functions" in values:
+            return values
+        function = {name: values[key] for key, name in earlier.items() if key in values}
+        functions = {"custom": function} if function.get("function") else {}
+        return {"functions": functions, **{key: value for key, value in values.items() if key not in earlier}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("preset") not in get_args(RewardPreset):
             return values
         return {**REWARD_PRESETS[values["preset"]], **values}
+
+    @model_validator(mode="after")
+    def _has_parts_to_normalize(self) -> RewardSettings:
+        if self.aggregation == "normalize_then_sum" and not self.weights:
+            raise ValueError("reward.aggregation=normalize_then_sum needs a part with a weight; give one")
+        return self
+
+    @property
+    def own_functions(self) -> set[str]:
+        """The paths of the user's functions."""
+        return {each.function for each in self.functions.values()}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part, without those parts that are always 0 or have no weight."""
+        parts = {"correct": self.correct, "format": self.format, "overlong": self.overlong * bool(self.overlong_buffer)}
+        own = {name: each.weight for name, each in self.functions.items()}
+        return {**{name: weight for name, weight in parts.items() if weight}, **own}
 
 
 # Settings of training: adapter, noise, loss and optimizer.
@@ -331,13 +388,21 @@ class PPOSettings(Settings):
     alpha: PositiveInt = 64
 
 
+_Positive = Annotated[float, Field(gt=0)]
+
+
 class LossSettings(Settings):
     """The policy's loss (docs/algorithms.md has the formulas). The default is GRPO without a KL term."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "ppo"] = "grpo"
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "bnpo", "cispo", "sapo", "ppo"] = "grpo"
     """The released scripts run `bnpo` as DAPO. `ppo` uses a value function in place of groups."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    ratio_cap: Annotated[float, Field(gt=1)] | None = None
+    """Largest ratio of a token with a negative advantage, which has none otherwise (two-sided clipping). For `cispo` it
+    is needed, as the largest weight of any token, such as 5."""
+    sapo_temperatures: tuple[_Positive, _Positive] = (1.0, 1.05)
+    """Temperatures of `sapo` for positive and for other advantages."""
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the base without the adapter."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
@@ -365,6 +430,12 @@ class LossSettings(Settings):
             return values
         return {"scale_advantages": False, **values}
 
+    @model_validator(mode="after")
+    def _cispo_has_a_cap(self) -> LossSettings:
+        if self.name == "cispo" and self.ratio_cap is None:
+            raise ValueError("loss.name=cispo needs loss.ratio_cap, the largest weight of a token, such as 5")
+        return self
+
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -384,7 +455,7 @@ class OptimizerSettings(Settings):
 
 #: Keys of `RunSettings` that decide neither the result of a run nor the time of its steps.
 UNDECIDING_OF_STEPS: Any = {
-    "reward": {"timeout"},
+    "reward": {"functions": {"__all__": {"timeout"}}},
     "on_no_signal": True,
     "checkpoint_every": True,
     "stored_rollouts": True,
@@ -422,6 +493,7 @@ CHECKED: Any = {
     "model": True,
     "dataset": True,
     "validation": {"every", "problems"},
+    "reward": {"correct"},
     "rollout": {
         "engine": True,
         "max_prompt_tokens": True,
@@ -593,6 +665,13 @@ class RunSettings(Settings):
             raise ValueError("rollout.resample compares rewards within a group; use rollout.group_size >= 2")
         if self.reward.overlong_buffer >= self.rollout.sampling.max_tokens:
             raise ValueError("reward.overlong_buffer must be below rollout.sampling.max_tokens")
+        if self.reward.aggregation == "normalize_then_sum" and (
+            self.loss.name == "ppo" or not self.loss.scale_advantages
+        ):
+            raise ValueError(
+                "reward.aggregation=normalize_then_sum scales rewards by groups, which loss.name=ppo and "
+                "loss.scale_advantages=false don't; use sum_then_normalize"
+            )
         return self
 
     @property

@@ -81,11 +81,12 @@ def check_inputs(plan_: Plan) -> None:
     """Check that local checkpoints, problem files and functions are complete and readable."""
     config = plan_.config
     origins = [dataset.origin for dataset in config.datasets.values()]
-    rewards = [run.settings.reward.function for run in plan_.runs.values()]
+    rewards = {
+        each.function: name for run in plan_.runs.values() for name, each in run.settings.reward.functions.items()
+    }
     data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
-    for function in dict.fromkeys(rewards):
-        if function is not None:
-            check(function, "reward.function")
+    for function, name in rewards.items():
+        check(function, f"reward.functions.{name}")
     for function in dict.fromkeys(data):
         check(function, "origin.function")
     for origin in origins:

@@ -75,7 +75,14 @@ def check_runs(model: Path, runs: Iterable[tuple[Path, RunSettings]]) -> None:
         context = usable_length(architecture, rollout)
         check_room(context, rollout.sampling.max_tokens, "rollout.sampling.max_tokens")
         task = Task.of(data, run.validation)
-        if (line := Thinking(tokenizer, task.thinking).summary) not in lines:
+        lacking = sum(not problem.answer for problem in task.problems)
+        if lacking and run.reward.correct:
+            raise DataError(
+                f"{lacking} of {len(task.problems)} training problems state no answer, which reward.correct="
+                f"{run.reward.correct:g} compares completions with; name its column in `columns`, or set "
+                "reward.correct to 0"
+            )
+        if (line := Thinking(tokenizer, task.thinking, task.given).summary) not in lines:
             log.info("%s", line)
             lines.add(line)
         given, left = len(task.problems), len(task.fitting(tokenizer, rollout, context).problems)
@@ -121,6 +128,6 @@ def check_evaluation(model: Path, settings: EvaluationSettings, datasets: Mappin
         problems, limit = open_task(task, dict(datasets)), settings.sampling_of(task).max_tokens
         check_room(context, limit, f"max_tokens of the evaluation on {task.label}")
         if context is not None and problems.stock is None:
-            longer = longer_than(context - limit, tokenizer, problems.problems, problems.instruction, problems.date)
+            longer = longer_than(context - limit, tokenizer, problems.problems, problems.instruction, problems.given)
             remedy = f"or take these problems out of the test split of {task.dataset}"
             check_lengths(longer.values(), len(problems.problems), context, limit, remedy)

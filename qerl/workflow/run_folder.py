@@ -51,14 +51,22 @@ def without_objects(
     if not isinstance(run, Mapping):
         return run, RecordFiles(None, {})
     values, folder = dict(run), run.get("out") if out is None else out
-    if isinstance(reward := values.get("reward"), Mapping) and callable(reward.get("function")):
-        values["reward"] = {**reward, "function": path_of(reward["function"], "reward.function")}
+    reward = values.get("reward")
+    if isinstance(reward, Mapping) and isinstance(functions := reward.get("functions"), Mapping):
+        values["reward"] = {**reward, "functions": {name: _by_path(name, each) for name, each in functions.items()}}
     if is_objects(values.get("dataset")) and not isinstance(folder, (str, Path)):
         raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
     if "dataset" not in values or not isinstance(folder, (str, Path)):
         return values, RecordFiles(None, {})  # which is no run, as its fields will say
     records = as_files(values["dataset"], Path(folder).resolve())
     return {**values, "dataset": records.values}, records
+
+
+def _by_path(name: str, reward: Any) -> Any:
+    """A reward of settings with its function, if it is an object, by path."""
+    if isinstance(reward, Mapping):
+        return {**reward, "function": _by_path(name, reward.get("function"))}
+    return path_of(reward, f"reward.functions.{name}") if callable(reward) else reward
 
 
 def file_values(file: Path) -> dict[str, Any]:
@@ -159,9 +167,9 @@ def checked_source(settings: RunFile) -> Path:
             "training needs gradients, which torch.inference_mode() or torch.no_grad() turns off here; call it outside"
         )
     check_processes(settings.processes, settings.nodes)
-    if settings.reward.function is not None:
-        check_function(settings.reward.function, "reward.function")
-        check_unchanged(settings.reward.function)
+    for name, reward in settings.reward.functions.items():
+        check_function(reward.function, f"reward.functions.{name}")
+        check_unchanged(reward.function)
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
         check_unchanged(settings.dataset.origin.function)

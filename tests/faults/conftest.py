@@ -19,7 +19,7 @@ from qerl.settings.run import RunSettings
 from tests import jobs
 from tests.jobs import train_job, write_inputs
 
-SETTINGS = {**jobs.SETTINGS, "reward": {"function": "fault_reward:letters"}}
+SETTINGS = {**jobs.SETTINGS, "reward": {"functions": {"own": "fault_reward:letters"}}}
 #: Random completions differ in it.
 REWARD = "def letters(answer, problem):\n    return float(len(set(answer.text)))\n"
 

@@ -45,7 +45,12 @@ def tree(tmp_path_factory) -> Tree:
     (tree.folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tree.folder / "fault_reward.py").write_text(REWARD)
     values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
-    own = {"dataset": "own", "steps": 4, "checkpoint_every": 1, "reward": {"function": "fault_reward:letters"}}
+    own = {
+        "dataset": "own",
+        "steps": 4,
+        "checkpoint_every": 1,
+        "reward": {"functions": {"own": "fault_reward:letters"}},
+    }
     main = values["experiments"]["main"]
     values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
     values["models"] = {"miniature": {"source": "local", "path": "Own Model's"}}
@@ -143,7 +148,8 @@ def test_only_what_decides_a_result_reruns_it(tree):
     model = (tree.folder / WEIGHTS).parent
     for file in (tree.folder / "own.jsonl", model, *model.iterdir()):
         os.utime(file, ns=(later, later))  # copied, say
-    changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": {"timeout": 9.0}}
+    reward = {"functions": {"own": {"function": "fault_reward:letters", "timeout": 9.0}}}
+    changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": reward}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
     # Other lengths are checked against the model, which isn't quantized anew for them.
     checked = {"check_model": 1, "train": 1}

@@ -111,13 +111,16 @@ def letters(answer, problem):
 def test_with_a_higher_limit_the_run_continues(run):
     run.reward(STUCK)
     Path("stuck").touch()
-    reward = {"function": "fault_reward:letters"}
+
+    def limited(seconds):
+        return {"reward": {"functions": {"own": {"function": "fault_reward:letters", "timeout": seconds}}}}
+
     with pytest.raises(ConfigError, match="allow it more time: then the run goes on from its last checkpoint"):
-        run.train({"reward": {**reward, "timeout": 2.0}})
+        run.train(limited(2.0))
     [metrics] = run.work.glob("*/metrics.jsonl")
     done = read_rows(metrics)
     Path("stuck").unlink()
-    rows = run.train({"reward": {**reward, "timeout": 30.0}})
+    rows = run.train(limited(30.0))
     assert len(done) == 2
     assert rows[:2] == done  # with their seconds: not done again
     assert len(rows) == 4

@@ -47,7 +47,7 @@ def _settings(size: str, weights: str, loss: str) -> dict[str, Any]:
         "noise": {"schedule": "exponential"},
         "loss": {"name": loss},
         "rollout": {"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 320}, "native": {"kv_cache_gib": 3}},
-        "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
+        "reward": {"correct": 0.0, "format": 0.0, "functions": {"own": "qerl.bench.workloads:reward"}},
     }
 
 

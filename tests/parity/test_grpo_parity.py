@@ -1,5 +1,7 @@
 """Loss, gradient and logged figures of a batch, and of a whole step, against TRL's GRPOTrainer."""
 
+import sys
+
 import pytest
 import torch
 from datasets import Dataset
@@ -39,7 +41,12 @@ IN_TRL = {
     "dapo": {"loss_type": "dapo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
     "bnpo": {"loss_type": "bnpo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "sapo": {"loss_type": "sapo"},
+    "two-sided": {"loss_type": "grpo", "delta": 1.3},
 }
+#: How this project names those that differ.
+OURS = {"cispo": {"name": "cispo", "ratio_cap": 1.1}, "two-sided": {"name": "grpo", "ratio_cap": 1.3}}
 
 
 @pytest.fixture(scope="module", params=list(IN_TRL))
@@ -57,7 +64,7 @@ def trl_trainer(checkpoint, folder, loss_name, reward, prompts, rollout_func=Non
     from trl import GRPOConfig, GRPOTrainer  # imports vLLM, too
 
     arguments |= {"num_generations": 4, "per_device_train_batch_size": 8, "report_to": [], "bf16": False}
-    arguments = GRPOConfig(output_dir=str(folder), use_cpu=True, **IN_TRL[loss_name], **arguments)
+    arguments = GRPOConfig(output_dir=str(folder), use_cpu=True, **{**arguments, **IN_TRL[loss_name]})
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     data, tokenizer = Dataset.from_dict({"prompt": prompts}), AutoTokenizer.from_pretrained(checkpoint)
     trainer = GRPOTrainer(model, reward, arguments, data, None, tokenizer, rollout_func=rollout_func)
@@ -155,9 +162,8 @@ def test_loss_and_gradient_equal_trl(trainer, checkpoint, loss_name, kl, max_tok
             inputs["completion_mask"] * torch.tensor([s.completion.finished for s in samples])[:, None]
         )
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-    settings = LossSettings(
-        name=loss_name, kl=kl, mask_truncated=mask_truncated, correction=correction, correction_cap=1.2
-    )
+    own = OURS.get(loss_name, {"name": loss_name})
+    settings = LossSettings(**own, kl=kl, mask_truncated=mask_truncated, correction=correction, correction_cap=1.2)
     inputs["importance_sampling_ratio"] = trl_ratio(inputs, sampled, settings)
     trainer.use_vllm = correction != "off"
     trainer.model.zero_grad()
@@ -172,6 +178,9 @@ def test_loss_and_gradient_equal_trl(trainer, checkpoint, loss_name, kl, max_tok
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     low, high, ratios = counts.tolist()
+    if loss_name in ("cispo", "sapo"):  # of which TRL logs the clipped weights alone, or nothing
+        assert (low, high / ratios) == (0, pytest.approx(logged.get("cispo_clip_ratio", 0), abs=1e-6))
+        return
     assert mask_truncated or min(low, high) > 0
     assert low / ratios == pytest.approx(logged["clip_ratio/low_mean"], abs=1e-6)
     assert high / ratios == pytest.approx(logged["clip_ratio/high_mean"], abs=1e-6)
@@ -267,7 +276,7 @@ def trl_step(checkpoint, folder, loss_name, mask_truncated):
 
 @pytest.mark.parametrize(
     ("loss_name", "mask_truncated"),
-    [*((name, number % 2 == 0) for number, name in enumerate(IN_TRL)), ("grpo", False)],
+    [*((name, number % 2 == 0) for number, name in enumerate(IN_TRL) if name not in OURS), ("grpo", False)],
 )
 def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated
@@ -323,3 +332,70 @@ def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated):
     assert rollout.metrics["truncated"] == 0.25
     if not mask_truncated:  # with the mask TRL's entropy leaves the truncated completions out, ours has all
         assert updated["entropy"] == pytest.approx(logged["entropy"], abs=1e-6)
+
+
+# --- several rewards
+
+#: By reward, for two groups of four: one left out, one equal in a group, one sample left out of all.
+REWARDS = [[1.0, 0.0, None, None, 2.0, 2.0, 2.0, 2.0], [0.3, 0.1, 0.5, None, 0.0, 1.0, None, 0.2]]
+WEIGHTS = [1.0, -0.4]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "scale"),
+    [("sum_then_normalize", True), ("sum_then_normalize", False), ("normalize_then_sum", True)],
+)
+@pytest.mark.parametrize("rewards", [REWARDS, [[None] * 4 + values[4:] for values in REWARDS]])
+def test_advantages_of_several_rewards_equal_trl(checkpoint, tmp_path, monkeypatch, aggregation, scale, rewards):
+    (tmp_path / "two_rewards.py").write_text(
+        f"REWARDS = {rewards}\nfirst, second = (lambda completions, r=r, **_: r for r in REWARDS)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "two_rewards", raising=False)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    def rollout(prompts, trainer):
+        ids = [ids for group in COMPLETIONS for ids in group]
+        prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[-1.0] * len(row) for row in ids]}
+
+    trainer = trl_trainer(
+        checkpoint,
+        tmp_path / "trl",
+        "grpo",
+        [lambda completions, values=values, **_: values for values in rewards],
+        QUESTIONS,
+        rollout_func=rollout,
+        reward_weights=WEIGHTS,
+        multi_objective_aggregation=aggregation,
+        scale_rewards="group" if scale else "none",
+        max_completion_length=MOST,
+    )
+    theirs = trainer._generate_and_score_completions([{"prompt": QUESTIONS[i // 4]} for i in range(8)])["advantages"]
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+    own = [
+        {"function": f"two_rewards:{name}", "weight": w} for name, w in zip(("first", "second"), WEIGHTS, strict=True)
+    ]
+    reward = {"correct": 0, "format": 0, "aggregation": aggregation, "functions": dict(zip("ab", own, strict=True))}
+    values = {
+        "model": "m",
+        "dataset": "d",
+        "weights": "bf16",
+        "method": "full",
+        "rollout": {"prompts": 2, "group_size": 4, "sampling": {"max_tokens": MOST}},
+        "loss": {"scale_advantages": scale},
+        "reward": reward,
+    }
+    monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
+    policy = trained_in_full(checkpoint, "float32", CPU)
+    problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
+    task = Task(problems, "gsm8k", "")
+    ours = Collector(parse(RunSettings, values, "test"), policy, Fixed(), task).collect(1, 0)
+    torch.testing.assert_close(torch.tensor([s.advantage for s in ours.samples]), theirs, atol=1e-6, rtol=1e-5)
+    assert theirs.abs().max() > 0.1
+    assert ours.metrics["reward"] == pytest.approx(logged["reward"], abs=1e-6)
+    assert ours.metrics["reward/std"] == pytest.approx(logged["reward_std"], abs=1e-6)
+    for name, given in zip("ab", rewards, strict=True):
+        known = [value for value in given if value is not None]
+        assert ours.metrics[f"reward/{name}"] == pytest.approx(sum(known) / len(known))

@@ -90,7 +90,7 @@ def test_the_loop_on_one_page_trains_the_policy_of_qerl_train(folder, monkeypatc
         "steps": STEPS,
         "rollout": {"prompts": PROMPTS, "group_size": GROUP, "sampling": {"max_tokens": TOKENS}},
         "noise": {"schedule": "exponential"},
-        "reward": {"function": "reward_of_page:characters"},
+        "reward": {"functions": {"own": "reward_of_page:characters"}},
         "optimizer": {"learning_rate": RATE},
     }
     stacks = []

@@ -47,7 +47,7 @@ def configuration(tree: Tree) -> dict:
     """The miniature with a second experiment, on the user's problems and reward."""
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     main = values["experiments"]["main"]
-    own = {"dataset": "sums", "reward": {"function": "own_reward:length"}}
+    own = {"dataset": "sums", "reward": {"functions": {"own": "own_reward:length"}}}
     values["experiments"] = {
         "main": main
         | {"arms": {"nvfp4-lora-aqn": main["arms"]["nvfp4-lora-aqn"]}, "tasks": ["arithmetic", "definitions"]},
@@ -105,7 +105,7 @@ def test_every_result_is_there_and_stamped(finished):
 def test_the_users_functions_are_called(finished):
     results = finished.folder / RESULTS
     metrics = (results / f"train/{OWN}/metrics.jsonl").read_text().splitlines()
-    assert json.loads(metrics[0])["reward/custom"] > 0
+    assert json.loads(metrics[0])["reward/own"] > 0
     meta = json.loads((results / "data/sums/dataset.json").read_text())
     assert (meta["answer"], sum(meta["rows"].values())) == ("tags", 40)
 

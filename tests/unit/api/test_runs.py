@@ -20,6 +20,7 @@ from qerl.cli.commands import app
 from qerl.data.records import DataError
 from qerl.data.sources import parse_run
 from qerl.models.loading import has_packed_delta_nets
+from qerl.report.samples import sources_in
 from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
@@ -144,8 +145,8 @@ def test_a_start_that_failed_before_its_first_step_takes_corrected_settings(valu
 
 def test_a_run_in_another_thread_is_rewarded_as_in_the_main_one(values):
     with ThreadPoolExecutor(1) as thread:
-        run = thread.submit(qerl.train, {**values, "reward": {"function": length}}).result()
-    assert run.metrics["reward/custom"].tolist() == pytest.approx(run.metrics["completion_length"].tolist())
+        run = thread.submit(qerl.train, {**values, "reward": {"functions": {"own": length}}}).result()
+    assert run.metrics["reward/own"].tolist() == pytest.approx(run.metrics["completion_length"].tolist())
 
 
 PROMPTS = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
@@ -170,6 +171,7 @@ def length(answer, problem):
         (lambda: {"format": "gsm8k", "instruction": "Go.", "origin": rows}, None),
         (lambda: {"format": "gsm8k", "origin": {"train": ROWS[:30], "test": ROWS[30:]}}, (30, 10)),
         (lambda: {"format": "gsm8k", "columns": {"question": "prompt"}, "origin": PROMPTS}, None),
+        (lambda: [{**row, "image": object()} for row in ROWS], None),
     ],
 )
 def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset, splits):
@@ -194,11 +196,10 @@ def test_records_of_python_become_files_of_the_run(values, monkeypatch, dataset,
     [
         ([], "dataset holds no records; a generator can be read once only"),
         ([*ROWS[:2], {"question": "Two?"}], "dataset, record 3 has no `answer`"),
-        ([{"prompt": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: NAME"),
+        ([{"text": "Two?", "answer": 2}], r"dataset, record 1 has no key `question`.*columns: {problem: NAME"),
         ({"train": ROWS, "test": ["Two?"]}, "dataset, split test, record 1 is not a record"),
         (lambda: {"training": ROWS}, "dataset has a split 'training'; the splits are train"),
         ({"train": ROWS, "val": ROWS[:2]}, "dataset has a split 'val'; the splits are train"),
-        ([{**ROWS[0], "when": object()}], "column 'when' holds a value of type object, which can't be written"),
         (pd.DataFrame(ROWS), r'dataset must be records, not a DataFrame; give its `.to_dict\("records"\)`'),
         (lambda: None, "dataset must be records, .* not NoneType"),
         ({"train": ROWS, "test": 5}, "dataset, split test must be records, .* not int"),
@@ -214,12 +215,54 @@ def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_
 
 def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
-    run = qerl.train({**values, "reward": {"function": length}})
-    assert run.settings.reward.function == f"{__name__}:length"
+    run = qerl.train({**values, "reward": {"functions": {"own": length}}})
+    assert run.settings.reward.own_functions == {f"{__name__}:length"}
     for function in (lambda answer, problem: 1.0, functools.partial(length, problem=None), length.__call__):
-        with pytest.raises(ConfigError, match=r"reward.function is .*can't import; define the function in a file"):
-            qerl.train({**values, "reward": {"function": function}, "out": tmp_path / "other"})
+        with pytest.raises(ConfigError, match=r"reward.functions.own is .*can't import; define the function in a file"):
+            qerl.train({**values, "reward": {"functions": {"own": function}}, "out": tmp_path / "other"})
     assert not (tmp_path / "other").exists()
+
+
+CHATS = [
+    {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{n}+{n}?"}], "sum": str(2 * n)}
+    for n in range(40)
+]
+
+
+def ends(prompts, completions, sum, **columns):
+    """A reward as for TRL, which has one completion left out."""
+    assert all(prompt[1]["content"].startswith(str(int(of) // 2)) for prompt, of in zip(prompts, sum, strict=True))
+    return [None, *(float(len(set(chat[0]["content"]))) for chat in completions[1:])]
+
+
+async def lengths(completion_ids, completions, **columns):
+    return [len(ids) / 9 for ids in completion_ids]
+
+
+def forgets(answer, problem):
+    pass
+
+
+def test_chats_with_rewards_of_trl_are_trained_stored_and_shown(values, tmp_path, caplog):
+    functions = {"ends": ends, "lengths": {"function": lengths, "weight": 0.5}, "forgets": forgets}
+    reward = {"correct": 0, "format": 0, "functions": functions, "aggregation": "normalize_then_sum"}
+    stored = {"every": 1, "problems": 99, "completions": 99}
+    run = qerl.train({**values, "dataset": CHATS, "reward": reward, "stored_rollouts": stored})
+    assert run.settings.dataset.format == "prompt"
+    [parts] = [
+        [completion.parts for row in read_rows(RolloutRow, file) for completion in row.completions]
+        for file in [run.folder / "rollouts/step-000001.jsonl.gz"]
+    ]
+    known = [part["ends"] for part in parts if part["ends"] is not None]
+    assert len(known) == len(parts) - 1
+    assert run.metrics["reward/ends"][0] == pytest.approx(sum(known) / len(known))
+    assert {part["forgets"] for part in parts} == {None}
+    assert caplog.text.count("reward.functions.forgets left out all") == 1
+    assert "reward/forgets" not in run.metrics
+    [first, _] = [view for source in sources_in([run.folder]) for view in source.views]
+    assert all(problem["prompt"].startswith("Add.") for problem in first.problems())
+    [[drawn]] = qerl.sample(run.policy, ["1+1?"], max_tokens=2)
+    assert drawn.prompt == "1+1?:"
 
 
 def train_until(function, values):
@@ -324,8 +367,8 @@ def test_thinking_that_the_template_begins_earns_nothing_until_it_ends(values, t
     model = tiny_qwen2(tmp_path / "thinks")
     write_template(model, TEMPLATE + "<think>")
     with caplog.at_level("INFO"):
-        run = qerl.train({**values, "model": str(model), "reward": {"function": starts_in_thinking}})
-    assert list(run.metrics["reward/custom"]) == [1.0, 1.0]
+        run = qerl.train({**values, "model": str(model), "reward": {"functions": {"own": starts_in_thinking}}})
+    assert list(run.metrics["reward/own"]) == [1.0, 1.0]
     assert "thinking ends at </think> (the chat template begins it in the prompt)" in caplog.text
 
 

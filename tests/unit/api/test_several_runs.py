@@ -28,7 +28,7 @@ def adapter_of(run):
 
 @pytest.fixture
 def several(values):
-    return {**values, "weights": "nvfp4", "reward": {"function": f"{__name__}:scored"}}
+    return {**values, "weights": "nvfp4", "reward": {"functions": {"scored": f"{__name__}:scored"}}}
 
 
 def test_each_run_is_the_one_that_trains_alone(several, tmp_path):
@@ -74,13 +74,13 @@ def test_runs_of_other_bases_train_one_after_another(several):
 
 
 def test_a_run_that_fails_leaves_the_others_and_the_next_call_does_the_rest(several):
-    runs = {"good": {}, "bad": {"reward.function": f"{__name__}:failing"}, "other": {"weights": "bf16"}}
+    runs = {"good": {}, "bad": {"reward.functions.scored": f"{__name__}:failing"}, "other": {"weights": "bf16"}}
     with pytest.raises(RuntimeError, match="no reward today"):
         qerl.train({**several, "runs": runs})
     folder = qerl.Run(several["out"]).folder
     assert [qerl.Run(folder / name).finished for name in runs] == [True, False, True]
     before = (folder / "good/run.json").stat().st_mtime_ns
-    runs["bad"] = {"reward.function": f"{__name__}:scored"}
+    runs["bad"] = {"reward.functions.scored": f"{__name__}:scored"}
     assert all(run.finished for run in qerl.train({**several, "runs": runs}))
     assert (folder / "good/run.json").stat().st_mtime_ns == before
 

@@ -11,13 +11,13 @@ import pytest
 
 import qerl
 from qerl.data.hub import content_of, data_files, hash_of, model_files, sha256_of
-from qerl.settings.base import ConfigError
+from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import UNDECIDING, RunSettings
 from tests import jobs
 from tests.faults.conftest import untimed
 from tests.tiny import TEMPLATE, tiny_qwen2
 
-SETTINGS = {**jobs.SETTINGS, "weights": "nvfp4", "steps": 1, "reward": {"function": "own_functions:reward"}}
+SETTINGS = {**jobs.SETTINGS, "weights": "nvfp4", "steps": 1, "reward": {"functions": {"own": "own_functions:reward"}}}
 FUNCTIONS = """
 def reward(answer, problem):
     return float(len(set(answer.text)))
@@ -157,7 +157,7 @@ def test_a_kill_between_two_inputs_leaves_no_part_of_the_wrong_one(killed):
 
 def test_settings_that_decide_nothing_may_change(killed):
     others = {"checkpoint_every": 3, "gradient_checkpointing": True}
-    run = killed.train(**others, reward={**SETTINGS["reward"], "timeout": 9})
+    run = killed.train(**others, reward={"functions": {"own": {"function": "own_functions:reward", "timeout": 9}}})
     assert run.settings.checkpoint_every == 3
     assert killed.train(rollout={**SETTINGS["rollout"], "native": {"sleep": True}}).finished
     with pytest.raises(ConfigError, match="other settings"):
@@ -218,6 +218,6 @@ def test_every_setting_that_decides_nothing_exists():
             yield from [(*path, key)] if value is True else leaves(value, (*path, key))
 
     for path in leaves(UNDECIDING):
-        found = RunSettings(model="m", dataset="d").model_dump()
+        found = parse(RunSettings, {"model": "m", "dataset": "d", "reward": SETTINGS["reward"]}, "").model_dump()
         for key in path:
-            found = found[key]
+            found = found["own" if key == "__all__" else key]

@@ -92,8 +92,8 @@ def test_a_bad_record_is_an_error_that_names_its_place_and_key(record, record_fo
 
 
 def test_the_error_for_other_column_names_says_how_to_name_them():
-    with pytest.raises(DataError, match=r"^line 3 has no key `question`.* are prompt, label; .*{problem: NAME"):
-        detect_format({"prompt": "Two?", "label": 2}, "line 3")
+    with pytest.raises(DataError, match=r"^line 3 has no key `question`.* are text, label; .*{problem: NAME"):
+        detect_format({"text": "Two?", "label": 2}, "line 3")
 
 
 def test_the_id_depends_on_the_question_alone():

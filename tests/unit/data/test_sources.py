@@ -95,12 +95,12 @@ def test_a_folder_whose_splits_are_unclear_is_an_error(tmp_path, names, message)
         prepared(tmp_path, local(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["test.csv", "test.jsonl.gz", "data/validation-00000-of-00001.arrow"])
+@pytest.mark.parametrize("name", ["test.tsv", "test.jsonl.xz", "data/validation-00000-of-00001.arrow"])
 def test_a_split_in_another_kind_of_file_is_not_left_out_silently(tmp_path, name):
     write_lines(tmp_path / "train.jsonl", gsm8k(3))
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    (tmp_path / "train.csv").touch()  # beside the file that is read
+    (tmp_path / "train.tsv").touch()  # beside the file that is read
     with pytest.raises(DataError, match=rf"{name} isn't read: expected one of \.jsonl, .*; or move it out of"):
         prepared(tmp_path, local(tmp_path))
 
@@ -175,7 +175,9 @@ GOOD = json.dumps(gsm8k(1)[0])
         ("a.jsonl", LIST, r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"),
         ("a.jsonl", "\ufeff" + LIST, r"line 1 is not valid JSON .*; write one record a line, or name .* \.json$"),
         ("a.jsonl", "", "holds no records"),
-        ("a.csv", "question,answer", "expected one of.*to_parquet"),
+        ("a.csv", "question,answer", "is not a valid csv file: .*Empty CSV"),
+        ("a.csv", "question,answer\n1?,2,3", "is not a valid csv file: .*Expected 2 columns, got 3"),
+        ("a.tsv", "question\tanswer", "expected one of.*to_parquet"),
         ("lines.json", "{}\n{}\n", "Extra data.*name a file with one record a line .jsonl"),
         ("org/name", None, "org/name doesn't exist .*source: hub"),
     ],

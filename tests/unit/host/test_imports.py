@@ -21,7 +21,7 @@ from qerl.cli import commands as cli
 from qerl.data.records import Problem
 from qerl.host import imports as module
 from qerl.host.imports import OPTIONAL, absent, check, imports, load, source_version
-from qerl.rl.rewards import Answer, reward_parts
+from qerl.rl.rewards import Answer, function_parts
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings, RunSettings
 from qerl.workflow.plan import plan_from
@@ -243,12 +243,16 @@ ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\)
     [
         ("def f(answer): return 1", ARITY),
         ("def f(answer, *, problem): return 1", ARITY),
-        ("def f(prompts, completions, **kwargs): return 1", ARITY),  # a reward of TRL
         ("def f(answer, problem):\n  if answer: return 1.0\n  yield 0.0", r"has `yield`.*`return` a number"),
         ("class F:\n  def __call__(self, answer, problem): yield 1.0\nf = F()", "has `yield`"),
         ("from functools import partial\ndef g(a, answer, problem): yield 1.0\nf = partial(g, 1)", "has `yield`"),
-        ("async def f(answer, problem): yield 1.0", "is `async`"),
-        ("class F:\n  async def __call__(self, answer, problem): return 1.0\nf = F()", "is `async`"),
+        ("async def f(answer, problem): yield 1.0", "has `yield`"),
+        ("class F:\n  async def __call__(self, answer, problem): return 1.0\nf = F()", None),
+        ("async def f(answer, problem): return 1.0", None),
+        ("def f(*args, **kwargs): pass", "name its parameters"),
+        ("def f(completions, answer, **kwargs): pass", None),
+        ("def f(prompts, **kwargs): pass", None),
+        ("async def f(completions, **kwargs): pass", None),
         ("def f(answer, problem): pass", None),
         ("def f(*any): pass", None),
         ("def f(a, b, c=1): pass", None),
@@ -258,10 +262,10 @@ ARITY = r"mine:f is defined as f\(.*\), but it is called as f\(answer, problem\)
 def test_a_reward_takes_an_answer_and_a_problem_and_returns(folder, text, message):
     (folder / "mine.py").write_text(text)
     if message is None:
-        check("mine:f", "reward.function")
+        check("mine:f", "reward.functions.own")
         return
-    with pytest.raises(ConfigError, match=rf"^reward.function .*{message}"):
-        check("mine:f", "reward.function")
+    with pytest.raises(ConfigError, match=rf"^reward.functions.own .*{message}"):
+        check("mine:f", "reward.functions.own")
 
 
 def changed(folder, file: str, path: str) -> bool:
@@ -347,7 +351,10 @@ def test_a_change_of_the_function_changes_the_code_of_a_run(folder):
     [
         ("f", "rows", None),
         *(("gone", "rows", "has no function gone"), ("f", "gone", "has no function gone")),
-        *(("one", "rows", "reward.function mine:one is defined as"), ("f", "one", "origin.function mine:one is def")),
+        *(
+            ("one", "rows", "reward.functions.own mine:one is defined as"),
+            ("f", "one", "origin.function mine:one is def"),
+        ),
     ],
 )
 def test_functions_are_imported_before_any_job_starts(folder, reward, rows, message):
@@ -356,7 +363,9 @@ def test_functions_are_imported_before_any_job_starts(folder, reward, rows, mess
         "name": "own",
         "models": {"tiny": {"source": "pretrain", "datasets": ["sums"]}},
         "datasets": {"sums": {"format": "gsm8k", "origin": {"source": "python", "function": f"mine:{rows}"}}},
-        "experiments": {"only": {"base": {"model": "tiny", "dataset": "sums", "reward.function": f"mine:{reward}"}}},
+        "experiments": {
+            "only": {"base": {"model": "tiny", "dataset": "sums", "reward.functions": {"own": f"mine:{reward}"}}}
+        },
         "evaluation": {"tasks": [{"dataset": "sums", "harness": "lm-eval"}]},
     }
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
@@ -400,8 +409,9 @@ def reward(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
 
     def reward(function: str, **changes) -> float:
-        settings = RewardSettings(function=f"{name}:{function}", **changes)
-        return reward_parts(Answer("#### 18", 5, 20), PROBLEM, "gsm8k", settings)["custom"]
+        settings = RewardSettings(functions={"own": {"function": f"{name}:{function}", **changes}})
+        [parts] = function_parts(settings, [(PROBLEM, Answer("#### 18", 5, 20))], 7)
+        return parts["own"]
 
     return reward
 
@@ -409,7 +419,9 @@ def reward(tmp_path, monkeypatch):
 @pytest.mark.parametrize("function", ["spins", "swallows", "backtracks"])
 def test_a_reward_that_hangs_is_stopped_with_its_place(reward, function):
     """None of them returns within the test's own limit."""
-    with pytest.raises(ConfigError, match=rf"reward.function own_faults:{function} wasn't done after 0\.1 s") as error:
+    with pytest.raises(
+        ConfigError, match=rf"reward.functions.own own_faults:{function} wasn't done after 0\.1 s for"
+    ) as error:
         reward(function, timeout=0.1)
     assert "line " in str(error.value)
     assert "\n" not in str(error.value)
@@ -419,7 +431,9 @@ def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):
     with pytest.raises(ValueError, match="eighteen") as error:
         reward("breaks")
     [note] = error.value.__notes__
-    assert note.startswith("reward.function own_faults:breaks raised this; mend the function")
+    assert note.startswith(
+        "reward.functions.own own_faults:breaks raised this for problem 7 at step 7; mend the function"
+    )
 
 
 def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
@@ -430,5 +444,5 @@ def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
 
 
 def test_a_reward_that_ends_the_process_is_reported(reward):
-    with pytest.raises(ConfigError, match="own_faults:leaves ended the process with code 3; "):
+    with pytest.raises(ConfigError, match="own_faults:leaves ended the process with code 3 for problem 7"):
         reward("leaves")

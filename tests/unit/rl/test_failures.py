@@ -26,7 +26,7 @@ from tests.conftest import in_nightly
 from tests.jobs import train_job, write_inputs
 from tests.synthetic_results import write_table
 
-SETTINGS = {**jobs.SETTINGS, "reward": {"function": "own_reward:count"}}
+SETTINGS = {**jobs.SETTINGS, "reward": {"functions": {"own": "own_reward:count"}}}
 # The third step's completions are too many for the memory while there is a file `small`.
 REWARD = """
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_a_run_that_diverges_is_a_row(folder):
     turns = "\n\ndef turns(answer, problem):\n    global calls\n    calls += 1\n    return calls % 2\n"
     Path("own_reward.py").write_text(REWARD + turns)  # rewards that differ, so that there is a gradient at every step
     diverging = {"optimizer": {"name": "adamw", "learning_rate": 1e10}, "steps": 8}
-    diverging |= {"reward": {"function": "own_reward:turns"}}
+    diverging |= {"reward": {"functions": {"own": "own_reward:turns"}}}
     lost = train(folder, "lost", diverging, on_failure="row")
     assert re.fullmatch(r"diverged after [0-7] of 8 steps", lost["status"])
     assert "not finite" in lost["reason"]
@@ -149,7 +149,7 @@ def test_a_run_that_diverges_is_a_row(folder):
 def test_without_on_failure_row_and_by_another_error_the_job_fails(folder):
     Path("own_reward.py").write_text(REWARD + "\n\ndef broken(answer, problem):\n    raise RuntimeError('on fire')\n")
     with pytest.raises(RuntimeError, match="on fire"):
-        train(folder, changes={"reward": {"function": "own_reward:broken"}}, on_failure="row")
+        train(folder, changes={"reward": {"functions": {"own": "own_reward:broken"}}}, on_failure="row")
     with pytest.raises(TimeLimitError, match="raise time_limit of its experiment to continue"):
         train(folder, time_limit=1e-9)
     Path("small").write_text("1")

@@ -61,7 +61,11 @@ def test_a_first_step_without_a_readable_answer_causes_one_warning(caplog):
         (rollout(WRONG, WRONG), {}, "easier problems, or raise rollout.group_size"),
         (rollout(RIGHT, RIGHT), {}, "harder problems"),
         (rollout(BOXED, BOXED, truncated=0.9), {}, "were cut off: raise rollout.sampling.max_tokens=4096"),
-        (rollout(BOXED, BOXED), {"reward": {"function": "mine:reward"}}, "Look at what the run's `reward` gives"),
+        (
+            rollout(BOXED, BOXED),
+            {"reward": {"functions": {"own": "mine:reward"}}},
+            "Look at what the run's `reward` gives",
+        ),
     ],
 )
 def test_equal_rewards_for_several_steps_cause_a_warning_with_a_remedy(caplog, drawn, changes, remedy):

@@ -1,14 +1,25 @@
 """Rewards: parts and their sum, the user's own function, and which groups have advantages."""
 
+import asyncio
+import importlib
+import math
 import sys
 
 import pytest
 import torch
 
-from qerl.data.records import Problem
-from qerl.rl.rewards import Answer, differ, group_advantages, overlong_penalty, reward_parts, total
+from qerl.data.records import Problem, parse_record
+from qerl.rl.rewards import (
+    Answer,
+    differ,
+    function_parts,
+    group_advantages,
+    overlong_penalty,
+    reward_parts,
+    total,
+)
 from qerl.rl.rollouts import Group
-from qerl.settings.base import parse
+from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RewardSettings
 
 PROBLEM = Problem("0", "6 * 3?", "6 * 3 = 18\n#### 18", "18", None)
@@ -71,13 +82,14 @@ MODULE = """
 import math, numpy, torch
 
 short = lambda answer, problem: float(answer.tokens < 10 and answer.text.endswith(problem.answer))
-nothing = lambda answer, problem: None
+list = lambda answer, problem: [0.5] * answer.tokens
 nan = lambda answer, problem: math.nan
 huge = lambda answer, problem: 10**400
 word = lambda answer, problem: "1"
 array = lambda answer, problem: numpy.float32(0.5)
 compared = lambda answer, problem: numpy.float32(answer.tokens) < answer.limit
 tensor = lambda answer, problem: torch.tensor(answer.tokens / answer.limit)
+nothing = lambda answer, problem: None
 broken = lambda answer, problem: {}["mine"]
 """
 
@@ -92,30 +104,162 @@ def module(tmp_path, monkeypatch):
     return name
 
 
-def test_an_own_reward_is_one_more_part(module):
-    settings = RewardSettings(function=f"{module}:short", custom=3.0)
-    short, long = (reward_parts(Answer("#### 18", n, 20), PROBLEM, "gsm8k", settings) for n in (5, 15))
-    assert list(short) == ["correct", "format", "overlong", "custom"]
-    assert (short["custom"], long["custom"]) == (1.0, 0.0)
-    assert total(short, settings) - total(long, settings) == pytest.approx(3.0)
+def own(path, text="", tokens=(5,), problem=PROBLEM, **keys):
+    """What the function gives completions of these numbers of tokens at step 4."""
+    settings = parse(RewardSettings, {"functions": {"own": {"function": path, **keys}}}, "test")
+    asked = [(problem, Answer(text, count, 20, range(count))) for count in tokens]
+    return [part["own"] for part in function_parts(settings, asked, 4)]
+
+
+def test_own_rewards_are_parts_with_weights(module):
+    functions = {"short": {"function": f"{module}:short", "weight": 3.0}, "tensor": f"{module}:tensor"}
+    settings = parse(RewardSettings, {"functions": functions, "correct": 0}, "test")
+    asked = [(PROBLEM, Answer("#### 18", tokens, 20)) for tokens in (5, 15)]
+    short, long = (
+        {**reward_parts(answer, problem, "gsm8k", settings), **parts}
+        for (problem, answer), parts in zip(asked, function_parts(settings, asked, 1), strict=True)
+    )
+    assert short == {"correct": 1, "format": 1, "overlong": 0, "short": 1, "tensor": 0.25}
+    assert (total(short, settings), total(long, settings)) == pytest.approx((0.1 + 3 + 0.25, 0.1 + 0.75))
+
+
+def test_settings_of_earlier_runs_have_one_function():
+    earlier = parse(RewardSettings, {"function": "mine:f", "custom": 2.0, "timeout": 9.0, "format": 0}, "test")
+    now = {"functions": {"custom": {"function": "mine:f", "weight": 2.0, "timeout": 9.0}}, "format": 0}
+    assert earlier == parse(RewardSettings, now, "test")
+    none = parse(RewardSettings, {"function": None, "custom": 1.0, "timeout": None}, "test")
+    assert none == RewardSettings()
+    for name in ("correct", "std", "a.b", ""):
+        with pytest.raises(ConfigError, match="can't name a reward"):
+            parse(RewardSettings, {"functions": {name: "mine:f"}}, "test")
 
 
 @pytest.mark.parametrize(("name", "value"), [("array", 0.5), ("compared", 1.0), ("tensor", 0.25)])
 def test_a_scalar_of_numpy_or_torch_is_a_number(module, name, value):
-    settings = RewardSettings(function=f"{module}:{name}")
-    assert reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)["custom"] == value
+    assert own(f"{module}:{name}") == [value]
 
 
-@pytest.mark.parametrize(("name", "value"), [("nothing", "None"), ("nan", "nan"), ("huge", "10*"), ("word", "'1'")])
+@pytest.mark.parametrize(("name", "value"), [("nan", "nan"), ("huge", "10*"), ("word", "'1'")])
 def test_what_is_no_number_is_an_error(module, name, value):
-    settings = RewardSettings(function=f"{module}:{name}")
-    with pytest.raises(ValueError, match=f"{module}:{name} returned {value} for problem 0; it must return a number"):
-        reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", settings)
+    with pytest.raises(ValueError, match=f"{name} returned {value} for problem 0 at step 4; it must return a number"):
+        own(f"{module}:{name}")
 
 
 def test_exceptions_of_an_own_reward_are_passed_on(module):
     with pytest.raises(KeyError, match="mine"):
-        reward_parts(Answer("", 5, 20), PROBLEM, "gsm8k", RewardSettings(function=f"{module}:broken"))
+        own(f"{module}:broken")
+
+
+def test_a_completion_that_every_reward_leaves_out_has_none(module):
+    settings = parse(RewardSettings, {"functions": {"own": f"{module}:nothing"}, "correct": 0, "format": 0}, "test")
+    [parts] = function_parts(settings, [(PROBLEM, Answer("", 5, 20))], 1)
+    assert parts == {"own": None}
+    assert math.isnan(total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings))
+    settings = settings.model_copy(update={"correct": 0.5})
+    assert total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings) == 0.5
+
+
+# --- rewards in TRL's signature
+
+OF_TRL = """
+import asyncio, time, torch
+
+seen = {}
+
+def keeps(completions, prompts, completion_ids, answer, **columns):
+    seen.update(completions=completions, prompts=prompts, ids=completion_ids, answer=answer, columns=columns)
+    return [float(len(ids)) if len(ids) < 9 else None for ids in completion_ids]
+
+async def waits(completions, **columns):
+    await asyncio.sleep(0)
+    return torch.arange(len(completions))
+
+async def each(answer, problem):
+    running.append(answer.tokens)
+    await asyncio.sleep(0.01)
+    return len(running)
+
+running = []
+
+async def hangs(completions, **columns):
+    await asyncio.sleep(60)
+
+async def hangs_each(answer, problem):
+    await asyncio.sleep(60)
+
+named = lambda completions, level: [1.0 for _ in level]
+lacking = lambda completions, solution, **columns: [1.0]
+tokens = lambda completions, **columns: [[0.5] * 3 for _ in completions]
+few = lambda completions, **columns: [1.0]
+one = lambda completions, **columns: 1.0
+text = lambda completions, **columns: ["1.0"] * len(completions)
+raises = lambda completions, **columns: 1 / 0
+"""
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 3?"}]
+CHAT = parse_record({"prompt": ASKED, "answer": "18", "level": 2}, "prompt", "here")
+
+
+@pytest.fixture
+def of_trl(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(OF_TRL)
+    return module
+
+
+@pytest.mark.parametrize("problem", [CHAT, parse_record({"prompt": "6 * 3?", "answer": "18"}, "prompt", "here")])
+def test_a_reward_of_trl_gets_what_trl_gives_it(of_trl, problem):
+    assert own(f"{of_trl}:keeps", "#### 18", (5, 15), problem) == [5.0, None]
+    seen, is_chat = importlib.import_module(of_trl).seen, problem is CHAT
+    assert seen == {
+        "completions": [[{"role": "assistant", "content": "#### 18"}] if is_chat else "#### 18"] * 2,
+        "prompts": [ASKED if is_chat else "6 * 3?"] * 2,
+        "ids": [[*range(5)], [*range(15)]],
+        "answer": ["18", "18"],
+        "columns": {"level": [2, 2]} if is_chat else {},
+    }
+
+
+def test_rewards_that_wait_run_side_by_side(of_trl):
+    assert own(f"{of_trl}:waits", tokens=(5, 6, 7)) == [0, 1, 2]
+    assert own(f"{of_trl}:each", tokens=(5, 6, 7)) == [3, 3, 3]  # all began before one ended
+    assert own(f"{of_trl}:named", tokens=(5, 6), problem=CHAT) == [1, 1]
+
+    async def in_a_notebook():
+        return own(f"{of_trl}:waits", tokens=(5, 6))
+
+    assert asyncio.run(in_a_notebook()) == [0, 1]
+    for name in ("hangs", "hangs_each"):
+        with pytest.raises(ConfigError, match=rf"reward\.functions\.own {of_trl}:{name} wasn't done after 0\.1 s"):
+            own(f"{of_trl}:{name}", timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("lacking", ConfigError, "asks for 'solution', which no column of the records is called; .* answer, level"),
+        ("tokens", ValueError, "returned 3 values for problem .* at step 4; rewards of single tokens aren't supported"),
+        ("few", ValueError, "returned 1 values for problems .* at step 4; it must return a list of 2"),
+        ("one", ValueError, r"returned 1\.0 for problems .*; it must return a list of 2"),
+        ("text", ValueError, r"returned '1\.0' for problem .*; it must return a number"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_an_error(of_trl, name, error, message):
+    with pytest.raises(error, match=rf"reward\.functions\.own {of_trl}:{name} {message}"):
+        own(f"{of_trl}:{name}", tokens=(5, 6), problem=CHAT)
+
+
+def test_the_error_of_a_reward_of_trl_names_step_and_problems(of_trl):
+    with pytest.raises(ZeroDivisionError) as error:
+        own(f"{of_trl}:raises", tokens=(5, 6), problem=CHAT)
+    assert f"for problems {CHAT.id} to {CHAT.id} at step 4" in error.value.__notes__[0]
+
+
+def test_a_process_without_completions_calls_no_function(of_trl):
+    assert own(f"{of_trl}:raises", tokens=()) == []
+
+
+def test_a_list_for_a_completion_is_refused(module):
+    with pytest.raises(ValueError, match="rewards of single tokens aren't supported"):
+        own(f"{module}:list")
 
 
 def test_all_who_ask_whether_rewards_are_equal_get_one_answer():

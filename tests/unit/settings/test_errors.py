@@ -35,7 +35,10 @@ def sentence_of(call) -> str:
         (RunSettings, "dataset: d", "`model` is missing"),
         (RunSettings, "modle: m", "unknown key `modle`; did you mean `model`?"),
         (RunSettings, "adapter: {rnk: 8}", "unknown key `adapter.rnk`; did you mean `adapter.rank`?"),
-        (RunSettings, "reward: {x: 1}", "unknown key `reward.x`; the keys here are preset, correct, format, custom"),
+        (RunSettings, "reward: {x: 1}", "unknown key `reward.x`; the keys here are preset, correct, format, functions"),
+        (RunSettings, "loss: {name: cispo}", "loss.name=cispo needs loss.ratio_cap"),
+        (RunSettings, "loss: {name: dr_grpo}\nreward: {aggregation: normalize_then_sum}", "scales rewards by groups"),
+        (RunSettings, "reward: {functions: {std: 'a:b'}}", "'std' can't name a reward; use letters, digits and _"),
         (RunSettings, "noise.schedule: linear", "a key with dots is written so: noise: {schedule: ...}"),
         (RunSettings, "weights: nf5", "must be 'bf16', 'nf4', 'mxfp4' or 'nvfp4', not 'nf5'; did you mean `nf4`?"),
         (RunSettings, "steps: many", "`steps` must be a whole number, not 'many'"),
@@ -75,10 +78,11 @@ def test_every_kind_of_mistake_is_one_sentence_in_plain_words(settings, text, se
 
 @pytest.mark.parametrize("word", ["off", "none", "Off", "no", "'off'", "'False'", "null"])
 def test_every_word_for_off_is_off(word):
-    text = f"{{noise: {{schedule: {word}}}, loss: {{correction: {word}}}, reward: {{preset: {word}, timeout: {word}}}}}"
+    reward = f"{{preset: {word}, functions: {{own: {{function: 'a:b', timeout: {word}}}}}}}"
+    text = f"{{noise: {{schedule: {word}}}, loss: {{correction: {word}}}, reward: {reward}}}"
     run = parse(RunSettings, {"model": "m", "dataset": "d", **parse_yaml(text, "here")}, "here")
     assert (run.noise.schedule, run.loss.correction) == ("off", "off")
-    assert (run.reward.preset, run.reward.timeout) == (None, None)
+    assert (run.reward.preset, run.reward.functions["own"].timeout) == (None, None)
 
 
 EXPERIMENT = """

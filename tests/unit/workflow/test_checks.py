@@ -18,6 +18,7 @@ from qerl.cli import commands as cli
 from qerl.data.prompts import longer_than, prompt_ids
 from qerl.data.records import DataError, Problem
 from qerl.data.sources import prepare
+from qerl.evals.evaluate import EvaluationError
 from qerl.models.loading import load_tokenizer
 from qerl.models.policy import load_policy
 from qerl.rl.rollouts import Task
@@ -75,13 +76,31 @@ def test_problems_left_out_and_fewer_than_a_step_draws_are_told(settings, model,
     prepare(parse(DatasetSettings, settings["dataset"], ""), tmp_path / "data")
     caplog.set_level("INFO", logger="qerl")
     rollout = {"prompts": 39, "max_prompt_tokens": 40, "sampling": {"max_tokens": 4}}
-    run = {"model": "m", "dataset": "d", "rollout": rollout}
-    check_runs(model, [(tmp_path / "data", parse(RunSettings, run, ""))])
+
+    def run(rollout):
+        return parse(RunSettings, {"model": "m", "dataset": "d", "rollout": rollout}, "")
+
+    check_runs(model, [(tmp_path / "data", run(rollout))])
     assert caplog.messages[1:] == ["rollout.max_prompt_tokens=40 leaves 39 of 40 training problems"]
     caplog.clear()
-    run["rollout"] |= {"prompts": 40}
-    check_runs(model, [(tmp_path / "data", parse(RunSettings, run, ""))])
+    check_runs(model, [(tmp_path / "data", run(rollout | {"prompts": 40}))])
     assert "39 training problems are fewer than rollout.prompts=40" in caplog.messages[-1]
+
+
+def test_prompts_without_answers_are_no_problems_for_the_grader(model, tmp_path):
+    lines = [json.dumps({"prompt": f"Say {n}.", "answer": "1" if n < 3 else None}) for n in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for split, shares in {"train": (0, 0), "test": (0, 1)}.items():
+        origin = {"source": "local", "path": str(tmp_path / "a.jsonl")}
+        origin |= {"validation_fraction": shares[0], "test_fraction": shares[1]}
+        prepare(parse(DatasetSettings, {"format": "prompt", "origin": origin}, ""), tmp_path / split)
+    values = {"model": "m", "dataset": "d", "rollout": {"sampling": {"max_tokens": 4}}}
+    with pytest.raises(DataError, match=r"5 of 8 training problems state no answer, which reward\.correct=1"):
+        check_runs(model, [(tmp_path / "train", parse(RunSettings, values, ""))])
+    check_runs(model, [(tmp_path / "train", parse(RunSettings, values | {"reward": {"correct": 0}}, ""))])
+    evaluation = parse(EvaluationSettings, {"tasks": [{"dataset": "d", "harness": "qerl"}]}, "")
+    with pytest.raises(EvaluationError, match=r"5 of 8 test problems .* state no answer to compare"):
+        check_evaluation(model, evaluation, {"d": tmp_path / "test"})
 
 
 @pytest.mark.parametrize("max_tokens", [CONTEXT, 4096])
