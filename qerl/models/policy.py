@@ -394,14 +394,15 @@ def with_adapters(
     adapters: Sequence[tuple[AdapterSettings, int]],
     dtype: str,
     device: torch.device | None = None,
-) -> list[Policy]:
+) -> Iterator[Policy]:
     """Policies of several runs on one frozen base, each as `with_adapter` makes it of adapter and seed.
 
-    They share the base's layers, and each has its own adapter, norms and noise.
+    They share the base's layers, and each has its own adapter, norms and noise. Each is made when it is taken, so that
+    what draws random numbers next goes on with its seed.
     """
     lm, tokenizer = _base(checkpoint, dtype, device)
     models = [lm, *(_on_same_layers(lm) for _ in adapters[1:])]
-    return [_adapted(one, tokenizer, *adapter) for one, adapter in zip(models, adapters, strict=True)]
+    return (_adapted(one, tokenizer, *adapter) for one, adapter in zip(models, adapters, strict=True))
 
 
 def _on_same_layers(lm: PreTrainedModel) -> PreTrainedModel:

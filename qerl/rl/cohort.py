@@ -174,9 +174,17 @@ def refused_cohort(jobs: Sequence[TrainJob]) -> str | None:
                 return f"{first.id} and {job.id} differ in {key}, and runs side by side share it"
         if job.checkpoint != first.checkpoint or job.settings.rollout.native != first.settings.rollout.native:
             return f"{first.id} and {job.id} have other bases or engines, and runs side by side share one"
-    settings = first.settings
-    if settings.method != "lora" or settings.processes > 1 or settings.nodes > 1 or settings.rollout.engine != "native":
-        return "runs side by side need method=lora, the native engine and one process"
+    for settings in (job.settings for job in jobs):
+        one_process = settings.processes == settings.nodes == 1
+        if settings.method != "lora" or settings.rollout.engine != "native" or not one_process:
+            return "runs side by side need method=lora, the native engine and one process"
+        if settings.adapter.of_experts:
+            return "runs side by side have no adapters of experts (adapter.targets)"
+        if "mlflow" in settings.track:
+            return "runs side by side can't be tracked by mlflow, of which a process has one database"
+    for name in ("work", "out"):
+        if len({getattr(job, name) for job in jobs}) < len(jobs):
+            return f"runs side by side need a folder {name} each"
     return None
 
 
@@ -190,8 +198,8 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
     if refusal := refused_cohort(jobs):
         raise ConfigError(f"{refusal}; train them one after another")
     settings = [job.settings for job in jobs]
-    policies = with_adapters(jobs[0].checkpoint, [(s.adapter, s.seed) for s in settings], settings[0].dtype)
-    policies = [prepared(policy, own) for policy, own in zip(policies, settings, strict=True)]
+    adapted = with_adapters(jobs[0].checkpoint, [(s.adapter, s.seed) for s in settings], settings[0].dtype)
+    policies = [prepared(policy, own) for policy, own in zip(adapted, settings, strict=True)]
     sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
     meeting = Meeting(len(jobs), _draw_of(sampler, policies))
     calls, failures = Calls(), dict[str, BaseException]()

@@ -424,7 +424,10 @@ def train_run(job: TrainJob, place: Place | None = None) -> None:
             _write_failure(job, cause, state)
     else:
         if first:
-            # Only now, as the results are on disk.
+            # Only now, as the results are on disk. Checkpoints go first: a start after a kill would continue from one,
+            # and miss the stored rollouts that are gone.
+            for checkpoint in state.glob("step-*.pt"):
+                checkpoint.unlink()
             shutil.rmtree(job.work)
 
 

@@ -118,7 +118,7 @@ def policies(request, tmp_path_factory):
             (AdapterSettings(rank=40), 1),
             (AdapterSettings(rank=16, targets=["q_proj", "down_proj"]), 2),
         ]
-        made = with_adapters(folder, adapters, "bfloat16", torch.device("cuda", 0))
+        made = [*with_adapters(folder, adapters, "bfloat16", torch.device("cuda", 0))]
         for number, policy in enumerate(made):
             torch.manual_seed(number)
             for _, parameter in policy.trainable():

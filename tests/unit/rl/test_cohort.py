@@ -23,7 +23,7 @@ from tests.jobs import SETTINGS, train_job, write_inputs
 RUNS = {
     "grpo": {"noise": {"schedule": "exponential"}, "seed": 1},
     "dapo": {"loss": {"name": "dapo", "updates_per_rollout": 2}, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2},
-    "ppo": {"loss": {"name": "ppo"}, "steps": 2},
+    "ppo": {"loss": {"name": "ppo"}, "steps": 3},
     "hot": {"rollout": {**SETTINGS["rollout"], "sampling": {"max_tokens": 4, "temperature": 1.4}}, "seed": 3},
 }
 MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
@@ -54,7 +54,9 @@ def metrics(job):
 
 
 def weights(job):
-    return load_file(job.out / "policy/adapter_model.safetensors")
+    """All trained tensors, of a value function too."""
+    files = (job.out / "policy").rglob("*.safetensors")
+    return {(file.parent.name, name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_equal(job, other):
@@ -83,7 +85,7 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
     alone, together = jobs_of(inputs, tmp_path / "alone"), jobs_of(inputs, tmp_path / "together")
     for job in alone:
         train_run(job)
-    assert batches == [1] * (4 + 4 + 2 + 4)
+    assert batches == [1] * (4 + 4 + 3 + 4)
     del batches[:]
     train_cohort(together)
     assert batches == [4] * 4
@@ -147,12 +149,29 @@ def test_a_signal_ends_all_runs_after_their_step_and_a_cohort_continues_them(inp
             {"rollout": {**SETTINGS["rollout"], "native": {"kernels": "portable"}}},
             "grpo and hot have other bases or engines",
         ),
+        (
+            {"rollout": {**SETTINGS["rollout"], "native": {"kv_cache_gib": 2}}},
+            "grpo and hot have other bases or engines",
+        ),
+        ({"rollout": {**SETTINGS["rollout"], "engine": "vllm"}}, "need method=lora, the native engine and one process"),
+        ({"method": "full", "weights": "bf16"}, "grpo and hot differ in"),
+        ({"gradient_checkpointing": True}, "grpo and hot differ in gradient_checkpointing"),
+        ({"processes": 2}, "grpo and hot differ in processes"),
+        ({"adapter": {"targets": ["q_proj", "experts.down_proj"]}}, "no adapters of experts"),
+        ({"track": ["tensorboard", "mlflow"]}, "can't be tracked by mlflow"),
     ],
 )
 def test_runs_without_a_common_base_or_engine_are_refused(inputs, tmp_path, changes, words):
     first, second = jobs_of(inputs, tmp_path, ("grpo",)), jobs_of(inputs, tmp_path, ("hot",), **changes)
     with pytest.raises(ConfigError, match=words):
         train_cohort([*first, *second])
+
+
+@pytest.mark.parametrize("name", ["work", "out"])
+def test_runs_do_not_write_to_one_folder(inputs, tmp_path, name):
+    first, second = jobs_of(inputs, tmp_path, ("grpo", "hot"))
+    with pytest.raises(ConfigError, match=f"need a folder {name} each"):
+        train_cohort([first, second.model_copy(update={name: getattr(first, name)})])
 
 
 def test_runs_meet_in_any_order_and_one_works_at_a_time():
@@ -184,8 +203,9 @@ def test_runs_meet_in_any_order_and_one_works_at_a_time():
     assert max(most) == 1
 
 
-@pytest.mark.parametrize("sampler", ["eager", "engine"])
-def test_a_run_that_diverges_leaves_and_the_others_go_on(inputs, tmp_path, monkeypatch, sampler):
+@pytest.mark.parametrize(("sampler", "value"), [("eager", torch.nan), ("engine", torch.nan), ("engine", 1e15)])
+def test_a_run_that_diverges_leaves_and_the_others_go_on(inputs, tmp_path, monkeypatch, sampler, value):
+    """Its weights aren't finite, or they are and numbers overflow, which leaves NaN in pages that others take next."""
     if sampler == "engine":
         monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
     step = Trainer.step
@@ -194,14 +214,14 @@ def test_a_run_that_diverges_leaves_and_the_others_go_on(inputs, tmp_path, monke
         if self.settings.seed == 2 and number == 3:
             with torch.no_grad():
                 for _, parameter in self.policy.trainable():
-                    parameter.fill_(torch.nan)
+                    parameter.fill_(value)
         return step(self, number, *rest)
 
     names = "grpo", "dapo", "hot"
     expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
     train_cohort(expected)
     monkeypatch.setattr(Trainer, "step", diverging)
-    with pytest.raises(NotFiniteError, match="NaN or infinite"):
+    with pytest.raises(NotFiniteError, match="^dapo: .*NaN or infinite"):
         train_cohort(together)
     for place in (0, 2):
         for found, other in zip(metrics(together[place]), metrics(expected[place]), strict=True):
