@@ -113,6 +113,8 @@ def _over_pages(query: Tensor, cache: KVCache, pages: Tensor, position: Tensor, 
     mask = token <= position[:, None]
     if heads.window is not None:
         mask &= token > position[:, None] - heads.window
+    # What a page has after a sequence's end may be NaN, of a cohort's run that diverged, and 0 times NaN is NaN.
+    cached = cached.masked_fill(~mask[:, None, :, None], 0.0)
     seen = mask[:, None, None]
     return attend_masked(query[:, :, None], cached[0], cached[1], seen, heads.scale, heads.sinks).flatten(1)
 
