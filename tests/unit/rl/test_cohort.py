@@ -221,7 +221,7 @@ def test_a_run_that_diverges_leaves_and_the_others_go_on(inputs, tmp_path, monke
     expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
     train_cohort(expected)
     monkeypatch.setattr(Trainer, "step", diverging)
-    with pytest.raises(NotFiniteError, match="^dapo: .*NaN or infinite"):
+    with pytest.raises(NotFiniteError, match=r"^dapo: .*NaN or infinite"):
         train_cohort(together)
     for place in (0, 2):
         for found, other in zip(metrics(together[place]), metrics(expected[place]), strict=True):
