@@ -233,7 +233,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         raise error
 
 
-_NOT_FINITE = NotFiniteError("trained weights are NaN or infinite; lower optimizer.learning_rate or use dtype=float32")
+_NOT_FINITE = "trained weights are NaN or infinite; lower optimizer.learning_rate or use dtype=float32"
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ def _draw_of(sampler: Sampler, policies: Sequence[Policy]) -> Draw:
             lost = [not _is_finite(policy) for policy in policies]
             kept = [Request((), one.params) if gone else one for one, gone in zip(requests, lost, strict=True)]
             drawn = engine.generate_all(kept)
-            return [_NOT_FINITE if gone else one for one, gone in zip(drawn, lost, strict=True)]
+            return [NotFiniteError(_NOT_FINITE) if gone else one for one, gone in zip(drawn, lost, strict=True)]
 
         return together
     each = [EagerSampler(policy, sampler.max_sequences) for policy in policies]
