@@ -202,7 +202,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
     policies = [prepared(policy, own) for policy, own in zip(adapted, settings, strict=True)]
     sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
     meeting = Meeting(len(jobs), _draw_of(sampler, policies))
-    calls, failures = Calls(), dict[str, BaseException]()
+    calls, failures = Calls(), list[tuple[str, BaseException]]()
 
     def work(run: int, end: Announcement) -> None:
         meeting.begin(run)
@@ -211,7 +211,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
             try:
                 train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
             except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
-                failures[jobs[run].id] = error
+                failures.append((jobs[run].id, error))
                 if not isinstance(error, Interrupted):
                     log.error("%s", error, exc_info=not isinstance(error, UserError))
             finally:
@@ -226,8 +226,8 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         except KeyboardInterrupt as second:
             meeting.end(second)
             calls.serve(threads, end)
-    for name, error in sorted(failures.items(), key=lambda failure: isinstance(failure[1], Interrupted)):
-        alone = sum(other is error for other in failures.values()) == 1  # else it is of a batch of all runs
+    for name, error in sorted(failures, key=lambda failure: isinstance(failure[1], Interrupted)):
+        alone = sum(other is error for _, other in failures) == 1  # else it is of a batch of all runs
         if alone and error.args == (str(error),) and not isinstance(error, Interrupted):
             error.args = (f"{name}: {error}",)
         raise error
