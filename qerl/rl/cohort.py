@@ -226,7 +226,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         policy.lm.name_or_path = str(job.checkpoint)  # to which the saved adapter refers
     sampler = make_sampler(policies[0], settings[0].rollout, others=policies[1:])
     meeting = Meeting(len(jobs), _draw_of(sampler, policies))
-    calls, failures = Calls(), dict[str, BaseException]()
+    calls, failures = Calls(), list[tuple[str, BaseException]]()
 
     def work(run: int, end: Announcement) -> None:
         meeting.begin(run)
@@ -235,7 +235,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
             try:
                 train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
             except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
-                failures[jobs[run].id] = error
+                failures.append((jobs[run].id, error))
                 if not isinstance(error, Interrupted):
                     log.error("%s", error, exc_info=not isinstance(error, UserError))
             finally:
@@ -250,8 +250,8 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         except KeyboardInterrupt as second:
             meeting.end(second)
             calls.serve(threads, end)
-    for name, error in sorted(failures.items(), key=lambda failure: isinstance(failure[1], Interrupted)):
-        alone = sum(other is error for other in failures.values()) == 1  # else it is of a batch of all runs
+    for name, error in sorted(failures, key=lambda failure: isinstance(failure[1], Interrupted)):
+        alone = sum(other is error for _, other in failures) == 1  # else it is of a batch of all runs
         if alone and error.args == (str(error),) and not isinstance(error, Interrupted):
             error.args = (f"{name}: {error}",)
         if isinstance(error, torch.OutOfMemoryError):
@@ -260,7 +260,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         raise error
 
 
-_NOT_FINITE = NotFiniteError("trained weights are NaN or infinite; lower optimizer.learning_rate or use dtype=float32")
+_NOT_FINITE = "trained weights are NaN or infinite; lower optimizer.learning_rate or use dtype=float32"
 
 
 @torch.no_grad()
@@ -285,7 +285,7 @@ def _draw_of(sampler: Sampler, policies: Sequence[Policy]) -> Draw:
             lost = [not _is_finite(policy) for policy in policies]
             kept = [Request((), one.params) if gone else one for one, gone in zip(requests, lost, strict=True)]
             drawn = engine.generate_all(kept)
-            return [_NOT_FINITE if gone else one for one, gone in zip(drawn, lost, strict=True)]
+            return [NotFiniteError(_NOT_FINITE) if gone else one for one, gone in zip(drawn, lost, strict=True)]
 
         return together
     each = [EagerSampler(policy, sampler.max_sequences) for policy in policies]

@@ -156,7 +156,7 @@ def drawings(draw):
 @given(
     weights=st.sampled_from(FORMATS), runs=st.lists(drawings(), min_size=2, max_size=4), slots=st.sampled_from([2, 16])
 )
-@settings(max_examples=200 if NIGHTLY else 10)
+@settings(max_examples=200 if NIGHTLY else 8)
 def test_the_engine_draws_for_each_run_of_a_cohort_what_it_draws_alone(inputs, weights, runs, slots):
     def perturbed(policy, number):
         torch.manual_seed(number)
