@@ -205,7 +205,9 @@ def decode_file(
     work |= {key: changed.pop(key) for key in changed.keys() & {*Decoding.model_fields}}
     value = {"bench": "decode", "work": work, "ceilings": CEILINGS, "gpu": None, "points": measured}
     value |= {"provenance": PROVENANCE | {"machine": MACHINE | {"label": machine}}}
-    return write_json(root / f"{engine}-{work['size']}-{weights}-{rank}-{machine}.json", value | changed)
+    return write_json(
+        root / f"{engine}-{work['size']}-{weights}-{rank}-{work.get('runs', 1)}-{machine}.json", value | changed
+    )
 
 
 def step_file(
@@ -232,16 +234,16 @@ DECODES = [dict(zip(("batch", "steps", "sequences", "seconds"), batch, strict=Tr
 PHASES = {"prefill": 1.0, "prefills": 4, "decode": DECODES, "between": 0.25, "host_wait": 2.5}
 
 
-def mix_file(root: Path, engine: str, weights: str, seconds: list[float], lengths=LENGTHS, **changes) -> Path:
+def mix_file(root: Path, engine: str, weights: str, seconds: list[float], lengths=LENGTHS, runs=1, **changes) -> Path:
     """A file of 7B at rank 32; `seconds` of each rollout, of which the native engine tells its phases."""
     work = {"engine": engine, "size": "7B", "weights": weights, "rank": 32, "prompts": 2, "group_size": 2, "seed": 0}
     work |= {"prompt": [8, 16], "median": 300, "sigma": 0.8, "tokens": 400, "sequences": 4, "trace": None}
-    work["repeats"] = max(1, len(seconds))
+    work |= {"repeats": max(1, len(seconds)), "runs": runs}
     value = {"bench": "rollout_mix", "work": work, "prompt_tokens": [8, 16], "completion_tokens": lengths}
     value |= {"status": "ok", "sampler": "any", "ready_seconds": 3.0, "first_seconds": 9.0, "gpu": None}
     phases = PHASES if engine == "native" else None
     value |= {"runs": [{"seconds": one, "phases": phases} for one in seconds], "provenance": PROVENANCE}
-    return write_json(root / f"{engine}-{weights}-{len(lengths)}.json", value | changes)
+    return write_json(root / f"{engine}-{weights}-{len(lengths)}-{runs}.json", value | changes)
 
 
 def moved(file: Path, machine: str, **settings) -> Path:

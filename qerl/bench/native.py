@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -19,7 +19,7 @@ from qerl.checkpoints.shapes import prompt_id_range
 from qerl.host.console import log, track
 from qerl.host.gpus import seconds
 from qerl.models.policy import Policy, choose_device, load_policy, weight_bytes, with_adapter
-from qerl.models.random import random_policy, with_random_adapter
+from qerl.models.random import random_policy, with_random_adapters
 from qerl.report_jobs import PointJob, RolloutJob
 from qerl.results.schema import NO_MEMORY, OK, Provenance
 from qerl.results.speeds import (
@@ -33,10 +33,32 @@ from qerl.results.speeds import (
 from qerl.results.store import write
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
-from qerl.rollout.sampler import SamplingParams
+from qerl.rollout.sampler import Completion, Request, Sampler, SamplingParams, refuse_nan
+from qerl.settings.base import ConfigError
 from qerl.settings.run import AdapterSettings, EngineSettings, Kernels, NativeSettings
 from qerl.settings.workflow import RolloutBench
 from qerl.settings.workloads import Decoding, Mix, PointPart, Prompting
+
+# Several runs in one engine.
+
+
+def draw_all(
+    sampler: Sampler, runs: int, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[list[Completion]]:
+    """The completions of the prompts, of which each run has as many, one run after another; `params` are a run's.
+
+    Raises ConfigError for several runs where the eager sampler draws.
+    """
+    if runs == 1:
+        return sampler.generate(prompts, params)
+    if not isinstance(sampler, EngineSampler):
+        raise ConfigError("the eager sampler, which draws here, has no batch of several runs; measure them on a GPU")
+    each = len(prompts) // runs
+    requests = [Request(prompts[start : start + each], params) for start in range(0, len(prompts), each)]
+    groups = [group for completions in sampler.generate_all(requests) for group in completions]
+    refuse_nan(groups)
+    return groups
+
 
 # Decode speed of the engine, in tokens/s by number of sequences.
 
@@ -53,16 +75,16 @@ def measure_points(job: PointJob[Decoding, int]) -> None:
         with ExitStack() as adapted:
 
             def load(work: Decoding = work, points: DecodePoints = points, adapted: ExitStack = adapted) -> Start:
-                policy = adapted.enter_context(with_random_adapter(base(), work.rank))
-                points.update(sync_seconds=sync_seconds(policy, work.kernels) if work.rank else [])
-                return partial(engine_of, policy, work)
+                policies = adapted.enter_context(with_random_adapters(base(), work.rank, work.runs))
+                points.update(sync_seconds=sync_seconds(policies, work.kernels) if work.rank else [])
+                return partial(engine_of, policies, work)
 
             points.run(part.points, load)
 
 
-def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[float]:
-    """Seconds of each of `count` syncs after a first one, which also sets up buffers."""
-    sampler = EngineSampler(policy, NativeSettings(kernels=kernels), 1)
+def sync_seconds(policies: Sequence[Policy], kernels: Kernels, count: int = 20) -> list[float]:
+    """Seconds of each of `count` syncs of all runs after a first one, which also sets up buffers."""
+    sampler = EngineSampler(policies[0], NativeSettings(kernels=kernels), 1, policies[1:])
     taken = []
     for _ in range(count + 1):
         with seconds() as one:
@@ -71,19 +93,21 @@ def sync_seconds(policy: Policy, kernels: Kernels, count: int = 20) -> list[floa
     return taken[1:]
 
 
-def engine_of(policy: Policy, work: Decoding, sequences: int) -> Engine:
-    """The engine for a number of sequences."""
-    sampler = EngineSampler(policy, NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels), sequences)
+def engine_of(policies: Sequence[Policy], work: Decoding, sequences: int) -> Engine:
+    """The engine for a number of sequences of each run."""
+    settings = NativeSettings(kv_cache_gib=_UNBOUNDED, kernels=work.kernels)
+    sampler = EngineSampler(policies[0], settings, work.runs * sequences, policies[1:])
 
     def draw(prompts: list[list[int]], count: int, seed: int) -> int:
         # A shorter warm-up has room for as many tokens as the timed runs, because the kernels depend on it.
         shorter = 1 < count <= work.tokens
-        lengths = ((count,),) * len(prompts) if shorter else None
+        lengths = ((count,),) * sequences if shorter else None
         room = work.tokens + 1 if shorter else count
-        groups = sampler.generate(prompts, SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True))
+        params = SamplingParams(max_tokens=room, lengths=lengths, seed=seed, ignore_eos=True)
+        groups = draw_all(sampler, work.runs, prompts, params)
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
-    return Engine(draw, sampler.served, lambda: weight_bytes(policy), release=sampler.release)
+    return Engine(draw, sampler.served, lambda: weight_bytes(*policies), release=sampler.release)
 
 
 # Prefill time of the engine: each call draws one token after each prompt.
@@ -155,7 +179,9 @@ def measure_mix(job: PointJob[Mix, None]) -> None:
 
 
 def _start(work: Mix, workload: Lengths) -> MixEngine:
-    sampler = make_sampler(random_policy(work.base, work.rank, choose_device()), EngineSettings(), work.sequences)
+    adapted, base = ExitStack(), random_policy(work.base, 0, choose_device())
+    policies = adapted.enter_context(with_random_adapters(base, work.rank, work.runs))
+    sampler = make_sampler(policies[0], EngineSettings(), work.sequences, policies[1:])
     free = SamplingParams(
         max_tokens=work.tokens,
         count=work.group_size,
@@ -165,7 +191,7 @@ def _start(work: Mix, workload: Lengths) -> MixEngine:
     )
 
     def rollout(prompts: list[list[int]], round_: int) -> list[list[int]]:
-        groups = sampler.generate(prompts, replace(free, seed=round_))
+        groups = draw_all(sampler, work.runs, prompts, replace(free, seed=round_))
         return [[len(completion.token_ids) for completion in group] for group in groups]
 
     def phases() -> PhaseSeconds | None:
@@ -184,7 +210,7 @@ def _start(work: Mix, workload: Lengths) -> MixEngine:
             host_wait=found.host_wait,
         )
 
-    return MixEngine(sampler.served, rollout, phases)
+    return MixEngine(sampler.served, rollout, phases, adapted.close)
 
 
 # Rollout throughput of a configuration's bases by weight format and LoRA rank (paper Table 9).

@@ -184,7 +184,7 @@ Draw = Callable[[list[list[int]], int, int], int]
 
 
 class Engine(NamedTuple):
-    """An engine that is ready to decode a number of sequences together, and what a point states of it."""
+    """An engine that is ready to decode a number of sequences of each run together, and what a point states of it."""
 
     draw: Draw
     sampler: str
@@ -298,17 +298,17 @@ def enough_runs(seconds: Sequence[float]) -> bool:
 def timed(engine: Engine, work: Decoding, sequences: int) -> DecodePoint:
     """The speed of decoding and the prompts' time, after a warm-up of at most `WARM_UP` tokens.
 
-    The median time of the prompts alone is subtracted.
+    `sequences` are of each run, and the speed is of all. The median time of the prompts alone is subtracted.
     """
-    tokens, ids = work.tokens, prompt_id_range(vocabulary(work.size))
+    tokens, ids, together = work.tokens, prompt_id_range(vocabulary(work.size)), work.runs * sequences
 
     def taken(count: int, round_: int) -> float:
         numbers = np.random.default_rng([sequences, round_])
-        prompts = numbers.integers(*ids, size=(sequences, work.prompt)).tolist()
+        prompts = numbers.integers(*ids, size=(together, work.prompt)).tolist()
         with seconds() as elapsed:
             drawn = engine.draw(prompts, count, round_)
-        if drawn != sequences * count:
-            raise RuntimeError(f"{drawn} tokens were drawn instead of {sequences * count}: their time says nothing")
+        if drawn != together * count:
+            raise RuntimeError(f"{drawn} tokens were drawn instead of {together * count}: their time says nothing")
         return elapsed.value
 
     taken(min(tokens, WARM_UP) + 1, 0)
@@ -325,7 +325,7 @@ def timed(engine: Engine, work: Decoding, sequences: int) -> DecodePoint:
     return DecodePoint(
         sequences=sequences,
         status=OK,
-        samples=[sequences * tokens / one for one in decoding],
+        samples=[together * tokens / one for one in decoding],
         prompt_seconds=prompts,
         prompt_samples=alone,
         sampler=engine.sampler,

@@ -68,12 +68,15 @@ class Lengths:
         lengths = lognormal_lengths(numbers, work.median, work.sigma, work.tokens, shape)
         return Lengths(prompt_id_range(vocabulary(work.size)), prompts.tolist(), lengths)
 
-    def prompts(self, seed: int, round_: int) -> list[list[int]]:
-        """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them."""
+    def prompts(self, seed: int, round_: int, runs: int = 1) -> list[list[int]]:
+        """The prompts of the trace, or random ones that differ in each round, so that no prefix cache has them.
+
+        Those of several runs follow one another.
+        """
         if self.trace is not None:
-            return [row.prompt for row in self.trace]
+            return [row.prompt for row in self.trace] * runs
         numbers = np.random.default_rng([seed, round_])
-        return [numbers.integers(*self.ids, size=tokens).tolist() for tokens in self.prompt_tokens]
+        return [numbers.integers(*self.ids, size=tokens).tolist() for tokens in self.prompt_tokens * runs]
 
 
 def _traced(work: Mix, trace: Path) -> Lengths:
@@ -117,7 +120,9 @@ def write_trace(samples: Path, checkpoint: Path, out: Path) -> None:
 
 @dataclass(frozen=True)
 class MixEngine:
-    """A started engine. `rollout` takes prompts and the round's number, and returns the lengths of completions."""
+    """A started engine. `rollout` takes the prompts of all runs and the round's number, and returns the lengths of
+    completions.
+    """
 
     description: str
     rollout: Callable[[list[list[int]], int], list[list[int]]]
@@ -158,11 +163,11 @@ def measure(work: Mix, out: Path, start: Callable[[Lengths], MixEngine]) -> None
 
 
 def _run(work: Mix, workload: Lengths, engine: MixEngine, round_: int) -> MixRun:
-    prompts = workload.prompts(work.seed, round_)
+    prompts, lengths = workload.prompts(work.seed, round_, work.runs), workload.completion_tokens * work.runs
     with seconds() as elapsed:
         drawn = engine.rollout(prompts, round_)
-    if drawn != workload.completion_tokens:
-        tokens, wanted = sum(map(sum, drawn)), sum(map(sum, workload.completion_tokens))
+    if drawn != lengths:
+        tokens, wanted = sum(map(sum, drawn)), sum(map(sum, lengths))
         raise RuntimeError(f"the engine drew {tokens} tokens of other lengths than the {wanted} asked for")
     tokens = sum(map(sum, drawn))
     log.info("%d tokens in %.2f s: %.0f tokens a second", tokens, elapsed.value, tokens / elapsed.value)

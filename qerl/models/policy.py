@@ -478,8 +478,10 @@ def _stored_adapter(lm: PreTrainedModel, trained: Path) -> PeftModel:
     return peft.eval().requires_grad_(False)
 
 
-def weight_bytes(policy: Policy) -> int:
-    """Bytes of all weights in memory, adapters and packed buffers included."""
-    head = policy.value_head.parameters() if policy.value_head is not None else ()
-    tensors = {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers(), *head)}
+def weight_bytes(*policies: Policy) -> int:
+    """Bytes of all weights in memory, adapters and packed buffers included; what policies share counts once."""
+    tensors: dict[int, torch.Tensor] = {}
+    for policy in policies:
+        head = policy.value_head.parameters() if policy.value_head is not None else ()
+        tensors |= {id(t): t for t in (*policy.lm.parameters(), *policy.lm.buffers(), *head)}
     return sum(t.numel() * t.element_size() for t in tensors.values())

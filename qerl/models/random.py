@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count, product
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
@@ -30,7 +30,7 @@ from qerl.formats.layouts import KERNEL_FORMATS
 from qerl.host.provenance import share
 from qerl.models.experts import Float32Router
 from qerl.models.linear import PackedLinear
-from qerl.models.policy import Policy, lora_config, use_own_modules
+from qerl.models.policy import Policy, lora_config, on_same_layers, use_own_modules
 from qerl.models.structure import empty_model, structure_of
 from qerl.settings.models import Base
 from qerl.settings.run import LAYERS, AdapterSettings
@@ -262,3 +262,11 @@ def with_random_adapter(base: Policy, rank: int, train_norms: bool = True) -> It
         policy.peft.unload()
         for name, parameter in base.lm.named_parameters():  # norms are the adapter's, trained in float32
             parameter.data = parameter.requires_grad_(False).data.to(dtypes[name])
+
+
+@contextmanager
+def with_random_adapters(base: Policy, rank: int, runs: int) -> Iterator[list[Policy]]:
+    """A context of runs on the base's layers, the base the first, each with an adapter as `with_random_adapter`."""
+    others = [Policy(on_same_layers(base.lm), base.tokenizer) for _ in range(runs - 1)]
+    with ExitStack() as adapted:
+        yield [adapted.enter_context(with_random_adapter(one, rank)) for one in (base, *others)]

@@ -179,6 +179,31 @@ def _phases(row: Point) -> Iterator[Point]:
     yield {**key, "phase": "host waits during these", "seconds": phases.host_wait}
 
 
+# Rows of several runs in one engine, of decode points or of rollouts of mixed lengths.
+
+#: What points that differ in their runs alone have in common.
+_ONE_RUN = ["size", "engine", "weights", "rank", "work", "workload", *LENGTHS, "sequences"]
+
+
+def cohort_table(points: pd.DataFrame) -> pd.DataFrame:
+    """Tokens/s of all runs, and their speed-up over one after another, whose rate is that of one; or a note why not.
+
+    What was measured with one run alone is left out.
+    """
+    keys, shown = [key for key in _ONE_RUN if key in points], []
+    for _, group in points.groupby(keys, sort=False):
+        rows = group.sort_values("runs").to_dict("records")
+        alone = next((row for row in rows if row["runs"] == 1), None)
+        for row in rows if rows[-1]["runs"] > 1 else ():
+            value, low, high = ratio(row, alone) if row["runs"] > 1 else ("", np.nan, np.nan)
+            said = isinstance(value, str)
+            made = {key: row[key] for key in (*keys, "runs", "machine", "status") if key != "workload"}
+            made |= {f"tokens_per_second{end}": row[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75")}
+            made |= {"speedup": np.nan if said else value, "speedup_low": low, "speedup_high": high}
+            shown.append({**made, "note": value if said else "", "repeats": len(row["samples"])})
+    return pd.DataFrame(shown)
+
+
 # Rows of prompts: milliseconds of a call that draws a token after each prompt.
 
 
@@ -241,6 +266,8 @@ class Table:
     rows: Callable[[pd.DataFrame], pd.DataFrame]
     title: str
     shown: Callable[[pd.DataFrame], pd.DataFrame] = present
+    several: bool = False
+    """Whether it has several runs in one engine, which other tables leave out."""
 
     @property
     def by(self) -> list[str]:
@@ -251,6 +278,11 @@ class Table:
 _SAMPLES = "Medians of the repeats"
 _INTERVAL = "95 % intervals: percentile bootstrap of the medians over the repeats"
 _DASH = f"{NOT_MEASURED}: not measured"
+_COHORT = (
+    "LoRA adapters of several runs on one base in one engine, {what}: tokens per second of all runs, median "
+    "[quartiles] of the repeats. {each} are of each run. The speed-up is over the same runs one after another, whose "
+    "rate is that of one, with a 95 % interval (percentile bootstrap of the medians)"
+)
 _LENGTHS = "prompts of {prompt} tokens, {tokens} tokens decoded"
 _FLOOR = (
     "the floor is the least time of a step: the larger of its bytes over the rate of copies and its FLOPs over the "
@@ -272,6 +304,16 @@ TABLES = (
         "of batch, and the mean number of sequences in them. Between steps: the device copies results, or waits for "
         "the host. Before and after: before the first launch and after the last",
         _digits,
+    ),
+    Table(
+        "rollout_mix", "cohorts-mixes", cohort_table,
+        _COHORT.format(what="rollouts of completions of mixed lengths end to end", each="Prompts and completions"),
+        several=True,
+    ),
+    Table(
+        "decode", "cohorts-decode", cohort_table,
+        _COHORT.format(what="decoding without prompts", each="Sequences"),
+        several=True,
     ),
     Table(
         "prompts", "prompts-{size}", prompt_table,
@@ -320,9 +362,10 @@ def write_shapes(job: ShapesJob) -> None:
     of_bench: dict[str, list[Path]] = {}
     for file in job.files:
         of_bench.setdefault(read(Head, file).of_bench, []).append(file)
-    frames = {bench: load(files, bench) for bench, files in (of_bench or {"decode": []}).items()}
+    together = {bench: load(files, bench) for bench, files in (of_bench or {"decode": []}).items()}
+    frames = {bench: rows[rows["runs"] == 1] if "runs" in rows else rows for bench, rows in together.items()}
     for table in (one for one in TABLES if one.bench in frames):
-        records = frames[table.bench]
+        records = (together if table.several else frames)[table.bench]
         for key, part in records.groupby(table.by, sort=False) if table.by else [((), records)]:
             values = dict(zip(table.by, key, strict=True))
             rows = table.rows(part)

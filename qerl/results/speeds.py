@@ -189,7 +189,9 @@ class GpuStates(Stored):
 
 
 class DecodePoint(MeasuredPoint):
-    """The point of one number of sequences, with samples in decoded tokens/s and the median seconds of prompts."""
+    """The point of one number of sequences of a run, with samples in decoded tokens/s of all runs and the median
+    seconds of prompts.
+    """
 
     sequences: int
     prompt_seconds: float | None = None
@@ -197,7 +199,7 @@ class DecodePoint(MeasuredPoint):
 
 
 class DecodeResult(Measurement):
-    """points/decode-*.json, with one file per (engine, kernels, size, weights, rank); a CPU has no ceilings."""
+    """points/decode-*.json, with one file per (engine, kernels, size, weights, rank, runs); a CPU has no ceilings."""
 
     work: Decoding
     sync_seconds: list[float] = Field(default=[])
@@ -218,13 +220,14 @@ class DecodeResult(Measurement):
         work = self.work
         for point in self.points:
             speeds = quartiles("tokens_per_second", point.samples)
-            drawn, prompts = point.sequences * work.tokens, point.prompt_seconds or 0.0
-            step, floor = point.sequences / speeds["tokens_per_second"], self._floor_seconds(point.sequences)
+            together = work.runs * point.sequences
+            drawn, prompts = together * work.tokens, point.prompt_seconds or 0.0
+            step, floor = together / speeds["tokens_per_second"], self._floor_seconds(together)
             yield {
                 "engine": work.serving,
                 "size": work.size,
                 "weights": work.base.weights_name,
-                **work.model_dump(include={"rank", *LENGTHS}),
+                **work.model_dump(include={"rank", "runs", *LENGTHS}),
                 "sequences": point.sequences,
                 "status": point.status,
                 "samples": point.samples,
@@ -240,7 +243,8 @@ class DecodeResult(Measurement):
             return np.nan
         work = self.work
         context = work.prompt + work.tokens / 2  # the mean number of cached tokens of a sequence
-        moved = sum(byte_parts(work.base, work.rank, sequences, context).values())
+        parts = byte_parts(work.base, work.rank, sequences, context)
+        moved = sum(parts.values()) + (work.runs - 1) * parts["adapter"]
         flops = step_flops(work.size, work.rank, sequences, context)
         # Moving bytes and computing overlap, so the slower of the two bounds a step.
         return max(moved / self.ceilings.copy_bytes_per_second, flops / self.ceilings.matmul_flops_per_second)
@@ -350,9 +354,9 @@ class MixRun(Stored):
 class RolloutMixResult(Measurement):
     """points/mix-*.json: an engine's rollouts of one workload, or a `status` that says why there are none.
 
-    `prompt_tokens` and `completion_tokens` are the drawn lengths, the latter by prompt. `ready_seconds` is the time
-    until the engine accepts requests, and `first_seconds` the time of the first rollout, which compiles and captures
-    graphs.
+    `prompt_tokens` and `completion_tokens` are the drawn lengths of a run, the latter by prompt. `ready_seconds` is the
+    time until the engine accepts requests, and `first_seconds` the time of the first rollout, which compiles and
+    captures graphs.
     """
 
     work: Mix
@@ -367,21 +371,21 @@ class RolloutMixResult(Measurement):
 
     @property
     def drawn(self) -> int:
-        """Tokens of all completions."""
-        return sum(map(sum, self.completion_tokens))
+        """Tokens of all completions of all runs."""
+        return self.work.runs * sum(map(sum, self.completion_tokens))
 
     def rows(self) -> Iterator[Row]:
-        """One row, with `samples` in tokens/s. `workload` has the lengths.
+        """One row, with `samples` in tokens/s of all runs. `work` and `workload` have the lengths of one.
 
         The median rollout gives `phases`, and its time `phase_seconds`.
         """
         work, lengths = self.work, [tokens for group in self.completion_tokens for tokens in group]
-        spread = f"{min(lengths)} to {max(lengths)} tokens, {self.drawn:,} in all"
+        spread = f"{min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all"
         runs = sorted(self.runs, key=lambda run: run.seconds)
         samples = [self.drawn / run.seconds for run in self.runs]
         typical = runs[len(runs) // 2] if runs else MixRun(seconds=np.nan)
         yield {
-            **work.model_dump(include={"engine", "size", "weights", "rank", "sequences"}),
+            **work.model_dump(include={"engine", "size", "weights", "rank", "runs", "sequences"}),
             "work": f"{work.prompts} × {work.group_size}, {spread}",
             "trace": str(work.trace or ""),
             "workload": (tuple(self.prompt_tokens), tuple(map(tuple, self.completion_tokens))),
@@ -513,9 +517,9 @@ class GrpoStepResult(Measurement):
 
 #: The columns that sort the rows of a bench; others keep the order of the files.
 _ORDER = {
-    "decode": ["size", *POLICY, *LENGTHS, "sequences"],
+    "decode": ["size", *POLICY, *LENGTHS, "sequences", "runs"],
     "grpo_step": ["size"],
-    "rollout_mix": ["size", "engine", "weights"],
+    "rollout_mix": ["size", "engine", "weights", "runs"],
 }
 #: The model of a file by its `kind`, or else by its `bench`.
 SCHEMAS: dict[str, type[Any]] = {

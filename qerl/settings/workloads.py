@@ -41,7 +41,7 @@ class Workload(Part):
 
 
 class Decoding(Workload):
-    """Decoding at several numbers of sequences. `prompt` and `tokens` (decoded) are per sequence."""
+    """Decoding at several numbers of sequences of each run. `prompt` and `tokens` (decoded) are per sequence."""
 
     bench: ClassVar[str] = "decode"
     does: ClassVar[dict[str, str]] = {
@@ -54,6 +54,8 @@ class Decoding(Workload):
     """Those of this project's engine; `auto` for the other engines."""
     prompt: int
     tokens: int
+    runs: int = 1
+    """Runs with an adapter each on one base, whose sequences one engine decodes together."""
 
     @property
     def serving(self) -> str:
@@ -102,6 +104,10 @@ class Mix(Workload, MixedLengths):
         "vllm": "qerl.bench.peers:mix_vllm",
     }
     engine: Engine
+    runs: int = 1
+    """Runs with an adapter each on one base in one engine. Each has the lengths, and prompts of its own; `sequences`
+    bounds all together, as in a cohort.
+    """
 
 
 class StepLengths(Settings):
@@ -197,6 +203,11 @@ def with_kernels(system: str, kernels: Kernels) -> str:
     return system if kernels == "auto" else f"{system}-{kernels}"
 
 
+def with_runs(name: str, runs: int) -> str:
+    """The name of a file with its number of runs, unless there is one."""
+    return name if runs == 1 else f"{name}-{runs}runs"
+
+
 # The grid of a configuration: each entry is many workloads, and makes the parts of their jobs.
 
 #: A part with the names of its job and of its file; parts with one job share a set-up.
@@ -229,9 +240,15 @@ def _policies(
         yield Base(size, weights, packed_nets=packed_nets), fields
 
 
-def _check_kernels(system: str, kernels: Kernels) -> None:
-    if kernels != "auto" and system not in ("native", "qerl"):
+def _check_own(system: str, kernels: Kernels = "auto", runs: int = 1) -> None:
+    if system in ("native", "qerl"):
+        return
+    if kernels != "auto":
         raise ConfigError(f"shapes: {system} has no {kernels} kernels; remove kernels from that entry")
+    if runs > 1:
+        raise ConfigError(
+            f"shapes: only this project's engine has several runs; remove runs from the entry of {system}"
+        )
 
 
 class DecodeGrid(Settings):
@@ -250,8 +267,10 @@ class DecodeGrid(Settings):
     kernels: NonEmpty[Kernels] = ["auto"]
     """As `native.kernels` of a run, one job each."""
     sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
-    """Numbers of sequences decoded at once, one point each. A point that doesn't fit into the KV cache has no
+    """Numbers of sequences of a run decoded at once, one point each. A point that doesn't fit into the KV cache has no
     number."""
+    runs: NonEmpty[PositiveInt] = [1]
+    """Numbers of runs with an adapter each in one engine, for this project only."""
     prompt: NonEmpty[PositiveInt] = [128]
     """Lengths of the prompts."""
     tokens: PositiveInt = 256
@@ -261,13 +280,14 @@ class DecodeGrid(Settings):
         """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started
         for.
         """
-        for kernels, (base, policy), prompt in product(
-            self.kernels, _policies(self, self.pack_delta_nets), self.prompt
+        for kernels, (base, policy), prompt, runs in product(
+            self.kernels, _policies(self, self.pack_delta_nets), self.prompt, self.runs
         ):
-            _check_kernels(self.engine, kernels)
-            work = Decoding(engine=self.engine, kernels=kernels, prompt=prompt, tokens=self.tokens, **policy)
+            _check_own(self.engine, kernels, runs)
+            lengths = {"prompt": prompt, "tokens": self.tokens}
+            work = Decoding(engine=self.engine, kernels=kernels, runs=runs, **lengths, **policy)
             job = f"decode-{work.serving}-{base.name}" + (f"-r{work.rank}" if self.engine == "vllm" else "")
-            name = decode_name(work.serving, work.size, base.weights_name, work.rank, prompt, self.tokens)
+            name = with_runs(decode_name(work.serving, work.size, base.weights_name, work.rank, **lengths), runs)
             yield job, name, PointPart(file=f"{name}.json", work=work, points=self.sequences, settings=None)
 
 
@@ -278,19 +298,22 @@ class MixGrid(MixedLengths):
     sizes: NonEmpty[Name]
     weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
+    runs: NonEmpty[PositiveInt] = [1]
+    """Numbers of runs with an adapter each in one engine, for this project only. Prompts and lengths are of each."""
 
     def parts(self) -> Iterator[GridPart]:
-        """A job for each policy."""
+        """A job for each policy and number of runs."""
         if self.prompt[0] > self.prompt[1]:
             raise ConfigError(
                 f"shapes: prompt {self.prompt[0]} to {self.prompt[1]} is an empty range; swap the two numbers"
             )
         lengths = {name: getattr(self, name) for name in MixedLengths.model_fields}
         drawn = self.trace.stem if self.trace else f"{self.median}to{self.tokens}"
-        for base, policy in _policies(self):
-            work = Mix(engine=self.engine, **policy, **lengths)
+        for (base, policy), runs in product(_policies(self), self.runs):
+            _check_own(self.engine, runs=runs)
+            work = Mix(engine=self.engine, runs=runs, **policy, **lengths)
             shape = f"{self.prompts}x{self.group_size}-{drawn}-seed{self.seed}"
-            name = f"mix-{self.engine}-{base.name}-r{work.rank}-{shape}"
+            name = with_runs(f"mix-{self.engine}-{base.name}-r{work.rank}-{shape}", runs)
             yield name, name, PointPart(file=f"{name}.json", work=work, points=[None], settings=None)
 
 
@@ -345,7 +368,7 @@ class StepGrid(StepLengths):
         for (base, policy), (prompts, group, equal), kernels, recompute, correction, cap in product(
             policies, batches, self.kernels, self.recompute, self.correction, caps
         ):
-            _check_kernels(self.system, kernels)
+            _check_own(self.system, kernels)
             if abs(prompts * equal - round(prompts * equal)) > 1e-6:
                 raise ConfigError(
                     f"shapes: equal_groups={equal:g} of {prompts} prompts is no whole number; change either"

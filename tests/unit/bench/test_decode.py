@@ -5,6 +5,7 @@ import json
 import sys
 import weakref
 from contextlib import contextmanager, nullcontext
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,27 @@ def test_ranks_and_lengths_share_one_base_and_a_killed_job_continues(tmp_path, m
         assert {point["weight_bytes"] for point in result["points"]} == {alone}
 
 
+def test_runs_in_one_engine_are_a_file_whose_sequences_are_of_each(tmp_path, monkeypatch):
+    """Three runs draw together, each two sequences by an adapter of its own on the base's weights."""
+    drawn, generate = [], EngineSampler.generate_all
+
+    def seen(self, requests):
+        ups = [next(weight for name, weight in one.trainable() if "lora_B" in name) for one in self.policies]
+        drawn.append((ups, requests))
+        return generate(self, requests)
+
+    monkeypatch.setattr(EngineSampler, "generate_all", seen)
+    result = measure(tmp_path / "three.json", [2], runs=3)
+    [point] = result["points"]
+    assert (result["work"]["runs"], point["sequences"], point["samples"]) == (3, 2, [3 * 2 / 0.25] * 3)
+    for ups, requests in drawn:
+        assert not any(torch.equal(*pair) for pair in combinations(ups, 2))
+        assert [len(request.prompts) for request in requests] == [2, 2, 2]
+        assert len({str(prompt) for request in requests for prompt in request.prompts}) == 6
+    base, alone = (weight_bytes(random_policy(Base("tiny", "nvfp4"), rank, choose_device())) for rank in (0, 4))
+    assert point["weight_bytes"] == pytest.approx(base + 3 * (alone - base), rel=0.01)
+
+
 def work_of(**other):
     values = {"engine": "native", "size": "7B", "weights": "nvfp4", "rank": 16, "prompt": 128, "tokens": 256}
     return Decoding(**values | other)
@@ -160,7 +182,7 @@ def test_points_of_other_settings_or_machines_are_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(timing, "timed", lambda *_: point)
     timing.DecodePoints(out, work_of()).run([1], lambda: engine)
     assert timing.DecodePoints(out, work_of()).missing([1, 8]) == [8]
-    for name, value in {"engine": "vllm", "rank": 0, "kernels": "portable", "pack_delta_nets": True}.items():
+    for name, value in {"engine": "vllm", "rank": 0, "kernels": "portable", "pack_delta_nets": True, "runs": 2}.items():
         with pytest.raises(ConfigError, match=rf"{out} has points of {name}=.*, not {value}; delete it"):
             timing.DecodePoints(out, work_of(**{name: value}))
     result = read(out)

@@ -23,6 +23,7 @@ from qerl.workflow.rules import Jobs, parse_job
 from tests.synthetic_results import PROVENANCE, decode_file, moved, step_file, write_json
 
 DECODE = {"engine": "native", "sizes": ["tiny"], "weights": ["bf16"], "ranks": [4], "sequences": [1, 2]}
+MIX = {"engine": "native", "sizes": ["tiny"], "weights": ["nvfp4"]}
 STEP = {"system": "qerl", "sizes": ["tiny"], "weights": ["nvfp4"]}
 TRL = STEP | {"system": "trl", "weights": ["bf16"]}
 
@@ -49,7 +50,7 @@ def test_ranks_of_a_size_and_format_share_a_job_and_vllm_starts_for_each_rank():
     assert files_of(found) == [f"decode-native-tiny-{w}-r{r}-128x256" for w in ("bf16", "nvfp4") for r in (0, 4)]
     one = found["decode-native-tiny-nvfp4"]
     work = {"engine": "native", "size": "tiny", "weights": "nvfp4", "rank": 4, "kernels": "auto", "prompt": 128}
-    assert one.parts[1].work.model_dump() == work | {"tokens": 256, "pack_delta_nets": False}
+    assert one.parts[1].work.model_dump() == work | {"tokens": 256, "pack_delta_nets": False, "runs": 1}
     assert (one.parts[1].points, one.out) == ([1, 2], Path("work/decode-native-tiny-nvfp4"))
     assert one.function == "qerl.bench.native:measure_points"
     vllm = [DECODE | {"engine": "vllm", "ranks": r, "prompt": p} for r, p in (([4, 8], [8]), ([4], [16]))]
@@ -57,6 +58,14 @@ def test_ranks_of_a_size_and_format_share_a_job_and_vllm_starts_for_each_rank():
         "decode-vllm-tiny-bf16-r4": [8, 16],
         "decode-vllm-tiny-bf16-r8": [8],
     }
+
+
+def test_numbers_of_runs_are_files_of_one_job_of_decoding_and_jobs_of_rollouts():
+    found = jobs_of(grid(mixes=[MIX | {"runs": [1, 2]}], decode=[DECODE | {"runs": [1, 4]}]))
+    mix, decode = "mix-native-tiny-nvfp4-r32-64x8-300to2048-seed0", "decode-native-tiny-bf16"
+    assert list(found) == [mix, f"{mix}-2runs", decode]
+    assert files_of(found) == [mix, f"{mix}-2runs", f"{decode}-r4-128x256", f"{decode}-r4-128x256-4runs"]
+    assert [part.work.runs for job in found.values() for part in job.parts] == [1, 2, 1, 4]
 
 
 def test_the_content_of_a_trace_decides_its_points(tmp_path):
@@ -125,6 +134,12 @@ def test_equal_groups_mixed_lengths_and_trl_without_its_correction_are_points_of
             "no random nf4 weights of mis",
         ),
         ("decode", DECODE | {"engine": "vllm", "kernels": ["portable"]}, "vllm has no portable kernels"),
+        (
+            "decode",
+            DECODE | {"engine": "vllm", "runs": [2]},
+            "only this project's engine has several runs; remove runs",
+        ),
+        ("mixes", MIX | {"engine": "vllm", "runs": [1, 2]}, "remove runs from the entry of vllm"),
         ("decode", DECODE | {"ranks": [4, 4]}, "occurs twice"),
         ("decode", DECODE | {"weights": ["nvfp4"], "pack_delta_nets": True}, "in tiny; remove pack_delta_nets there"),
         ("steps", STEP | {"pack_delta_nets": True}, "asks for .* in tiny; remove pack_delta_nets there"),

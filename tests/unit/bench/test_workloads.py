@@ -67,11 +67,20 @@ def rollouts(tmp_path, **changes) -> RolloutMixResult:
     return read(RolloutMixResult, tmp_path / "out.json")
 
 
-def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
-    """The test uses the GPU's engine, which runs on a CPU without graphs."""
-    monkeypatch.setattr(
-        native, "make_sampler", lambda policy, settings, most: EngineSampler(policy, settings.native, most)
-    )
+@pytest.fixture
+def engine(monkeypatch):
+    """The samplers of the GPU's engine, which runs on a CPU without graphs."""
+    made = []
+
+    def make(policy, settings, most, others):
+        made.append(EngineSampler(policy, settings.native, most, others))
+        return made[-1]
+
+    monkeypatch.setattr(native, "make_sampler", make)
+    return made
+
+
+def test_the_engine_tells_its_phases(tmp_path, engine):
     result, workload = rollouts(tmp_path, weights="nvfp4"), Lengths.of(mix())
     assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
     assert len(result.runs) == WORK["repeats"]
@@ -80,6 +89,25 @@ def test_the_engine_tells_its_phases(tmp_path, monkeypatch):
         assert steps >= result.drawn - 6  # each sequence's first token is drawn behind its prompt
         assert [decode.batch for decode in run.phases.decode][-1] == 4
         assert 0 < run.phases.prefill < run.seconds
+
+
+def test_runs_in_one_engine_have_the_lengths_of_one_and_prompts_of_their_own(tmp_path, engine):
+    result, workload = rollouts(tmp_path, weights="nvfp4", runs=2), Lengths.of(mix())
+    assert (result.prompt_tokens, result.completion_tokens) == (workload.prompt_tokens, workload.completion_tokens)
+    assert result.drawn == 2 * sum(map(sum, workload.completion_tokens))
+    [sampler] = engine
+    assert (len(sampler.policies), sampler.max_sequences) == (2, WORK["sequences"])
+    for run in result.runs:
+        steps = sum(round(decode.steps * decode.sequences) for decode in run.phases.decode)
+        assert steps >= result.drawn - 2 * 6
+    prompts = workload.prompts(0, 1, runs=2)
+    assert [len(prompt) for prompt in prompts] == 2 * workload.prompt_tokens
+    assert len({str(prompt) for prompt in prompts}) == 6
+
+
+def test_the_eager_sampler_has_no_batch_of_several_runs(tmp_path):
+    with pytest.raises(ConfigError, match="has no batch of several runs; measure them on a GPU"):
+        rollouts(tmp_path, runs=2)
 
 
 # --- traces ----------------------------------------------------------------------------------------------------------

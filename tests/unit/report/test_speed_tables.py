@@ -9,9 +9,19 @@ import pytest
 
 from qerl.report import speed_tables
 from qerl.report_jobs import ShapesJob
-from qerl.results.speeds import load
+from qerl.results.speeds import byte_parts, load
 from qerl.results.store import ResultError
-from tests.synthetic_results import OUT_OF_MEMORY, PROVENANCE, decode_file, mix_file, moved, step_file, write_json
+from qerl.settings.models import Base
+from tests.synthetic_results import (
+    CEILINGS,
+    OUT_OF_MEMORY,
+    PROVENANCE,
+    decode_file,
+    mix_file,
+    moved,
+    step_file,
+    write_json,
+)
 
 H200, H100 = "1x NVIDIA H200", "1x NVIDIA H100 80GB HBM3"
 
@@ -39,6 +49,7 @@ def test_a_point_by_hand(tmp_path):
         "size": "7B",
         "weights": "nvfp4",
         "rank": 0,
+        "runs": 1,
         "prompt": 128,
         "tokens": 256,
         "sequences": 1,
@@ -234,6 +245,37 @@ def test_other_workloads_and_machines_are_not_compared_and_a_failure_is_a_row(tm
     failed = mix_file(tmp_path, "vllm", "bf16", [], status=OUT_OF_MEMORY, ready_seconds=None, first_seconds=None)
     rows = mixes(ours, failed, nvfp4)
     assert (rows["vllm", "bf16"]["status"], rows["native", "nvfp4"]["speedup"]) == (OUT_OF_MEMORY, 2.5)
+
+
+def test_several_runs_are_compared_with_one_after_another_in_tables_of_their_own(tmp_path, mixed):
+    """Rates by hand: two runs draw 2,000 tokens in 5 s, and one its 1,000 in 4 s."""
+    ones = [decode_file(tmp_path, "native", "nvfp4", {8: [4000.0] * 3, 64: [9000.0]})]
+    four = decode_file(tmp_path, "native", "nvfp4", {8: [10000.0] * 3}, runs=4)
+    two = mix_file(tmp_path, "native", "nvfp4", [5.0] * 3, runs=2)
+
+    def written(name, *files):
+        speed_tables.write_shapes(ShapesJob(files=list(files), out=tmp_path / name))
+        return {file.name: file.read_bytes() for file in (tmp_path / name).glob("*.csv")}
+
+    before, after = written("before", *ones, *mixed), written("after", *ones, *mixed, four, two)
+    assert after.keys() - before.keys() == {"cohorts-decode.csv", "cohorts-mixes.csv"}
+    assert before.items() <= after.items()
+    columns = ["sequences", "runs", "tokens_per_second", "speedup"]
+    tables = [pd.read_csv(tmp_path / f"after/cohorts-{name}.csv") for name in ("decode", "mixes")]
+    decode, mix = (table[columns].fillna(0).to_numpy().tolist() for table in tables)
+    assert decode == [[8, 1, 4000, 0], [8, 4, 10000, 2.5]]
+    assert mix == [[4, 1, 250, 0], [4, 2, 400, 1.6]]
+    speed_tables.write_shapes(ShapesJob(files=[four], out=tmp_path / "alone"))
+    [row] = pd.read_csv(tmp_path / "alone/cohorts-decode.csv").to_dict("records")
+    assert (row["runs"], row["note"]) == (4, "–")
+
+
+def test_the_floor_of_several_runs_reads_the_base_once(tmp_path):
+    """Besides the adapters, the bytes of 4 runs of 8 sequences are those of 32 sequences."""
+    files = [decode_file(tmp_path, "native", "nvfp4", {count: [1.0]}, runs=runs) for count, runs in ((8, 4), (32, 1))]
+    one, four = load(files, "decode").sort_values("runs")["floor_ms"]
+    adapter = byte_parts(Base("7B", "nvfp4"), 16, 1, 0)["adapter"]
+    assert four - one == pytest.approx(1e3 * 3 * adapter / CEILINGS["copy_bytes_per_second"])
 
 
 def test_phases_add_up_to_the_rollout(mixed):
