@@ -137,52 +137,53 @@ def train(
     if waiting:
         check_writable(settings.out)
         with quiet(settings.out / paths.LOG) if log_to_file else nullcontext(), writing(settings.out):
-            _train(waiting, records)
+            sources = [run_folder.checked_source(one) for one in waiting]
+            if all(one.joins_free_memory for one in waiting):
+                join_free_memory()
+            from qerl.rl.cohort import cohorts, train_cohort
+            from qerl.rl.train import train_run
+
+            failures = []
+            with ExitStack() as locks:
+                for cohort in cohorts(_prepared(waiting, sources, records, locks)):
+                    try:
+                        if len(cohort) > 1:
+                            train_cohort(cohort)
+                        else:
+                            train_run(cohort[0])
+                    except Exception as error:  # noqa: BLE001 - raised below: whatever ended it, the others are trained
+                        failures.append(error)
+            if failures:
+                raise failures[0]
     result = [Run(one.out) for one in runs]
     return result if settings.seeds or settings.runs else result[0]
 
 
-def _train(runs: list[RunFile], records: RecordFiles) -> None:
-    """Train runs that aren't finished, whose `records` are still to be written."""
-    sources = [run_folder.checked_source(one) for one in runs]
-    if all(one.joins_free_memory for one in runs):
-        join_free_memory()
-    from qerl.rl.cohort import cohorts, train_cohort
-    from qerl.rl.train import train_run
+def _prepared(runs: list[RunFile], sources: list[Path], records: RecordFiles, locks: ExitStack) -> list[TrainJob]:
+    """The trainings of runs, with their problems and bases made from models in `sources`, within `locks`."""
     from qerl.workflow.preflight import check_runs
 
-    with ExitStack() as locks:
-        data: list[Stage[DataJob]] = []
-        bases: list[Stage[QuantizeJob]] = []
-        jobs = list[TrainJob]()
-        for one, source in zip(runs, sources, strict=True):
-            locks.enter_context(alone(one.out / paths.WORK, own_lock(one.nodes)))
-            # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
-            with FileLock(one.out / paths.WORK / "parts"):
-                # Before its parts the folder has the records and settings that tell whose they are.
-                records.write()
-                run_folder.write_settings(one)
-                data_stage = run_folder.data_stage(one)
-                data_stage.make(prepare_data, data)
-                # Before the base, whose quantization may take an hour.
-                check_runs(source, [(data_stage.job.out, one)])
-                base_stage = run_folder.base_stage(one, source)
-                base_stage.make(make_checkpoint, bases)
-                training = run_folder.train_stage(one)
-                # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
-                training.write_inputs()
-            data, bases, jobs = [*data, data_stage], [*bases, base_stage], [*jobs, training.job]
-        failures = []
-        for cohort in cohorts(jobs):
-            try:
-                if len(cohort) > 1:
-                    train_cohort(cohort)
-                else:
-                    train_run(cohort[0])
-            except Exception as error:  # noqa: BLE001 - raised below: the others are trained, whatever ended this one
-                failures.append(error)
-    if failures:
-        raise failures[0]
+    data: list[Stage[DataJob]] = []
+    bases: list[Stage[QuantizeJob]] = []
+    jobs = list[TrainJob]()
+    for one, source in zip(runs, sources, strict=True):
+        locks.enter_context(alone(one.out / paths.WORK, own_lock(one.nodes)))
+        # Machines may share the folder, and torchrun's processes do: one after the other finds what is made.
+        with FileLock(one.out / paths.WORK / "parts"):
+            # Before its parts the folder has the records and settings that tell whose they are.
+            records.write()
+            run_folder.write_settings(one)
+            data_stage = run_folder.data_stage(one)
+            data_stage.make(prepare_data, data)
+            # Before the base, whose quantization may take an hour.
+            check_runs(source, [(data_stage.job.out, one)])
+            base_stage = run_folder.base_stage(one, source)
+            base_stage.make(make_checkpoint, bases)
+            training = run_folder.train_stage(one)
+            # Training keeps its own state, so its inputs are recorded as it begins, and not once it is done.
+            training.write_inputs()
+        data, bases, jobs = [*data, data_stage], [*bases, base_stage], [*jobs, training.job]
+    return jobs
 
 
 def rewards(runs: Iterable[Run]) -> pd.DataFrame:

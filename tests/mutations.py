@@ -39,8 +39,8 @@ class Mutation:
 MUTATIONS = {
     "the sign of the loss flipped": Mutation(
         "qerl/rl/losses.py",
-        "loss_NT = -torch.minimum(",
-        "loss_NT = torch.minimum(",
+        "loss_NT = -_surrogate(",
+        "loss_NT = _surrogate(",
         ("golden loss, nvfp4-lora", "accuracy, nvfp4-lora"),
     ),
     "noise left on in evaluation": Mutation(
