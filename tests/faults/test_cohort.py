@@ -225,7 +225,11 @@ def stuck(answer, problem):
     ("reward", "error", "words"),
     [
         ({"function": "fault_reward:broken"}, ZeroDivisionError, r"^middle: of this run"),
-        ({"function": "fault_reward:stuck", "timeout": 0.5}, ConfigError, r"^middle: reward\.functions\.custom .* after 0\.5 s"),
+        (
+            {"function": "fault_reward:stuck", "timeout": 0.5},
+            ConfigError,
+            r"^middle: reward\.functions\.custom .* after 0\.5 s",
+        ),
     ],
 )
 def test_a_reward_that_fails_ends_its_run_alone_and_the_error_names_it(run, jobs, alone, reward, error, words):
