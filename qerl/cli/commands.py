@@ -147,7 +147,7 @@ def train(
     changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
     result = api.train(changed, out, log_to_file=True)
     if isinstance(result, list):
-        print_table(str(result[0].folder.parent), api.rewards(result).to_dict("records"))
+        print_table(str(result[0].folder.parent), api.rewards(result).round(3).to_dict("records"))
         folders = " ".join(shlex.quote(str(one.folder)) for one in result)
         console().print(Text.assemble((f"{'read them':<12}", "bold"), f"qerl view {folders}"), soft_wrap=True)
         return
