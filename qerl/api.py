@@ -189,8 +189,8 @@ def _prepared(runs: list[RunFile], sources: list[Path], records: RecordFiles, lo
 def rewards(runs: Iterable[Run]) -> pd.DataFrame:
     """The rewards of trained runs: of the first and of the last step, and for runs that differ in their seed the mean.
 
-    A row per run and one per mean, with the columns run, steps, reward_first, reward_last, and low and high: the ends
-    of the mean's 95 % interval over seeds (Student's t) in the last step.
+    A row per run and one per mean, with the columns run, steps, reward_first and reward_last. A mean has the ends of
+    its 95 % interval over seeds (Student's t) in the last step, too: reward_last_low and reward_last_high.
     """
     import pandas as pd
 
@@ -209,7 +209,7 @@ def rewards(runs: Iterable[Run]) -> pd.DataFrame:
         means = {"reward_first": first, **last.columns("reward_last")}
         name = f"mean of {group[0]['run']} to {group[-1]['run']}"
         rows.append({"run": name, "steps": group[0]["steps"], **means})
-    return pd.DataFrame(rows).rename(columns={"reward_last_low": "low", "reward_last_high": "high"})
+    return pd.DataFrame(rows)
 
 
 # Samples and evaluations by hand.
