@@ -127,6 +127,8 @@ def train(
     values, records = run_folder.without_objects(run, out)
     settings = run_folder.read_run(values, out)
     runs = run_folder.members(settings)
+    if runs != [settings] and (settings.out / RUN_FILE).is_file():
+        raise ConfigError(f"{settings.out} is the folder of one run, not of several; give another folder as `out`")
     for one in runs:
         run_folder.check_same(one)
     waiting = [one for one in runs if not Run(one.out).finished]

@@ -586,7 +586,7 @@ class NumericsJob(Job):
 
 
 class SpeedJob(Job):
-    """Time this code alternately with that of the machine's baseline."""
+    """Time this code alternately with the code of the machine's baseline."""
 
     does: ClassVar[str] = "qerl.gates.measure:measure_speed"
     place: ClassVar[str] = f"gates/{paths.SPEED}"

@@ -45,7 +45,7 @@ from qerl.settings.workloads import Decoding, Mix, PointPart, Prompting
 def draw_all(
     sampler: Sampler, runs: int, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[list[Completion]]:
-    """The completions of the prompts, of which each run has as many, one run after another; `params` are a run's.
+    """The completions of the prompts: equal parts in the order of the runs, each drawn with `params`.
 
     Raises ConfigError for several runs where the eager sampler draws.
     """

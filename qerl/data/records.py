@@ -195,7 +195,7 @@ def parse_record(
 
 
 def _chat(record: Mapping[str, Any], where: str) -> list[Message]:
-    """The messages of `prompt`, the last of which is the user's; a text is the user's message."""
+    """The messages of `prompt`, ending with a message of the user; a text is the user's message."""
     prompt = _list(_get(record, "prompt"))
     if not isinstance(prompt, list):
         return [("user", _text(record, "prompt", where))]

@@ -2,8 +2,7 @@
 
 Each run is a thread with a trainer of its own, and one thread works at a time. The threads meet where they ask for
 completions: once every run waits for some, the engine draws all of them in one batch, and the runs go on in turn. So a
-run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Each run updates
-by itself, one after another.
+run does what it does alone, to the bit but for the rounding of the engine's batch sizes. Updates follow one another.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def refused_cohort(jobs: Sequence[TrainJob]) -> str | None:
         if settings.adapter.of_experts:
             return "runs side by side have no adapters of experts (adapter.targets)"
         if "mlflow" in settings.track:
-            return "runs side by side can't be tracked by mlflow, of which a process has one database"
+            return "runs side by side can't be tracked by mlflow (track), since a process has one database of it"
     for name in ("work", "out"):
         if len({getattr(job, name) for job in jobs}) < len(jobs):
             return f"runs side by side need a folder {name} each"
@@ -267,7 +266,8 @@ _NOT_FINITE = "trained weights are NaN or infinite; lower optimizer.learning_rat
 def _is_finite(policy: Policy) -> bool:
     """Whether the trained weights are finite; others become 0, since the run that has them ends.
 
-    The products multiply all rows by the adapters of all runs, with 0 for other runs' rows, and 0 times NaN is NaN.
+    Products other than Hopper's multiply rows by adapters of other runs, too, with 0 in place of A x: 0 times NaN is
+    NaN.
     """
     trained = tuple(parameter for _, parameter in policy.trainable())
     if bool(torch.stack(torch._foreach_norm(trained)).isfinite().all()):

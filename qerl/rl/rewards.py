@@ -53,7 +53,7 @@ def reward_parts(
     form: AnswerForm = "native",
     units: Collection[str] = (),
 ) -> dict[str, float | None]:
-    """The parts of a completion's reward by name, without those of the user's functions.
+    """The project's own parts of a completion's reward, by name.
 
     correct, 0 or 1: the final answer is right. format, 0 or 1: the answer is stated once, in the data set's form.
     overlong, -1 to 0: see `overlong_penalty`.
@@ -203,7 +203,7 @@ def group_advantages(rewards_PG: torch.Tensor, scale: bool = True, eps: float = 
 
 
 def summed_advantages(parts_KPG: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Advantages of several rewards, each of which is normalized within its group (TRL's `normalize_then_sum`).
+    """Advantages of several rewards that are normalized one by one within their groups (TRL's `normalize_then_sum`).
 
     parts [K, P, G] float, NaN where a completion is left out of a reward -> advantages [P, G]: the weighted sums of the
     rewards' advantages, normalized over the batch. A group without a difference in any reward gets exactly 0.

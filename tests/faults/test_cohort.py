@@ -1,4 +1,4 @@
-"""Runs side by side that are killed, or of which one fails: each ends with the bits of an undisturbed run."""
+"""Runs side by side after a kill, or beside a run that fails: each ends with the bits of an undisturbed run."""
 
 import json
 import os

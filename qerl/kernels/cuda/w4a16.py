@@ -102,7 +102,7 @@ class KernelVariant:
         """The division of A x over `columns` columns of x: senders of sums per 16 rows of A, and blocks per span.
 
         The number of senders is an upper bound. A span is in blocks of columns, and 0 where stages divide A: beyond 32
-        rows, unless they are a cohort's, of which a warp multiplies 8 at a time.
+        rows, except in a cohort, where a warp multiplies 8 rows at a time.
         """
         if self.small_batch or cohort:
             blocks = columns // layouts.BLOCK_COLUMNS

@@ -356,8 +356,8 @@ def _send_shrunk(
     down, x, shrink_sums, runs, run_of_rank, number, m, m_read, rows, columns, first, last, split,
     RANK: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write A x of a split's columns, for a few rows of A, of which a row of x has the run: their tile is in shared
-    memory.
+    """Write A x of a split's columns, for a few rows of A if they are of the run of a row of x: their tile is in
+    shared memory.
     """
     rank = number * SHRINK_ROWS + tl.arange(0, SHRINK_ROWS)
     read = tl.minimum(rank, RANK - 1)

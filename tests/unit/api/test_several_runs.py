@@ -67,6 +67,17 @@ def test_base_and_problems_are_stored_once_and_survive_the_first_run(several):
     assert qerl.train(moved / "run.yaml").finished
 
 
+def test_several_runs_are_refused_in_the_folder_of_one(several):
+    qerl.train(several)
+    with pytest.raises(ConfigError, match="is the folder of one run, not of several"):
+        qerl.train({**several, "seeds": [0, 1]})
+    # The other way around, too.
+    shared = {**several, "out": several["out"] + "-several"}
+    qerl.train({**shared, "seeds": [0]})
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        qerl.train(shared)
+
+
 def test_runs_of_other_bases_train_one_after_another(several):
     dense, packed = qerl.train({**several, "runs": {"dense": {"weights": "bf16"}, "packed": {}}})
     assert [dense.settings.weights, packed.settings.weights] == ["bf16", "nvfp4"]
