@@ -703,7 +703,7 @@ class RunFile(RunSettings):
     """A file or folder of records, or a mapping with the keys of DatasetSettings."""
     out: FilePath
     """A new folder for all that the run makes."""
-    seeds: tuple[Seed, ...] = ()
+    seeds: list[Seed] = []
     """Several runs that differ in their seed. They train side by side on one copy of the base, each in a folder of its
     own in `out`, such as `seed0`."""
     runs: dict[Name, dict[str, Any]] = {}
@@ -713,7 +713,7 @@ class RunFile(RunSettings):
 
     @field_validator("seeds", mode="after")
     @classmethod
-    def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    def _seeds_differ(cls, seeds: list[int]) -> list[int]:
         if repeated := {seed for seed in seeds if seeds.count(seed) > 1}:
             raise ValueError(f"seed {min(repeated)} stands there twice, and would be the same run; leave one out")
         return seeds

@@ -113,7 +113,7 @@ def members(settings: RunFile) -> list[RunFile]:
     found = []
     for name, keys in (settings.runs or {"": {}}).items():
         where, own = f"runs.{name}" if name else "run", nested(keys)
-        for seed in settings.seeds or [None]:
+        for seed in settings.seeds or (None,):
             label = "-".join([name] * bool(name) + [f"seed{seed}"] * (seed is not None))
             values = {"out": settings.out / label} | ({} if seed is None else {"seed": seed})
             found.append(parse_run({**merged(common, own), **values}, where))
