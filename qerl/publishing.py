@@ -12,10 +12,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from huggingface_hub import CardData, EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.utils import httpx
 from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints.files import RUN_FILE, TOKENIZER, StockLoading
