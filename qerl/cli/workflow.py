@@ -255,6 +255,29 @@ def summary(root: Path) -> None:
     print_summary(root)
 
 
+@app.command(rich_help_panel=PANEL)
+def archive(
+    root: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder of results.")],
+    out: Annotated[Path, typer.Argument(help="The archive, a ZIP.")],
+    inputs: Annotated[
+        list[Path] | None, typer.Argument(help="Further files, such as the configuration and requirements.lock.")
+    ] = None,
+) -> None:
+    """Pack a folder of results, without weights, into an archive that others can check (an RO-Crate)."""
+    from qerl.report.archive import write_archive
+
+    typer.echo(f"{out}: {write_archive(root, out, inputs or ())} files")
+
+
+@app.command(rich_help_panel=PANEL)
+def verify(archive: Annotated[Path, typer.Argument(help="An archive of `qerl archive`.")]) -> None:
+    """Check an archive: its checksums, and that its results and samples give its tables again."""
+    from qerl.report.archive import verify
+
+    counts = verify(archive)
+    typer.echo(f"{archive}: {counts['files']} checksums are right, {counts['tables']} tables come out equal")
+
+
 # Every key of a configuration, from the models of `qerl.settings`: config/README.md for people, with type, default and
 # meaning, and a JSON schema for editors and the catalog of Snakemake's workflows.
 
