@@ -270,6 +270,10 @@ def _pack(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def _shortened(view: View) -> list[Json]:
     """A view at each number of halvings of its problems, until one is left: packed prompts, all else, and counts.
 
@@ -288,6 +292,7 @@ def _shortened(view: View) -> list[Json]:
                 "stored": len(problems),
                 "completions": len(completions),
                 "right": sum(completion["verdicts"][0][1] for completion in completions),
+                "reward": _mean([each["reward"] for each in completions if each.get("reward") is not None]),
             }
         )
     return packed
