@@ -38,7 +38,7 @@ _TEXT = """\
 # {{ title }}
 
 {{ what }}, trained by reinforcement learning ({{ settings.loss.name }}, {{ settings.steps }} steps)
-with qerl, an implementation of [QeRL](https://arxiv.org/abs/2510.11696), on {{ base }},
+with qerl (`pip install qerl`), an implementation of [QeRL](https://arxiv.org/abs/2510.11696), on {{ base }},
 whose linear weights were {{ settings.weights }}.{{ rounded }}
 
 {{ first }}
