@@ -1,7 +1,7 @@
 """The site's files (`hooks` of mkdocs.yml): the repository's pages and what they link to, at their own paths.
 
-So links are the same on the site, in a clone and on a forge. Two pages exist on the site alone, made of the code: the
-functions of `import qerl`, and the commands of `qerl`.
+So links are the same on the site, in a clone and on a forge. Three pages exist on the site alone, made of the code: the
+functions of `import qerl`, the commands of `qerl`, and the files of results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page for pattern in PAGES for page in root.glob(pattern)}
     shown = sorted(pages.union([root / name for name in config.extra["polyfills"]], *map(linked, pages)))
     own = [File.generated(config, str(file.relative_to(root)), abs_src_path=str(file)) for file in shown]
-    made = {"docs/api.md": "\n\n".join(api_page()), "docs/commands.md": "\n\n".join(commands_page())}
-    own += [File.generated(config, name, content=content) for name, content in made.items()]
+    for name, paragraphs in {"api": api_page(), "commands": commands_page(), "files": files_page()}.items():
+        own.append(File.generated(config, f"docs/{name}.md", content="\n\n".join(paragraphs)))
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *own])
 
 
@@ -75,6 +75,18 @@ def commands_page() -> Iterator[str]:
 
     yield "# Commands"
     yield from _commands("qerl", typer.main.get_command(app))
+
+
+def files_page() -> Iterator[str]:
+    """The paragraphs of the page of results: the keys of each file and of each line."""
+    from qerl.cli.workflow import section
+    from qerl.results import schema
+
+    yield "# Files of results"
+    yield inspect.getdoc(schema) or ""
+    for _, model in inspect.getmembers(schema, inspect.isclass):
+        if issubclass(model, schema.Stored) and model is not schema.Stored:
+            yield section(model)
 
 
 def _commands(name: str, command: Any) -> Iterator[str]:

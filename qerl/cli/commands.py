@@ -144,6 +144,8 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run, or several side by side (`seeds`, `runs`). After a kill, the same command continues."""
+    if sys.stderr.isatty():
+        typer.echo("loading libraries, which takes some seconds", err=True)
     changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
     result = api.train(changed, out, log_to_file=True)
     if isinstance(result, list):

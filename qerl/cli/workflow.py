@@ -22,6 +22,7 @@ from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own
 from qerl.host.provenance import check_writable, writing
 from qerl.jobs import Job, KilledError, Plan
 from qerl.report_jobs import PointJob
+from qerl.results.schema import Stored
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
@@ -328,8 +329,9 @@ def _default(field: FieldInfo) -> str:
     return "none" if field.default is None else f"`{field.default}`"
 
 
-def _section(settings: type[BaseModel]) -> str:
-    inherited = [_link(parent) for parent in settings.__bases__ if parent is not Settings]
+def section(settings: type[BaseModel]) -> str:
+    """The heading, description and table of keys of a model, in Markdown."""
+    inherited = [_link(parent) for parent in settings.__bases__ if parent not in (Settings, Stored)]
     about = [inspect.getdoc(settings) or "", *(f"It also has the keys of {parent}." for parent in inherited)]
     rows = [
         (f"`{name}`", _type_name(field.annotation), _default(field), " ".join((field.description or "").split()))
@@ -355,7 +357,7 @@ def keys_page() -> str:
         "These keys of a run decide no result, so changing them reruns nothing: "
         f"{keys}. The same holds for those of an evaluation's engine."
     )
-    return "\n\n".join(["# Configuration", undeciding, *map(_section, sections())]) + "\n"
+    return "\n\n".join(["# Configuration", undeciding, *map(section, sections())]) + "\n"
 
 
 def keys_schema() -> str:
