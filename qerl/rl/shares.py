@@ -170,7 +170,7 @@ def _reason(status: int, what: str, count: int, signalled: int) -> BaseException
 def _train_share(groups: Groups, answer: Connection) -> None:
     """Train a share in this process, and send what ended runs."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    failures: list[BaseException] = []
+    failures = list[BaseException]()
     try:
         # Repeated signals are one: a terminal or a cluster may send its own to each process.
         with announced(alone=False, also=[signal.SIGINT]) as end:
@@ -181,9 +181,8 @@ def _train_share(groups: Groups, answer: Connection) -> None:
 
 def _end_with_parent() -> None:
     """End this process when its parent has ended, which holds the locks of its runs."""
-    parent = multiprocessing.parent_process()
-    assert parent
-    parent.join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     os._exit(1)
 
 

@@ -23,12 +23,10 @@ from qerl.results.paths import METRICS
 from qerl.rl import shares
 from qerl.rl.shares import deal, expected_tokens, train_runs
 from qerl.rl.train import Trainer, train_run
-from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import RunSettings
-from tests.faults.conftest import REWARD, SETTINGS, forked
-from tests.faults.test_cohort import FAILING, assert_same, cut_at, finished, steps_of
+from qerl.settings.base import ConfigError
+from tests.faults.conftest import SETTINGS, forked
+from tests.faults.test_cohort import FAILING, assert_same, cut_at, finished, make_jobs, steps_of, train_alone
 from tests.faults.test_files import CUT
-from tests.jobs import train_job
 
 #: The last one trains in full, and so beside no other.
 RUNS = {
@@ -39,34 +37,16 @@ RUNS = {
 }
 
 
-def make_jobs(inputs, folder, names=tuple(RUNS), **changes):
-    sys.modules.pop("fault_reward", None)
-    torch.set_num_threads(1)  # as in forks
-    made = []
-    for name in names:
-        settings = parse(RunSettings, {**SETTINGS, **RUNS[name], **changes.get(name, {})}, name)
-        paths = inputs / "base", inputs / "data", folder / name / "work", folder / name / "out"
-        made.append(train_job(settings, *paths, id=name))
-    return made
-
-
 @pytest.fixture
 def jobs(run):
-    return lambda folder, **changes: make_jobs(run.folder, run.folder / folder, **changes)
+    return lambda folder, **changes: make_jobs(run.folder, run.folder / folder, tuple(RUNS), runs=RUNS, **changes)
 
 
 @pytest.fixture(scope="module")
 def alone(inputs, tmp_path_factory):
     """The runs, each trained by itself in this process."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "fault_reward.py").write_text(REWARD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QERL_COMMIT", "test")
-        patch.syspath_prepend(str(folder))
-        made = make_jobs(inputs, folder)
-        for job in made:
-            train_run(job)
-    return {job.id: job for job in made}
+    made = tmp_path_factory.mktemp("alone")
+    return train_alone(made, lambda folder: make_jobs(inputs, folder, tuple(RUNS), runs=RUNS))
 
 
 @contextmanager
@@ -174,9 +154,7 @@ def test_a_killed_process_is_a_sentence_at_the_end_and_the_next_call_continues(j
         return step(self, at, *rest)
 
     made = jobs("shared")
-    said = (
-        r"^the process of GPU 0, which trained long, full, was killed, possibly.* continue from their last"
-    )
+    said = r"^the process of GPU 0, which trained long, full, was killed, possibly.* continue from their last"
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", killed)
         with pytest.raises(KilledError, match=said):
