@@ -30,7 +30,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace what MkDocs found in `docs_dir`; keep what the theme brings."""
     root = Path(config.config_file_path).resolve().parent
     pages = {page for pattern in PAGES for page in root.glob(pattern)}
-    shown = sorted(pages.union([root / name for name in config.extra["polyfills"]], *map(linked, pages)))
+    shown = sorted(
+        pages.union(map(root.joinpath, [*config.extra["polyfills"], *config.extra_css]), *map(linked, pages))
+    )
     own = [File.generated(config, str(file.relative_to(root)), abs_src_path=str(file)) for file in shown]
     for name, paragraphs in {"api": api_page(), "commands": commands_page(), "files": files_page()}.items():
         own.append(File.generated(config, f"docs/{name}.md", content="\n\n".join(paragraphs)))
