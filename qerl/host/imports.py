@@ -83,8 +83,8 @@ def check_engine(settings: EngineSettings, key: str) -> None:
         )
 
 
-def check_trackers(names: Iterable[str], key: str) -> None:
-    """Raise `ConfigError` if the library of a tracker under `key` isn't installed."""
+def check_libraries(names: Iterable[str], key: str) -> None:
+    """Raise `ConfigError` if a library that `key` names, such as a tracker's, isn't installed."""
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # None: a folder of that name, such as W&B leaves behind
