@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -224,6 +223,8 @@ def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) ->
 
 #: The library precomputes some tasks for a number of problems, of which this is its default.
 _AT_ONCE = 500
+#: Tasks whose problem is the same one with its numbers in another order, in any of the library's wordings.
+_OF_NUMBERS = ("countdown", "puzzle24")
 
 
 def _of_reasoning_gym(settings: ReasoningGymData, rng: random.Random) -> Iterator[Draw]:
@@ -244,10 +245,9 @@ def _entries(settings: ReasoningGymData, level: int | None, rng: random.Random) 
         except (AssertionError, TypeError, ValueError) as error:
             raise DataError(f"origin: reasoning-gym can't make problems of the task {name}: {error}") from None
         task, place = (task, place + 1) if place + 1 < _AT_ONCE else (None, 0)
-        question = entry["question"]
-        # In another order of its words and numbers, a problem is the same one.
-        core = tuple(sorted(re.findall(r"\w+", question)))
-        yield Draw(" ".join(question.split()), core, partial(_gym_record, entry, about))
+        question, metadata = " ".join(entry["question"].split()), entry["metadata"]
+        numbers = (*sorted(metadata["numbers"]), metadata.get("target")) if name in _OF_NUMBERS else None
+        yield Draw(question, numbers or question, partial(_gym_record, entry, about))
 
 
 def _gym_record(entry: Mapping[str, Any], about: Mapping[str, Any], split: Split) -> Record:
