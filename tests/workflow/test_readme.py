@@ -32,6 +32,25 @@ pytestmark = [pytest.mark.slow]
 #: The environment, and the folder of its packages.
 ENVIRONMENT = "environment"
 PACKAGES = sysconfig.get_path("purelib", "venv", {"base": ENVIRONMENT})
+#: A rubric of two rewards, of which one reads a column and the other waits.
+ENVIRONMENT_OF_VERIFIERS = """
+import datasets
+import verifiers as vf
+
+
+def load_environment():
+    rows = [{"question": f"Write {n}", "answer": str(n)} for n in range(40)]
+    data = datasets.Dataset.from_list(rows)
+
+    def asked(prompt, answer):
+        return float(prompt[-1]["content"] == f"Write {answer}")
+
+    async def length(completion):
+        return len(completion[-1]["content"])
+
+    rubric = vf.Rubric(funcs=[asked, length], weights=[2.0, 0.5])
+    return vf.SingleTurnEnv(dataset=data, eval_dataset=data.select(range(8)), system_prompt="Go.", rubric=rubric)
+"""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -220,3 +239,23 @@ def test_coming_from_trl(folder):
     assert "validation/reward" in metrics[-1]
     [first, *_] = read_rows(RolloutRow, folder / "runs/chats/rollouts/step-000001.jsonl.gz")
     assert re.fullmatch(r"Answerbriefly\.(\d+)\+\1\?:", first.prompt)  # the tiny tokenizer drops spaces
+
+
+@pytest.mark.parametrize("library", ["reasoning_gym", "verifiers"])
+def test_problems_of_other_libraries(folder, library):
+    pytest.importorskip(library)
+    blocks(section("Problems of other libraries"), folder)
+    (folder / "my_env.py").write_text(ENVIRONMENT_OF_VERIFIERS)
+    file, run = {"reasoning_gym": ("gym.yaml", "runs/gym"), "verifiers": ("rubric.yaml", "runs/rubric")}[library]
+    in_forks("sh", f"qerl train {file}", folder)
+    last = json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1])
+    if library == "reasoning_gym":
+        assert last["validation/pass@1"] == 0
+        return
+    rows = [row for file in (folder / run / "rollouts").iterdir() for row in read_rows(RolloutRow, file)]
+    for row in rows:
+        wanted = int("".join(re.findall(r"\d", row.prompt)))
+        for completion in row.completions:
+            text = "".join(completion.tokens)
+            assert completion.reward == pytest.approx(2 * (row.gold == str(wanted)) + 0.5 * len(text))
+    assert last["validation/reward"] > 2
