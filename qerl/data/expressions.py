@@ -24,7 +24,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
+from io import StringIO
 from typing import Any, BinaryIO, NoReturn, cast
 
 CPU_SECONDS = 2.0
@@ -145,7 +147,8 @@ def points_of(answer: str, entry: Mapping[str, Any]) -> float:
     scorer, source = _scorer(entry["task"], json.dumps(entry["arguments"], sort_keys=True), entry["level"])
     evaluated = ("eval(" in source and "(" in answer) or ("parse_expr(" in source and not _is_formula(answer))
     try:
-        return float(scorer("" if evaluated else answer, entry))
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # some scorers print what is wrong
+            return float(scorer("" if evaluated else answer, entry))
     except _UNREADABLE:
         return 0.0
 
@@ -191,9 +194,9 @@ def _serve() -> None:
     # Import and warm up once, before any fork.
     _compare("\\frac{1}{2}", "\\sqrt{x+1}")
     for question in sys.stdin.buffer:
-        if b'"task"' in question:  # loaded once, before any fork
+        if b'"task": ' in question:  # loaded once, before any fork
             _, entry = json.loads(question)
-            points_of("", entry)
+            _scorer(entry["task"], json.dumps(entry["arguments"], sort_keys=True), entry["level"])
         read, write = os.pipe()
         fork = os.fork()
         if fork == 0:

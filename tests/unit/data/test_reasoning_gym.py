@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from qerl.data import records
+from qerl.data import expressions, records
 from qerl.data.generated import generate
 from qerl.data.grading import credit, is_correct, statement, verdict, well_formed
 from qerl.data.records import DataError, parse_record
@@ -122,7 +122,10 @@ def test_an_answer_never_runs_as_code(task, attack, tmp_path):
 
 
 @needs_the_library
-def test_an_endless_answer_is_a_timeout_and_earns_nothing():
+def test_a_wrong_answer_is_silent_and_an_endless_one_a_timeout(capsys):
+    _, _, tower = entry_of("tower_of_hanoi")
+    assert expressions.points_of("Move disk 2 from Peg 12 to Peg 3", json.loads(tower.answer)) == 0
+    assert capsys.readouterr() == ("", "")  # the scorer prints such moves
     _, _, problem = entry_of("countdown")
     assert verdict("<answer>9**9**9**9</answer>", problem.answer, FORMAT) == "timeout"
     assert points("9**9**9**9", problem) == 0

@@ -51,7 +51,7 @@ def sentence_of(call) -> str:
         (RunFile, "out: $SCRATCH/run", "`out`: $SCRATCH isn't replaced in a path, as a shell would do"),
         (RunSettings, "[]", "it must be a mapping of the keys model, dataset"),
         (RunFile, "model: m", "`out` is missing (A new folder for all that the run makes)"),
-        (DatasetSettings, "origin: {}", "`origin.source` is missing; give one of generated, countdown, reasoning_gym, local, hub"),
+        (DatasetSettings, "origin: {}", "`origin.source` is missing; give one of generated, countdown, reasoning_gym,"),
         (DatasetSettings, "origin: {source: locl}", "'locl'; give one of generated, countdown, reasoning_gym, local,"),
         (DatasetSettings, "origin: {source: local}", "`origin.path` is missing"),
         (DatasetSettings, "columns: {off: x}", "a key of `columns` must be a string, not false; put it in quotes"),
