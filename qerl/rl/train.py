@@ -448,7 +448,7 @@ def make_trainer(
     return Trainer(settings, policy, sampler, task, work, fingerprint)
 
 
-def _state_folder(job: TrainJob) -> Path:
+def state_folder(job: TrainJob) -> Path:
     """The folder of the run's state, named by the settings and the code that decide it, its base and its problems.
 
     Files' modification times don't count, because a clock may be wrong, and copies may keep old times.
@@ -469,7 +469,7 @@ def train_run(job: TrainJob, place: Place | None = None) -> None:
     # A note of an earlier attempt would pass for the cause of this one's failure.
     for note in job.work.glob("failure-*.json"):
         note.unlink()
-    state, first = _state_folder(job), is_first(job.settings.nodes)
+    state, first = state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     nodes, timeout = job.settings.nodes, job.settings.node_timeout

@@ -7,6 +7,7 @@
 rule train:
     input:
         **input_of("train", "data", "checked", "checkpoint"),
+        cohort=lambda wildcards: JOBS.mark(wildcards.run),
     output:
         policy=directory(output_of("train", paths.POLICY)),
         metrics=output_of("train", paths.METRICS),
@@ -34,3 +35,22 @@ rule train:
         " {params.launcher} python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
         " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"
+
+
+# Runs that train side by side (`side_by_side`). The rule `train` then takes what this one finished, at once: these jobs go first.
+use rule train as cohort with:
+    input:
+        **input_of("cohort", "data", "checked", "checkpoint"),
+    output:
+        output_of("cohort"),
+    log:
+        "<logs>/cohort/{cohort}.log",
+    priority: -1
+    threads: 1
+    resources:
+        **gpus("cohort"),
+        mem_mb=2000,
+        runtime=2880,
+    params:
+        **job_params("cohort"),
+        launcher="",
