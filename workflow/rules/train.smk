@@ -23,9 +23,7 @@ rule train:
     threads: of("train", lambda job: job.settings.processes_of_node)
     resources:
         **JOBS.machines,
-        **gpus("train") | dict(gpu=of("train", lambda job: job.settings.gpus)),
-        mem_mb=2000,
-        runtime=2880,
+        **gpus("train", mem_mb=2000, runtime=2880) | dict(gpu=of("train", lambda job: job.settings.gpus)),
     params:
         **job_params("train"),
         launcher=JOBS.launcher,
@@ -48,9 +46,7 @@ use rule train as cohort with:
     priority: -1
     threads: 1
     resources:
-        **gpus("cohort"),
-        mem_mb=2000,
-        runtime=2880,
+        **gpus("cohort", mem_mb=2000, runtime=2880),
     params:
         **job_params("cohort"),
         launcher="",
