@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -119,6 +120,27 @@ def test_a_changed_arm_trains_without_the_others_and_a_run_alone_in_its_own_job(
     tree.snakemake(*write(tree, "other", noisy={"optimizer.learning_rate": 0.02}))
     for run in RUNS:
         assert_same(tree, name, run, "other")
+
+
+def test_each_job_of_a_cluster_makes_the_plan_of_the_first_snakemake(tree):
+    """On a node Snakemake plans anew, and may run no other rule; meanwhile runs of the same cohort have finished."""
+    name, arguments = "nodes", write(tree, "nodes", 4)
+    dry = tree.snakemake("--dry-run", *arguments).stdout
+    before = [
+        *set(re.findall(rf"results/{name}/checked/[\w-]+", dry)),
+        f"results/{name}/quantize/tiny-nvfp4/checkpoint",
+    ]
+    tree.snakemake(*arguments[:3], *before)
+    [cohort] = set(re.findall(rf"results/{name}/cohorts/({RUNS[0]}[\w-]+)", dry))
+    alone = "--mode", "remote", "--force", "--nolock", "--ignore-incomplete", "--scheduler", "greedy"
+    for rule, job in (("cohort", f"cohort={cohort}"), *(("train", f"run={run}") for run in RUNS[:4])):
+        tree.snakemake("--target-jobs", f"{rule}:{job}", "--allowed-rules", rule, *alone, *arguments[:2])
+    assert finished(tree, name) == RUNS[:4]
+    assert tree.planned(*arguments) == {"cohort": 1, "train": 2}
+    assert f"{', '.join(RUNS[:4])} train side by side" in logs(tree, name, "cohort")[cohort]
+    assert not any("step" in text for text in logs(tree, name, "train").values())  # each took its results
+    for run in RUNS[:4]:
+        assert_same(tree, name, run)
 
 
 def test_a_run_that_fails_keeps_no_other_back_and_its_own_job_names_the_error(tree):
