@@ -5,11 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from qerl.cli.workflow import run_job
 from qerl.jobs import CohortJob, TrainJob
 from qerl.memory_model import runs_that_fit
 from qerl.models.random import random_config
 from qerl.results.paths import VERSION
+from qerl.results.schema import OK, RunResult
+from qerl.results.store import read
 from qerl.rl.cohort import store
+from qerl.rl.train import Trainer
 from qerl.settings.base import parse
 from qerl.settings.run import RunSettings
 from qerl.workflow import cohorts
@@ -145,3 +149,22 @@ def test_as_many_runs_as_the_memory_model_allows_share_the_gpu(tmp_path, monkeyp
     most = runs_that_fit(SEVEN, replace(ASKED, runs=40), gigabytes * 1e9) if gigabytes else 40
     assert cohorts.fitting(runs) == max(1, most)
     assert (most > 1) == (gigabytes != 12)
+
+
+def test_a_failure_is_a_row_by_the_runs_own_job_and_results_are_taken_without_training(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    runs = []
+    for name, limit in (("late", 1e-9), ("one", None), ("two", None)):
+        settings = parse(RunSettings, {**SETTINGS, "seed": len(runs)}, "test")
+        paths = tmp_path / "base", tmp_path / "data", tmp_path / "work" / name, tmp_path / "out" / name
+        runs.append(train_job(settings, *paths, version="v c", on_failure="row", time_limit=limit))
+    run_job(CohortJob(runs=runs, out=tmp_path / "mark"))
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(Trainer, "step", None)
+    for run in runs:
+        run_job(run)
+    status = [read(RunResult, run.out / "run.json").status for run in runs]
+    assert status == ["timeout of 1e-09 h after 1 of 4 steps", OK, OK]
+    assert {path.name for path in runs[1].out.iterdir()} == {*TrainJob.writes, VERSION}
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"late", "finished"}  # its checkpoint stays
+    assert not any((tmp_path / "work/finished").iterdir())
