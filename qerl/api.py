@@ -118,8 +118,8 @@ def train(
     finished run whose inputs have changed is refused with a `ConfigError` that names them.
 
     With `seeds` or `runs` there are several runs in folders of `out`, and the result is the list of them. Those of one
-    base and engine train side by side, and others one after another. A run that fails leaves the others as they are,
-    and its error is raised once they have ended.
+    base and engine train side by side, and others one after another; several free GPUs share them out, in processes of
+    their own. A run that fails leaves the others as they are, and its error is raised once they have ended.
 
     With `log_to_file`, all that the process and its libraries print goes to log.txt in `out`. The screen shows progress
     and the project's own lines.
@@ -142,21 +142,15 @@ def train(
             sources = [run_folder.checked_source(one) for one in waiting]
             if all(one.joins_free_memory for one in waiting):
                 join_free_memory()
-            from qerl.rl.cohort import cohorts, train_cohort
+            from qerl.rl.shares import train_runs
             from qerl.rl.train import train_run
 
-            failures = []
             with ExitStack() as locks:
-                for cohort in cohorts(_prepared(waiting, sources, records, locks)):
-                    try:
-                        if len(cohort) > 1:
-                            train_cohort(cohort)
-                        else:
-                            train_run(cohort[0])
-                    except Exception as error:  # noqa: BLE001 - raised below: whatever ended it, the others are trained
-                        failures.append(error)
-            if failures:
-                raise failures[0]
+                jobs = _prepared(waiting, sources, records, locks)
+                if len(jobs) > 1:
+                    train_runs(jobs)
+                else:
+                    train_run(jobs[0])
     result = [Run(one.out) for one in runs]
     return result if settings.seeds or settings.runs else result[0]
 

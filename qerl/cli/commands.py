@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from qerl.cli.workflow import console, print_error, print_table
 from qerl.host.console import UNKNOWN, configure_logging, quiet
 from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
+from qerl.jobs import KilledError
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema import QuantizationReport
 from qerl.results.statistics import Interval
@@ -568,6 +570,9 @@ def error_sentences() -> Iterator[None]:
             raise
         print_error(error)
         sys.exit(2)
+    except KilledError as error:
+        print_error(error)
+        sys.exit(128 + signal.SIGKILL)
     except OSError as error:
         if error.errno not in _REMEDIES:
             try:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -192,14 +193,11 @@ def cohorts(jobs: Sequence[TrainJob]) -> list[list[TrainJob]]:
         else:
             groups.append([job])
             if refusal:
-                log.info("%s; they train one after another", refusal)
-    for group in groups:
-        if len(group) > 1:
-            log.info("%s train side by side", ", ".join(job.id for job in group))
+                log.info("%s; they train apart", refusal)
     return groups
 
 
-def train_cohort(jobs: Sequence[TrainJob]) -> None:
+def train_cohort(jobs: Sequence[TrainJob], end: Announcement | None = None) -> None:
     """Train runs side by side, each with its results in its job's `out`, as `train_run` does.
 
     A run that fails or has all of its steps leaves, and the others go on. Afterwards the first failure is raised, with
@@ -208,6 +206,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
     """
     if refusal := refused_cohort(jobs):
         raise ConfigError(f"{refusal}; train them one after another")
+    log.info("%s train side by side", ", ".join(job.id for job in jobs))
     settings = [job.settings for job in jobs]
     adapted = with_adapters(jobs[0].checkpoint, [(s.adapter, s.seed) for s in settings], settings[0].dtype)
     policies = [prepared(policy, own) for policy, own in zip(adapted, settings, strict=True)]
@@ -222,7 +221,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         main_thread.set(calls)
         with naming(jobs[run].id):
             try:
-                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
+                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler)), end)
             except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
                 failures.append((jobs[run].id, error))
                 if not isinstance(error, Interrupted):
@@ -230,7 +229,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
             finally:
                 meeting.leave()
 
-    with announced(also=[signal.SIGINT]) as end:
+    with nullcontext(end) if end else announced(also=[signal.SIGINT]) as end:
         threads = [threading.Thread(target=work, args=(run, end), name=job.id) for run, job in enumerate(jobs)]
         for thread in threads:
             thread.start()
