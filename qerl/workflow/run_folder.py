@@ -328,6 +328,7 @@ def train_stage(settings: RunFile) -> Stage[TrainJob]:
         data=folder / DATA,
         work=folder / WORK,
         tracked=folder / TRACKED,
+        version="",
         out=folder,
     )
     return Stage("reward", job, folder)
