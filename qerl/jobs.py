@@ -514,7 +514,7 @@ class TrainJob(Job):
 
     @property
     def own_functions(self) -> set[str]:
-        return self.settings.reward.own_functions
+        return self.settings.own_functions
 
 
 # Jobs of evaluations.
