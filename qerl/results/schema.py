@@ -259,6 +259,8 @@ class StepMetrics(Stored):
     completion_length: Number
     truncated: Number
     grading_timeouts: int | None = _maybe("grading/timeouts")
+    turns: Number | None = None
+    environment_tokens: int | None = None
     loss: Number
     entropy: Number
     entropy_sampler: Number | None = _maybe("entropy/sampler")
@@ -293,6 +295,7 @@ class StepMetrics(Stored):
     rollout_seconds: Number = _named("seconds/rollout")
     idle_seconds: Number | None = _maybe("seconds/idle")
     idle_seconds_max: Number | None = _maybe("seconds/idle_max")
+    environment_seconds: Number | None = _maybe("seconds/environment")
     update_seconds: Number = _named("seconds/update")
     step_seconds: Number = _named("seconds/step")
     memory_bytes: Number

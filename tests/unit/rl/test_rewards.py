@@ -120,7 +120,9 @@ def test_own_rewards_are_parts_with_weights(module):
         for (problem, answer), parts in zip(asked, function_parts(settings, asked, 1), strict=True)
     )
     assert short == {"correct": 1, "format": 1, "overlong": 0, "short": 1, "tensor": 0.25}
-    assert (total(short, settings.weights), total(long, settings.weights)) == pytest.approx((0.1 + 3 + 0.25, 0.1 + 0.75))
+    assert (total(short, settings.weights), total(long, settings.weights)) == pytest.approx(
+        (0.1 + 3 + 0.25, 0.1 + 0.75)
+    )
 
 
 def test_settings_of_earlier_runs_have_one_function():
