@@ -84,7 +84,13 @@ CASES = {
             "weights": "bf16",
             "processes": 1,
             "gradient_checkpointing": True,
-            "rollout": {"engine": "vllm", "vllm": {"tensor_parallel": 2, "utilization": 0.4, "max_model_len": 2048}},
+            "adapter": {"train_norms": True},
+            "noise": {"schedule": "exponential"},
+            "rollout": {
+                "prompts": 4,
+                "engine": "vllm",
+                "vllm": {"tensor_parallel": 2, "utilization": 0.4, "max_model_len": 2048},
+            },
         },
     ),
 }

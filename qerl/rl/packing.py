@@ -148,29 +148,51 @@ def split(
 ) -> list[list[int]]:
     """Indices of the samples of each micro-batch, largest micro-batch first; `index` are those to split, or all.
 
-    A micro-batch has at most `max_tokens` tokens, and at most an even share of the batch for each of `parts` processes.
-    A longer completion is alone. A group that fits isn't split. If a group is split, each piece has the prompt.
+    A micro-batch has at most `max_tokens` tokens; a longer completion is alone. A group that fits isn't split. If a
+    group is split, each piece has the prompt. Several processes (`parts`) get equally many micro-batches of similar
+    size.
     """
     # Filling each micro-batch to the limit would make fewer of them, but repeat a prompt at each cut; one of half the
     # limit costs no more per token.
     groups = list(_groups(samples, range(len(samples)) if index is None else index))
-    share = math.ceil(sum(packed_tokens(samples, group) for group in groups) / parts)
-    limit = min(max_tokens, share)
+    total = sum(packed_tokens(samples, group) for group in groups)
+    limit = min(max_tokens, math.ceil(total / parts))
     pieces = [piece for group in groups for piece in _cut(samples, group, limit)]
     # First fit with the largest first leaves the least room unused.
     pieces.sort(key=lambda piece: -packed_tokens(samples, piece))
-    batches: list[list[int]] = []
+    sizes = [packed_tokens(samples, piece) for piece in pieces]
+    rows = _full(sizes, limit) if parts == 1 else _even(sizes, max_tokens, parts)
+    rows.sort(key=lambda row: -sum(sizes[i] for i in row))
+    return [sorted(i for place in row for i in pieces[place]) for row in rows]
+
+
+def _full(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """The places of `sizes` in rows of at most `limit`: each in the first row with room."""
+    rows: list[list[int]] = []
     room: list[int] = []
-    for piece in pieces:  # first fit
-        size = packed_tokens(samples, piece)
-        place = next((i for i, left in enumerate(room) if size <= left), len(room))
-        if place == len(room):
-            batches.append([])
+    for place, size in enumerate(sizes):
+        row = next((i for i, left in enumerate(room) if size <= left), len(room))
+        if row == len(room):
+            rows.append([])
             room.append(limit)
-        batches[place] += piece
-        room[place] -= size
-    order = sorted(range(len(batches)), key=lambda i: room[i])
-    return [sorted(batches[i]) for i in order]
+        rows[row].append(place)
+        room[row] -= size
+    return rows
+
+
+def _even(sizes: Sequence[int], limit: int, parts: int) -> list[list[int]]:
+    """The places of `sizes` in rows of at most `limit`, a multiple of `parts`: each in the emptiest row.
+
+    Full rows would leave a last one that is small or missing, for which the other processes wait.
+    """
+    count = parts * math.ceil(sum(sizes) / (parts * limit))
+    while True:
+        rows: list[list[int]] = [[] for _ in range(count)]
+        for place in range(len(sizes)):
+            min(rows, key=lambda row: sum(sizes[i] for i in row)).append(place)
+        if all(len(row) <= 1 or sum(sizes[i] for i in row) <= limit for row in rows):
+            return [row for row in rows if row]
+        count += parts
 
 
 def _cut(samples: Sequence[Sample], group: list[int], limit: int) -> Iterator[list[int]]:

@@ -3,15 +3,15 @@
     python -m tests.gpu.time_scaling OUT --cases 7b-1,7b-2
 
 OUT gets run.json and metrics.jsonl of each case of `tests.scaling.CASES`, as training writes them. A case that failed
-has its error in run.json. `--scratch` has checkpoints: 65 GB for 32B in bfloat16, and as much again for its trained
-policy.
+has its error in run.json. `--scratch` keeps checkpoints for the next call: 65 GB for 32B in bfloat16 and 21 in NVFP4.
+A full fine-tuning needs as much again for its trained policy.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,8 @@ import typer
 from qerl.bench.workloads import lognormal_lengths
 from qerl.data.sources import prepare
 from qerl.host.console import configure_logging
+from qerl.jobs import TrainJob
+from qerl.models.quantize import quantize_checkpoint
 from qerl.results.paths import POLICY, ROLLOUTS
 from qerl.rl import train
 from qerl.rl.train import Trainer
@@ -36,9 +38,12 @@ from tests.tiny import random_checkpoint
 
 def write_inputs(case: Case, scratch: Path) -> None:
     """Write checkpoint and problems of a case, unless `scratch` has them."""
-    base, data = _base(case, scratch), scratch / "data"
+    scratch.mkdir(exist_ok=True)
+    dense, base, data = scratch / f"{case.size}-bf16", _base(case, scratch), scratch / "data"
+    if not dense.exists():
+        random_checkpoint(dense, case.size)
     if not base.exists():
-        random_checkpoint(base, case.size, case.run().weights)
+        quantize_checkpoint(dense, base, case.run().weights)
     if not data.exists():
         prepare(DatasetSettings(format="gsm8k", origin=Generated(train=4000, validation=4, test=4)), data)
 
@@ -48,8 +53,7 @@ def time_case(name: str, case: Case, scratch: Path, out: Path) -> None:
     configure_logging()
     with TemporaryDirectory(dir=scratch) as work:
         paths = _base(case, scratch), scratch / "data", Path(work), out / name
-        # A run's processes get its function by pickle, and with it the lengths.
-        with patch.object(train, "_train", _TrainWithLengths(case.lengths)):
+        with patch.object(train, "_train", train_to_lengths):
             train.train_run(train_job(case.run(), *paths, on_failure="row"))
     for folder in (POLICY, ROLLOUTS):
         shutil.rmtree(out / name / folder, ignore_errors=True)
@@ -59,25 +63,23 @@ def _base(case: Case, scratch: Path) -> Path:
     return scratch / f"{case.size}-{case.run().weights}"
 
 
-@dataclass(frozen=True)
-class _TrainWithLengths:
-    """`qerl.rl.train._train` with completions of given lengths, or of the greatest."""
-
-    lengths: tuple[int, float] | None
-
-    def __call__(self, *arguments: Any) -> None:
-        make_trainer = train.make_trainer
-
-        def with_lengths(*of_trainer: Any) -> Trainer:
-            trainer = make_trainer(*of_trainer)
-            trainer.collector.sampler = _Lengths(trainer.collector.sampler, self.lengths)  # type: ignore[assignment]
-            return trainer
-
-        with patch.object(train, "make_trainer", with_lengths):
-            _train(*arguments)
-
-
 _train = train._train
+
+
+def train_to_lengths(job: TrainJob, *others: Any) -> None:
+    """`qerl.rl.train._train` with completions of the case's lengths, or of the greatest.
+
+    A run's processes import it by its name, and find the lengths by the run's.
+    """
+    make_trainer, case = train.make_trainer, CASES.get(job.id)
+
+    def with_lengths(*of_trainer: Any) -> Trainer:
+        trainer = make_trainer(*of_trainer)
+        trainer.collector.sampler = _Lengths(trainer.collector.sampler, case and case.lengths)  # type: ignore[assignment]
+        return trainer
+
+    with patch.object(train, "make_trainer", with_lengths):
+        _train(job, *others)
 
 
 class _Lengths:
@@ -106,14 +108,15 @@ def _alone(function: Callable[..., None], *arguments: Any) -> bool:
     return process.exitcode == 0
 
 
-def main(out: Path, cases: Annotated[str, typer.Option()] = ",".join(CASES), scratch: Path = Path("/tmp")) -> None:
+def main(
+    out: Path, cases: Annotated[str, typer.Option()] = ",".join(CASES), scratch: Path = Path("/tmp/scaling")
+) -> None:
     """Time the cases, separated by commas."""
     failed = []
-    with TemporaryDirectory(dir=scratch) as folder:
-        for name in cases.split(","):
-            case = CASES[name]
-            done = _alone(write_inputs, case, Path(folder)) and _alone(time_case, name, case, Path(folder), out)
-            failed += [] if done else [name]
+    for name in cases.split(","):
+        case = CASES[name]
+        done = _alone(write_inputs, case, scratch) and _alone(time_case, name, case, scratch, out)
+        failed += [] if done else [name]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
