@@ -524,7 +524,7 @@ class TrainJob(Job):
 
     @property
     def own_functions(self) -> set[str]:
-        return self.settings.reward.own_functions
+        return self.settings.own_functions
 
 
 class CohortJob(Job):

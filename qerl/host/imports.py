@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -224,6 +224,20 @@ def check(path: str, key: str) -> None:
             f"{key} {path} is defined as {name}{signature}, but it is called as {name}({given}); "
             f"write `def {name}({given})`{', or name a parameter `completions`, as in TRL' * is_reward}"
         ) from None
+
+
+def check_environment(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless an environment's class can be imported, takes the arguments and has the methods."""
+    made = load(path)
+    if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
+        raise ConfigError(
+            f"environment.name {path} has no method {lacking[0]}; name a class with `reset(self, problem)` and "
+            "`step(self, text)`"
+        )
+    try:
+        inspect.signature(made).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"environment.arguments don't fit {path}{inspect.signature(made)}: {error}") from None
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:

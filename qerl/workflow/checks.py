@@ -13,7 +13,7 @@ from typing import Any
 
 from qerl.checkpoints.files import check_base, read_config
 from qerl.data.hub import check_folder
-from qerl.host.imports import check, check_engine, check_libraries
+from qerl.host.imports import check, check_engine, check_environment, check_libraries
 from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
 from qerl.settings.data import FunctionData, HubData, LocalData, ReasoningGymData
@@ -87,6 +87,9 @@ def check_inputs(plan_: Plan) -> None:
     data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
     for function, name in rewards.items():
         check(function, f"reward.functions.{name}")
+    for environment in (run.settings.environment for run in plan_.runs.values()):
+        if environment:
+            check_environment(environment.name, environment.arguments)
     for function in dict.fromkeys(data):
         check(function, "origin.function")
     for name, dataset in config.datasets.items():

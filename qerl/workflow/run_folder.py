@@ -19,7 +19,15 @@ from qerl.data.hub import contents_of
 from qerl.data.sources import RECORDS, RecordFiles, as_files, is_objects, parse_run
 from qerl.host.console import log
 from qerl.host.imports import check as check_function
-from qerl.host.imports import check_engine, check_installed, check_libraries, check_unchanged, path_of, source_version
+from qerl.host.imports import (
+    check_engine,
+    check_environment,
+    check_installed,
+    check_libraries,
+    check_unchanged,
+    path_of,
+    source_version,
+)
 from qerl.host.provenance import flush, write_text, writing
 from qerl.jobs import DataJob, HubBase, Job, QuantizeJob, TrainJob
 from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
@@ -170,6 +178,9 @@ def checked_source(settings: RunFile) -> Path:
     for name, reward in settings.reward.functions.items():
         check_function(reward.function, f"reward.functions.{name}")
         check_unchanged(reward.function)
+    if settings.environment:
+        check_environment(settings.environment.name, settings.environment.arguments)
+        check_unchanged(settings.environment.name)
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
         check_unchanged(settings.dataset.origin.function)
