@@ -90,8 +90,8 @@ def run_job(job: Job, gpu_percent: int | None = None) -> None:
     percent = percent_of_each(job.gpus, gpu_percent)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as held:
-        if job.lock:  # before the GPU, which a job that outlived a killed Snakemake may still have
-            held.enter_context(alone(*job.lock))
+        for lock in job.locks:  # before the GPU, which a job that outlived a killed Snakemake may still have
+            held.enter_context(alone(*lock))
         gpus = held.enter_context(lease(job.gpus, percent))
         if job.own_cores and gpus:
             keep_to_own_cores(gpus, visible)

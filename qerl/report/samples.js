@@ -39,13 +39,27 @@ function shadedToken(completion, place, shade) {
   return element("span", { title: told, style }, ...withLabels(completion.tokens[place]));
 }
 
+// The tokens of one turn, from begin to end, which the policy drew.
+function turnPieces(completion, begin, end, shade) {
+  const tokens = completion.tokens.slice(begin, end);
+  return shade ? tokens.flatMap((token, place) => (token ? [shadedToken(completion, begin + place, shade)] : [])) : withLabels(tokens.join(""));
+}
+
 function textElement(completion) {
   const shade = completion.tokens && now.shade;
-  const pieces = shade
-    ? completion.tokens.flatMap((token, place) => (token ? [shadedToken(completion, place, shade)] : []))
-    : withLabels(textOf(completion));
   const read = completion.verdicts[0][2] ?? undefined; // what the grader took for the answer
-  return element("pre", { class: `text ${shade ? `shaded ${shade}` : ""}`, dir: "auto", "data-read": read }, ...pieces);
+  const block = (shading, ...pieces) => element("pre", { class: `text ${shading}`, dir: "auto", "data-read": read }, ...pieces);
+  if (!completion.tokens) return block("", ...withLabels(textOf(completion)));
+  const pieces = [];
+  let begin = 0;
+  for (const [from, to] of completion.replies) {
+    pieces.push(...turnPieces(completion, begin, from, shade));
+    const title = "a reply of the environment, from which nothing is learned";
+    pieces.push(element("span", { class: "reply", title }, ...withLabels(completion.tokens.slice(from, to).join(""))));
+    begin = to;
+  }
+  pieces.push(...turnPieces(completion, begin, completion.tokens.length, shade));
+  return block(shade ? `shaded ${shade}` : "", ...pieces);
 }
 
 // --- a problem
@@ -75,7 +89,8 @@ function rewardFacts(completion) {
 
 function completionElement(completion, gold) {
   const right = isRight(completion);
-  const size = `${completion.length} token${completion.length === 1 ? "" : "s"}${completion.finished ? "" : ", cut off"}`;
+  const turns = completion.replies?.length ? `${completion.replies.length + 1} turns, ` : "";
+  const size = `${turns}${completion.length} token${completion.length === 1 ? "" : "s"}${completion.finished ? "" : ", cut off"}`;
   const text = textElement(completion);
   const more = element("button", { type: "button", hidden: true, onclick: () => { more.hidden = text.classList.toggle("whole"); } }, "Show all of it");
   requestAnimationFrame(() => { more.hidden = text.scrollHeight <= text.clientHeight; });

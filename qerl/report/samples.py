@@ -86,8 +86,8 @@ def _of_rollout(row: RolloutRow) -> Json:
             "logprobs": [round(value, 2) for value in completion.logprobs],
             "entropies": [round(value, 2) for value in completion.entropies],
             "verdicts": [[TRAINING, completion.parts["correct"] == 1, completion.extracted]],
-            **completion.model_dump(include={"parts", "reward", "advantage", "finished"}),
-            "length": len(completion.tokens),
+            **completion.model_dump(include={"parts", "reward", "advantage", "finished", "replies"}),
+            "length": len(completion.tokens) - sum(end - begin for begin, end in completion.replies),
         }
         for completion in row.completions
     ]
