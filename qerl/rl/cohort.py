@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -89,7 +89,7 @@ class Meeting:
         self._ready.pop(0)
         if not self._ready and self._requests:
             begun = time.perf_counter()
-            none = Request((), next(iter(self._requests.values())).params)
+            none = Request((), replace(next(iter(self._requests.values())).params, turns=None))
             try:
                 if self._end is None:
                     drawn = self._draw([self._requests.get(run, none) for run in range(self._runs)])
