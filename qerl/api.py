@@ -118,8 +118,8 @@ def train(
     finished run whose inputs have changed is refused with a `ConfigError` that names them.
 
     With `seeds` or `runs` there are several runs in folders of `out`, and the result is the list of them. Those of one
-    base and engine train side by side, and others one after another. A run that fails leaves the others as they are,
-    and its error is raised once they have ended.
+    base and engine train side by side, and others one after another; several free GPUs share them out, in processes of
+    their own. A run that fails leaves the others as they are, and its error is raised once they have ended.
 
     With `log_to_file`, all that the process and its libraries print goes to log.txt in `out`. The screen shows progress
     and the project's own lines.
@@ -142,21 +142,15 @@ def train(
             sources = [run_folder.checked_source(one) for one in waiting]
             if all(one.joins_free_memory for one in waiting):
                 join_free_memory()
-            from qerl.rl.cohort import cohorts, train_cohort
+            from qerl.rl.shares import train_runs
             from qerl.rl.train import train_run
 
-            failures = []
             with ExitStack() as locks:
-                for cohort in cohorts(_prepared(waiting, sources, records, locks)):
-                    try:
-                        if len(cohort) > 1:
-                            train_cohort(cohort)
-                        else:
-                            train_run(cohort[0])
-                    except Exception as error:  # noqa: BLE001 - raised below: whatever ended it, the others are trained
-                        failures.append(error)
-            if failures:
-                raise failures[0]
+                jobs = _prepared(waiting, sources, records, locks)
+                if len(jobs) > 1:
+                    train_runs(jobs)
+                else:
+                    train_run(jobs[0])
     result = [Run(one.out) for one in runs]
     return result if settings.seeds or settings.runs else result[0]
 
@@ -592,14 +586,16 @@ def publish(
     evaluations: Sequence[PathLike] = (),
     private: bool | None = None,
     dry_run: bool = False,
+    out: PathLike | None = None,
     hub: HfApi | None = None,
 ) -> Published:
     """Upload a finished run's adapter, card, metrics and scores to the repository `repo` of the hub (`user/name`).
 
     `evaluations` are folders of `qerl eval`; by default those within the run's folder. A new repository is private
     unless `private` is False; one that is there stays as it is. `dry_run` uploads nothing, and needs neither login nor
-    network. Folders of this machine are published by their last name only. Raises `ConfigError` if the run isn't
-    finished, the hub can't be reached, nobody is logged in, or a file would tell a path of this machine or a token.
+    network; it writes what would go to the new folder `out`, if given. Folders of this machine are published by their
+    last name only. Raises `ConfigError` if the run isn't finished, the hub can't be reached, nobody is logged in, or a
+    file would tell a path of this machine or a token.
     """
     from huggingface_hub import HfApi
 
@@ -609,6 +605,8 @@ def publish(
     check_finished(trained)
     if HUB_MODEL.fullmatch(repo) is None or "@" in repo:
         raise ConfigError(f"{repo!r} names no repository of the hub; give it as user/name")
+    if out is not None and (not dry_run or Path(out).exists()):
+        raise ConfigError(f"{out} must be a new folder, and is for a dry run")
     unreachable = None if hub else hub_unreachable()
     if unreachable and not dry_run:
         raise ConfigError(f"{repo} wasn't uploaded: {unreachable}; start again when the hub can be reached")
@@ -617,6 +615,8 @@ def publish(
     with TemporaryDirectory() as scratch:
         _stage(trained, facts, repo, Path(scratch))
         check_folder(Path(scratch))
+        if out is not None:
+            shutil.copytree(scratch, out)
         return upload(hub, repo, Path(scratch), private, _notes(facts), dry_run)
 
 

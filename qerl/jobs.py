@@ -12,18 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from qerl.host.imports import OPTIONAL, source_version
 from qerl.host.lease import own_lock
-from qerl.host.provenance import code_version
+from qerl.host.provenance import code_version, installed_version
 from qerl.results import paths
 from qerl.settings.base import Part
-from qerl.settings.data import DatasetSettings, FunctionData, Split
+from qerl.settings.data import DatasetSettings, FunctionData, ReasoningGymData, Split
 from qerl.settings.models import Base, HubModel, LocalModel, PretrainSettings
 from qerl.settings.run import CHECKED, UNDECIDING, UNDECIDING_OF_ENGINE, RunSettings
 from qerl.settings.workflow import Config, EvaluationSettings, TaskSettings
@@ -67,6 +67,8 @@ class Plan:
     evaluations: dict[str, PlannedEvaluation]
     #: The jobs of the speed grid, each with its parts.
     points: dict[str, list[PointPart[Any, Any]]]
+    #: The runs of each job that trains several side by side, which `qerl.workflow.rules` chooses.
+    cohorts: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
@@ -196,9 +198,9 @@ class Job(Part):
         return False
 
     @property
-    def lock(self) -> tuple[Path, str] | None:
-        """The folder and name of the lock of a job that continues the state of a killed one; None for others."""
-        return None
+    def locks(self) -> list[tuple[Path, str]]:
+        """The folders and names of the locks of a job that continues the state of a killed one; none for others."""
+        return []
 
     @property
     def function(self) -> str:
@@ -268,6 +270,11 @@ class DataJob(Job):
     def own_functions(self) -> set[str]:
         origin = self.settings.origin
         return {origin.function} if isinstance(origin, FunctionData) else set()
+
+    @property
+    def code(self) -> str:
+        of_gym = isinstance(self.settings.origin, ReasoningGymData)
+        return f"{super().code} {installed_version('reasoning-gym')}" if of_gym else super().code
 
     @property
     def own_files(self) -> list[Path]:
@@ -439,7 +446,7 @@ class HubBase(Part):
 class TrainJob(Job):
     """Train one run. A killed run continues from its last checkpoint in `work`."""
 
-    does: ClassVar[str] = "qerl.rl.train:train_run"
+    does: ClassVar[str] = "qerl.rl.cohort:deliver_run"
     without: ClassVar[Collection[str]] = OPTIONAL
     place: ClassVar[str] = "train/{run}"
     writes: ClassVar[tuple[str, ...]] = (paths.POLICY, paths.METRICS, paths.ROLLOUTS, paths.RUN)
@@ -461,6 +468,8 @@ class TrainJob(Job):
     work: Path
     tracked: Path
     """The folder in which trackers keep their records."""
+    version: str
+    """What a job of the workflow writes beside its results, by which later plans know them (`qerl.workflow.rules`)."""
 
     @classmethod
     def names(cls, plan: Plan) -> Collection[str]:
@@ -479,6 +488,7 @@ class TrainJob(Job):
             data=DataJob.path(plan, run.settings.dataset),
             work=plan.work / name,
             tracked=Path(plan.folder, paths.TRACKED),
+            version="",
             out=cls.path(plan, name),
         )
 
@@ -500,21 +510,88 @@ class TrainJob(Job):
         return self.settings.joins_free_memory
 
     @property
-    def lock(self) -> tuple[Path, str]:
+    def locks(self) -> list[tuple[Path, str]]:
         """A lock of the work folder: a training survives a killed Snakemake, and a second would write the same
         files. Of several machines, which may share the folder, each has its own; so has each process of torchrun.
         """
-        return self.work, own_lock(self.settings.nodes)
+        return [(self.work, own_lock(self.settings.nodes))]
 
     @property
     def undeciding(self) -> Any:
         """Settings that decide no result. A time limit decides one only if exceeding it is a result."""
-        fields: dict[str, Any] = {"settings": UNDECIDING, "on_failure": True, "tracked": True}
+        fields: dict[str, Any] = {"settings": UNDECIDING, "on_failure": True, "tracked": True, "version": True}
         return fields if self.on_failure == "row" else fields | {"time_limit": True}
 
     @property
     def own_functions(self) -> set[str]:
         return self.settings.own_functions
+
+
+class CohortJob(Job):
+    """Train runs side by side, as far as they have no results. Each run's own job takes them, or trains it alone.
+
+    `out` is a mark for these jobs. It decides nothing: what a run is made of is in its own job.
+    """
+
+    does: ClassVar[str] = "qerl.workflow.cohorts:train_side_by_side"
+    without: ClassVar[Collection[str]] = OPTIONAL
+    place: ClassVar[str] = "cohorts/{cohort}"
+    on_gpu: ClassVar[bool] = True
+    kind: str = "cohort"
+    runs: list[TrainJob]
+
+    @classmethod
+    def names(cls, plan: Plan) -> Collection[str]:
+        return plan.cohorts
+
+    @classmethod
+    def make(cls, plan: Plan, name: str) -> CohortJob:
+        return cls(runs=[TrainJob.make(plan, run) for run in plan.cohorts[name]], out=cls.path(plan, name))
+
+    def inputs(self, plan: Plan) -> dict[str, list[Path]]:
+        each = [run.inputs(plan) for run in self.runs]
+        return {name: list(dict.fromkeys(path for one in each for path in one[name])) for name in each[0]}
+
+    @property
+    def joins_free_memory(self) -> bool:
+        return all(run.joins_free_memory for run in self.runs)
+
+    @property
+    def locks(self) -> list[tuple[Path, str]]:
+        """Those of its runs."""
+        return [lock for run in self.runs for lock in run.locks]
+
+    @property
+    def deciding(self) -> str:
+        return ""
+
+    @property
+    def code(self) -> str:
+        return ""
+
+
+#: Settings that runs of a cohort share, beside the base, since one process with one engine serves all.
+_SHARED = ("weights", "dtype", "method", "gradient_checkpointing", "processes", "nodes")
+
+
+def refused_engine(jobs: Sequence[TrainJob]) -> str | None:
+    """A sentence that says why one engine can't serve these runs, by their settings; None if it can."""
+    first = jobs[0]
+    for job in jobs:
+        for key in _SHARED:
+            if getattr(job.settings, key) != getattr(first.settings, key):
+                return f"{first.id} and {job.id} differ in {key}, and runs side by side share it"
+        if job.settings.rollout.native != first.settings.rollout.native:
+            return f"{first.id} and {job.id} differ in rollout.native, and runs side by side share it"
+    for settings in (job.settings for job in jobs):
+        one_process = settings.processes == settings.nodes == 1
+        if settings.method != "lora" or settings.rollout.engine != "native" or not one_process:
+            return "runs side by side need method=lora, the native engine and one process"
+        if settings.adapter.of_experts:
+            return "runs side by side have no adapters of experts (adapter.targets)"
+        if "mlflow" in settings.track:
+            return "runs side by side can't be tracked by mlflow (track), since a process has one database of it"
+    return None
 
 
 # Jobs of evaluations.

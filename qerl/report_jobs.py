@@ -157,9 +157,9 @@ class PointJob(Job, Generic[W, P]):
         return [self.out / part.file for part in self.parts]
 
     @property
-    def lock(self) -> tuple[Path, str]:
+    def locks(self) -> list[tuple[Path, str]]:
         """A lock of the job's folder."""
-        return self.out.parent, f".{self.out.name}.lock"
+        return [(self.out.parent, f".{self.out.name}.lock")]
 
     @property
     def joins_free_memory(self) -> bool:

@@ -51,6 +51,7 @@ def train_job(settings: RunSettings, checkpoint: Path, data: Path, work: Path, o
         "on_failure": "stop",
         "time_limit": None,
         "base": None,
+        "version": "",
     }
     paths = {"checkpoint": checkpoint, "data": data, "work": work, "tracked": out / "tracked", "out": out}
     return TrainJob(settings=settings, **{**values, **paths, **changes})

@@ -35,6 +35,8 @@ _BASE: dict[str, Any] = {
     "checkpoint_every": 100,
 }
 FULL = {
+    "steps": WARMUP + 2,
+    "micro_batch_tokens": 8192,
     "weights": "bf16",
     "method": "full",
     "gradient_checkpointing": True,
@@ -89,7 +91,7 @@ CASES = {
             "rollout": {
                 "prompts": 4,
                 "engine": "vllm",
-                "vllm": {"tensor_parallel": 2, "utilization": 0.4, "max_model_len": 2048},
+                "vllm": {"tensor_parallel": 2, "utilization": 0.4, "max_model_len": 2048, "max_sequences": 32},
             },
         },
     ),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from qerl.cli.workflow import console, print_error, print_table
 from qerl.host.console import UNKNOWN, configure_logging, quiet
 from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
+from qerl.jobs import KilledError
 from qerl.results.paths import METRICS, REPORT, REPORT_PAGE, SAMPLES_PAGE
 from qerl.results.schema import QuantizationReport
 from qerl.results.statistics import Interval
@@ -144,6 +146,8 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run, or several side by side (`seeds`, `runs`). After a kill, the same command continues."""
+    if sys.stderr.isatty():
+        typer.echo("loading libraries, which takes some seconds", err=True)
     changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
     result = api.train(changed, out, log_to_file=True)
     if isinstance(result, list):
@@ -393,10 +397,11 @@ def publish(
         typer.Option("--private/--public", help="Default: private, or as the repository is if it exists."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go, and upload nothing.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --dry-run: a new folder for what would go.")] = None,
 ) -> None:
     """Upload a trained policy to the Hugging Face hub, with a card, its scores and its metrics."""
     with quiet():
-        said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run)
+        said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run, out=out)
     visibility = {True: "private", False: "public", None: "private, or as the repository is if it exists"}
     title = f"{said.url or f'would go to {said.repo}'} ({visibility[said.private]})"
     print_table(title, [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
@@ -568,6 +573,9 @@ def error_sentences() -> Iterator[None]:
             raise
         print_error(error)
         sys.exit(2)
+    except KilledError as error:
+        print_error(error)
+        sys.exit(128 + signal.SIGKILL)
     except OSError as error:
         if error.errno not in _REMEDIES:
             try:

@@ -33,6 +33,8 @@ LEAST_CAPABILITY = (8, 0)
 #: A whole GPU, and the smallest part that can be leased, in percent.
 WHOLE, PART = 100, 5
 _POLL_SECONDS = 1.0
+#: The least share of a free GPU's memory that is free: a context of CUDA or a screen takes some.
+_FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,7 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     process that waits for whole GPUs reserves the emptiest ones, whose parts are leased to nobody else. Raises
     `ConfigError` if the machine has fewer GPUs than requested.
     """
-    gpus = devices()
-    # All if none has kernels, so that the job states the reason.
-    gpus = {name: gpu for name, gpu in gpus.items() if gpu.capability >= LEAST_CAPABILITY} or gpus
+    gpus = _supported()
     if gpus and count > len(gpus):
         raise ConfigError(
             f"{count} GPUs are needed, but only {len(gpus)} are visible and supported; lower `processes` or "
@@ -158,6 +158,31 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
             held.callback(lock.release)
         held.enter_context(environment_variables({VISIBLE: ",".join(taken), ORDER: BY_BUS}))
         yield [*taken]
+
+
+@contextmanager
+def lease_free(most: int) -> Iterator[list[str]]:
+    """A context that leases the free GPUs, at most `most` of them, whole and without waiting. Yields their names.
+
+    A GPU is free if nobody has leased a part of it and others use little of its memory.
+    """
+    taken, reserved = list[str](), list[FileLock]()
+    with ExitStack() as held:
+        for name, gpu in _supported().items():
+            if len(taken) < most and gpu.free >= _FREE_SHARE * gpu.total:
+                for locks in _take({name: gpu}, 1, WHOLE, reserved).values():
+                    taken.append(name)
+                    for lock in locks:
+                        held.callback(lock.release)
+        for lock in reserved:
+            lock.release()
+        yield taken
+
+
+def _supported() -> dict[str, Gpu]:
+    """The GPUs that have kernels; all if none has, so that the job states the reason."""
+    gpus = devices()
+    return {name: gpu for name, gpu in gpus.items() if gpu.capability >= LEAST_CAPABILITY} or gpus
 
 
 def _take(gpus: Mapping[str, Gpu], count: int, percent: int, reserved: list[FileLock]) -> dict[str, list[FileLock]]:

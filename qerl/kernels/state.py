@@ -594,7 +594,7 @@ def captured(work: Callable[[], None], memory: Any = None) -> Callable[[], None]
 class GraphBySize(dict[Hashable, Graph]):
     """Graphs by the sizes of their tensors and by what else differs, each captured at its first use.
 
-    They share the memory pool `memory`, so no two may run at the same time. Without one, on a CPU, nothing is captured.
+    They share the memory pool `memory`, so no two may run at the same time; None on a CPU, where nothing is captured.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -606,7 +606,3 @@ class GraphBySize(dict[Hashable, Graph]):
         if size not in self:
             self[size] = make()
         return self[size]
-
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A function that repeats `work`, which runs once now if it is captured."""
-        return work if self.memory is None else captured(work, self.memory)

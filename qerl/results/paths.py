@@ -35,6 +35,8 @@ VERDICT_TABLE = "verdict.html"
 #: The folder of a trained policy within its run's, and of a base in one weight format beside its report.
 POLICY = "policy"
 CHECKPOINT = "checkpoint"
+#: The file beside a run's results that tells the workflow what they were made of.
+VERSION = "version.txt"
 #: Folders of a configuration's results, by what is in them.
 DATA = "data"
 MODELS = "models"

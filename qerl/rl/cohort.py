@@ -7,12 +7,15 @@ run does what it does alone, to the bit but for the rounding of the engine's bat
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,10 +25,13 @@ from qerl.data.hub import contents_of
 from qerl.host.console import log, naming
 from qerl.host.gpus import leave_out
 from qerl.host.imports import main_thread
+from qerl.host.lease import is_first
 from qerl.host.process import Announcement, Interrupted, announced
-from qerl.jobs import TrainJob
+from qerl.host.provenance import flush, write_text
+from qerl.jobs import TrainJob, refused_engine
 from qerl.models.policy import Policy, with_adapters
-from qerl.rl.train import Place, prepared, train_run
+from qerl.results.paths import RUN, VERSION
+from qerl.rl.train import Place, prepared, state_folder, train_run
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
@@ -161,29 +167,14 @@ class Seat:
         return drawn
 
 
-#: Settings that runs of a cohort share, beside the base, since one process with one engine serves all.
-_SHARED = ("weights", "dtype", "method", "gradient_checkpointing", "processes", "nodes")
-
-
 def refused_cohort(jobs: Sequence[TrainJob]) -> str | None:
     """A sentence that says why these runs can't train side by side; None if they can."""
     first = jobs[0]
+    if refusal := refused_engine(jobs):
+        return refusal
     for job in jobs:
-        for key in _SHARED:
-            if getattr(job.settings, key) != getattr(first.settings, key):
-                return f"{first.id} and {job.id} differ in {key}, and runs side by side share it"
-        if job.settings.rollout.native != first.settings.rollout.native:
-            return f"{first.id} and {job.id} differ in rollout.native, and runs side by side share it"
         if job.checkpoint != first.checkpoint and contents_of(job.checkpoint) != contents_of(first.checkpoint):
             return f"{first.id} and {job.id} have other bases, and runs side by side share one"
-    for settings in (job.settings for job in jobs):
-        one_process = settings.processes == settings.nodes == 1
-        if settings.method != "lora" or settings.rollout.engine != "native" or not one_process:
-            return "runs side by side need method=lora, the native engine and one process"
-        if settings.adapter.of_experts:
-            return "runs side by side have no adapters of experts (adapter.targets)"
-        if "mlflow" in settings.track:
-            return "runs side by side can't be tracked by mlflow (track), since a process has one database of it"
     for name in ("work", "out"):
         if len({getattr(job, name) for job in jobs}) < len(jobs):
             return f"runs side by side need a folder {name} each"
@@ -202,14 +193,11 @@ def cohorts(jobs: Sequence[TrainJob]) -> list[list[TrainJob]]:
         else:
             groups.append([job])
             if refusal:
-                log.info("%s; they train one after another", refusal)
-    for group in groups:
-        if len(group) > 1:
-            log.info("%s train side by side", ", ".join(job.id for job in group))
+                log.info("%s; they train apart", refusal)
     return groups
 
 
-def train_cohort(jobs: Sequence[TrainJob]) -> None:
+def train_cohort(jobs: Sequence[TrainJob], end: Announcement | None = None) -> None:
     """Train runs side by side, each with its results in its job's `out`, as `train_run` does.
 
     A run that fails or has all of its steps leaves, and the others go on. Afterwards the first failure is raised, with
@@ -218,6 +206,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
     """
     if refusal := refused_cohort(jobs):
         raise ConfigError(f"{refusal}; train them one after another")
+    log.info("%s train side by side", ", ".join(job.id for job in jobs))
     settings = [job.settings for job in jobs]
     adapted = with_adapters(jobs[0].checkpoint, [(s.adapter, s.seed) for s in settings], settings[0].dtype)
     policies = [prepared(policy, own) for policy, own in zip(adapted, settings, strict=True)]
@@ -232,7 +221,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
         main_thread.set(calls)
         with naming(jobs[run].id):
             try:
-                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler), end))
+                train_run(jobs[run], Place(policies[run], Seat(meeting, run, policies[run], sampler)), end)
             except BaseException as error:  # noqa: BLE001 - raised below, after the others have ended
                 failures.append((jobs[run].id, error))
                 if not isinstance(error, Interrupted):
@@ -240,7 +229,7 @@ def train_cohort(jobs: Sequence[TrainJob]) -> None:
             finally:
                 meeting.leave()
 
-    with announced(also=[signal.SIGINT]) as end:
+    with nullcontext(end) if end else announced(also=[signal.SIGINT]) as end:
         threads = [threading.Thread(target=work, args=(run, end), name=job.id) for run, job in enumerate(jobs)]
         for thread in threads:
             thread.start()
@@ -300,3 +289,28 @@ def _draw_of(sampler: Sampler, policies: Sequence[Policy]) -> Draw:
         return drawn
 
     return one_by_one
+
+
+# A run of a workflow, whose job may find it trained by the job of a cohort.
+
+
+def store(job: TrainJob) -> Path:
+    """The folder to which a workflow's cohort writes a run's results: Snakemake deletes the outputs of a failed job.
+
+    It is named like the run's state, so that its results are of these settings, code, base and problems.
+    """
+    return job.work.parent / "finished" / job.work.name / state_folder(job).name
+
+
+def deliver_run(job: TrainJob) -> None:
+    """Bring the results of a workflow's run to `job.out`: those that a cohort has stored, else those of a training."""
+    stored = store(job)
+    if (stored / RUN).is_file():
+        shutil.copytree(stored, job.out, dirs_exist_ok=True)
+        flush(job.out)
+        shutil.rmtree(job.work)
+    else:
+        train_run(job)
+    if is_first(job.settings.nodes):
+        write_text(job.out / VERSION, job.version)
+        shutil.rmtree(stored.parent, ignore_errors=True)

@@ -43,16 +43,16 @@ _LOST = 75
 #: Seconds that such a process waits, so that the launcher notices first if a process of its own machine has failed.
 _SETTLE_SECONDS = 5
 #: The exit status of a process that begins a run while it imports the script that started it.
-_UNGUARDED = 76
+UNGUARDED = 76
 #: The exit status of a process that ended after a checkpoint because a signal announced the end.
-_INTERRUPTED = 77
+INTERRUPTED = 77
 #: Seconds that the other processes of a run have to end after one has failed. They take the launcher's SIGTERM for an
 #: announcement, and may wait for the one that failed.
 _SHUTDOWN_SECONDS = 5
 #: The signals by which the launcher ends its processes at once.
 _LAUNCHER_SIGNALS = "SIGINT,SIGQUIT"
 #: For new processes, which import modules before they get this one's path: not first from the working directory.
-_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 #: Numbers of this process's counters. Every process makes the same ones, so their numbers agree.
 _COUNTERS = itertools.count()
 
@@ -134,7 +134,7 @@ def check_processes(count: int, nodes: int = 1) -> None:
     """Raise `ConfigError` with the reason unless a run can start its processes on this machine, one of `nodes`."""
     # A run's processes import the script that began it, which would begin it again in each of them.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(_UNGUARDED)
+        sys.exit(UNGUARDED)
     if by_torchrun():
         check_torchrun(count, nodes)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -176,17 +176,15 @@ def start_processes(
     config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=count // nodes, max_restarts=0, **place)
     config.shutdown_timeout, config.signals_to_handle = _SHUTDOWN_SECONDS, _LAUNCHER_SIGNALS
     try:
-        with handling(partial(_pass_on, end)), environment_variables(_ENVIRONMENT):
-            hidden = [name for name in OPTIONAL if name not in sys.modules]
-            functions = [f"{each.__module__}:{each.__qualname__}" for each in (_start, function)]
-            elastic_launch(config, begin)(functions, hidden, count // nodes, nodes, node_timeout, *arguments)
+        with handling(partial(_pass_on, end)), environment_variables(ENVIRONMENT):
+            elastic_launch(config, begin)(*beginning(function, count // nodes, nodes, node_timeout), *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if end.number or failure.exitcode == _INTERRUPTED:  # if not, another machine of the run had the signal
+        if end.number or failure.exitcode == INTERRUPTED:  # if not, another machine of the run had the signal
             raise Interrupted(end.number or signal.SIGTERM) from None
         if failure.exitcode == -signal.SIGKILL:
             raise KilledError(
@@ -195,13 +193,25 @@ def start_processes(
             ) from error
         if nodes > 1 and failure.exitcode in (_LOST, -signal.SIGABRT):  # the latter is how NCCL ends its process
             raise KilledError(_lost(node_timeout)) from error
-        if failure.exitcode == _UNGUARDED:
-            raise ConfigError(
-                f"each of the {count} processes imports the script that starts them, and would start the run again; "
-                'write `if __name__ == "__main__":` before the calls in the script'
-            ) from None
+        if failure.exitcode == UNGUARDED:
+            raise unguarded(count) from None
         raise RuntimeError(f"process {rank} of {count} failed: {failure.message}") from error
     return True
+
+
+def beginning(function: Callable[..., None], here: int, nodes: int = 1, node_timeout: float = 0) -> list[Any]:
+    """What `begin` gets in a new process, one of `here` on this machine, before the arguments of `function`."""
+    hidden = [name for name in OPTIONAL if name not in sys.modules]
+    functions = [f"{each.__module__}:{each.__qualname__}" for each in (_start, function)]
+    return [functions, hidden, here, nodes, node_timeout]
+
+
+def unguarded(count: int) -> ConfigError:
+    """The error of a script whose processes would begin it again."""
+    return ConfigError(
+        f"each of the {count} processes imports the script that starts them, and would start the run again; "
+        'write `if __name__ == "__main__":` before the calls in the script'
+    )
 
 
 def _pass_on(end: Announcement, number: int) -> None:
@@ -224,7 +234,7 @@ def _start(function: Callable[..., None], here: int, nodes: int, node_timeout: f
         with connected(nodes, node_timeout, aloud=False):
             function(*arguments)
     except Interrupted:  # which multiprocessing would report as a success
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 @contextmanager

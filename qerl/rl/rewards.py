@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qerl.data.grading import is_correct, well_formed
+from qerl.data.grading import credit, well_formed
 from qerl.data.prompts import messages_of
 from qerl.data.records import Problem
 from qerl.host.imports import call, guarded, load, results_of, takes_batches
@@ -55,11 +55,11 @@ def reward_parts(
 ) -> dict[str, float | None]:
     """The project's own parts of a completion's reward, by name.
 
-    correct, 0 or 1: the final answer is right. format, 0 or 1: the answer is stated once, in the data set's form.
-    overlong, -1 to 0: see `overlong_penalty`.
+    correct, 0 or 1: the final answer is right; a task of reasoning_gym gives from 0 to 1. format, 0 or 1: the answer is
+    stated once, in the data set's form. overlong, -1 to 0: see `overlong_penalty`.
     """
     return {
-        "correct": float(is_correct(answer.text, problem.answer, record_format, form, units)),
+        "correct": credit(answer.text, problem.answer, record_format, form, units),
         "format": float(well_formed(answer.text, record_format, form, units)),
         "overlong": overlong_penalty(answer.tokens, answer.limit, settings.overlong_buffer),
     }

@@ -196,7 +196,7 @@ class Group:
     @property
     def solved(self) -> bool:
         """Whether a completion is right."""
-        return any(part["correct"] for part in self.parts)
+        return any(part["correct"] == 1 for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Collector:
         """
         count = self.settings.validation.completions
         groups, _ = self._groups(step, list(self.task.held_out), count, self._seed(0))
-        right = [[bool(part["correct"]) for part in group.parts] for group in groups]
+        right = [[part["correct"] == 1 for part in group.parts] for group in groups]
         rewards = [reward for group in groups for reward in group.rewards if not math.isnan(reward)]
         return {
             "validation/pass@1": statistics.fmean(chain(*right)),

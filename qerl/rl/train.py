@@ -429,11 +429,10 @@ def prepared(policy: Policy, settings: RunSettings) -> Policy:
 
 @dataclass(frozen=True)
 class Place:
-    """What a run in a cohort shares with others (`qerl.rl.cohort`): its policy's base, the sampler and the end."""
+    """What a run in a cohort shares with others (`qerl.rl.cohort`): its policy's base, and the sampler."""
 
     policy: Policy
     sampler: Sampler
-    end: Announcement
 
 
 def make_trainer(
@@ -448,7 +447,7 @@ def make_trainer(
     return Trainer(settings, policy, sampler, task, work, fingerprint)
 
 
-def _state_folder(job: TrainJob) -> Path:
+def state_folder(job: TrainJob) -> Path:
     """The folder of the run's state, named by the settings and the code that decide it, its base and its problems.
 
     Files' modification times don't count, because a clock may be wrong, and copies may keep old times.
@@ -459,8 +458,8 @@ def _state_folder(job: TrainJob) -> Path:
     return job.work / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def train_run(job: TrainJob, place: Place | None = None) -> None:
-    """Train a run and write its results to `job.out`.
+def train_run(job: TrainJob, place: Place | None = None, end: Announcement | None = None) -> None:
+    """Train a run and write its results to `job.out`; signals are the caller's if it gives `end`.
 
     `job.work` keeps the state of a killed run, from which the next start continues. Callers lock it
     (`qerl.host.lease.alone`). On several machines the first one writes. `job.out` is written only at the end; with
@@ -469,14 +468,14 @@ def train_run(job: TrainJob, place: Place | None = None) -> None:
     # A note of an earlier attempt would pass for the cause of this one's failure.
     for note in job.work.glob("failure-*.json"):
         note.unlink()
-    state, first = _state_folder(job), is_first(job.settings.nodes)
+    state, first = state_folder(job), is_first(job.settings.nodes)
     if not state.exists() and any(job.work.glob("*/step-*")):
         log.info("the run starts anew: checkpoints in %s are of other settings, code, base or data", job.work)
     nodes, timeout = job.settings.nodes, job.settings.node_timeout
     try:
-        if not start_processes(job.settings.processes, _train, job, state, place, nodes=nodes, node_timeout=timeout):
+        if not start_processes(job.settings.processes, _train, job, state, nodes=nodes, node_timeout=timeout):
             with connected(nodes, timeout):
-                _train(job, state, place)
+                _train(job, state, place, end)
     except (RuntimeError, MemoryError, ValueError):
         # Only failures that the processes noted can be rows: a defect or a full disk isn't a result.
         cause = failure(job.work)
@@ -507,7 +506,7 @@ def _write_failure(job: TrainJob, cause: Failure, state: Path) -> None:
     log.warning("%s: %s (%s)", job.id, status, cause.reason)
 
 
-def _train(job: TrainJob, state: Path, place: Place | None) -> None:
+def _train(job: TrainJob, state: Path, place: Place | None = None, end: Announcement | None = None) -> None:
     """Train in one process of a run; the first process writes the results."""
     with ExitStack() as last:
         with noted(state.parent, job.time_limit):
@@ -515,7 +514,7 @@ def _train(job: TrainJob, state: Path, place: Place | None) -> None:
             # Closed after the results are written: a tracker's library may wait for its server.
             trackers = last.enter_context(_trackers(job, state, trainer.processes))
             # To the end, because the results of the last step are no checkpoint before they are written.
-            end = place.end if place else last.enter_context(announced(alone=trainer.processes.count == 1))
+            end = end or last.enter_context(announced(alone=trainer.processes.count == 1))
             rows = trainer.run(job.time_limit, end, trackers)
         # Before the whole policy is gathered, whose memory doesn't count as training's.
         peak = trainer.processes.max(peak_memory_bytes())

@@ -446,11 +446,12 @@ class Decoder:
         """Copy the policy's present adapters and biases. Raises RuntimeError if the policy's tensors were moved."""
         if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
             raise RuntimeError("the policy's weights were moved or cast after its sampler was made; make a new sampler")
-        if self._sync is None:
-            # Without adapters there may be nothing to capture.
-            in_graph = self.device.type == "cuda" and self._adapted
-            self._sync = captured(self._sync_all) if in_graph else self._sync_all
-        self._sync()
+        # Without adapters there may be nothing to capture.
+        if self.device.type == "cuda" and self._adapted:
+            self._sync = self._sync or captured(self._sync_all)
+            self._sync()
+        else:  # not kept: a decoder that held its own method would keep the weights until Python looks for cycles
+            self._sync_all()
 
     def _sync_all(self) -> None:
         pairs = [pair for linear in self.linears if isinstance(linear, W4Linear) for pair in linear.copies()]
@@ -697,11 +698,14 @@ class Pool:
         bucket = bucket_of(idle if self._all_slots else len(chosen))
         rows = self._rows[:bucket]
 
-        def captured() -> Callable[[], None]:
-            rows.fill_(idle)  # capturing runs the step, so it must touch only the idle slot
-            return self.steps.captured(partial(self.decoder.step, rows, self, splits, truncated, replayed))
+        step: Callable[[], None] = partial(self.decoder.step, rows, self, splits, truncated, replayed)
 
-        step = self.steps.at((bucket, splits, truncated, replayed), captured)
+        def recorded() -> Callable[[], None]:
+            rows.fill_(idle)  # capturing runs the step, so it must touch only the idle slot
+            return captured(step, self.steps.memory)
+
+        if self.steps.memory is not None:
+            step = self.steps.at((bucket, splits, truncated, replayed), recorded)
         # What the bucket has room for beyond the chosen slots is the idle one, which no step changes.
         rows.copy_(upload([*chosen, *[idle] * (bucket - len(chosen))], torch.int32, rows.device))
         for _ in range(count):
@@ -750,4 +754,4 @@ class Pool:
         def compute() -> None:
             hidden.copy_(decoder.last_hidden(prompts, self.cache, self.states))
 
-        return _PromptGraph(row, slots, hidden, self.prompts.captured(compute))
+        return _PromptGraph(row, slots, hidden, captured(compute, self.prompts.memory))

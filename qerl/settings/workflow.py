@@ -341,6 +341,9 @@ class Config(Settings):
     """Also report whether the KL divergence of sampler and trainer grows over a run's steps, at least 20."""
     study: StudySettings | None = None
     """The comparison of paired arms, with a page of its own."""
+    side_by_side: PositiveInt = 1
+    """The most runs of one base, engine and data set that train side by side in one job (docs/cohorts.md). With 1, each
+    run has a job of its own. It decides no result."""
     track: list[TrackerName] = []
     """Trackers of all runs whose experiment doesn't name its own."""
     fit_to_model: bool = False

@@ -14,6 +14,7 @@ from qerl.results.paths import RESULT, RUN
 from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.settings.base import ConfigError
+from qerl.workflow.rules import Jobs
 
 # The measured speeds.
 #
@@ -174,11 +175,14 @@ def disk(plan: Plan) -> list[dict[str, Any]]:
 def totals(plan: Plan, runs: pd.DataFrame, machine: str) -> list[str]:
     """Lines with the totals of the table, and the arms that the configuration leaves out."""
     sizes = pd.to_numeric(pd.Series([row["gigabytes"] for row in disk(plan)]), errors="coerce")
+    cohorts = Jobs(plan).plan.cohorts if plan.config.side_by_side > 1 else {}
+    together = f"{sum(map(len, cohorts.values()))} runs train side by side in {len(cohorts)} jobs"
     return [
         f"{len(runs)} runs, {sum('trained' in done for done in runs.done)} of them trained; "
         f"{len(plan.evaluations)} evaluations; {len(plan.config.benches)} measurements",
         f"rollouts: {_sum(runs.rollout_hours)} on {machine}",
         f"updates: {_sum(runs.update_hours)} on {machine}",
+        *([f"{together}; hours are those of runs one after another"] if cohorts else []),
         f"checkpoints: {sizes.sum():.0f} GB, {sizes.isna().sum()} of {len(sizes)} {UNMEASURED}; adapters not counted",
         *(
             f"{name} leaves out {arm}: {reason}"

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from qerl import jobs, report_jobs
 from qerl.data.hub import content_of
-from qerl.jobs import Job, Plan
+from qerl.jobs import CohortJob, Job, Plan, TrainJob, refused_engine
+from qerl.results.paths import VERSION
 from qerl.settings.base import ConfigError
 from qerl.settings.run import RunSettings
 
@@ -67,6 +68,10 @@ class Jobs:
         self.of = cache(self._made)
         self.inputs = cache(self._inputs)
         self.deciding, self._version = cache(self._all_deciding), cache(self._new_version)
+        if plan.config.side_by_side > 1:
+            plan.cohorts.update(self._cohorts())
+            self.names["cohort"] = plan.cohorts
+        self._cohort_of = {run: name for name, runs in plan.cohorts.items() for run in runs}
 
     def calls(self, kind: str) -> list[Call]:
         """All jobs of a kind; those without a wildcard have one."""
@@ -117,11 +122,15 @@ class Jobs:
         """A value of a rule's job, by the rule's wildcards."""
         return with_signature(lambda wildcards: value(self.of(kind, *wildcards)))
 
-    def gpus(self, kind: str) -> dict[str, Callable[[Any], int]]:
-        """The GPUs of a job, and their percent, since a profile may give a part of a GPU (profiles/shared)."""
+    def gpus(self, kind: str, **others: int) -> dict[str, Callable[[Any], int] | int]:
+        """The GPUs of a job, and their percent, since a profile may give a part of a GPU (profiles/shared).
+
+        With them are `others`, which are the rule's further resources.
+        """
         return {
             "gpu": self.value(kind, lambda job: job.gpus),
             "gpu_percent": self.value(kind, lambda job: 100 * job.gpus),
+            **others,
         }
 
     def params(self, kind: str) -> dict[str, Callable[..., Any]]:
@@ -131,7 +140,7 @@ class Jobs:
         So a job reruns for its settings and those of what it reads, its code, and the content of the user's files.
         """
         return {
-            "job": with_signature(lambda wildcards, input: self.of(kind, *wildcards).model_dump_json()),
+            "job": with_signature(lambda wildcards, input: self.as_json(kind, *wildcards)),
             "decides": with_signature(lambda wildcards: self.deciding(kind, *wildcards)),
             "code": self.value(kind, lambda job: job.code),
             "content": with_signature(lambda wildcards: self.content(kind, *wildcards)),
@@ -165,6 +174,59 @@ class Jobs:
             return srun if nodes > 1 else ""
 
         return with_signature(command)
+
+    # --- runs side by side: the job of a cohort precedes those of its runs, which take what it has finished
+    #
+    # It decides nothing: what decides a run, and so what reruns it, is in the run's own job. Snakemake plans anew on
+    # each machine of a cluster, so that the choice of cohorts mustn't depend on which runs are finished. It compares
+    # the names of inputs, too, so that a finished run keeps the mark that it was made with. A mark's name has a hash of
+    # what its runs are made of, so that changed runs have another one, and this one stays.
+
+    def _cohorts(self) -> dict[str, list[str]]:
+        """The runs of each cohort, by its name: those of one base, data set and engine, in the order of the plan."""
+        found, begun = list[list[TrainJob]](), list[list[TrainJob]]()
+        for job in (self.of("train", run) for run in self.plan.runs):
+            if refused_engine([job]):
+                continue
+            place = job.checkpoint, job.data
+            alike = (one for one in begun if (one[0].checkpoint, one[0].data) == place)
+            group = next((one for one in alike if not refused_engine([one[0], job])), None)
+            if group is None:
+                begun.append(group := [])
+                found.append(group)
+            group.append(job)
+            if len(group) == self.plan.config.side_by_side:
+                begun.remove(group)
+        cohorts = {}
+        for first, *others in ([job.id for job in group] for group in found if len(group) > 1):
+            versions = _hash(self._version(("train", run)) for run in (first, *others))
+            cohorts[f"{first}-and-{len(others)}-more-{versions[:8]}"] = [first, *others]
+        return cohorts
+
+    def mark(self, run: str) -> list[str]:
+        """The mark of a run's cohort, if it has one."""
+        from snakemake.io import ancient
+
+        file = TrainJob.path(self.plan, run, VERSION)
+        version, _, cohort = file.read_text(encoding="utf-8").partition(" ") if file.is_file() else ("", "", "")
+        if version != self._version(("train", run)):
+            cohort = self._cohort_of.get(run, "")
+        mark = CohortJob.path(self.plan, cohort)
+        return [ancient(str(mark))] if cohort and (cohort in self.plan.cohorts or mark.is_file()) else []
+
+    def as_json(self, *call: str) -> str:
+        """A job as `qerl rule` takes it."""
+        job = self.of(*call)
+        if isinstance(job, TrainJob):
+            job = self._versioned(job)
+        elif isinstance(job, CohortJob):
+            job = job.model_copy(update={"runs": [self._versioned(run) for run in job.runs]})
+        text: str = job.model_dump_json()
+        return text
+
+    def _versioned(self, job: TrainJob) -> TrainJob:
+        version = f"{self._version(('train', job.id))} {self._cohort_of.get(job.id, '')}"
+        return job.model_copy(update={"version": version})
 
     # --- what decides a result: the job's own settings and the user's files, and what decides the results that it reads
     #

@@ -23,7 +23,7 @@ from qerl.host.imports import (
     check_engine,
     check_environment,
     check_installed,
-    check_trackers,
+    check_libraries,
     check_unchanged,
     path_of,
     source_version,
@@ -34,7 +34,7 @@ from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, R
 from qerl.results.schema import StepMetrics
 from qerl.results.store import read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
-from qerl.settings.data import FunctionData, LocalData
+from qerl.settings.data import FunctionData, LocalData, ReasoningGymData
 from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile
 from qerl.settings.workflow import merged, nested
 from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
@@ -184,8 +184,10 @@ def checked_source(settings: RunFile) -> Path:
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
         check_unchanged(settings.dataset.origin.function)
+    if isinstance(settings.dataset.origin, ReasoningGymData):
+        check_libraries(["reasoning_gym"], "origin.source")
     check_engine(settings.rollout, "rollout.engine")
-    check_trackers(settings.track, "track")
+    check_libraries(settings.track, "track")
     source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))
     if weights_format_of(source) != settings.weights:
         check_installed("train")
@@ -337,6 +339,7 @@ def train_stage(settings: RunFile) -> Stage[TrainJob]:
         data=folder / DATA,
         work=folder / WORK,
         tracked=folder / TRACKED,
+        version="",
         out=folder,
     )
     return Stage("reward", job, folder)

@@ -36,13 +36,13 @@ RUNS = {
 KILLS = {"eager": 20, "engine": 10}
 
 
-def make_jobs(inputs, folder, names=tuple(RUNS), row=None, **changes):
+def make_jobs(inputs, folder, names=tuple(RUNS), row=None, runs=RUNS, **changes):
     """The jobs of runs in `folder`, with the changes of each to settings, and to its row in the sheet of runs."""
     sys.modules.pop("fault_reward", None)
     torch.set_num_threads(1)  # as in forks
     made = []
     for name in names:
-        settings = parse(RunSettings, {**SETTINGS, **RUNS[name], **changes.get(name, {})}, name)
+        settings = parse(RunSettings, {**SETTINGS, **runs[name], **changes.get(name, {})}, name)
         paths = inputs / "base", inputs / "data", folder / name / "work", folder / name / "out"
         made.append(train_job(settings, *paths, id=name, **(row or {}).get(name, {})))
     return made
@@ -56,12 +56,16 @@ def jobs(run):
 @pytest.fixture(scope="module")
 def alone(inputs, tmp_path_factory):
     """The undisturbed runs, each trained by itself."""
-    folder = tmp_path_factory.mktemp("alone")
+    return train_alone(tmp_path_factory.mktemp("alone"), lambda folder: make_jobs(inputs, folder))
+
+
+def train_alone(folder, make):
+    """Train each of the jobs that `make` makes in the folder, by itself. Returns them by name."""
     (folder / "fault_reward.py").write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
         patch.syspath_prepend(str(folder))
-        made = make_jobs(inputs, folder)
+        made = make(folder)
         for job in made:
             train_run(job)
     return {job.id: job for job in made}
@@ -267,7 +271,7 @@ def test_a_failure_that_is_a_result_is_no_error_of_the_cohort(jobs, alone):
 def announce(monkeypatch):
     """Sends a signal to this process, and waits until the cohort has seen it."""
     train, ends = cohort.train_run, []
-    monkeypatch.setattr(cohort, "train_run", lambda job, place: (ends.append(place.end), train(job, place)))
+    monkeypatch.setattr(cohort, "train_run", lambda job, place, end: (ends.append(end), train(job, place, end)))
 
     def send(number, seen=lambda: ends[-1].number):
         os.kill(os.getpid(), number)

@@ -39,7 +39,7 @@ def in_a_sentence():
 with in_a_sentence():
     PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
-# By a kind of job: files that it reads and writes, a value, its GPUs, and the parameters of its rule.
+# By a kind of job: files that it reads and writes, a value, its GPUs with other resources, and the parameters of its rule.
 input_of, output_of, of, gpus, job_params = JOBS.input, JOBS.output, JOBS.value, JOBS.gpus, JOBS.params
 
 

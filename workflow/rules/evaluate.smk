@@ -12,9 +12,7 @@ use rule gpu_job as evaluate with:
     # On GPUs before further trainings, so that results come as they are ready. train.smk says why not on CPUs.
     priority: 1 if devices() else 0
     resources:
-        **gpus("evaluate"),
-        mem_mb=2000,
-        runtime=720,
+        **gpus("evaluate", mem_mb=2000, runtime=720),
     params:
         **job_params("evaluate"),
 
@@ -29,8 +27,6 @@ use rule job as profile with:
         "<logs>/profile/{bench}.log",
     threads: workflow.cores
     resources:
-        **gpus("profile"),
-        mem_mb=4000,
-        runtime=240,
+        **gpus("profile", mem_mb=4000, runtime=240),
     params:
         **job_params("profile"),

@@ -33,9 +33,7 @@ use rule job as gate_speed with:
         "<logs>/gates/speed.log",
     threads: workflow.cores
     resources:
-        **gpus("speed"),
-        mem_mb=4000,
-        runtime=30,
+        **gpus("speed", mem_mb=4000, runtime=30),
     params:
         **job_params("speed"),
 

@@ -25,9 +25,7 @@ use rule gpu_job as measure_dose with:
     log:
         "<logs>/study/dose-{model}.log",
     resources:
-        **gpus("dose"),
-        mem_mb=8000,
-        runtime=60,
+        **gpus("dose", mem_mb=8000, runtime=60),
     params:
         **job_params("dose"),
 

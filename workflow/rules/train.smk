@@ -7,6 +7,7 @@
 rule train:
     input:
         **input_of("train", "data", "checked", "checkpoint"),
+        cohort=lambda wildcards: JOBS.mark(wildcards.run),
     output:
         policy=directory(output_of("train", paths.POLICY)),
         metrics=output_of("train", paths.METRICS),
@@ -22,9 +23,7 @@ rule train:
     threads: of("train", lambda job: job.settings.processes_of_node)
     resources:
         **JOBS.machines,
-        **gpus("train") | dict(gpu=of("train", lambda job: job.settings.gpus)),
-        mem_mb=2000,
-        runtime=2880,
+        **gpus("train", mem_mb=2000, runtime=2880) | dict(gpu=of("train", lambda job: job.settings.gpus)),
     params:
         **job_params("train"),
         launcher=JOBS.launcher,
@@ -34,3 +33,20 @@ rule train:
         " {params.launcher} python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
         " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"
+
+
+# Runs that train side by side (`side_by_side`). The rule `train` then takes what this one finished, at once: these jobs go first.
+use rule train as cohort with:
+    input:
+        **input_of("cohort", "data", "checked", "checkpoint"),
+    output:
+        output_of("cohort"),
+    log:
+        "<logs>/cohort/{cohort}.log",
+    priority: -1
+    threads: 1
+    resources:
+        **gpus("cohort", mem_mb=2000, runtime=2880),
+    params:
+        **job_params("cohort"),
+        launcher="",

@@ -24,6 +24,7 @@ from qerl.host.lease import (
     join_free_memory,
     keep_to_own_cores,
     lease,
+    lease_free,
     meeting,
     node_number,
     own_lock,
@@ -72,7 +73,8 @@ nvmlDeviceGetCount = lambda: COUNT
 nvmlDeviceGetHandleByIndex = lambda index: index if index < COUNT else fail(NVMLError_InvalidArgument)
 nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid.split("-")[1], 16)
 nvmlDeviceGetName = nvmlDeviceGetUUID = lambda index: f"GPU-{index:04x}-abcd"
-nvmlDeviceGetMemoryInfo = lambda index: SimpleNamespace(total=2, free=1)
+nvmlDeviceGetMemoryInfo = lambda index: SimpleNamespace(total=100, free=50 if index in BUSY else 99)
+BUSY = []
 nvmlDeviceGetCudaComputeCapability = lambda index: CAPABILITIES[index] or fail(NVMLError_NotSupported)
 """
 
@@ -204,6 +206,24 @@ def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(
     with lease(1):
         pass
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_free_gpus_are_leased_without_waiting_and_what_others_use_is_not_free(node, hold, monkeypatch):
+    node(5, (9, 0), (7, 5), (9, 0), (9, 0), (9, 0))
+    assert held(hold(1, percent=5)) == {"0"}
+    monkeypatch.setattr("qerl.host.lease.pynvml.BUSY", [3])
+    with lease_free(9) as names:
+        assert names == ["2", "4"]
+        assert held(hold(1)) == {"3"}  # the next job waits for none of these
+        with lease_free(9) as others:
+            assert others == []
+    with lease_free(1) as names:
+        assert names == ["2"]
+    with lease_free(0) as names:
+        assert names == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with lease_free(9) as names:
+        assert names == ["4"]
 
 
 def test_no_gpu_no_lease(node):

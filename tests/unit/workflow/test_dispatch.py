@@ -25,7 +25,7 @@ PLANNING = ("checks", "costs", "plan", "rules")
 FOR_PEOPLE = (
     *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
-    "qerl.rl.cohort",  # runs by hand train side by side, and jobs of a workflow don't
+    "qerl.rl.shares",  # runs by hand are shared out over GPUs, and those of a workflow are jobs
 )
 #: Loaded by a name or a path in a text, which no graph of imports has.
 BY_NAME = {"qerl.gates.measure": "qerl.gates.worker", "qerl.rl.train": "qerl.rollout.vllm_worker"}
