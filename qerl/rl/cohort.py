@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -95,7 +95,7 @@ class Meeting:
         self._ready.pop(0)
         if not self._ready and self._requests:
             begun = time.perf_counter()
-            none = Request((), next(iter(self._requests.values())).params)
+            none = Request((), replace(next(iter(self._requests.values())).params, turns=None))
             try:
                 if self._end is None:
                     drawn = self._draw([self._requests.get(run, none) for run in range(self._runs)])

@@ -478,7 +478,8 @@ class Scheduler:
                 idle = False
         self._unasked.clear()
         resumed = []
-        for run, params in enumerate(request.params for request in self._requests):
+        for run in dict.fromkeys(run for run, _ in self._waiting):
+            params = self._requests[run].params
             for number, completion, reply in params.turns.replies(_REPLY_WAIT * idle) if params.turns else ():
                 sequence, idle = self._waiting[run, number * params.count + completion], False
                 if not sequence.goes_on(reply, sequence.most):

@@ -216,7 +216,7 @@ def test_wrong_records_of_python_are_a_sentence_and_leave_no_folder(values, tmp_
 def test_a_reward_may_be_a_function_of_a_module(values, tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.rl.train.train_run", lambda job: None)
     run = qerl.train({**values, "reward": {"functions": {"own": length}}})
-    assert run.settings.reward.own_functions == {f"{__name__}:length"}
+    assert run.settings.own_functions == {f"{__name__}:length"}
     for function in (lambda answer, problem: 1.0, functools.partial(length, problem=None), length.__call__):
         with pytest.raises(ConfigError, match=r"reward.functions.own is .*can't import; define the function in a file"):
             qerl.train({**values, "reward": {"functions": {"own": function}}, "out": tmp_path / "other"})

@@ -161,8 +161,8 @@ def decode_steps():
         attention.attend(qkv, cache, state, rows, rope_of(rotary), heads, 8)
     sampling_state = SamplingState.empty(CPU)
     rows = torch.zeros(2, dtype=torch.int32)
-    for truncated in (False, True):
-        sampling.draw(zeros(2, VOCABULARY), rows, state, sampling_state, truncated)
+    for truncated, replayed in ((False, False), (True, False), (False, True)):
+        sampling.draw(zeros(2, VOCABULARY), rows, state, sampling_state, truncated, replayed)
     noisy, plain = Norm(zeros(HIDDEN), torch.zeros(HIDDEN), 1e-6, 0.0), Norm(zeros(HIDDEN), None, 1e-6, 1.0)
     norms.rms_norm(zeros(4, HIDDEN), noisy)
     norms.add_normed(zeros(4, HIDDEN), zeros(4, HIDDEN), plain, noisy)

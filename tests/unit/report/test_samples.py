@@ -207,6 +207,18 @@ def test_what_the_policy_wrote_at_a_step_on_a_problem_and_why_it_is_wrong_is_thr
 
 
 @needs_browser
+def test_replies_of_an_environment_stand_apart_from_turns(results, tab):
+    row = rollout(12, "p", [["2+3=", "<eos>", "[tool|", "5", "####", " 5"]])
+    told = row.completions[0].model_copy(update={"replies": [(2, 4)]})
+    write_steps(results / "train" / RUN / "run.json", {12: [row.model_copy(update={"completions": [told]})]})
+    for shade in ("", "?shade=entropy"):
+        opened(tab, made(results), f"{RUN}/12/p{shade}")
+        assert tab.ask("[...document.querySelectorAll('.reply')].map(e => e.innerText)") == ["[tool|5"]
+        assert tab.ask("document.querySelector('pre.text:not(.question-text)').innerText") == "2+3=<eos>[tool|5#### 5"
+        assert "2 turns, 4 tokens" in tab.text("#problem")
+
+
+@needs_browser
 def test_before_and_after_stand_side_by_side_with_both_verdicts(results, tab):
     opened(tab, made(results), f"{RUN}/sums/0")
     columns = tab.ask("[...document.querySelectorAll('.column')].map(e => e.innerText)")

@@ -1,5 +1,7 @@
 """Several runs on one base in one engine: each draws what it draws alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Request, SamplingParams
 from qerl.settings.run import AdapterSettings, NativeSettings, NoiseSettings
 from tests.tiny import tiny_family, tiny_qwen2
+from tests.unit.rollout.test_engine import stop_at
+from tests.unit.rollout.test_turns import STOPS, Counted
 
 CPU = torch.device("cpu")
 #: Runs that differ in all that a run may have of its own.
@@ -41,6 +45,29 @@ def requests():
         {"seed": 5, "max_tokens": 4, "top_p": 0.9},
     ]
     return [Request(prompts, SamplingParams(**each)) for prompts, each in zip(PROMPTS, settings, strict=True)]
+
+
+def test_conversations_of_a_run_are_those_that_it_has_alone(tmp_path):
+    """Beside a run of another environment, whose replies are slower, and one without any."""
+    torch.manual_seed(0)
+    checkpoint = tiny_qwen2(tmp_path / "model")
+    together = [perturbed(policy, n) for n, policy in enumerate(with_adapters(checkpoint, ADAPTERS, "float32", CPU))]
+
+    def asked():
+        every = [replace(one, params=replace(one.params, max_tokens=60)) for one in requests()]
+        turns = {0: Counted(1), 2: Counted(9)}
+        return [replace(one, params=replace(one.params, turns=turns.get(n))) for n, one in enumerate(every)]
+
+    stop_at(together[0], STOPS)
+    drawn = EngineSampler(together[0], NativeSettings(), 4, together[1:]).generate_all(asked())
+    assert any(one.replies for group in drawn[2] for one in group)
+    for number, (adapter, seed) in enumerate(ADAPTERS):
+        alone = perturbed(with_adapter(checkpoint, adapter, "float32", seed, CPU), number)
+        stop_at(alone, STOPS)
+        request = asked()[number]
+        expected = EngineSampler(alone, NativeSettings(), 4).generate(request.prompts, request.params)
+        for group, other in zip(drawn[number], expected, strict=True):
+            assert [(one.token_ids, one.replies) for one in group] == [(one.token_ids, one.replies) for one in other]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])

@@ -35,7 +35,7 @@ def test_every_configuration_of_the_repository_is_valid(file):
     assert parse(Config, parse_yaml(again, "again"), "again") == config
     planned = plan(config)
     assert planned.runs or planned.points
-    for function in {path for run in planned.runs.values() for path in run.settings.reward.own_functions}:
+    for function in {path for run in planned.runs.values() for path in run.settings.own_functions}:
         assert not function.startswith("tests"), "a configuration must run without the tests"
         imports.check(function, "reward.functions.own")
 
