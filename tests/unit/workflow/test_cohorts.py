@@ -1,5 +1,6 @@
 """Which runs of a workflow train side by side, and how many at a time."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.rl.cohort import store
 from qerl.rl.train import Trainer
-from qerl.settings.base import parse
+from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.workflow import cohorts
 from qerl.workflow.costs import sheet, totals
@@ -67,7 +68,7 @@ def noted(jobs, run):
         path = CohortJob.path(jobs.plan, mark.rpartition("/")[2])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    job = TrainJob.model_validate_json(jobs.as_json("train", run))
+    job = jobs.job("train", run)
     job.out.mkdir(parents=True)
     (job.out / VERSION).write_text(job.version)
 
@@ -99,7 +100,7 @@ def test_a_cohort_decides_nothing_of_its_runs():
     alone, together = jobs_of(side_by_side=1), jobs_of()
     for run in together.plan.runs:
         assert together.deciding("train", run) == alone.deciding("train", run)
-        job, other = (TrainJob.model_validate_json(jobs.as_json("train", run)) for jobs in (alone, together))
+        job, other = (jobs.job("train", run) for jobs in (alone, together))
         assert job.version.split() == other.version.split()[:1]
         assert (job.deciding, job.locks) == (other.deciding, other.locks)
 
@@ -160,7 +161,12 @@ def test_a_failure_is_a_row_by_the_runs_own_job_and_results_are_taken_without_tr
         runs.append(train_job(settings, *paths, version="v c", on_failure="row", time_limit=limit))
     run_job(CohortJob(runs=runs, out=tmp_path / "mark"))
     assert not (tmp_path / "out").exists()
+    assert [run.gpus for run in runs] == [1, 0, 0]
     monkeypatch.setattr(Trainer, "step", None)
+    shutil.move(store(runs[2]), other := runs[2].finished / "other")
+    with pytest.raises(ConfigError, match="has results of another base or of other problems; delete it"):
+        run_job(runs[2])  # which holds no GPU with which it could train
+    shutil.move(other, store(runs[2]))
     for run in runs:
         run_job(run)
     status = [read(RunResult, run.out / "run.json").status for run in runs]
