@@ -119,8 +119,8 @@ def test_only_runs_without_results_are_trained_and_as_many_at_a_time_as_fit(tmp_
     runs = []
     for number in range(7):
         paths = tmp_path / "base", tmp_path / "data", tmp_path / f"work/r{number}", tmp_path / f"out/r{number}"
-        version = {"version": "now cohort", "on_failure": "row"}
-        runs.append(train_job(settings.model_copy(update={"seed": number}), *paths, **version))
+        policy = {"version": "now cohort", "on_failure": "row" if number == 5 else "stop"}
+        runs.append(train_job(settings.model_copy(update={"seed": number}), *paths, **policy))
     for run, version in ((runs[0], "now another"), (runs[1], "before cohort")):
         run.out.mkdir(parents=True)
         (run.out / "run.json").touch()
@@ -135,6 +135,19 @@ def test_only_runs_without_results_are_trained_and_as_many_at_a_time_as_fit(tmp_
     assert [[run.id for run in some] for some in trained] == [["r1", "r3"], ["r4", "r5"]]  # the last one isn't alone
     assert all(run.out == store(run) and run.on_failure == "stop" for some in trained for run in some)
     assert mark.is_file()
+
+    def failing(some):
+        raise ValueError(f"of {some[0].id}")
+
+    mark.unlink()
+    monkeypatch.setattr(cohorts, "train_cohort", failing)
+    cohorts.train_side_by_side(CohortJob(runs=runs, out=mark))  # one has results, for which its job waits
+    assert mark.is_file()
+    mark.unlink()
+    cohorts.train_side_by_side(CohortJob(runs=runs[3:6], out=mark))  # a failure of one is a row, of its own job
+    with pytest.raises(ValueError, match="of r3"):
+        cohorts.train_side_by_side(CohortJob(runs=runs[3:5], out=tmp_path / "other"))
+    assert [mark.is_file(), (tmp_path / "other").is_file()] == [True, False]
 
 
 @pytest.mark.parametrize("gigabytes", [0, 12, 24])
