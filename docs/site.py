@@ -1,13 +1,19 @@
 """The site's files (`hooks` of mkdocs.yml): the repository's pages and what they link to, at their own paths.
 
-So links are the same on the site, in a clone and on a forge.
+So links are the same on the site, in a clone and on a forge. Three pages exist on the site alone, made of the code: the
+functions of `import qerl`, the commands of `qerl`, and the files of results.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -24,6 +30,79 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace what MkDocs found in `docs_dir`; keep what the theme brings."""
     root = Path(config.config_file_path).resolve().parent
     pages = {page for pattern in PAGES for page in root.glob(pattern)}
-    shown = sorted(pages.union(*map(linked, pages)))
+    shown = sorted(
+        pages.union(map(root.joinpath, [*config.extra["polyfills"], *config.extra_css]), *map(linked, pages))
+    )
     own = [File.generated(config, str(file.relative_to(root)), abs_src_path=str(file)) for file in shown]
+    for name, paragraphs in {"api": api_page(), "commands": commands_page(), "files": files_page()}.items():
+        own.append(File.generated(config, f"docs/{name}.md", content="\n\n".join(paragraphs)))
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *own])
+
+
+def api_page() -> Iterator[str]:
+    """The paragraphs of the page of the library: each documented name, its signature and its docstring."""
+    import qerl
+
+    yield "# The library"
+    yield inspect.getdoc(import_module("qerl.api")) or ""
+    for name in sorted(set(qerl.__all__) - {"__version__"}):
+        found = getattr(qerl, name)
+        yield from (f"## qerl.{name}", _signature(f"qerl.{name}", found), inspect.getdoc(found) or "")
+        for inner, member in vars(found).items() if inspect.isclass(found) else ():
+            function = member.fget if isinstance(member, property) else getattr(member, "func", member)
+            if not inner.startswith("_") and inspect.isfunction(function):
+                value = f"```python\n{inner}: {inspect.signature(function).return_annotation}\n```"
+                shown = _signature(inner, function) if function is member else value
+                yield from (f"### {name}.{inner}", shown, inspect.getdoc(function) or "")
+
+
+def _signature(name: str, found: Any) -> str:
+    signature = inspect.signature(found)
+    parameters = [one for one in signature.parameters.values() if one.name != "self"]
+    returned = "" if inspect.isclass(found) else f" -> {signature.return_annotation}"
+    return "\n".join(
+        ["```python", f"{name}(", *(f"    {_parameter(one)}," for one in parameters), f"){returned}", "```"]
+    )
+
+
+def _parameter(one: inspect.Parameter) -> str:
+    stars = {one.VAR_KEYWORD: "**", one.VAR_POSITIONAL: "*"}.get(one.kind, "")
+    default = "" if one.default is one.empty else f" = {one.default!r}"
+    return f"{stars}{one.name}: {one.annotation}{default}"
+
+
+def commands_page() -> Iterator[str]:
+    """The paragraphs of the page of the command line: each command, its arguments and options."""
+    from qerl.cli.commands import app
+
+    yield "# Commands"
+    yield from _commands("qerl", typer.main.get_command(app))
+
+
+def files_page() -> Iterator[str]:
+    """The paragraphs of the page of results: the keys of each file and of each line."""
+    from qerl.cli.workflow import section
+    from qerl.results import schema
+
+    yield "# Files of results"
+    yield inspect.getdoc(schema) or ""
+    for _, model in inspect.getmembers(schema, inspect.isclass):
+        if issubclass(model, schema.Stored) and model is not schema.Stored:
+            yield section(model)
+
+
+def _commands(name: str, command: Any) -> Iterator[str]:
+    if inner := getattr(command, "commands", None):
+        for word, one in inner.items():
+            if not one.hidden:
+                yield from _commands(f"{name} {word}", one)
+        return
+    yield f"## {name}"
+    yield inspect.cleandoc(command.help or "")
+    rows = [("option", "meaning"), ("---", "---"), *((_written(one), one.help or "") for one in command.params)]
+    yield "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in rows)
+
+
+def _written(parameter: Any) -> str:
+    names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name.upper()]
+    return ", ".join(f"<code>{name}</code>" for name in names)

@@ -99,7 +99,7 @@ def main() -> None:
         parts = function_parts(reward_weights, answers, step)
         for part, (problem, answer) in zip(parts, answers, strict=True):
             part |= reward_parts(answer, problem, task.format, reward_weights, task.answer)
-        rewards_PG = torch.tensor([total(part, reward_weights) for part in parts]).view(-1, args.group_size)
+        rewards_PG = torch.tensor([total(part, reward_weights.weights) for part in parts]).view(-1, args.group_size)
 
         # Advantages (Eq. 4): A = (r - mean r) / std r within a group. The other completions of the problem are the
         # baseline, in place of a value function. A group of equal rewards has A = 0 and teaches nothing.

@@ -586,14 +586,16 @@ def publish(
     evaluations: Sequence[PathLike] = (),
     private: bool | None = None,
     dry_run: bool = False,
+    out: PathLike | None = None,
     hub: HfApi | None = None,
 ) -> Published:
     """Upload a finished run's adapter, card, metrics and scores to the repository `repo` of the hub (`user/name`).
 
     `evaluations` are folders of `qerl eval`; by default those within the run's folder. A new repository is private
     unless `private` is False; one that is there stays as it is. `dry_run` uploads nothing, and needs neither login nor
-    network. Folders of this machine are published by their last name only. Raises `ConfigError` if the run isn't
-    finished, the hub can't be reached, nobody is logged in, or a file would tell a path of this machine or a token.
+    network; it writes what would go to the new folder `out`, if given. Folders of this machine are published by their
+    last name only. Raises `ConfigError` if the run isn't finished, the hub can't be reached, nobody is logged in, or a
+    file would tell a path of this machine or a token.
     """
     from huggingface_hub import HfApi
 
@@ -603,6 +605,8 @@ def publish(
     check_finished(trained)
     if HUB_MODEL.fullmatch(repo) is None or "@" in repo:
         raise ConfigError(f"{repo!r} names no repository of the hub; give it as user/name")
+    if out is not None and (not dry_run or Path(out).exists()):
+        raise ConfigError(f"{out} must be a new folder, and is for a dry run")
     unreachable = None if hub else hub_unreachable()
     if unreachable and not dry_run:
         raise ConfigError(f"{repo} wasn't uploaded: {unreachable}; start again when the hub can be reached")
@@ -611,6 +615,8 @@ def publish(
     with TemporaryDirectory() as scratch:
         _stage(trained, facts, repo, Path(scratch))
         check_folder(Path(scratch))
+        if out is not None:
+            shutil.copytree(scratch, out)
         return upload(hub, repo, Path(scratch), private, _notes(facts), dry_run)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from httpx import HTTPError
 from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.utils import httpx
 from transformers import PreTrainedConfig
 
 from qerl.checkpoints.files import CONFIG, CheckpointError, differences, read_config, read_headers, weights_format_of
@@ -166,7 +166,7 @@ def _config_of_hub(model: str) -> Path:
     offline = unreachable is not None
     try:
         return Path(hf_hub_download(named["repo"], CONFIG, revision=named["revision"], local_files_only=offline)).parent
-    except (HTTPError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         reason = unreachable or type(error).__name__
         raise CheckpointError(
             f"the hub doesn't give the {CONFIG} of --model {model} ({reason}); correct the name, log in to the hub, "

@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Literal, get_args
 
 from qerl.host.imports import OPTIONAL, source_version
 from qerl.host.lease import own_lock
-from qerl.host.provenance import code_version
+from qerl.host.provenance import code_version, installed_version
 from qerl.results import paths
 from qerl.settings.base import Part
-from qerl.settings.data import DatasetSettings, FunctionData, Split
+from qerl.settings.data import DatasetSettings, FunctionData, ReasoningGymData, Split
 from qerl.settings.models import Base, HubModel, LocalModel, PretrainSettings
 from qerl.settings.run import CHECKED, UNDECIDING, UNDECIDING_OF_ENGINE, RunSettings
 from qerl.settings.workflow import Config, EvaluationSettings, TaskSettings
@@ -270,6 +270,11 @@ class DataJob(Job):
     def own_functions(self) -> set[str]:
         origin = self.settings.origin
         return {origin.function} if isinstance(origin, FunctionData) else set()
+
+    @property
+    def code(self) -> str:
+        of_gym = isinstance(self.settings.origin, ReasoningGymData)
+        return f"{super().code} {installed_version('reasoning-gym')}" if of_gym else super().code
 
     @property
     def own_files(self) -> list[Path]:
@@ -529,7 +534,7 @@ class TrainJob(Job):
 
     @property
     def own_functions(self) -> set[str]:
-        return self.settings.reward.own_functions
+        return self.settings.own_functions
 
 
 class CohortJob(Job):

@@ -12,10 +12,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from huggingface_hub import CardData, EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.utils import httpx
 from safetensors import SafetensorError, safe_open
 
 from qerl.checkpoints.files import RUN_FILE, TOKENIZER, StockLoading
@@ -38,7 +38,7 @@ _TEXT = """\
 # {{ title }}
 
 {{ what }}, trained by reinforcement learning ({{ settings.loss.name }}, {{ settings.steps }} steps)
-with qerl, an implementation of [QeRL](https://arxiv.org/abs/2510.11696), on {{ base }},
+with qerl (`pip install qerl`), an implementation of [QeRL](https://arxiv.org/abs/2510.11696), on {{ base }},
 whose linear weights were {{ settings.weights }}.{{ rounded }}
 
 {{ first }}

@@ -120,7 +120,7 @@ class StepJob(ProfileJob):
 
     @property
     def own_functions(self) -> set[str]:
-        return {function for run in self.runs for function in run.settings.reward.own_functions}
+        return {function for run in self.runs for function in run.settings.own_functions}
 
 
 # Jobs of the speed grid (`shapes` of a configuration): each writes files of points on random weights.

@@ -146,6 +146,8 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for the run; replaces `out` of RUN.yaml.")] = None,
 ) -> None:
     """Train one run, or several side by side (`seeds`, `runs`). After a kill, the same command continues."""
+    if sys.stderr.isatty():
+        typer.echo("loading libraries, which takes some seconds", err=True)
     changed = merged(nested(file_values(run)), nested(workflow.values_of(keys))) if keys else run
     result = api.train(changed, out, log_to_file=True)
     if isinstance(result, list):
@@ -395,10 +397,11 @@ def publish(
         typer.Option("--private/--public", help="Default: private, or as the repository is if it exists."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go, and upload nothing.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --dry-run: a new folder for what would go.")] = None,
 ) -> None:
     """Upload a trained policy to the Hugging Face hub, with a card, its scores and its metrics."""
     with quiet():
-        said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run)
+        said = api.publish(run, repo, evaluations=evaluation or (), private=private, dry_run=dry_run, out=out)
     visibility = {True: "private", False: "public", None: "private, or as the repository is if it exists"}
     title = f"{said.url or f'would go to {said.repo}'} ({visibility[said.private]})"
     print_table(title, [{"file": name, "bytes": str(size)} for name, size in said.files.items()])

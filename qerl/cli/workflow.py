@@ -22,6 +22,7 @@ from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own
 from qerl.host.provenance import check_writable, writing
 from qerl.jobs import Job, KilledError, Plan
 from qerl.report_jobs import PointJob
+from qerl.results.schema import Stored
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
@@ -255,6 +256,29 @@ def summary(root: Path) -> None:
     print_summary(root)
 
 
+@app.command(rich_help_panel=PANEL)
+def archive(
+    root: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder of results.")],
+    out: Annotated[Path, typer.Argument(help="The archive, a ZIP.")],
+    inputs: Annotated[
+        list[Path] | None, typer.Argument(help="Further files, such as the configuration and requirements.lock.")
+    ] = None,
+) -> None:
+    """Pack a folder of results, without weights, into an archive that others can check (an RO-Crate)."""
+    from qerl.report.archive import write_archive
+
+    typer.echo(f"{out}: {write_archive(root, out, inputs or ())} files")
+
+
+@app.command(rich_help_panel=PANEL)
+def verify(archive: Annotated[Path, typer.Argument(help="An archive of `qerl archive`.")]) -> None:
+    """Check an archive: its checksums, and that its results and samples give its tables again."""
+    from qerl.report.archive import verify
+
+    counts = verify(archive)
+    typer.echo(f"{archive}: {counts['files']} checksums are right, {counts['tables']} tables come out equal")
+
+
 # Every key of a configuration, from the models of `qerl.settings`: config/README.md for people, with type, default and
 # meaning, and a JSON schema for editors and the catalog of Snakemake's workflows.
 
@@ -305,8 +329,9 @@ def _default(field: FieldInfo) -> str:
     return "none" if field.default is None else f"`{field.default}`"
 
 
-def _section(settings: type[BaseModel]) -> str:
-    inherited = [_link(parent) for parent in settings.__bases__ if parent is not Settings]
+def section(settings: type[BaseModel]) -> str:
+    """The heading, description and table of keys of a model, in Markdown."""
+    inherited = [_link(parent) for parent in settings.__bases__ if parent not in (Settings, Stored)]
     about = [inspect.getdoc(settings) or "", *(f"It also has the keys of {parent}." for parent in inherited)]
     rows = [
         (f"`{name}`", _type_name(field.annotation), _default(field), " ".join((field.description or "").split()))
@@ -332,7 +357,7 @@ def keys_page() -> str:
         "These keys of a run decide no result, so changing them reruns nothing: "
         f"{keys}. The same holds for those of an evaluation's engine."
     )
-    return "\n\n".join(["# Configuration", undeciding, *map(_section, sections())]) + "\n"
+    return "\n\n".join(["# Configuration", undeciding, *map(section, sections())]) + "\n"
 
 
 def keys_schema() -> str:

@@ -1,14 +1,20 @@
-"""Seeded problems that are generated: arithmetic and countdown."""
+"""Seeded problems that are generated: arithmetic, countdown and the tasks of reasoning-gym."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
 
+from qerl.data import expressions
 from qerl.data.grading import Goal
 from qerl.data.records import DataError, Record
-from qerl.settings.data import CountdownData, Generated, GeneratedSplits, RecordFormat, Split
+from qerl.host.provenance import installed_version
+from qerl.settings.data import CountdownData, Generated, GeneratedSplits, ReasoningGymData, RecordFormat, Split
 
 # Splits of generated problems, without repeated questions, and without a problem of another split in another guise.
 
@@ -39,10 +45,11 @@ def generate(settings: GeneratedSplits, record_format: RecordFormat) -> dict[Spl
     held_out: set[object] = set()
     sizes: dict[Split, int] = {"test": settings.test, "validation": settings.validation, "train": settings.train}
     splits: dict[Split, list[Record]] = {split: [] for split in sizes}
+    draws = _draws(settings, record_format, rng)
     for split, size in sizes.items():
         for _ in range(size):
-            draws = (_draw(settings, record_format, rng) for _ in range(_PATIENCE))
-            problem = next((one for one in draws if one.question not in seen and one.core not in held_out), None)
+            some = islice(draws, _PATIENCE)
+            problem = next((one for one in some if one.question not in seen and one.core not in held_out), None)
             if problem is None:
                 raise DataError("there are no more problems to generate; ask for fewer (train, validation, test)")
             seen.add(problem.question)
@@ -52,11 +59,15 @@ def generate(settings: GeneratedSplits, record_format: RecordFormat) -> dict[Spl
     return splits
 
 
-def _draw(settings: GeneratedSplits, record_format: RecordFormat, rng: random.Random) -> Draw:
-    if isinstance(settings, CountdownData):
-        return _countdown(settings, rng)
-    assert isinstance(settings, Generated)
-    return _arithmetic(record_format, settings.terse, rng)
+def _draws(settings: GeneratedSplits, record_format: RecordFormat, rng: random.Random) -> Iterator[Draw]:
+    if isinstance(settings, ReasoningGymData):
+        yield from _of_reasoning_gym(settings, rng)
+    while True:
+        if isinstance(settings, CountdownData):
+            yield _countdown(settings, rng)
+        else:
+            assert isinstance(settings, Generated)
+            yield _arithmetic(record_format, settings.terse, rng)
 
 
 # Seeded arithmetic problems with worked solutions, in the three record formats.
@@ -206,3 +217,46 @@ def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) ->
         results.append((value, sign.join(part if part.isdigit() else f"({part})" for part in (one, other))))
     [(value, formula)] = results
     return value, "\n".join([*lines, f"#### {formula}"])
+
+
+# Problems of reasoning-gym, whose records have all that the task's scorer reads.
+
+#: The library precomputes some tasks for a number of problems, of which this is its default.
+_AT_ONCE = 500
+#: Tasks whose problem is the same one with its numbers in another order, in any of the library's wordings.
+_OF_NUMBERS = ("countdown", "puzzle24")
+
+
+def _of_reasoning_gym(settings: ReasoningGymData, rng: random.Random) -> Iterator[Draw]:
+    levels: list[int | None] = [*settings.levels] or [None]
+    drawn = {level: _entries(settings, level, rng) for level in levels}
+    while True:
+        yield next(drawn[rng.choice(levels)])
+
+
+def _entries(settings: ReasoningGymData, level: int | None, rng: random.Random) -> Iterator[Draw]:
+    """The problems of one level, without end."""
+    name, arguments, task, place = settings.task, settings.arguments, None, 0
+    about = {"task": name, "arguments": arguments, "level": level, "version": installed_version("reasoning-gym")}
+    while True:
+        try:
+            task = task or expressions.task_of(name, arguments, level, rng.randrange(2**31), _AT_ONCE)
+            entry = task[place]
+        except (AssertionError, TypeError, ValueError) as error:
+            raise DataError(f"origin: reasoning-gym can't make problems of the task {name}: {error}") from None
+        task, place = (task, place + 1) if place + 1 < _AT_ONCE else (None, 0)
+        question, metadata = " ".join(entry["question"].split()), entry["metadata"]
+        numbers = (*sorted(metadata["numbers"]), metadata.get("target")) if name in _OF_NUMBERS else None
+        yield Draw(question, numbers or question, partial(_gym_record, entry, about))
+
+
+def _gym_record(entry: Mapping[str, Any], about: Mapping[str, Any], split: Split) -> Record:
+    given = {key: entry[key] for key in ("question", "answer", "metadata")}
+    record: Record = json.loads(json.dumps({**given, **about}, default=str))
+    answer = record["answer"]
+    if answer is not None and expressions.points_of(answer, record) != 1:
+        raise DataError(
+            f"origin: the scorer of the task {about['task']} doesn't give its own answer {answer[:40]!r} one point "
+            "after its problem was written as JSON; choose another task"
+        )
+    return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -391,6 +392,8 @@ def solution_key(formula: str) -> str:
 #
 # The place of the answer in a completion depends on the form that the data set asks for:
 #
+# reasoning_gym has its answer in tags in either form, and the task of the library scores it.
+#
 # native: gsm8k as `#### n` (the first one counts, read as lm-eval's strict match reads it), math, prompt and aime as
 # `\boxed{}` (the last one counts). countdown has a formula after the first `#### `, to the end of the line, without
 # delimiters.
@@ -481,8 +484,12 @@ def boxed(text: str) -> str | None:
 
 def statement(answer: str, record_format: RecordFormat, form: AnswerForm = "native") -> str:
     """Return the text in which a completion is expected to state `answer`, as `extract` reads it."""
+    if record_format == "reasoning_gym":
+        answer = json.loads(answer)["answer"] or "..."
     if form == "tags":
         return f"<think>...</think><answer>{answer}</answer>"
+    if record_format == "reasoning_gym":
+        return f"<answer>{answer}</answer>"
     return f"#### {answer}" if record_format in ("gsm8k", "countdown") else f"{_BOXED}{answer}}}"
 
 
@@ -495,6 +502,25 @@ def is_correct(
 ) -> bool:
     """Whether the final answer of `text` equals `problem_answer`, as a number or expression, or reaches its goal."""
     return verdict(text, problem_answer, record_format, form, units) == "right"
+
+
+def credit(
+    text: str,
+    problem_answer: str,
+    record_format: RecordFormat,
+    form: AnswerForm = "native",
+    units: Collection[str] = (),
+) -> float:
+    """For reasoning_gym the points that its task gives the answer of `text`, from 0 to 1; else 1 if it is correct."""
+    if record_format != "reasoning_gym":
+        return float(is_correct(text, problem_answer, record_format, form, units))
+    answer = extract(text, record_format, form, units)
+    return 0.0 if answer is None else _points(answer, problem_answer) or 0.0
+
+
+@lru_cache(maxsize=4096)
+def _points(answer: str, entry: str) -> float | None:
+    return expressions.score(answer, entry)
 
 
 def verdict(
@@ -511,6 +537,9 @@ def verdict(
     if record_format == "countdown":
         formula = parse_formula(answer)
         return "right" if formula is not None and Goal.read(problem_answer).is_reached_by(formula) else "wrong"
+    if record_format == "reasoning_gym":
+        points = _points(answer, problem_answer)
+        return "timeout" if points is None else "right" if points == 1 else "wrong"
     number, expected = (_number(stated, record_format) for stated in (answer, problem_answer))
     if number is not None and expected is not None:
         return "right" if number == expected else "wrong"
@@ -534,10 +563,15 @@ def well_formed(
 def _find(text: str, record_format: RecordFormat, form: AnswerForm, units: Collection[str]) -> tuple[str | None, bool]:
     """The answer that a completion states, None if it states none, and whether it stands there as it should."""
     spoken = after_thinking(text)
+    if record_format == "reasoning_gym" and form == "native":
+        before, _, after = spoken.rpartition("</answer>")
+        return _content(spoken).strip() or None, before.count("<answer>") == 1 and not after.strip()
     if form == "tags":
         content = _content(spoken)
         before, box, _ = content.partition(_BOXED)
         is_alone = all(text.count(tag) == 1 for tag in TAGS) and _TAGGED.fullmatch(text) is not None
+        if record_format == "reasoning_gym":
+            return content.strip() or None, is_alone
         is_alone = is_alone and (not box or _BEFORE_BOX.fullmatch(before) is not None)
         if record_format == "countdown":
             formula = content.strip()

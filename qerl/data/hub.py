@@ -130,8 +130,8 @@ def hub_unreachable() -> str | None:
 
 def _refused(address: str) -> str | None:
     """Why no attempt to connect succeeds; None if one does."""
-    import httpx
     from huggingface_hub import get_session
+    from huggingface_hub.utils import httpx
 
     no_connection = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
     reason: Exception | None = None
@@ -257,9 +257,8 @@ def write_lock(config: Config) -> Path:
 
 
 def _entry(origin: HubModel | HubData) -> LockedRepo:
-    from httpx import HTTPError
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects, httpx
 
     hub, is_model = HfApi(), isinstance(origin, HubModel)
     try:
@@ -275,7 +274,7 @@ def _entry(origin: HubModel | HubData) -> LockedRepo:
             else sha256_of(Path(hf_hub_download(origin.repo, file.rfilename, **place)))
             for file in filter_repo_objects(info.siblings or [], key=lambda file: file.rfilename, **patterns)
         }
-    except (HTTPError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ConfigError(f"can't ask the hub about {key_of(origin)} ({reason}); `qerl lock` needs network") from error
     return LockedRepo(revision=str(info.sha), files=hashes)
@@ -342,9 +341,9 @@ def _folder(origin: HubData, revision: str) -> Path:
     check_folder(origin, revision)
     if origin.folder is not None:
         return origin.folder.resolve()
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import httpx
 
     try:
         return Path(snapshot_download(origin.repo, repo_type="dataset", revision=revision, local_files_only=True))

@@ -15,8 +15,8 @@ from qerl.data.grading import TAGS
 from qerl.data.records import DataError, Message, Problem
 from qerl.results.schema import PreparedDataset
 
-#: A user's message that stands for any.
-_PROBE = "What is 2+3"
+#: A user's message that stands for any, and the policy's answer to it.
+_PROBE, _ANSWER = "What is 2+3", "That makes 5"
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,29 @@ def chat_text(
     if any(message["role"] == "system" and message["content"].strip() not in str(text) for message in chat):
         raise DataError(f"the chat template of {name!r} drops the system message; put its text into the user's message")
     return str(text)
+
+
+def reply_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    stops: Iterable[str],
+    given: TemplateInput = _NOTHING,
+) -> str:
+    """The text of a chat from the end of a turn of the policy, of which `stops` are possible last tokens, through
+    `messages` to the start of its next turn.
+
+    It depends on no earlier message, so that nothing that was sampled is tokenized again, and no template drops
+    thinking of earlier turns. Raises `DataError` for a template that drops a message.
+    """
+    chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}, *map(dict, messages)]
+    _, answer, text = chat_text(tokenizer, chat, given=given).partition(_ANSWER)
+    for message in messages:
+        if not answer or message["content"].strip() not in text:
+            raise DataError(
+                f"the chat template of {tokenizer.name_or_path!r} drops a message of the role {message['role']!r} "
+                "behind an answer; give it another role"
+            )
+    return text.removeprefix(next((stop for stop in stops if text.startswith(stop)), ""))
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

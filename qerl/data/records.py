@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import re
 from collections import Counter, defaultdict
@@ -14,6 +15,7 @@ from typing import Any, get_args
 
 from qerl.data.grading import Goal, gold, is_correct, is_text, statement
 from qerl.host.console import log
+from qerl.host.provenance import installed_version
 from qerl.settings.base import UserError, check_unicode
 from qerl.settings.data import AnswerForm, CountdownUse, RecordFormat, Split
 
@@ -24,6 +26,8 @@ from qerl.settings.data import AnswerForm, CountdownUse, RecordFormat, Split
 #   HuggingFaceH4/MATH-500, Big-Math and AMC.
 # * aime: `problem`, `answer` (integer 0 to 999), `solution` optional, as HuggingFaceH4/aime_2024.
 # * countdown: `numbers` and `target` (whole numbers), `use` ("all" or "some", by default "all"), `solution` optional.
+# * reasoning_gym: `question`, `answer` and `metadata` of the library, and by which `task`, `arguments`, `level` and
+#   `version` it made them.
 # * prompt: `prompt` (a text, or a chat as a list of messages with `role` and `content`), as in data sets for TRL and
 #   verl; `answer`, or verl's `reward_model` with `ground_truth`, or `solution` (with `\boxed{}`), all optional.
 #
@@ -160,6 +164,8 @@ def parse_record(
     elif record_format == "countdown":
         goal = _goal(record, where)
         question, solution, answer = goal.question, _optional(record, "solution", where), str(goal)
+    elif record_format == "reasoning_gym":
+        question, solution, answer = _text(record, "question", where), None, _entry(record, where)
     elif record_format == "gsm8k":
         question, solution = _text(record, "question", where), _text(record, "answer", where)
         answer = _solution_answer(solution, record_format, _HASHES_RULE, where, units)
@@ -283,6 +289,19 @@ def _goal(record: Mapping[str, Any], where: str) -> Goal:
     return goal
 
 
+def _entry(record: Mapping[str, Any], where: str) -> str:
+    """What the scorer of a task of reasoning-gym reads, as JSON. No other version of the library may score it."""
+    keys = ("answer", "task", "arguments", "level", "metadata", "version")
+    if lacking := [key for key in keys if key not in record]:
+        raise DataError(f"{where} has no `{lacking[0]}`: records of format reasoning_gym have {', '.join(keys)}")
+    if (installed := installed_version("reasoning-gym")) != record["version"]:
+        raise DataError(
+            f"{where} was made by reasoning-gym {record['version']}, and {installed or 'none'} is installed here; "
+            "install that version, or delete the prepared data set to have it made again"
+        )
+    return json.dumps({key: record[key] for key in keys}, ensure_ascii=False)
+
+
 def _level(record: Mapping[str, Any], where: str) -> int | None:
     level = record.get("level")
     if level is None:
@@ -360,7 +379,8 @@ def warn_of_notation(
     units: Collection[str] = (),
 ) -> None:
     """Warn of the problems whose answer no usual completion equals, with their number and examples."""
-    if record_format == "countdown":  # its answer is a goal, which formulas reach
+    # The answer is a goal, which formulas reach, or the library's own.
+    if record_format in ("countdown", "reasoning_gym"):
         return
 
     def is_refused(answer: str) -> bool:

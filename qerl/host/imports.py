@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -83,8 +83,8 @@ def check_engine(settings: EngineSettings, key: str) -> None:
         )
 
 
-def check_trackers(names: Iterable[str], key: str) -> None:
-    """Raise `ConfigError` if the library of a tracker under `key` isn't installed."""
+def check_libraries(names: Iterable[str], key: str) -> None:
+    """Raise `ConfigError` if a library that `key` names, such as a tracker's, isn't installed."""
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # None: a folder of that name, such as W&B leaves behind
@@ -161,12 +161,14 @@ _OF_REWARD, _OF_TRL = ("answer", "problem"), {"completions", "prompts"}
 _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 
 
-def load(path: str) -> Callable[..., Any]:
+def load(path: str, key: str = "") -> Callable[..., Any]:
     """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
 
-    Errors of the module during its import propagate, with a note that names the function.
+    Errors name its `key` in the configuration. Those of the module during its import propagate, with a note that names
+    the function.
     """
     module_name, _, name = path.partition(":")
+    named = f"{key} {path}".strip()
     # The working directory isn't on the path of the command `qerl` and of rules. It is added last, so that a file in it
     # can't shadow a package.
     if (here := str(Path.cwd())) not in sys.path:
@@ -174,26 +176,26 @@ def load(path: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except SystemExit as error:
-        raise ConfigError(f"{path}: the module ends the process; it must only define functions") from error
+        raise ConfigError(f"{named}: the module ends the process; it must only define functions") from error
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{path}: there is no module {module_name}; put {module_name.replace('.', '/')}.py into the working "
+                f"{named}: there is no module {module_name}; put {module_name.replace('.', '/')}.py into the working "
                 "directory, or install it"
             ) from None
-        error.add_note(f"importing {path} raised this error; correct the module, and start again")
+        error.add_note(f"importing {named} raised this error; correct the module, and start again")
         raise
     function = getattr(module, name, None)
     if function is None:
-        raise ConfigError(f"{path}: module {module_name} ({module.__file__}) has no function {name}")
+        raise ConfigError(f"{named}: module {module_name} ({module.__file__}) has no function {name}")
     if not callable(function):
-        raise ConfigError(f"{path}: {name} is of type {type(function).__name__}, not a function; name a function")
+        raise ConfigError(f"{named}: {name} is of type {type(function).__name__}, not a function; name a function")
     return function  # type: ignore[no-any-return]
 
 
 def check(path: str, key: str) -> None:
     """Raise `ConfigError` unless the function can be imported and accepts the arguments of a function of `key`."""
-    function, is_reward = load(path), key != "origin.function"
+    function, is_reward = load(path, key), key != "origin.function"
     arguments = _OF_REWARD if is_reward else ()
     # That of an object is its method; of a class, an instance of it is the value.
     plain = inspect.isroutine(function) or isinstance(function, (partial, type))
@@ -222,6 +224,20 @@ def check(path: str, key: str) -> None:
             f"{key} {path} is defined as {name}{signature}, but it is called as {name}({given}); "
             f"write `def {name}({given})`{', or name a parameter `completions`, as in TRL' * is_reward}"
         ) from None
+
+
+def check_environment(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless an environment's class can be imported, takes the arguments and has the methods."""
+    made = load(path)
+    if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
+        raise ConfigError(
+            f"environment.name {path} has no method {lacking[0]}; name a class with `reset(self, problem)` and "
+            "`step(self, text)`"
+        )
+    try:
+        inspect.signature(made).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"environment.arguments don't fit {path}{inspect.signature(made)}: {error}") from None
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
@@ -257,7 +273,7 @@ def call(path: str, *arguments: Any, key: str, limit: float | None = None, where
     Its errors propagate, with a note that names it. Raises `ConfigError` with the file and line if it exceeds the limit
     or ends the process.
     """
-    return guarded(partial(load(path), *arguments), f"{key} {path}", limit, where)
+    return guarded(partial(load(path, key), *arguments), f"{key} {path}", limit, where)
 
 
 def guarded(work: Callable[[], Any], name: str, limit: float | None = None, where: str = "") -> Any:

@@ -144,8 +144,8 @@ def draw(
     """Draw a token from logits [B, V] for each slot of `rows` [B] that isn't idle, and advance the slots.
 
     A draw depends on (seed, sequence, number of the token) and the logits alone. Its log-probability is that of the
-    distribution at the sampling temperature, before truncation by top-k and top-p (`truncated`). `replayed`: the token
-    is the one that stands in `state.tokens` at its place.
+    distribution at the sampling temperature, before truncation by top-k and top-p (`truncated`). `replayed`: one of
+    the tokens `state.given` replaces the drawn one, and ends no sequence as a stop token.
     """
     live = state.position[rows] != IDLE
     rows = rows[live].long()
@@ -157,18 +157,23 @@ def draw(
     if truncated:
         allowed = logits[live].float() >= threshold(logits[live], run, sampling)[:, None]
         noisy = noisy.masked_fill(~allowed, -torch.inf)
-    token = state.tokens[rows, state.drawn[rows].long()].long() if replayed else noisy.argmax(-1)
+    token, given = noisy.argmax(-1), torch.zeros_like(rows, dtype=torch.bool)
+    if replayed:
+        given = state.drawn[rows] < state.given[rows]
+        token = torch.where(given, state.tokens[rows, state.drawn[rows].long()].long(), token)
     logprob = torch.log_softmax(scaled, dim=-1).gather(-1, token[:, None])[:, 0]
-    _advance(token, logprob, rows, state, sampling)
+    _advance(token, logprob, given, rows, state, sampling)
 
 
-def _advance(token: Tensor, logprob: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState) -> None:
+def _advance(
+    token: Tensor, logprob: Tensor, given: Tensor, rows: Tensor, state: DecodeState, sampling: SamplingState
+) -> None:
     drawn = state.drawn[rows].long()
     state.tokens[rows, drawn] = token.int()
     state.logprobs[rows, drawn] = logprob
     state.token[rows] = token
     state.drawn[rows] = (drawn + 1).int()
-    done = (token[:, None] == sampling.stops).any(-1) | (drawn + 1 >= state.limit[rows])
+    done = (token[:, None] == sampling.stops).any(-1) & ~given | (drawn + 1 >= state.limit[rows])
     state.position[rows] = torch.where(done, IDLE, state.position[rows] + 1).int()
 
 

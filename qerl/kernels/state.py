@@ -142,6 +142,7 @@ class DecodeState:
     drawn: Tensor  # [slots + 1] int32, tokens drawn so far, including those before an interruption
     token: Tensor  # [slots + 1] int64, the last token of each sequence
     limit: Tensor  # [slots + 1] int32, number of tokens to draw
+    given: Tensor  # [slots + 1] int32, number of the first tokens of `tokens` that are there before they are drawn
     sequence: Tensor  # [slots + 1] int64, key of the sequence's draws
     run: Tensor  # [slots + 1] int32, the run of a cohort whose policy draws the sequence; 0 without a cohort
     tokens: Tensor  # [slots + 1, tokens] int32, drawn so far
@@ -157,6 +158,7 @@ class DecodeState:
             drawn=torch.zeros(rows, dtype=torch.int32, device=device),
             token=torch.zeros(rows, dtype=torch.int64, device=device),
             limit=torch.zeros(rows, dtype=torch.int32, device=device),
+            given=torch.zeros(rows, dtype=torch.int32, device=device),
             sequence=torch.zeros(rows, dtype=torch.int64, device=device),
             run=torch.zeros(rows, dtype=torch.int32, device=device),
             tokens=torch.zeros(rows, tokens, dtype=torch.int32, device=device),

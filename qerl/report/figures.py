@@ -264,6 +264,9 @@ def accuracy(cells: pd.DataFrame, stem: Path) -> None:
             axis.set_ylim(len(arms[model]) - 0.5, -0.5)
             axis.set_xlabel("accuracy (%), 95 % interval")
             axis.set_title(f"{model}, {dataset}", loc="left")
+        ends = [axis.get_xlim() for axis, *_ in panels]  # the same in all panels, so that they compare
+        for axis, *_ in panels:
+            axis.set_xlim(min(low for low, _ in ends), max(high for _, high in ends))
         panels[0][0].figure.supxlabel("◇ untrained, same weights   ┆ untrained BF16", fontsize=6.5)
 
 

@@ -19,14 +19,17 @@ from qerl.report.format import (
     fragment,
     html_table,
     identifying,
+    percent,
+    points,
     rendered,
     three_digits,
     training_label,
     weights_label,
 )
 from qerl.report.samples import steps_in
+from qerl.report.tables import trained_differences
 from qerl.report_jobs import ReportJob
-from qerl.results.paths import KEY, NARROW, RESULT, ROLLOUTS, VERDICT, variant
+from qerl.results.paths import KEY, METRICS, NARROW, RESULT, ROLLOUTS, VERDICT, variant, without_folders
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
 from qerl.results.store import read
@@ -141,8 +144,8 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{100 * sum(known) / len(known):.1f}" if known else ""
 
 
-def run_cost_table(stored: StoredResults, address: Addresses) -> pd.DataFrame:
-    """One row per run: state, reward at its start and end, and cost.
+def run_cost_table(stored: StoredResults, address: Addresses, root: Path) -> pd.DataFrame:
+    """One row per run: state, reward at its start and end, cost, and its files below the folder `root`.
 
     Its name leads to the `address` of its last stored rollout, or of its other samples if none is stored.
     """
@@ -162,9 +165,17 @@ def run_cost_table(stored: StoredResults, address: Addresses) -> pd.DataFrame:
                 "at the end": "" if reward is None else f"{reward.tail(width).mean():.2f}",
                 **{name: three_digits(value) for name, value in cost.items()},
                 **{heading: text(value) if pd.notna(value) else "" for (heading, text), value in shown.items()},
+                "files": _links({"settings": file, "steps": file.with_name(METRICS)}, root),
             }
         )
     return pd.DataFrame(rows).fillna("")
+
+
+def _links(files: Mapping[str, Path], root: Path) -> list[Link]:
+    """Links to those of the files that exist below the folder of the page, `root`, so that both move together."""
+    there = {name: file.resolve() for name, file in files.items() if file.is_file()}
+    home = root.resolve()
+    return [Link(name, quote(str(file.relative_to(home)))) for name, file in there.items() if file.is_relative_to(home)]
 
 
 # The main table of the report: accuracy by arm and data set, whose numbers lead to their samples.
@@ -173,11 +184,13 @@ def run_cost_table(stored: StoredResults, address: Addresses) -> pd.DataFrame:
 _SHOWN = {"accuracy": "accuracy (%)", "delta_format": "gain (points)"}
 
 
-def main_table(caption: str, table: pd.DataFrame, evaluations: pd.DataFrame, address: Addresses) -> dict[str, Any]:
+def main_table(
+    caption: str, table: pd.DataFrame, evaluations: pd.DataFrame, differences: pd.DataFrame, address: Addresses
+) -> dict[str, Any]:
     """The accuracy table (`tables.accuracy`) for people: for each arm and data set accuracy and gain over the base.
 
-    Blocks of rows are the untrained bases and the experiments. An accuracy leads to the `address` of the samples of its
-    first seed, and each seed to its own.
+    Blocks of rows are the untrained bases, the experiments, and the `differences` of `tables.trained_differences`. An
+    accuracy leads to the `address` of the samples of its first seed, and each seed to its own.
     """
     datasets = [str(column).rpartition("/")[0] for column in table if str(column).endswith("/accuracy")]
     named = [key for key in identifying(table) if key not in ("weights", "training")]
@@ -188,9 +201,8 @@ def main_table(caption: str, table: pd.DataFrame, evaluations: pd.DataFrame, add
     rows = []
     for row in table.to_dict("records"):
         untrained = row["training"] == "none"
-        training = "untrained" if untrained else training_label(row["training"])
         cells: dict[tuple[str, str], str | list[Link]] = {("", key): f"{row[key]}" for key in named}
-        cells["", "weights and training"] = f"{weights_label(row['weights'])} {training}"
+        cells["", "weights and training"] = f"{weights_label(row['weights'])} untrained" if untrained else _label(row)
         seeds: dict[int, str] = {}
         for dataset in datasets:
             of_arm = links.get((*(row[key] for key in KEY), dataset), {})
@@ -202,7 +214,43 @@ def main_table(caption: str, table: pd.DataFrame, evaluations: pd.DataFrame, add
         cells["", "seeds"] = [] if untrained else [Link(str(seed), seeds[seed]) for seed in sorted(seeds)]
         cells["", "note"] = "; ".join(note for note in notes if isinstance(note, str) and note)
         rows.append(cells)
-    return html_table(caption, pd.DataFrame(rows), table["model"] + "/" + table["experiment"])
+    blocks = [*(table["model"] + "/" + table["experiment"])]
+    for _, of_pair in differences.groupby(KEY, sort=False) if len(differences) else ():
+        pair = of_pair.to_dict("records")
+        cells = {("", key): f"{pair[0][key]}" for key in named}
+        cells["", "weights and training"] = " − ".join(map(_label, (pair[0], pair[0]["base"])))
+        for one in pair:
+            cells[one["dataset"], _SHOWN["delta_format"]] = cell_text(one, "difference", points)
+        rows.append(cells)
+        blocks.append("differences")
+    return html_table(caption, pd.DataFrame(rows, columns=[*rows[0]]).fillna(""), pd.Series(blocks))
+
+
+def _label(arm: Mapping[Any, Any]) -> str:
+    return f"{weights_label(arm['weights'])} {training_label(arm['training'])}"
+
+
+def sentences(evaluations: pd.DataFrame, table: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
+    """What the main table says of NVFP4 on its first data set, or of its first pair of arms without NVFP4."""
+    if not len(differences):
+        return []
+    first = differences[differences["dataset"] == evaluations["dataset"].iloc[0]]
+    pairs = [pair for pair in first.to_dict("records") if pair["weights"] == "nvfp4"] or first.to_dict("records")[:1]
+    row_of = {tuple(row[key] for key in KEY): row for row in table.to_dict("records")}
+
+    def score(arm: Mapping[Any, Any]) -> str:
+        text = cell_text(row_of[tuple(arm[key] for key in KEY)], f"{arm['dataset']}/accuracy", percent)
+        return f"{_label(arm)} solves {text.replace(' [', ' % [')}"
+
+    said = []
+    for pair in pairs:
+        contains = "contains 0" if pair["difference_low"] <= 0 <= pair["difference_high"] else "excludes 0"
+        between = cell_text(pair, "difference", points).replace(" [", " points [")
+        said.append(
+            f"On {pair['dataset']}, {score(pair)} and {score(pair['base'])}: "
+            f"a difference of {between}, whose interval {contains}."
+        )
+    return said
 
 
 # The report: one page that opens on the main table and its figures, and has everything else below.
@@ -223,13 +271,15 @@ def write_report(job: ReportJob) -> None:
         """The address of the samples of a run, or of an evaluation and one of its data sets; empty without a page."""
         return f"{job.samples}#{'/'.join(map(quote, place))}" if job.samples else ""
 
-    main, methods = None, {}
+    main, methods, said = None, {}, []
     if job.main:
         table = pd.read_csv(job.main, dtype=dict.fromkeys(KEY, str)).fillna(dict.fromkeys(KEY, ""))
-        main = main_table("Accuracy by weight format and training", table, stored.evaluations, address)
+        differences = trained_differences(stored)
+        main = main_table("Accuracy by weight format and training", table, stored.evaluations, differences, address)
+        said = sentences(stored.evaluations, table, differences)
         methods["Evaluation"] = scoring_table(result for _, result in stored.evaluation_results)
     methods |= settings_tables([run for _, run in stored.run_results])
-    missing, runs = missing_table(stored, job.omitted), run_cost_table(stored, address)
+    missing, runs = missing_table(stored, job.omitted), run_cost_table(stored, address, job.out.parent)
     pages = [page for path in job.tables for page in (sorted(path.glob("*.html")) if path.is_dir() else [path])]
     values: dict[str, Any] = {
         "name": job.name,
@@ -237,13 +287,15 @@ def write_report(job: ReportJob) -> None:
         "samples": job.samples,
         "main": main,
         "first_figures": first,
+        "sentences": said,
+        "made": _made(stored),
         "state": _state(stored, len(missing)),
         "missing": html_table("Each with its reason", missing) if len(missing) else None,
         "methods": [html_table(caption, shown) for caption, shown in methods.items() if len(shown)],
         "runs": html_table("Runs and their cost", runs) if len(runs) else None,
         "machine": html_table("Where and when the results were made", stamp_table(stored.paths)),
         "figures": figures[len(first) :],
-        "tables": [fragment(page.read_text(encoding="utf-8")) for page in pages],
+        "tables": [(fragment(page.read_text(encoding="utf-8")), _downloads(page, job.out.parent)) for page in pages],
     }
     made = {
         "missing": "What failed or was left out",
@@ -258,6 +310,23 @@ def write_report(job: ReportJob) -> None:
     titles = {**made, **shown} if main else {**shown, **made}
     parts = {id: title for id, title in titles.items() if values[id]}
     write_text(job.out, rendered("report.j2", **values, parts=parts))
+
+
+def _made(stored: StoredResults) -> str:
+    """Models, days, machines, commits and hours of training, in a line; empty without runs."""
+    if not stored.run_results:
+        return ""
+    runs = stored.runs
+    days = sorted({run.provenance.time[:10] for _, run in stored.run_results})
+    hours = runs["seconds"].sum() / 3600 if "seconds" in runs else 0.0
+    named = [", ".join(dict.fromkeys(map(without_folders, runs[name]))) for name in ("model", "machine", "commit")]
+    when = " to ".join(dict.fromkeys([days[0], days[-1]]))
+    return f"{named[0]}; {three_digits(hours)} hours of training on {named[1]}, {when}, commit {named[2]}."
+
+
+def _downloads(page: Path, root: Path) -> list[Link]:
+    """Links to the files of a table in other formats."""
+    return _links({end: page.with_suffix(f".{end}") for end in ("csv", "md", "tex")}, root)
 
 
 def _state(stored: StoredResults, missing: int) -> str:

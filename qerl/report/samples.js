@@ -39,12 +39,27 @@ function shadedToken(completion, place, shade) {
   return element("span", { title: told, style }, ...withLabels(completion.tokens[place]));
 }
 
+// The tokens of one turn, from begin to end, which the policy drew.
+function turnPieces(completion, begin, end, shade) {
+  const tokens = completion.tokens.slice(begin, end);
+  return shade ? tokens.flatMap((token, place) => (token ? [shadedToken(completion, begin + place, shade)] : [])) : withLabels(tokens.join(""));
+}
+
 function textElement(completion) {
   const shade = completion.tokens && now.shade;
-  const pieces = shade
-    ? completion.tokens.flatMap((token, place) => (token ? [shadedToken(completion, place, shade)] : []))
-    : withLabels(textOf(completion));
-  return element("pre", { class: `text ${shade ? `shaded ${shade}` : ""}`, dir: "auto" }, ...pieces);
+  const read = completion.verdicts[0][2] ?? undefined; // what the grader took for the answer
+  const block = (shading, ...pieces) => element("pre", { class: `text ${shading}`, dir: "auto", "data-read": read }, ...pieces);
+  if (!completion.tokens) return block("", ...withLabels(textOf(completion)));
+  const pieces = [];
+  let begin = 0;
+  for (const [from, to] of completion.replies) {
+    pieces.push(...turnPieces(completion, begin, from, shade));
+    const title = "a reply of the environment, from which nothing is learned";
+    pieces.push(element("span", { class: "reply", title }, ...withLabels(completion.tokens.slice(from, to).join(""))));
+    begin = to;
+  }
+  pieces.push(...turnPieces(completion, begin, completion.tokens.length, shade));
+  return block(shade ? `shaded ${shade}` : "", ...pieces);
 }
 
 // --- a problem
@@ -74,7 +89,8 @@ function rewardFacts(completion) {
 
 function completionElement(completion, gold) {
   const right = isRight(completion);
-  const size = `${completion.length} token${completion.length === 1 ? "" : "s"}${completion.finished ? "" : ", cut off"}`;
+  const turns = completion.replies?.length ? `${completion.replies.length + 1} turns, ` : "";
+  const size = `${turns}${completion.length} token${completion.length === 1 ? "" : "s"}${completion.finished ? "" : ", cut off"}`;
   const text = textElement(completion);
   const more = element("button", { type: "button", hidden: true, onclick: () => { more.hidden = text.classList.toggle("whole"); } }, "Show all of it");
   requestAnimationFrame(() => { more.hidden = text.scrollHeight <= text.clientHeight; });
@@ -215,8 +231,9 @@ function listItem(problem) {
 function showList() {
   const list = byId("problems");
   const { view } = now;
+  const cut = now.problems.flatMap((problem) => problem.completions).filter((completion) => !completion.finished).length;
   const stored = view.problems < view.stored ? `, of ${view.stored} stored` : "";
-  const about = `${now.source.about}. ${view.problems} problems${stored}, ${percent(view.right, view.completions)} of ${view.completions} completions right.`;
+  const about = `${now.source.about}. ${view.problems} problems${stored}, ${percent(view.right, view.completions)} of ${view.completions} completions right${cut ? `, ${cut} cut off` : ""}.`;
   list.replaceChildren(element("p", {}, about), ...now.listed.map(listItem));
   if (now.listed.length < now.problems.length)
     list.append(element("p", {}, `${now.listed.length} of ${now.problems.length} problems pass.`));
@@ -235,7 +252,7 @@ function stepOptions(select, source, chosen) {
     ...groups.filter(([, views]) => views.length).map(([label, views]) => element(
       "optgroup",
       { label },
-      ...views.map((view) => element("option", { value: view.step, selected: view === chosen }, `${stepName(view)} · ${percent(view.right, view.completions)}`)),
+      ...views.map((view) => element("option", { value: view.step, selected: view === chosen }, [stepName(view), percent(view.right, view.completions), ...(view.trained ? [`reward ${number(view.reward)}`] : [])].join(" · "))),
     )),
   );
 }
@@ -261,13 +278,14 @@ const usefulFilters = () => Object.keys(FILTERS).filter((key) => now.counts[key]
 
 function highlight() {
   if (!CSS.highlights) return;
-  CSS.highlights.delete("found");
-  if (!now.find) return;
-  const ranges = [...document.querySelectorAll("#problem .text")].flatMap(rangesIn);
-  if (ranges.length) CSS.highlights.set("found", new Highlight(...ranges));
+  const blocks = [...document.querySelectorAll("#problem .text")];
+  const marked = blocks.flatMap((block) => (block.dataset.read ? rangesIn(block, block.dataset.read).slice(-1) : []));
+  CSS.highlights.set("read", new Highlight(...marked));
+  const found = now.find ? blocks.flatMap((block) => rangesIn(block, now.find)) : [];
+  CSS.highlights.set("found", new Highlight(...found));
 }
 
-function rangesIn(block) {
+function rangesIn(block, searched) {
   const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT);
   const nodes = [];
   let all = "";
@@ -277,10 +295,11 @@ function rangesIn(block) {
   }
   const at = (place) => { const [node, start] = nodes.findLast(([, first]) => first <= place); return [node, Math.min(place - start, node.length)]; };
   const ranges = [];
-  for (let from = all.indexOf(now.find.toLowerCase()); from >= 0; from = all.indexOf(now.find.toLowerCase(), from + 1)) {
+  const words = searched.toLowerCase();
+  for (let from = all.indexOf(words); from >= 0; from = all.indexOf(words, from + 1)) {
     const range = new Range();
     range.setStart(...at(from));
-    range.setEnd(...at(from + now.find.length));
+    range.setEnd(...at(from + words.length));
     ranges.push(range);
   }
   return ranges;
@@ -300,7 +319,7 @@ async function show() {
   now.counts = Object.fromEntries(Object.entries(FILTERS).map(([key, [, test]]) => [key, problems.filter((p) => test(p, now.partners.get(p))).length]));
   const words = now.find.toLowerCase();
   now.listed = problems.filter((problem) => FILTERS[now.only][1](problem, now.partners.get(problem)) && matches(problem, words));
-  const asked = problems.find((problem) => problem.id === now.problem);
+  const asked = problems.find(({ id }) => id === now.problem) ?? problems.find(({ place }) => String(place + 1) === now.problem);
   if (now.problem !== undefined && !asked) now.missing.push(`Problem ${now.problem} isn't among these samples.`);
   const problem = asked ?? now.listed[0];
   now.shown = { problem, partner: problem && now.partners.get(problem) };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,8 +86,8 @@ def _of_rollout(row: RolloutRow) -> Json:
             "logprobs": [round(value, 2) for value in completion.logprobs],
             "entropies": [round(value, 2) for value in completion.entropies],
             "verdicts": [[TRAINING, completion.parts["correct"] == 1, completion.extracted]],
-            **completion.model_dump(include={"parts", "reward", "advantage", "finished"}),
-            "length": len(completion.tokens),
+            **completion.model_dump(include={"parts", "reward", "advantage", "finished", "replies"}),
+            "length": len(completion.tokens) - sum(end - begin for begin, end in completion.replies),
         }
         for completion in row.completions
     ]
@@ -256,7 +257,10 @@ def make_page(
 
 def _html(title: str, report: str, index: str, parts: Sequence[str]) -> str:
     own_style, *scripts = ((_HERE / file).read_text(encoding="utf-8") for file in (_STYLE, *_SCRIPTS))
-    files = {"own_style": own_style, "script": "\n".join(scripts)}
+    script = "\n".join(scripts)
+    # Nothing else of the page may run, whatever a completion says.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    files = {"own_style": own_style, "script": script, "script_hash": f"sha256-{digest}"}
     return rendered(_TEMPLATE, title=title, report=report, index=index, parts=parts, **files)
 
 
@@ -264,6 +268,10 @@ def _pack(value: Any) -> str:
     """JSON, compressed, in Base64; the script unpacks it."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _shortened(view: View) -> list[Json]:
@@ -284,6 +292,7 @@ def _shortened(view: View) -> list[Json]:
                 "stored": len(problems),
                 "completions": len(completions),
                 "right": sum(completion["verdicts"][0][1] for completion in completions),
+                "reward": _mean([each["reward"] for each in completions if each.get("reward") is not None]),
             }
         )
     return packed

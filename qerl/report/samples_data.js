@@ -43,8 +43,17 @@ const FULL = { surprise: 3, entropy: 1.5 };
 let index;
 let now; // the state that the address tells, and what follows from it
 
+// A part with a stray percent sign is read as it stands, and is then the name of nothing.
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 const sourceOf = (id) => index.sources.find((source) => source.id === id);
-const splitPath = (path) => path.split("/").map((part) => (part ? decodeURIComponent(part) : undefined));
+const splitPath = (path) => path.split("/").map((part) => (part ? decoded(part) : undefined));
 const joinPath = (...parts) => parts.map(encodeURIComponent).join("/");
 
 function viewOf(source, step) {

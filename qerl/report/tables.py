@@ -25,7 +25,15 @@ from qerl.results.paths import KEY, weights_names
 from qerl.results.readers import StoredResults, listed, paired_base
 from qerl.results.schema import OK
 from qerl.results.speeds import quartiles
-from qerl.results.statistics import ENDS, LEVEL, METHOD, Interval, accuracy_interval, difference_interval
+from qerl.results.statistics import (
+    ENDS,
+    LEVEL,
+    METHOD,
+    Interval,
+    accuracy_interval,
+    average_interval,
+    difference_interval,
+)
 from qerl.results.store import ResultError
 from qerl.settings.workflow import DRIFT_BLOCKS
 
@@ -97,6 +105,32 @@ def accuracy(stored: StoredResults) -> pd.DataFrame:
             row |= {f"{dataset}/{measure}": noted.get(measure, np.nan) for measure in _CELL}
         rows.append(row)
     return _sorted(pd.DataFrame(rows), ["model", "experiment", "training", "weights"])
+
+
+def trained_differences(stored: StoredResults) -> pd.DataFrame:
+    """One row per (arm, data set) of trained arms: its accuracy less that of the arm without its rounding or noise.
+
+    An arm with noise is compared with the same weights without it, another one with BF16, in training and grid alike.
+    `base` is the arm that it is compared with; the `difference` is paired over their common `seeds` and over problems.
+    """
+    seed_of: dict[str, int] = dict(stored.evaluations[["eval", "seed"]].itertuples(index=False))
+    trained = {key: matrix.rename(index=seed_of) for key, matrix in stored.scores().items() if key[-2] != "none"}
+    arms = [(dict(zip([*KEY, "dataset"], key, strict=True)), matrix) for key, matrix in trained.items()]
+    rows = []
+    for arm, matrix in arms:
+        plain, noise, _ = arm["training"].partition("+")
+        like = arm | ({"training": plain} if noise else {"weights": "bf16"})
+        found = [one for one in arms if {**one[0], "arm": ""} == {**like, "arm": ""}]
+        if like == arm or len(found) != 1:
+            continue
+        base, scores = found[0]
+        seeds = sorted({*matrix.index} & {*scores.index})
+        if not seeds or {*matrix.columns} != {*scores.columns}:
+            continue
+        gains = matrix.loc[seeds].to_numpy(), scores.loc[seeds, matrix.columns].to_numpy()
+        interval = average_interval([gains[0]], [gains[1]])
+        rows.append({**arm, "base": base, "seeds": len(seeds), **interval.columns("difference")})
+    return pd.DataFrame(rows)
 
 
 # --- speed and memory (paper Table 3 and 9) --------------------------------------------------------------------------

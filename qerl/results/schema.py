@@ -238,7 +238,9 @@ class StepMetrics(Stored):
     `validation/` is of the policy after the step, on held-out problems, and `validation/base` of the policy before the
     first step, by the measure that the run compares. `silent/` is of completions without a gradient: their number, and
     the sample that stands for them in `entropy`, `mismatch/` and `ess/`. `seconds/idle` is of several processes: for
-    how long a rank waited in the rollout for the others, as the mean of all ranks, and as the longest.
+    how long a rank waited in the rollout for the others, as the mean of all ranks, and as the longest. With an
+    environment, `turns` is the mean of a completion, `environment_tokens` counts the tokens of replies, which no other
+    figure has, and `seconds/environment` adds up the time of all replies.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -257,6 +259,8 @@ class StepMetrics(Stored):
     completion_length: Number
     truncated: Number
     grading_timeouts: int | None = _maybe("grading/timeouts")
+    turns: Number | None = None
+    environment_tokens: int | None = None
     loss: Number
     entropy: Number
     entropy_sampler: Number | None = _maybe("entropy/sampler")
@@ -291,6 +295,7 @@ class StepMetrics(Stored):
     rollout_seconds: Number = _named("seconds/rollout")
     idle_seconds: Number | None = _maybe("seconds/idle")
     idle_seconds_max: Number | None = _maybe("seconds/idle_max")
+    environment_seconds: Number | None = _maybe("seconds/environment")
     update_seconds: Number = _named("seconds/update")
     step_seconds: Number = _named("seconds/step")
     memory_bytes: Number
@@ -309,7 +314,7 @@ class StoredCompletion(Stored):
     character has an empty text. `logprobs` are the sampler's, and `entropies` the trained policy's before the
     step's first update; both are in nats, at the sampling temperature. `extracted` is the answer that the grader read.
     `advantage` is None for ppo, where every token has its own. A part is None if the completion was left out of it, and
-    the reward if it was of all.
+    the reward if it was of all. `replies` are the places of an environment's tokens, first and last plus one.
     """
 
     tokens: list[str]
@@ -320,6 +325,7 @@ class StoredCompletion(Stored):
     advantage: float | None
     extracted: str | None
     finished: bool
+    replies: list[tuple[int, int]] = []
 
 
 class RolloutRow(Stored):

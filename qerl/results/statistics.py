@@ -99,7 +99,8 @@ def seeds_interval(values: Sequence[float]) -> Interval:
 def average_interval(sets: Sequence[Scores], bases: Sequence[Scores] | None = None) -> Interval:
     """Mean of the accuracies on several data sets with equal weights, minus the mean of `bases` if given.
 
-    sets: float [seeds, problems], the same seeds in the same order; bases: float [problems], likewise paired.
+    sets: float [seeds, problems], the same seeds in the same order; bases: float [problems] or
+    [seeds, problems], likewise paired.
     """
     for scores in sets:
         _check(scores)

@@ -1,6 +1,6 @@
 """Sequence packing: completions as packed micro-batches, and log-probabilities of their tokens.
 
-Shapes: N completions, T tokens of the longest completion, M tokens of all completions, L tokens of the packed row.
+Shapes: N completions, T tokens of the longest completion, M drawn tokens of all, L tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 
 import numpy as np
 import torch
@@ -51,10 +51,10 @@ class MicroBatch:
     positions: torch.Tensor  # [1, L] position of each token in its sequence
     packing: Packing
     keys: list[tuple[int, int]]  # of each piece, unique in the batch and independent of the packing
-    states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token
-    targets_M: torch.Tensor  # completion tokens of the row
+    states_M: torch.Tensor  # index in the row of the hidden state that predicts each completion token that was drawn
+    targets_M: torch.Tensor  # drawn completion tokens of the row
     read_N: torch.Tensor  # [N] bool, whether the completion is in the row
-    mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens
+    mask_NT: torch.Tensor  # [N, T] 1.0 on completion tokens that were drawn, 0.0 on an environment's
     finished_N: torch.Tensor  # [N] 1.0 where a stop token ended the completion
     sampler_logprobs_NT: torch.Tensor  # [N, T]
     rewards_N: torch.Tensor  # [N]
@@ -108,7 +108,8 @@ def micro_batch(
         last = len(ids) - 1  # predicts the first token of each of the prompt's completions
         for i in group:
             completion = samples[i].completion.token_ids
-            states += [last, *range(len(ids), len(ids) + len(completion) - 1)][: len(completion)]
+            before = [last, *range(len(ids), len(ids) + len(completion) - 1)][: len(completion)]
+            states += compress(before, samples[i].completion.mask)
             # The last token predicts nothing, so a completion of one token adds nothing to the row.
             if len(completion) > 1:
                 add(completion[:-1], len(prompt), place, (1, i))
@@ -122,9 +123,9 @@ def micro_batch(
         packing=Packing.of(lengths, prompts, device),
         keys=keys,
         states_M=whole(states),
-        targets_M=whole([token for i in read for token in samples[i].completion.token_ids]),
+        targets_M=whole([t for c in (samples[i].completion for i in read) for t in compress(c.token_ids, c.mask)]),
         read_N=torch.tensor([i not in silent for i in index], device=device),
-        mask_NT=_padded([[1.0] * len(c.token_ids) for c in completions], device),
+        mask_NT=_padded([c.mask for c in completions], device),
         finished_N=real([float(c.finished) for c in completions]),
         sampler_logprobs_NT=_padded([c.logprobs for c in completions], device),
         rewards_N=real([s.reward for s in chosen]),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qerl.data.grading import is_correct, well_formed
+from qerl.data.grading import credit, well_formed
 from qerl.data.prompts import messages_of
 from qerl.data.records import Problem
 from qerl.host.imports import call, guarded, load, results_of, takes_batches
@@ -55,11 +55,11 @@ def reward_parts(
 ) -> dict[str, float | None]:
     """The project's own parts of a completion's reward, by name.
 
-    correct, 0 or 1: the final answer is right. format, 0 or 1: the answer is stated once, in the data set's form.
-    overlong, -1 to 0: see `overlong_penalty`.
+    correct, 0 or 1: the final answer is right; a task of reasoning_gym gives from 0 to 1. format, 0 or 1: the answer is
+    stated once, in the data set's form. overlong, -1 to 0: see `overlong_penalty`.
     """
     return {
-        "correct": float(is_correct(answer.text, problem.answer, record_format, form, units)),
+        "correct": credit(answer.text, problem.answer, record_format, form, units),
         "format": float(well_formed(answer.text, record_format, form, units)),
         "overlong": overlong_penalty(answer.tokens, answer.limit, settings.overlong_buffer),
     }
@@ -80,7 +80,7 @@ def function_parts(
         else:
             values = _of_each(key, path, limit, asked, step)
         for part, value, (problem, _) in zip(parts, values, asked, strict=True):
-            part[name] = _number(value, f"{key} {path}", _where(step, problem))
+            part[name] = number_of(value, f"{key} {path}", _where(step, problem))
     return parts
 
 
@@ -144,7 +144,7 @@ def _of_batch(
     return list(values)
 
 
-def _number(value: Any, function: str, where: str) -> float | None:
+def number_of(value: Any, function: str, where: str) -> float | None:
     """A value that a function of the user gave, as a number."""
     if getattr(value, "shape", None) == ():  # a scalar of NumPy or PyTorch, such as the bool of a comparison
         value = value.item()
@@ -162,9 +162,8 @@ def _number(value: Any, function: str, where: str) -> float | None:
     return None if value is None else float(value)
 
 
-def total(parts: Mapping[str, float | None], settings: RewardSettings) -> float:
+def total(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
     """The weighted sum of the parts that there are; NaN if all that count are None."""
-    weights = settings.weights
     if weights and all(parts[name] is None for name in weights):
         return math.nan
     return sum(weights.get(name, 0.0) * value for name, value in parts.items() if value is not None)

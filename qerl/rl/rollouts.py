@@ -25,6 +25,7 @@ from qerl.models.policy import Policy
 from qerl.results.paths import rollouts_file
 from qerl.results.schema import RolloutRow, StoredCompletion
 from qerl.results.store import write_rows
+from qerl.rl.environments import Conversation, Conversations
 from qerl.rl.packing import MicroBatch, Sample
 from qerl.rl.parallel import Processes
 from qerl.rl.rewards import (
@@ -173,7 +174,8 @@ class Group:
     """The completions of one problem, with their texts as graders read them (`qerl.data.prompts`) and their rewards.
 
     `scores` are the rewards that advantages compare: their sums, or each part that counts; NaN leaves one out.
-    `timeouts` counts the completions whose comparison with the answer exceeded the grader's limits.
+    `timeouts` counts the completions whose comparison with the answer exceeded the grader's limits, and `waits` are the
+    seconds that an environment took for each.
     """
 
     problem: Problem
@@ -184,6 +186,7 @@ class Group:
     rewards: list[float]
     timeouts: int = 0
     scores: Sequence[list[float]] = ()
+    waits: Sequence[float] = ()
 
     @property
     def informative(self) -> bool:
@@ -193,7 +196,7 @@ class Group:
     @property
     def solved(self) -> bool:
         """Whether a completion is right."""
-        return any(part["correct"] for part in self.parts)
+        return any(part["correct"] == 1 for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ class Collector:
         """
         count = self.settings.validation.completions
         groups, _ = self._groups(step, list(self.task.held_out), count, self._seed(0))
-        right = [[bool(part["correct"]) for part in group.parts] for group in groups]
+        right = [[part["correct"] == 1 for part in group.parts] for group in groups]
         rewards = [reward for group in groups for reward in group.rewards if not math.isnan(reward)]
         return {
             "validation/pass@1": statistics.fmean(chain(*right)),
@@ -305,16 +308,21 @@ class Collector:
         self, step: int, chosen: list[Problem], count: int, seed: int, perturb: Perturb | None = None
     ) -> tuple[list[Group], list[float]]:
         """The groups of `count` completions of the problems, and the seconds for which each process waited."""
-        prompts = self.task.prompts(self.policy.tokenizer, chosen)
+        turns, environment = None, self.settings.environment
+        if environment:
+            chats = self.policy, self.thinking, chosen, self.task.instruction, self.task.given
+            turns = Conversations(environment, *chats)
+        prompts = turns.prompts() if turns else self.task.prompts(self.policy.tokenizer, chosen)
         part = self._part(chosen, prompts, count, perturb)
         sampling = self.settings.rollout.sampling.model_dump()
-        params = SamplingParams(**sampling, count=count, seed=seed, part=part)
+        params = SamplingParams(**sampling, count=count, seed=seed, part=part, turns=turns)
         # Graded where they were drawn, so that the processes share this work too.
         with seconds() as busy:
             completions = self._generate(prompts, params, perturb)
             numbers = [number for number in range(len(prompts)) if completions[number]]
             own = [(prompts[number], completions[number], chosen[number]) for number in numbers]
-            drawn = list(zip(numbers, self._score(step, own), strict=True))
+            had = [[turns.of(number, place) for place in range(count)] for number in numbers] if turns else []
+            drawn = list(zip(numbers, self._score(step, own, had), strict=True))
         return self._exchange(drawn, busy.value, len(prompts))
 
     def _part(
@@ -357,16 +365,20 @@ class Collector:
             numbers.append(self.sampler.generate(prompts, single))
         return [list(chain(*singles)) for singles in zip(*numbers, strict=True)]
 
-    def _score(self, step: int, drawn: list[tuple[list[int], list[Completion], Problem]]) -> list[Group]:
-        """The groups of prompts with their completions and problems, with rewards."""
+    def _score(
+        self,
+        step: int,
+        drawn: list[tuple[list[int], list[Completion], Problem]],
+        conversations: Sequence[Sequence[Conversation]] = (),
+    ) -> list[Group]:
+        """The groups of prompts with their completions and problems, with rewards, also of their conversations."""
         limit, reward, task = self.settings.rollout.sampling.max_tokens, self.settings.reward, self.task
         texts: list[list[str]] = []
         asked: list[tuple[Problem, Answer]] = []
         for prompt, completions, problem in drawn:
-            before = str(self.policy.tokenizer.decode(prompt))
-            texts.append([self.thinking.text(c.token_ids, before) for c in completions])
+            texts.append([self._text(prompt, completion) for completion in completions])
             of_completions = zip(texts[-1], completions, strict=True)
-            asked += [(problem, Answer(text, len(c.token_ids), limit, c.token_ids)) for text, c in of_completions]
+            asked += [(problem, Answer(text, c.drawn, limit, c.token_ids)) for text, c in of_completions]
         own = function_parts(reward, asked, step, task.instruction)
         for name in [name for name in reward.functions if name not in self._silent]:
             if own and all(part[name] is None for part in own):
@@ -374,14 +386,24 @@ class Collector:
                 log.warning(
                     "step %d: reward.functions.%s left out all %d completions; does it `return`?", step, name, len(own)
                 )
+        for part, conversation in zip(own, chain(*conversations), strict=False):
+            part["environment"] = conversation.reward
         parts = iter(
             {**reward_parts(answer, problem, task.format, reward, task.answer, task.units), **of_functions}
             for (problem, answer), of_functions in zip(asked, own, strict=True)
         )
+        waits = [[conversation.seconds for conversation in group] for group in conversations] or [[]] * len(drawn)
         return [
-            self._group(prompt, completions, problem, read, list(islice(parts, len(completions))))
-            for (prompt, completions, problem), read in zip(drawn, texts, strict=True)
+            self._group(prompt, completions, problem, read, list(islice(parts, len(completions))), wait)
+            for (prompt, completions, problem), read, wait in zip(drawn, texts, waits, strict=True)
         ]
+
+    def _text(self, prompt: list[int], completion: Completion) -> str:
+        """The text of a completion as graders read it: that of its turns, without what an environment replied."""
+        ids, decode = completion.token_ids, self.policy.tokenizer.decode
+        before = [prompt, *(ids[reply.start : reply.stop] for reply in completion.replies)]
+        turns = zip(completion.turns, before, strict=True)
+        return "\n".join(self.thinking.text(ids[turn.start : turn.stop], str(decode(ahead))) for turn, ahead in turns)
 
     def _group(
         self,
@@ -390,25 +412,27 @@ class Collector:
         problem: Problem,
         texts: list[str],
         parts: list[dict[str, float | None]],
+        waits: Sequence[float],
     ) -> Group:
         settings, form = self.settings, (problem.answer, self.task.format, self.task.answer, self.task.units)
         timeouts = sum(verdict(text, *form) == "timeout" for text in texts)
-        rewards, scores = [total(part, settings.reward) for part in parts], list[list[float]]()
+        weights = settings.reward_weights
+        rewards, scores = [total(part, weights) for part in parts], list[list[float]]()
         if settings.reward.aggregation == "normalize_then_sum":
-            scores = [[_or_nan(part[name]) for part in parts] for name in settings.reward.weights]
+            scores = [[_or_nan(part[name]) for part in parts] for name in weights]
         if settings.loss.name == "ppo" and any(map(math.isnan, rewards)):
             raise ValueError(
                 f"all of reward.functions returned None for a completion of problem {problem.id}, and loss.name=ppo "
                 "needs a reward of each; return a number"
             )
-        return Group(problem, prompt, completions, texts, parts, rewards, timeouts, scores)
+        return Group(problem, prompt, completions, texts, parts, rewards, timeouts, scores, waits)
 
     def _samples(self, groups: list[Group]) -> list[Sample]:
         rewards_PG = torch.tensor([group.rewards for group in groups])
         advantages_PG = torch.zeros_like(rewards_PG)
         if self.settings.reward.aggregation == "normalize_then_sum":
             parts_KPG = torch.tensor([group.scores for group in groups]).transpose(0, 1)
-            advantages_PG = summed_advantages(parts_KPG, [*self.settings.reward.weights.values()])
+            advantages_PG = summed_advantages(parts_KPG, [*self.settings.reward_weights.values()])
         elif self.settings.loss.name != "ppo":  # for ppo the update computes advantages from values
             advantages_PG = group_advantages(rewards_PG, self.settings.loss.scale_advantages)
         return [
@@ -447,17 +471,24 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
     known = {name: [value for part in parts if (value := part[name]) is not None] for name in parts[0]}
     completions = [completion for group in groups for completion in group.completions]
     timeouts = sum(group.timeouts for group in groups)
+    of_turns = {}
+    if "environment" in parts[0]:
+        of_turns = {
+            "turns": statistics.fmean(len(c.turns) for c in completions),
+            "environment_tokens": sum(len(c.token_ids) - c.drawn for c in completions),
+            "seconds/environment": sum(sum(group.waits) for group in groups),
+        }
     return {
         "reward": statistics.fmean(rewards or [math.nan]),
         "reward/std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
         **{f"reward/{name}": statistics.fmean(values) for name, values in known.items() if values},
         "reward/equal_groups": statistics.fmean(not group.informative for group in groups),
-        "completion_tokens": sum(len(c.token_ids) for c in completions),
-        "completion_length": statistics.fmean(len(c.token_ids) for c in completions),
+        "completion_tokens": sum(c.drawn for c in completions),
+        "completion_length": statistics.fmean(c.drawn for c in completions),
         "truncated": statistics.fmean(not c.finished for c in completions),
         **({"grading/timeouts": timeouts} if timeouts else {}),
-        "entropy/sampler": -sum(sum(c.logprobs) for c in completions)
-        / max(sum(len(c.token_ids) for c in completions), 1),
+        "entropy/sampler": -sum(sum(c.logprobs) for c in completions) / max(sum(c.drawn for c in completions), 1),
+        **of_turns,
     }
 
 
@@ -509,10 +540,13 @@ class StoredStep:
         stored = []
         for number, completion in enumerate(group.completions[: self.chosen[place]]):
             ids, index = completion.token_ids, place * settings.rollout.group_size + number
+            # Of a conversation, with the marks of its turns.
+            hidden = () if completion.replies else thinking.hidden
+            text = str(tokenizer.decode(ids)) if completion.replies else thinking.written(ids)
             advantage = None if settings.loss.name == "ppo" else round(self.rollout.samples[index].advantage, _DECIMALS)
             stored.append(
                 StoredCompletion(
-                    tokens=token_texts(tokenizer, ids, thinking.written(ids), thinking.hidden),
+                    tokens=token_texts(tokenizer, ids, text, hidden),
                     logprobs=_rounded(completion.logprobs),
                     entropies=entropies[index],
                     parts=group.parts[number],
@@ -520,6 +554,7 @@ class StoredStep:
                     advantage=advantage,
                     extracted=extract(group.texts[number], task.format, task.answer, task.units),
                     finished=completion.finished,
+                    replies=[(reply.start, reply.stop) for reply in completion.replies],
                 )
             )
         return RolloutRow(

@@ -63,7 +63,7 @@ class Watch:
         self.settings = settings
         self.task = task
         reward = settings.reward
-        self._grades_answers = not reward.functions and bool(reward.correct or reward.format)
+        self._grades_answers = not (reward.functions or settings.environment) and bool(reward.correct or reward.format)
         self._steps = self._flat = 0
         self._warned = False
 

@@ -90,7 +90,7 @@ def find_silent(samples: Sequence[Sample], settings: RunSettings, step: int) -> 
     generator = np.random.Generator(np.random.Philox(key=np.array([settings.seed, step], dtype=np.uint64)))
     count = math.ceil(loss.silent_sample * len(silent))
     sampled = sorted(generator.choice(silent, count, replace=False).tolist()) if silent else []
-    return Silent(frozenset(silent), sampled, sum(len(samples[i].completion.token_ids) for i in silent))
+    return Silent(frozenset(silent), sampled, sum(samples[i].completion.drawn for i in silent))
 
 
 # Statistics of the updates on a rollout: sums over micro-batches, updates and processes, and metrics from them.
@@ -241,7 +241,7 @@ class Updater:
         silent = find_silent(samples, self.settings, step)
         indices = split(samples, self.settings.micro_batch_tokens, self.processes.count)
         unmasked = (s for s in samples if s.completion.finished or not loss.mask_truncated)
-        tokens = sum(len(sample.completion.token_ids) for sample in unmasked)
+        tokens = sum(sample.completion.drawn for sample in unmasked)
         size = BatchSize(len(samples), tokens, self.settings.rollout.sampling.max_tokens, len(indices))
         # Made once for all updates on the rollout: only the policy's log-probabilities change between these.
         batches = self._micro_batches(samples, indices, silent.index)

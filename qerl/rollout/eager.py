@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from qerl.models.linear import PackedLinear, dense_weights
 from qerl.models.lora import SharedCasts
 from qerl.models.policy import Policy
-from qerl.rollout.sampler import BatchPart, Completion, SamplingParams, refuse_nan, stop_tokens
+from qerl.rollout.sampler import BatchPart, Completion, Draft, SamplingParams, refuse_nan, stop_tokens
 
 
 def uniforms(seed: int, sequence: int, count: int) -> np.ndarray:
@@ -130,28 +130,42 @@ class EagerSampler:
         draws = np.stack([uniforms(params.seed, key, params.max_tokens) for key in keys])
         uniform = torch.from_numpy(draws).to(self.policy.device)
         limits = [params.limit(*sequence) for sequence in sequences]
-        stops, replay = stop_tokens(self.policy, params), None
-        if params.replay is not None:  # tokens [sequences, longest] that come in place of drawn ones
-            traces = [torch.tensor(trace) for number in numbers for trace in params.replay[number]]
-            replay = torch.nn.utils.rnn.pad_sequence(traces, batch_first=True).to(self.policy.device)
-        drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in sequences]
-        alive = np.array(limits) > 0
+        stops, alive = stop_tokens(self.policy, params), np.array(limits) > 0
+        drafts = [Draft(given=params.replay[number][c] if params.replay else ()) for number, c in sequences]
         batch, logits = self._prefill(prompts, params.count)
         for step in range(params.max_tokens):
             tokens, logprobs = draw(logits, uniform[batch.rows, step], params)
-            if replay is not None:
-                tokens = replay[batch.rows, step]
-                logprobs = _logprobs(logits, params).gather(-1, tokens[:, None])[:, 0]
             rows = batch.rows.tolist()
-            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            given = [drafts[row].given[step : step + 1] for row in rows]
+            if any(given):
+                replaced = torch.tensor([len(one) > 0 for one in given], device=tokens.device)
+                others = torch.tensor([one[0] if one else 0 for one in given], device=tokens.device)
+                tokens = torch.where(replaced, others, tokens)
+                logprobs = _logprobs(logits, params).gather(-1, tokens[:, None])[:, 0]
+            ended = []
+            for row, token, logprob, known in zip(rows, tokens.tolist(), logprobs.tolist(), given, strict=True):
                 if alive[row]:  # others wait for the batch to be compacted
-                    drawn[row][0].append(token)
-                    drawn[row][1].append(logprob)
-                    alive[row] = token not in stops and len(drawn[row][0]) < limits[row]
+                    drafts[row].tokens.append(token)
+                    drafts[row].logprobs.append(logprob)
+                    stopped = token in stops and not known
+                    alive[row] = not stopped and step + 1 < limits[row]
+                    if stopped or (params.lengths and not alive[row]):
+                        ended.append(row)
+            if params.turns:
+                # All replies are awaited, so that a batch doesn't depend on how long they take.
+                for row in ended:
+                    number, completion = sequences[row]
+                    params.turns.ask(number, completion, drafts[row].tokens)
+                places = {sequences[row]: row for row in ended}
+                while places:
+                    for number, completion, reply in params.turns.replies(1.0):
+                        row = places.pop((number, completion))
+                        alive[row] = drafts[row].goes_on(reply, params.max_tokens)
+                        limits[row] = min(len(drafts[row].given) + params.limit(number, completion), params.max_tokens)
             if not alive.any():
                 break
             logits = self._decode(batch, tokens, torch.from_numpy(alive[rows]).to(tokens.device))
-        done = [Completion(ids, logprobs, bool(ids) and ids[-1] in stops) for ids, logprobs in drawn]
+        done = [draft.completion(stops) for draft in drafts]
         return [done[i : i + params.count] for i in range(0, len(done), params.count)]
 
     def _prefill(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[_Batch, torch.Tensor]:

@@ -22,7 +22,15 @@ from qerl.kernels.state import FP8, IDLE, PAGE, page_bytes, splits_of
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes
 from qerl.rollout.decoder import Decoder, Download, Pool, bucket_of, pages_of, upload
-from qerl.rollout.sampler import Completion, Request, SamplingParams, refuse_nan, refused_fp8_cache, stop_tokens
+from qerl.rollout.sampler import (
+    Completion,
+    Draft,
+    Request,
+    SamplingParams,
+    refuse_nan,
+    refused_fp8_cache,
+    stop_tokens,
+)
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NativeSettings
 
@@ -45,8 +53,12 @@ def steps_between_looks(weight_bytes: int) -> int:
     return min(max(round(_LOOK_BYTES / weight_bytes), 1), MOST_STEPS)
 
 
+#: Seconds for which an engine without sequences to decode waits for replies before it looks again.
+_REPLY_WAIT = 0.01
+
+
 @dataclass
-class DecodedSequence:
+class DecodedSequence(Draft):
     """An unfinished completion. `tokens` and `logprobs` are those that have arrived on the host.
 
     `drawn` counts the tokens of all launched steps: one a step, unless a stop token has ended the completion.
@@ -59,8 +71,6 @@ class DecodedSequence:
     #: Tokens after which it ends, and those after which it may: the host knows only the latter.
     limit: int
     most: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     slot: int = IDLE
     pages: list[int] = field(default_factory=list)
     drawn: int = 0
@@ -171,9 +181,7 @@ class Scheduler:
         self._pool, self._requests = pool, requests
         every = [request.params for request in requests]
         self._truncated = any(params.temperature > 0 and (params.top_p < 1 or params.top_k > 0) for params in every)
-        self._replayed = any(params.replay is not None for params in every)
-        if self._replayed and not all(params.replay is not None for params in every):
-            raise ValueError("tokens replace the drawn ones of all requests or of none")
+        self._replayed = any(params.replay or params.turns for params in every)
         if len(every) > 1 and any(params.part or params.ignore_eos != every[0].ignore_eos for params in every):
             raise ValueError("requests of several runs have no part of their prompts, and the same stop tokens")
         self._splits = splits_of(pages_of(max(request.longest for request in requests)))
@@ -181,6 +189,10 @@ class Scheduler:
         self._free = list(range(pool.state.count - 1, -1, -1))
         self._table = np.zeros(tuple(pool.state.pages.shape), dtype=np.int32)
         self._done: dict[tuple[int, int], DecodedSequence] = {}
+        #: Sequences whose turn has ended. They keep their slots while they wait for a reply, unless pages are scarce.
+        self._waiting: dict[tuple[int, int], DecodedSequence] = {}
+        #: Those of them whose turns have arrived on the host.
+        self._unasked: list[DecodedSequence] = []
         #: Downloads in flight: looks (the sequences in the slots, and the slots' positions), and what sequences drew.
         self._looks: deque[tuple[dict[int, DecodedSequence], Download]] = deque()
         self._fetched: deque[tuple[Sequence[DecodedSequence], Download]] = deque()
@@ -194,8 +206,11 @@ class Scheduler:
         prompt, params = list(self._requests[run].prompts[number]), self._requests[run].params
         places = [(number * params.count + c, params.limit(number, c)) for c in range(params.count)]
         first, most = params.first * params.count, params.max_tokens
-        sequences = (DecodedSequence((run, place), first + place, prompt, limit, most) for place, limit in places)
-        return WaitingGroup(run, prompt, deque(sequences))
+        sequences = deque(DecodedSequence((run, place), first + place, prompt, limit, most) for place, limit in places)
+        if params.replay:
+            for sequence, trace in zip(sequences, params.replay[number], strict=True):
+                sequence.given = trace[:most]
+        return WaitingGroup(run, prompt, sequences)
 
     def _waits(self) -> bool:
         """Whether a group waits to enter; without one, a group is taken that waits for any sampler of the batch."""
@@ -208,16 +223,17 @@ class Scheduler:
     @torch.no_grad()
     def run(self, stops: frozenset[int]) -> list[list[list[Completion]]]:
         """Draw all completions, or only the part's; returns each request's, in the order of its prompts."""
-        while self._active or self._waits():
+        while self._active or self._waiting or self._waits():
             self._admit()
             self._decode()
             self._collect()
+            self._converse(stops)
         self._catch_up()
         self.clock.end("between")
         drawn: list[list[list[Completion]]] = [[[] for _ in request.prompts] for request in self._requests]
         for (run, place), s in sorted(self._done.items()):
             group = drawn[run][place // self._requests[run].params.count]
-            group.append(Completion(s.tokens, s.logprobs, s.tokens[-1] in stops))
+            group.append(s.completion(stops))
         return drawn
 
     # --- sequences enter ---
@@ -256,7 +272,7 @@ class Scheduler:
         """Whether enough pages are free for the next sequence of `group`, and for each one before it to grow by a
         page.
         """
-        pages, others = self._pool.pages, len(self._active) + starting
+        pages, others = self._pool.pages, len(self._active) + len(self._held) + starting
         cost = 0 if group.pages else pages_of(len(group.prompt))
         cost += len(group.waiting) > 1 and len(group.prompt) % PAGE > 0
         if not others and cost + 1 > pages.available:
@@ -293,8 +309,17 @@ class Scheduler:
 
     def _start(self, starting: Sequence[tuple[DecodedSequence, WaitingGroup]]) -> None:
         """Write sequences to their slots and draw their first tokens."""
-        state = self._pool.state
         sequences = [sequence for sequence, _ in starting]
+        rows = self._place(sequences)
+        logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
+        draw = self._pool.decoder.operations.draw
+        draw(logits, rows.int(), self._pool.state, self._pool.sampling, self._truncated, self._replayed)
+        for sequence in sequences:
+            sequence.drawn += 1
+
+    def _place(self, sequences: Sequence[DecodedSequence]) -> Tensor:
+        """Write sequences to their slots, which are returned; their last tokens are in the cache or in `token`."""
+        state = self._pool.state
         for sequence in sequences:
             self._active[sequence.slot] = sequence
             self._show_pages(sequence)
@@ -303,23 +328,14 @@ class Scheduler:
         state.position[rows], state.drawn[rows] = position.int(), drawn.int()
         state.limit[rows], state.sequence[rows], state.run[rows] = limit.int(), key, run.int()
         self._upload_pages()
-        logits = torch.stack([group.logits for _, group in starting if group.logits is not None])
-        if self._replayed:
-            self._upload_replay(sequences, rows)
-        draw = self._pool.decoder.operations.draw
-        draw(logits, rows.int(), state, self._pool.sampling, self._truncated, self._replayed)
-        for sequence in sequences:
-            sequence.drawn += 1
-
-    def _upload_replay(self, sequences: Sequence[DecodedSequence], rows: Tensor) -> None:
-        """Put the tokens that are to come into the slots `rows`, where a replayed draw reads them."""
-        traces = [self._requests[run].trace(place) for run, place in (s.index for s in sequences)]
-        most = max(s.limit for s in sequences)
-        padded = np.zeros((len(traces), most), dtype=np.int32)
-        for row, trace in zip(padded, traces, strict=True):
-            row[: len(trace)] = trace[:most]
-        tokens = self._pool.state.tokens
-        tokens[rows, :most] = upload(padded, torch.int32, tokens.device)
+        if self._replayed:  # the tokens that are given are put where a draw reads them
+            lengths = [len(s.given) for s in sequences]
+            padded = np.zeros((len(sequences), max(lengths)), dtype=np.int32)
+            for row, sequence, length in zip(padded, sequences, lengths, strict=True):
+                row[:length] = sequence.given
+            state.tokens[rows, : max(lengths)] = upload(padded, torch.int32, rows.device)
+            state.given[rows] = upload(lengths, torch.int32, rows.device)
+        return rows
 
     def _show_pages(self, sequence: DecodedSequence) -> None:
         self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
@@ -356,7 +372,10 @@ class Scheduler:
             if missing > pages.available:
                 self._catch_up()  # finished sequences free their pages
             while missing > pages.available and sequence.slot in self._active:
-                self._interrupt(next(reversed(self._active.values())))
+                if self._held:
+                    self._leave(self._held[-1])
+                else:
+                    self._interrupt(next(reversed(self._active.values())))
             if missing > 0 and sequence.slot in self._active:
                 sequence.pages += pages.take(missing)
                 self._show_pages(sequence)
@@ -402,8 +421,14 @@ class Scheduler:
     def _end(self, sequences: Sequence[DecodedSequence]) -> None:
         self._fetch(sequences)
         for sequence in sequences:
-            self._leave(sequence)
-            self._done[sequence.index] = sequence
+            if self._requests[sequence.index[0]].params.turns is None:
+                self._leave(sequence)
+                self._done[sequence.index] = sequence
+                continue
+            del self._active[sequence.slot]
+            self._waiting[sequence.index] = sequence
+            for active, _ in self._looks:  # which would end it again once it goes on
+                active.pop(sequence.slot, None)
 
     def _fetch(self, sequences: Sequence[DecodedSequence]) -> None:
         """Start the download of the sequences' tokens and log-probabilities, before others use their slots."""
@@ -424,9 +449,61 @@ class Scheduler:
             known = len(sequence.tokens)
             sequence.tokens += own_tokens[known:count]
             sequence.logprobs += own_logprobs[known:count]
+            if sequence.index in self._waiting:
+                self._unasked.append(sequence)
+
+    # --- conversations
+
+    @property
+    def _held(self) -> list[DecodedSequence]:
+        """The sequences that wait for a reply in their slots."""
+        return [sequence for sequence in self._waiting.values() if sequence.slot != IDLE]
+
+    def _converse(self, stops: frozenset[int]) -> None:
+        """Ask for replies to the turns that have ended, and have the sequences go on whose replies have come.
+
+        A reply's tokens are given to the next decode steps, which the others need anyway. A sequence that has lost its
+        slot has them in its next prefill.
+        """
+        if not self._waiting:
+            return
+        if idle := not self._active:
+            self._catch_up()
+        for sequence in self._unasked:
+            (run, place), params = sequence.index, self._requests[sequence.index[0]].params
+            if params.turns and (sequence.tokens[-1] in stops or params.lengths):
+                params.turns.ask(*divmod(place, params.count), sequence.tokens)
+            else:
+                self._finish(sequence)
+                idle = False
+        self._unasked.clear()
+        resumed = []
+        for run, params in enumerate(request.params for request in self._requests):
+            for number, completion, reply in params.turns.replies(_REPLY_WAIT * idle) if params.turns else ():
+                sequence, idle = self._waiting[run, number * params.count + completion], False
+                if not sequence.goes_on(reply, sequence.most):
+                    self._finish(sequence)
+                    continue
+                del self._waiting[sequence.index]
+                sequence.limit = min(len(sequence.given) + params.limit(number, completion), sequence.most)
+                sequence.drawn = len(sequence.tokens)
+                if sequence.slot != IDLE:
+                    resumed.append(sequence)
+                    continue
+                sequence.drawn = len(sequence.given)
+                self._queue.appendleft(WaitingGroup(run, [*sequence.prompt, *sequence.given], deque([sequence])))
+        if resumed:
+            self._place(resumed)
+
+    def _finish(self, sequence: DecodedSequence) -> None:
+        """End a conversation."""
+        del self._waiting[sequence.index]
+        if sequence.slot != IDLE:
+            self._leave(sequence)
+        self._done[sequence.index] = sequence
 
     def _leave(self, sequence: DecodedSequence) -> None:
-        del self._active[sequence.slot]
+        self._active.pop(sequence.slot, None)
         self._free.append(sequence.slot)
         self._pool.pages.give_back(sequence.pages)
         sequence.slot, sequence.pages = IDLE, []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -42,6 +43,23 @@ class BatchPart:
             yield numbers
 
 
+class Turns(Protocol):
+    """What replies to completions that end a turn, beside the sampler. A completion is named by its prompt's index and
+    its number.
+    """
+
+    def ask(self, prompt: int, number: int, tokens: Sequence[int]) -> None:
+        """Begin to reply to a completion, whose tokens so far are `tokens`; doesn't wait."""
+        ...
+
+    def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
+        """The replies that have come, waiting for a first one for at most `wait` seconds.
+
+        A reply is the tokens up to where the policy goes on, or None where the completion is done.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters for drawing `count` completions of each prompt.
@@ -61,13 +79,16 @@ class SamplingParams:
     #: Ignore stop tokens, so that every completion has `max_tokens` tokens; for benches.
     ignore_eos: bool = False
     #: Number of tokens of each completion of each prompt, at most `max_tokens`. Samplers treat such an end as a stop
-    #: token, which they don't know in advance.
+    #: token, which they don't know in advance. With `turns`, it is the number of each turn.
     lengths: tuple[tuple[int, ...], ...] | None = None
     #: Tokens of each completion of each prompt, which replace the drawn ones and get the policy's log-probabilities.
     #: They end a completion as `lengths` do.
     replay: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     #: The prompts to draw; None draws all.
     part: BatchPart | None = None
+    #: What replies where a stop token ends a turn, so that the completion goes on behind the reply. `max_tokens` are
+    #: the tokens of both. A reply that leaves no room for another token ends the completion as the limit does.
+    turns: Turns | None = None
 
     def limit(self, prompt: int, completion: int) -> int:
         """The number of tokens after which a completion ends, unless a stop token ends it earlier."""
@@ -93,22 +114,65 @@ class Request:
         """The most tokens of a sequence, its prompt included; 0 without prompts."""
         return max(map(len, self.prompts)) + self.params.max_tokens if self.prompts else 0
 
-    def trace(self, place: int) -> Sequence[int]:
-        """The tokens that replace the drawn ones of a completion, by its place among all."""
-        assert self.params.replay is not None
-        return self.params.replay[place // self.params.count][place % self.params.count]
-
 
 @dataclass(frozen=True)
 class Completion:
     """One completion: tokens (a stop token included), log-probability of each, and whether a stop token ended it.
 
     Log-probabilities are taken from the untruncated distribution at the sampling temperature (at 1 for greedy).
+    `replies` are the places of what an environment replied, whose tokens nobody drew; their log-probabilities are 0.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finished: bool
+    replies: tuple[range, ...] = ()
+
+    @property
+    def turns(self) -> list[range]:
+        """The places of the drawn tokens, by turn."""
+        ends = [*(reply.start for reply in self.replies), len(self.token_ids)]
+        return [range(*turn) for turn in zip([0, *(reply.stop for reply in self.replies)], ends, strict=True)]
+
+    @property
+    def drawn(self) -> int:
+        """The number of drawn tokens."""
+        return sum(map(len, self.turns))
+
+    @property
+    def mask(self) -> list[bool]:
+        """Whether each token was drawn."""
+        replied = set(chain(*self.replies))
+        return [place not in replied for place in range(len(self.token_ids))]
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A completion while it is drawn: the tokens that are known, and their log-probabilities."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    #: Tokens that replace the drawn ones, from the first token on.
+    given: Sequence[int] = ()
+    replies: list[range] = field(default_factory=list)
+    #: Whether a reply had no room.
+    cut: bool = False
+
+    def goes_on(self, reply: list[int] | None, most: int) -> bool:
+        """Take a reply, after which a completion of at most `most` tokens goes on or not."""
+        begin, self.cut = len(self.tokens), reply is not None and len(self.tokens) + len(reply) >= most
+        if reply is None or self.cut:
+            return False
+        self.replies.append(range(begin, begin + len(reply)))
+        self.given = [*self.tokens, *reply]
+        return True
+
+    def completion(self, stops: frozenset[int]) -> Completion:
+        """The completion, now that it is done."""
+        for reply in self.replies:
+            self.logprobs[reply.start : reply.stop] = [0.0] * len(reply)
+        finished = bool(self.tokens) and self.tokens[-1] in stops and not self.cut
+        return Completion(self.tokens, self.logprobs, finished, tuple(self.replies))
 
 
 class Sampler(Protocol):

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from qerl.settings.base import FilePath, Fraction, FunctionPath, NonEmpty, PositiveInt, Seed, Settings
 
-RecordFormat = Literal["gsm8k", "math", "aime", "countdown", "prompt"]
+RecordFormat = Literal["gsm8k", "math", "aime", "countdown", "reasoning_gym", "prompt"]
 Split = Literal["train", "validation", "test"]
 AnswerForm = Literal["native", "tags"]
 CountdownUse = Literal["all", "some"]
@@ -49,6 +49,20 @@ class CountdownData(GeneratedSplits):
     """`all`: a solution uses each given number exactly once. `some`: at most once."""
     missed: Fraction = 0.75
     """Share of the training solutions that compute correctly and miss the target."""
+
+
+class ReasoningGymData(GeneratedSplits):
+    """Problems of a task of the library reasoning-gym (the extra `reasoning_gym`), which also scores the answers.
+
+    They need `format: reasoning_gym`."""
+
+    source: Literal["reasoning_gym"]
+    task: str
+    """The library's name of a task, such as `countdown` or `chain_sum`."""
+    arguments: dict[str, Any] = {}
+    """Fields of the task's configuration, such as `{max_numbers: 4}`."""
+    levels: list[Annotated[int, Field(ge=0)]] = []
+    """Levels of the task's curriculum, drawn uniformly; `arguments` win. Without any, the task's own defaults hold."""
 
 
 class LocalData(Settings):
@@ -120,6 +134,7 @@ INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
         "math": _BOXED,
         "aime": _BOXED,
         "countdown": 'Let\'s think step by step and output the formula with + - * / and ( ) after "####".',
+        "reasoning_gym": "Let's think step by step and give the final answer alone between <answer> and </answer>.",
         "prompt": "",
     },
     "tags": dict.fromkeys(get_args(RecordFormat), _TAGGED),
@@ -127,7 +142,7 @@ INSTRUCTIONS: dict[AnswerForm, dict[RecordFormat, str]] = {
 
 
 #: The one record format of a generator that has only one.
-_FORMAT_OF: dict[type[Settings], RecordFormat] = {CountdownData: "countdown"}
+_FORMAT_OF: dict[type[Settings], RecordFormat] = {CountdownData: "countdown", ReasoningGymData: "reasoning_gym"}
 
 
 def _instruction_of(values: dict[str, Any]) -> str:
@@ -157,7 +172,10 @@ class DatasetSettings(Settings):
     """Maps the format's column names to the records', where they differ: `{problem: prompt, answer: solution}`. A
     point names a key within a column: `{answer: extra_info.answer}`."""
     filter: FilterSettings = FilterSettings()
-    origin: Annotated[Generated | CountdownData | LocalData | HubData | FunctionData, Field(discriminator="source")]
+    origin: Annotated[
+        Generated | CountdownData | ReasoningGymData | LocalData | HubData | FunctionData,
+        Field(discriminator="source"),
+    ]
     answer: AnswerForm = "native"
     """How completions state their answer: `native` as the records do (`#### n`, `\\boxed{}`), `tags` as
     `<think>...</think><answer>...</answer>`, which the instruction must ask for."""
@@ -215,8 +233,8 @@ class DatasetSettings(Settings):
         needed = _FORMAT_OF.get(type(self.origin))
         if needed and self.format != needed:
             raise ValueError(f"origin.source={self.origin.source} makes records of format: {needed}, not {self.format}")
-        if self.format in ("countdown", "prompt") and isinstance(self.origin, Generated):
-            other = "; use origin.source=countdown" * (self.format == "countdown")
+        if self.format in ("countdown", "reasoning_gym", "prompt") and isinstance(self.origin, Generated):
+            other = f"; use origin.source={self.format}" * (self.format != "prompt")
             raise ValueError(f"origin.source=generated makes no records of format: {self.format}{other}")
         return self
 

@@ -154,7 +154,7 @@ REWARD_PRESETS: dict[RewardPreset, dict[str, float]] = {
 
 
 #: Names of the log that begin as those of parts do.
-_RESERVED = ("correct", "format", "overlong", "std", "equal_groups")
+_RESERVED = ("correct", "format", "overlong", "environment", "std", "equal_groups")
 
 
 def _names_a_part(name: str) -> str:
@@ -227,16 +227,35 @@ class RewardSettings(Settings):
         return self
 
     @property
-    def own_functions(self) -> set[str]:
-        """The paths of the user's functions."""
-        return {each.function for each in self.functions.values()}
-
-    @property
     def weights(self) -> dict[str, float]:
         """The weight of each part, without those parts that are always 0 or have no weight."""
         parts = {"correct": self.correct, "format": self.format, "overlong": self.overlong * bool(self.overlong_buffer)}
         own = {name: each.weight for name, each in self.functions.items()}
         return {**{name: weight for name, weight in parts.items() if weight}, **own}
+
+
+class EnvironmentSettings(Settings):
+    """What replies to the policy's turns: a tool, a game, a second try (docs/runs.md). `module:Class` in place of these
+    keys is an environment of that class.
+    """
+
+    name: FunctionPath
+    """The class as `module:Class`, with the methods of `qerl.rl.environments.Environment`. Each completion has an
+    instance."""
+    arguments: dict[str, Any] = {}
+    """Arguments of the class, by name."""
+    turns: PositiveInt = 8
+    """Most turns of the policy in a completion."""
+    timeout: Annotated[float, Field(gt=0)] | None = 300.0
+    """Seconds that a reply may take before it stops the run; a start with a higher limit continues. None sets no
+    limit."""
+    weight: float = 1.0
+    """Weight of the sum of the turns' rewards, beside the weights of `reward`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_path(cls, values: Any) -> Any:
+        return {"name": values} if isinstance(values, str) else values
 
 
 # Settings of training: adapter, noise, loss and optimizer.
@@ -565,6 +584,9 @@ class RunSettings(Settings):
     noise: NoiseSettings = NoiseSettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
+    environment: EnvironmentSettings | None = None
+    """What replies to the policy's turns. Without one, a completion is a single turn. `rollout.sampling.max_tokens`
+    counts the tokens of all turns and replies."""
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     steps: PositiveInt = 200
@@ -593,6 +615,17 @@ class RunSettings(Settings):
     # 32 bits: a step's 64-bit seed has the run's seed in its upper half, and Philox, torch and NumPy accept no negative
     # seeds.
     seed: Seed = 0
+
+    @property
+    def own_functions(self) -> set[str]:
+        """The paths of the user's functions and of an environment."""
+        functions = {each.function for each in self.reward.functions.values()}
+        return functions | {self.environment.name} if self.environment else functions
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each part of the reward, with that of the environment's rewards."""
+        return {**self.reward.weights, **({"environment": self.environment.weight} if self.environment else {})}
 
     @property
     def gpus(self) -> int:
@@ -637,6 +670,9 @@ class RunSettings(Settings):
                 f"rollout.engine={self.rollout.engine} takes adapters and norms only; use rollout.engine=native with "
                 "method=full"
             )
+        if self.environment and (self.rollout.engine != "native" or self.noise.per == "completion"):
+            key = "noise.per=completion" if self.rollout.engine == "native" else f"rollout.engine={self.rollout.engine}"
+            raise ValueError(f"environment replies to turns of rollout.engine=native alone, and not with {key}")
         if self.validation.keep == "best" and self.method == "full":
             raise ValueError("validation.keep=best holds a copy of what is trained, which needs method=lora")
         if self.loss.kl and self.method == "full":

@@ -73,8 +73,8 @@ def fetch_model(
 
 def _download(repo: str, revision: str, target: Path | None, files: list[str], unreachable: str | None) -> Path:
     """Download the files of these patterns, or take the cached ones if the hub is `unreachable`."""
-    import httpx
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import httpx
 
     try:
         return Path(

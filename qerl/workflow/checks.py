@@ -13,10 +13,10 @@ from typing import Any
 
 from qerl.checkpoints.files import check_base, read_config
 from qerl.data.hub import check_folder
-from qerl.host.imports import check, check_engine, check_trackers
+from qerl.host.imports import check, check_engine, check_environment, check_libraries
 from qerl.jobs import Plan, PlannedRun
 from qerl.settings.base import ConfigError, UserError
-from qerl.settings.data import FunctionData, HubData, LocalData
+from qerl.settings.data import FunctionData, HubData, LocalData, ReasoningGymData
 from qerl.settings.models import FORMATS, LocalModel, PretrainSettings
 from qerl.settings.run import FITTED
 from qerl.settings.workflow import DRIFT_BLOCKS, Config, Experiment, RolloutBench, require
@@ -87,11 +87,16 @@ def check_inputs(plan_: Plan) -> None:
     data = [origin.function for origin in origins if isinstance(origin, FunctionData)]
     for function, name in rewards.items():
         check(function, f"reward.functions.{name}")
+    for environment in (run.settings.environment for run in plan_.runs.values()):
+        if environment:
+            check_environment(environment.name, environment.arguments)
     for function in dict.fromkeys(data):
         check(function, "origin.function")
-    for origin in origins:
-        if isinstance(origin, HubData):
-            check_folder(origin)
+    for name, dataset in config.datasets.items():
+        if isinstance(dataset.origin, HubData):
+            check_folder(dataset.origin)
+        if isinstance(dataset.origin, ReasoningGymData):
+            check_libraries(["reasoning_gym"], f"datasets.{name}.origin.source")
     for model in config.models.values():
         if isinstance(model, LocalModel):
             check_base(model.path)
@@ -164,7 +169,7 @@ def check_engines(plan_: Plan) -> None:
     machine.
     """
     for run in plan_.runs.values():
-        check_trackers(run.settings.track, f"experiment {run.experiment}, arm {run.arm}: track")
+        check_libraries(run.settings.track, f"experiment {run.experiment}, arm {run.arm}: track")
         check_engine(run.settings.rollout, f"experiment {run.experiment}, arm {run.arm}: rollout.engine")
     if plan_.evaluations:
         check_engine(plan_.config.evaluation, "evaluation.engine")

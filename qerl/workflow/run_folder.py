@@ -19,14 +19,22 @@ from qerl.data.hub import contents_of
 from qerl.data.sources import RECORDS, RecordFiles, as_files, is_objects, parse_run
 from qerl.host.console import log
 from qerl.host.imports import check as check_function
-from qerl.host.imports import check_engine, check_installed, check_trackers, check_unchanged, path_of, source_version
+from qerl.host.imports import (
+    check_engine,
+    check_environment,
+    check_installed,
+    check_libraries,
+    check_unchanged,
+    path_of,
+    source_version,
+)
 from qerl.host.provenance import flush, write_text, writing
 from qerl.jobs import DataJob, HubBase, Job, QuantizeJob, TrainJob
 from qerl.results.paths import CHECKPOINT, DATA, LOG, METRICS, POLICY, REPORT, RUN, TRACKED, WORK
 from qerl.results.schema import StepMetrics
 from qerl.results.store import read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
-from qerl.settings.data import FunctionData, LocalData
+from qerl.settings.data import FunctionData, LocalData, ReasoningGymData
 from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile
 from qerl.settings.workflow import merged, nested
 from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
@@ -170,11 +178,16 @@ def checked_source(settings: RunFile) -> Path:
     for name, reward in settings.reward.functions.items():
         check_function(reward.function, f"reward.functions.{name}")
         check_unchanged(reward.function)
+    if settings.environment:
+        check_environment(settings.environment.name, settings.environment.arguments)
+        check_unchanged(settings.environment.name)
     if isinstance(settings.dataset.origin, FunctionData):
         check_function(settings.dataset.origin.function, "origin.function")
         check_unchanged(settings.dataset.origin.function)
+    if isinstance(settings.dataset.origin, ReasoningGymData):
+        check_libraries(["reasoning_gym"], "origin.source")
     check_engine(settings.rollout, "rollout.engine")
-    check_trackers(settings.track, "track")
+    check_libraries(settings.track, "track")
     source = base_folder(settings.model, settings.weights, lambda folder: _check_config(folder, settings))
     if weights_format_of(source) != settings.weights:
         check_installed("train")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from httpx import ConnectError
+from huggingface_hub.utils import httpx
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -279,7 +279,7 @@ def test_a_full_disk_names_the_folder_whoever_writes(tmp_path, name):
         CheckpointError("a.safetensors is broken (os error 28); download it again"),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "absent"),
         RuntimeError("a defect"),
-        ConnectError("[Errno 111] Connection refused"),
+        httpx.ConnectError("[Errno 111] Connection refused"),
         SafetensorError("No such file or directory (os error 2)"),
     ],
 )

@@ -1,5 +1,7 @@
 """Draws of tokens on a GPU: those of the reference, which test_sampling.py compares with the distribution."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
@@ -52,7 +54,7 @@ def test_draw_is_that_of_the_reference(dtype, width, temperature, top_p, top_k):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
+def test_a_replayed_draw_takes_the_tokens_that_are_given(temperature):
     count, width = 33, 50_000
     logits = (torch.randn(count, width, device=CUDA) * 3).bfloat16()
     sampling = sampling_of(temperature, stops=range(2))
@@ -61,13 +63,19 @@ def test_a_replayed_draw_takes_the_tokens_that_are_there(temperature):
     state = DecodeState.empty(count, 4, 1, CUDA)
     state.position[:-1], state.limit[:] = 7, 4
     state.drawn[:-1] = torch.arange(count, device=CUDA).int() % 4
+    state.sequence[:-1] = torch.arange(count, device=CUDA)
     state.tokens.copy_(trace)
+    state.given[:] = 2
     number = state.drawn[:-1].long()
-    draw(logits, torch.arange(count, device=CUDA).int(), state, sampling, False, True)
-    assert torch.equal(state.tokens, trace)
-    chosen = trace[:-1].gather(1, number[:, None])[:, 0].long()
+    drawn = replace(state, **{one.name: getattr(state, one.name).clone() for one in fields(state)})
+    rows = torch.arange(count, device=CUDA).int()
+    draw(logits, rows, state, sampling, False, True)
+    draw(logits, rows, drawn, sampling, False)
+    given = number < 2
+    chosen = torch.where(given, trace[:-1].gather(1, number[:, None])[:, 0].long(), drawn.token[:-1])
     assert torch.equal(state.token[:-1], chosen)
-    done = (number == 3) | (chosen < 2)
+    assert torch.equal(state.tokens[:-1].gather(1, number[:, None])[:, 0].long(), chosen)
+    done = (number == 3) | (chosen < 2) & ~given
     assert torch.equal(state.position[:-1] == -1, done)
     expected = torch.log_softmax(logits.double() / (temperature or 1), -1).gather(1, chosen[:, None])[:, 0]
     found = state.logprobs[:-1].gather(1, number[:, None])[:, 0]

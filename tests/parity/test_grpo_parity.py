@@ -226,6 +226,9 @@ COMPLETIONS = [
     [[10, 11, EOS], [10, 11, 12, 13, EOS], [14] * MOST, [11, EOS]],
     [[15, EOS], [16, EOS], [17, 17, 17, EOS], [18] * MOST],
 ]
+#: What an environment replied within completions, by their tokens, for conversations.
+REPLIES = {(10, 20, 21, 11, 12, EOS): (range(1, 3),), (14, 14, EOS, 19, 22, 23, 14, 14): (range(3, 6),)}
+CONVERSATIONS = [[COMPLETIONS[0][0], *([*ids] for ids in REPLIES), [11, EOS]], COMPLETIONS[1]]
 
 
 def reward(text: str) -> float:
@@ -234,26 +237,34 @@ def reward(text: str) -> float:
 
 
 class Fixed:
-    """A sampler with given completions and the policy's log-probabilities for them."""
+    """A sampler with given completions and log-probabilities for them."""
+
+    def __init__(self, groups=COMPLETIONS):
+        self.groups = groups
 
     def sync(self):
         pass
 
     def generate(self, prompts, params):
-        return [[Completion(ids, [-1.0] * len(ids), ids[-1] == EOS) for ids in group] for group in COMPLETIONS]
+        return [
+            [Completion(ids, [-1.0] * len(ids), ids[-1] == EOS, REPLIES.get(tuple(ids), ())) for ids in group]
+            for group in self.groups
+        ]
 
 
-def trl_step(checkpoint, folder, loss_name, mask_truncated):
+def trl_step(checkpoint, folder, loss_name, mask_truncated, completions=COMPLETIONS):
     """TRL's loss, gradients and logged figures."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
     def rollout(prompts, trainer):
-        ids = [ids for group in COMPLETIONS for ids in group]
-        return {
+        ids = [ids for group in completions for ids in group]
+        given = {
             "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
             "completion_ids": ids,
             "logprobs": [[-1.0] * len(row) for row in ids],
         }
+        masks = [[all(i not in r for r in REPLIES.get(tuple(row), ())) for i in range(len(row))] for row in ids]
+        return given | ({"env_mask": [[*map(int, mask)] for mask in masks]} if completions is CONVERSATIONS else {})
 
     trainer = trl_trainer(
         checkpoint,
@@ -284,6 +295,12 @@ def test_loss_gradient_and_logged_figures_of_a_step_equal_trl(
     compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated)
 
 
+@pytest.mark.parametrize("loss_name", ["grpo", "gspo", "dapo"])
+def test_a_step_of_conversations_equals_trl(checkpoint, tmp_path, monkeypatch, loss_name):
+    """By TRL's `env_mask` of tokens that no policy drew."""
+    compare(checkpoint, tmp_path, monkeypatch, loss_name, False, CONVERSATIONS)
+
+
 @pytest.mark.parametrize("family", ["gemma3", *in_nightly("mistral-sliding", "phi3")])
 def test_a_step_of_another_family_equals_trl(tmp_path, monkeypatch, family):
     """With a window of four tokens, which is shorter than prompts with their completions."""
@@ -292,7 +309,7 @@ def test_a_step_of_another_family_equals_trl(tmp_path, monkeypatch, family):
     compare(folder, tmp_path, monkeypatch, "grpo", False)
 
 
-def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated):
+def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated, completions=COMPLETIONS):
     """Compare a step's loss, gradients and logged figures with TRL's."""
     values = {
         "model": "m",
@@ -310,9 +327,9 @@ def compare(checkpoint, tmp_path, monkeypatch, loss_name, mask_truncated):
     monkeypatch.setattr("qerl.rl.rollouts.problem_index", lambda count, seed, position: position)
     policy = trained_in_full(checkpoint, "float32", CPU)
     problems = [Problem(str(i), question, None, "0") for i, question in enumerate(QUESTIONS)]
-    rollout = Collector(settings, policy, Fixed(), Task(problems, "gsm8k", "")).collect(1, 0)
+    rollout = Collector(settings, policy, Fixed(completions), Task(problems, "gsm8k", "")).collect(1, 0)
     updated = Updater(settings, policy, Processes()).update(1, rollout.samples)
-    loss, gradients, logged = trl_step(checkpoint, tmp_path, loss_name, mask_truncated)
+    loss, gradients, logged = trl_step(checkpoint, tmp_path, loss_name, mask_truncated, completions)
     assert updated["loss"] == pytest.approx(loss, abs=1e-6)
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
     for name, parameter in policy.lm.named_parameters():

@@ -163,4 +163,4 @@ def test_the_reward_is_the_weighted_sum_of_parts_within_their_bounds(text, token
     assert parts["format"] in (0.0, 1.0)
     assert -1 <= parts["overlong"] <= 0
     expected = weights[0] * parts["correct"] + weights[1] * parts["format"] + abs(weights[2]) * parts["overlong"]
-    assert total(parts, chosen) == pytest.approx(expected, abs=1e-9)
+    assert total(parts, chosen.weights) == pytest.approx(expected, abs=1e-9)

@@ -1,5 +1,6 @@
 """The figures of docs/speed.md equal the committed tables, and README has rows of it. `make lint` checks the links."""
 
+import json
 import re
 from pathlib import Path
 from statistics import median
@@ -9,9 +10,10 @@ import pytest
 
 from qerl.report import speed_tables
 from qerl.report.speed_tables import mix_table
-from qerl.results.paths import committed_files
+from qerl.results.paths import METRICS, committed_files
 from qerl.results.speeds import load
 from qerl.settings.base import read_yaml
+from tests.scaling import PAGE, RESULTS, page
 
 ROOT = Path(__file__).parents[2]
 PEERS, CARDS, OF_H100 = (ROOT / "results/reference" / name for name in ("h200/peers", "h200/cards", "h100/peers"))
@@ -160,3 +162,13 @@ def test_the_memory_of_the_readme_is_the_least_cap_that_passed():
         for size in ("7B", "8B", "14B", "32B")
     ]
     assert readme_row("memory cap under which 7B / 8B / 14B / 32B")[0] == [cap.removesuffix(" GB") for cap in least]
+
+
+def test_the_step_on_two_gpus_is_that_of_the_committed_runs():
+    alone, both = (
+        median(row["seconds/step"] for row in map(json.loads, (RESULTS / name / METRICS).open()) if row["step"] > 1)
+        for name in ("7b-1", "7b-2")
+    )
+    ratio = alone / both
+    assert readme_row("on two GPUs: GRPO step of 7B") == [[f"{both:.1f}"], [f"{alone:.1f}"], [f"{ratio:.2f}"]]
+    assert page() == PAGE.read_text()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl.report.archive import verify, write_archive
 from tests.pages import parts_of
 from tests.workflow.conftest import Tree, copy_tree
 
@@ -79,6 +80,13 @@ def test_every_number_of_the_report_leads_to_samples_of_its_page(finished):
     evaluated = {path.name for path in (finished.folder / RESULTS).glob("evaluate/*")}
     assert {address.split("/")[0] for address in addresses} == evaluated
     assert "Nothing failed or was left out." in report.read_text()
+
+
+def test_an_archive_of_the_results_is_verified_in_another_folder(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(finished.folder)
+    write_archive(Path(RESULTS), tmp_path / "micro.zip", [Path("dag.yaml")])
+    monkeypatch.chdir(tmp_path)
+    assert verify(tmp_path / "micro.zip")["tables"] == len([*(finished.folder / RESULTS / "tables").glob("*.csv")]) > 0
 
 
 @pytest.fixture

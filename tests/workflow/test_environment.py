@@ -12,6 +12,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import qerl
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,8 +25,9 @@ def pins() -> dict[str, str]:
 
 def test_every_declared_dependency_is_pinned_within_its_bounds():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    # What the kernels import comes with torch's CUDA builds, in their versions.
-    extras = [extra for name, extra in project["optional-dependencies"].items() if name != "gpu"]
+    # What the kernels import comes with torch's CUDA builds; pyproject.toml says why the other is installed by itself.
+    apart = ("gpu", "reasoning_gym")
+    extras = [extra for name, extra in project["optional-dependencies"].items() if name not in apart]
     locked = pins()
     for requirement in map(Requirement, [*project["dependencies"], *chain.from_iterable(extras)]):
         if requirement.name == project["name"]:
@@ -37,6 +40,34 @@ def test_conda_installs_the_same_pins():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     assert {canonicalize_name(name): version for name, version in (pin.split("==") for pin in pip)} == pins()
+
+
+@pytest.mark.parametrize(("name", "torch"), [("cpu", "torch==2.13.0+cpu"), ("cuda", "torch==2.13.0")])
+def test_a_lock_has_the_hashes_of_each_pin_and_of_what_its_torch_needs(name, torch):
+    text = (ROOT / f"locks/{name}.txt").read_text().replace("\\\n", "")
+    entries = {line.split()[0]: line for line in text.splitlines()}
+    assert all(re.search("--hash=sha256:[0-9a-f]{64}", line) for line in entries.values())
+    locked = {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in entries}
+    assert torch in entries
+    assert {package: locked[package].removesuffix("+cpu") for package in pins()} == pins()
+    assert ("nvidia-cublas" in locked) == ("triton" in locked) == (name == "cuda")
+
+
+def test_images_are_of_the_locks_and_libraries_are_no_layer_that_a_change_of_the_code_builds_again():
+    stages = re.split(r"^FROM \S+ AS ", (ROOT / "Containerfile").read_text(), flags=re.MULTILINE)
+    for name, *lines in (stage.splitlines() for stage in stages[2:]):
+        copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+        assert copied[0] == f"locks/{name}.txt"
+        assert all((ROOT / file).exists() for file in copied)
+        [installed] = [line for line in lines if "--require-hashes" in line]
+        assert installed.endswith(f"--requirement {copied[0]}")
+        assert lines.index(installed) < lines.index("COPY qerl qerl")
+    assert [stage.split()[0] for stage in stages[1:]] == ["base", "cpu", "cuda"]
+
+
+def test_the_version_that_is_cited_is_the_packages():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == qerl.__version__
+    assert f"\n## {qerl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():

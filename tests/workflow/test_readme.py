@@ -3,6 +3,8 @@
 The package is that of its wheel, in an environment and a folder without the clone.
 """
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -18,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl.results.schema import RolloutRow
+from qerl.results.store import read_rows
 from qerl.settings.data import INSTRUCTIONS
 from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
@@ -28,6 +32,25 @@ pytestmark = [pytest.mark.slow]
 #: The environment, and the folder of its packages.
 ENVIRONMENT = "environment"
 PACKAGES = sysconfig.get_path("purelib", "venv", {"base": ENVIRONMENT})
+#: A rubric of two rewards, of which one reads a column and the other waits.
+ENVIRONMENT_OF_VERIFIERS = """
+import datasets
+import verifiers as vf
+
+
+def load_environment():
+    rows = [{"question": f"Write {n}", "answer": str(n)} for n in range(40)]
+    data = datasets.Dataset.from_list(rows)
+
+    def asked(prompt, answer):
+        return float(prompt[-1]["content"] == f"Write {answer}")
+
+    async def length(completion):
+        return len(completion[-1]["content"])
+
+    rubric = vf.Rubric(funcs=[asked, length], weights=[2.0, 0.5])
+    return vf.SingleTurnEnv(dataset=data, eval_dataset=data.select(range(8)), system_prompt="Go.", rubric=rubric)
+"""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,7 +65,9 @@ def folder(tmp_path_factory) -> Path:
     for name in ("config", "profiles"):
         shutil.copytree(ROOT / name, folder / name)
     model = tiny_qwen2(folder / "my-model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '!' if enable_thinking }}:"
+    )
     rows = [{"question": f"How many are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -190,3 +215,47 @@ def test_a_reward_and_a_data_set_of_ones_own(folder):
     metrics = [json.loads(line) for line in (folder / "runs/own/metrics.jsonl").open()]
     assert all(row["reward"] < 0.2 for row in metrics)
     assert "What is" in (folder / "runs/own/data/train.jsonl").read_text()
+
+
+def test_coming_from_trl(folder):
+    import datasets
+    from trl import GRPOConfig, GRPOTrainer
+
+    text = section("Coming from TRL")
+    known = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
+    script = ast.walk(ast.parse(BLOCK.findall(text)[0][1]))
+    named = {part.arg for part in script if isinstance(part, ast.keyword)}
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert named | set(re.findall("`(.*?)`", " ".join(rows))) <= known
+    chats = [{"prompt": [{"role": "user", "content": f"{n} + {n}?"}], "answer": str(2 * n)} for n in range(24)]
+    parts = {"train": chats[:16], "validation": chats[16:20], "test": chats[20:]}
+    splits = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in parts.items()})
+    splits.save_to_disk(folder / "chats")
+    [_, (_, commands)] = blocks(text, folder)
+    in_forks("sh", commands, folder)
+    metrics = [json.loads(line) for line in (folder / "runs/chats/metrics.jsonl").open()]
+    for row in metrics:
+        assert row["reward"] == pytest.approx(row["reward/right"] + 0.5 * row["reward/short"])
+    assert "validation/reward" in metrics[-1]
+    [first, *_] = read_rows(RolloutRow, folder / "runs/chats/rollouts/step-000001.jsonl.gz")
+    assert re.fullmatch(r"Answerbriefly\.(\d+)\+\1\?:", first.prompt)  # the tiny tokenizer drops spaces
+
+
+@pytest.mark.parametrize("library", ["reasoning_gym", "verifiers"])
+def test_problems_of_other_libraries(folder, library):
+    pytest.importorskip(library)
+    blocks(section("Problems of other libraries"), folder)
+    (folder / "my_env.py").write_text(ENVIRONMENT_OF_VERIFIERS)
+    file, run = {"reasoning_gym": ("gym.yaml", "runs/gym"), "verifiers": ("rubric.yaml", "runs/rubric")}[library]
+    in_forks("sh", f"qerl train {file}", folder)
+    last = json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1])
+    if library == "reasoning_gym":
+        assert last["validation/pass@1"] == 0
+        return
+    rows = [row for file in (folder / run / "rollouts").iterdir() for row in read_rows(RolloutRow, file)]
+    for row in rows:
+        wanted = int("".join(re.findall(r"\d", row.prompt)))
+        for completion in row.completions:
+            text = "".join(completion.tokens)
+            assert completion.reward == pytest.approx(2 * (row.gold == str(wanted)) + 0.5 * len(text))
+    assert last["validation/reward"] > 2

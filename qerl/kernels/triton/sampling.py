@@ -95,7 +95,7 @@ def _chunks(
 
 @triton.jit
 def _choose(
-    logits, runs, scale, rows, best, best_token, best_logit, top, mass, positions, drawn, limit, last, tokens,
+    logits, runs, scale, rows, best, best_token, best_logit, top, mass, positions, drawn, limit, given, last, tokens,
     logprobs, stops, width, stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr,
     REPLAYED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -114,13 +114,14 @@ def _choose(
     highest = tl.load(top + part, inside, other=_LOWEST)
     total = tl.load(mass + part, inside, other=0.0)
     count = tl.load(drawn + slot)
+    chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
+    chosen_logit = tl.max(tl.where(token == chosen, logit, _LOWEST), axis=0)
     if REPLAYED:
-        chosen = tl.load(tokens + slot * stride + count)
+        is_given = count < tl.load(given + slot)
+        chosen = tl.where(is_given, tl.load(tokens + slot * stride + count, is_given, other=0), chosen)
         raw = tl.load(logits + row.to(tl.int64) * width + chosen).to(tl.float32)
-        chosen_logit = tl.maximum(raw * tl.load(scale + 2 * tl.load(runs + slot)), _LOWEST)
-    else:
-        chosen = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
-        chosen_logit = tl.max(tl.where(token == chosen, logit, _LOWEST), axis=0)
+        lifted = tl.maximum(raw * tl.load(scale + 2 * tl.load(runs + slot)), _LOWEST)
+        chosen_logit = tl.where(is_given, lifted, chosen_logit)
     peak = tl.max(highest, axis=0)
     logprob = chosen_logit - peak - tl.log(tl.sum(total * tl.exp(highest - peak), axis=0))
 
@@ -129,8 +130,10 @@ def _choose(
     tl.store(last + slot, chosen.to(tl.int64))
     tl.store(drawn + slot, count + 1)
     stop = tl.load(stops + tl.arange(0, STOPS))
-    stopped = tl.max((stop == chosen).to(tl.int32), axis=0)
-    done = (stopped > 0) | (count + 1 >= tl.load(limit + slot))
+    stopped = tl.max((stop == chosen).to(tl.int32), axis=0) > 0
+    if REPLAYED:
+        stopped = stopped & (is_given == 0)
+    done = stopped | (count + 1 >= tl.load(limit + slot))
     tl.store(positions + slot, tl.where(done, -1, position + 1))
 
 
@@ -155,7 +158,8 @@ def draw(
     )  # fmt: skip
     _choose[(batch,)](
         logits, state.run, sampling.scale, rows, best, tokens, logit, top, mass, state.position, state.drawn,
-        state.limit, state.token, state.tokens, state.logprobs, sampling.stops, width, state.tokens.stride(0),
+        state.limit, state.given, state.token, state.tokens, state.logprobs, sampling.stops, width,
+        state.tokens.stride(0),
         CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), STOPS=len(sampling.stops), REPLAYED=replayed,
         num_warps=1, **pdl,
     )  # fmt: skip

@@ -10,11 +10,11 @@ from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.utils import httpx
 from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 

@@ -124,11 +124,18 @@ def test_export_merged_prints_its_loss_and_how_to_serve_it(call, folder):
     assert (stored["problems"], said.splitlines()[-1]) == (2, "vllm serve merged")
 
 
-def test_publish_shows_what_would_go(call):
-    said = call("publish", "run", "someone/tiny", "--dry-run")
+def test_publish_shows_what_would_go(call, folder):
+    said = call("publish", "run", "someone/tiny", "--dry-run", "--out", "would-go")
     assert "would go to someone/tiny (private" in said
     assert all(name in said for name in ("README.md", "adapter_config.json", "adapter_model.safetensors"))
     assert "note: the card names the base by its folder, model, without the path" in said
+    assert "`pip install qerl`" in (folder / "would-go/README.md").read_text()
+    weights = (folder / name / "adapter_model.safetensors" for name in ("would-go", "run/policy"))
+    assert len({file.read_bytes() for file in weights}) == 1
+    assert not any(file.is_symlink() for file in (folder / "would-go").iterdir())
+    for words in (["--dry-run", "--out", "would-go"], ["--out", "other"]):
+        with pytest.raises(ConfigError, match="must be a new folder, and is for a dry run"):
+            call("publish", "run", "someone/tiny", *words)
 
 
 def test_sample_prints_one_json_object_a_completion(call):

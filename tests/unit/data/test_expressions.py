@@ -71,6 +71,11 @@ def test_expressions_are_compared_in_threads():
         assert list(pool.map(lambda case: expressions.equal(case[0], "x"), cases)) == [False] * 8
 
 
+def test_a_word_is_no_question_for_another_library():
+    assert expressions.equal("x", "task") is False
+    assert expressions.equal("task", '"task": {}') is False
+
+
 def test_expressions_are_compared_in_a_forked_process():
     assert expressions.equal("1/2", "2/4")
     child = os.fork()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -15,6 +16,7 @@ from qerl.report.format import page
 from qerl.report.page import write_report
 from qerl.report_jobs import ReportJob, ShapesJob
 from qerl.results.paths import SAMPLES_PAGE, VERDICT
+from tests.browser import browser, needs_browser
 from tests.synthetic_results import (
     ARMS,
     NO_METRICS,
@@ -150,7 +152,45 @@ def test_runs_have_the_reward_of_their_first_and_last_steps(tmp_path):
     [header, row] = tables_of(text)["Runs and their cost"]
     shown = dict(zip(header, row, strict=True))
     assert [shown[name] for name in ("reward at the start", "at the end", "minutes")] == ["0.10", "1.00", "1.33"]
-    assert "href" not in text.partition("<main>")[2]
+    links = re.findall(r'href="([^"#]+)"', text)
+    assert links == ["train/main-bf16-lora-seed0/run.json", "train/main-bf16-lora-seed0/metrics.jsonl"]
+    assert all((tmp_path / link).is_file() for link in links)
+
+
+def test_the_last_rows_of_the_first_table_and_the_sentences_are_the_paired_differences_of_arms(report):
+    text = report.read_text()
+    rows = {row[0]: row[1:] for row in next(iter(tables_of(text).values()))}
+    # Of the seeds that both arms have; arms stand in the order in which their accuracy rises by 5 points in the mean.
+    names = list(ARMS)
+    right = {arm: [scores(place, seed)["arithmetic"] for seed in (0, 2)] for place, arm in enumerate(names, start=1)}
+    for arm, base, label in (
+        ("nvfp4-lora", "bf16-lora", "NVFP4 LoRA − BF16 LoRA"),
+        ("nvfp4-lora-aqn", "nvfp4-lora", "NVFP4 LoRA + AQN − NVFP4 LoRA"),
+    ):
+        gains = np.stack([a.mean(axis=1) - b.mean(axis=1) for a, b in zip(right[arm], right[base], strict=True)])
+        difference = f"{100 * gains.mean():+.1f}".replace("-", "−")
+        assert rows[label][1].startswith(f"{difference} [")
+        assert f"a difference of {difference} points [" in text
+    assert sum(" − " in name for name in rows) == 4
+    assert "mini; 0.378 hours of training on Test CPU, 2 cores, 2026-01-01, commit 0123456789ab." in text
+
+
+def test_each_table_of_the_report_leads_to_its_numbers(report):
+    links = re.findall(r'href="(tables/[^"]*)"', report.read_text())
+    assert links == [f"tables/{name}.{end}" for name in TABLES for end in ("csv", "md", "tex")]
+    assert all((report.parent / link).is_file() for link in links)
+
+
+@needs_browser
+def test_the_report_runs_no_script_and_loads_nothing(report, tmp_path):
+    added = "<script>document.title = 'run'</script><img src='https://example.org/a.png'></body>"
+    page = tmp_path / "report.html"
+    page.write_text(report.read_text().replace("</body>", added))
+    with browser() as tab:
+        tab.open(page)
+        assert tab.ask("document.title") == "mini: results"
+        assert tab.ask("[...document.images].filter(image => image.naturalWidth).length") == len(FIGURES)
+        assert ["Content Security Policy" in error for error in tab.errors] == [True, True]
 
 
 def test_the_speed_grid_has_a_report_of_its_tables_and_figures(tmp_path):

@@ -258,6 +258,33 @@ def test_an_address_of_what_is_not_there_leads_to_what_is_near_and_says_so(resul
     told = tab.text("#problem")
     assert "Step 14 isn't stored; this is step 12." in told
     assert "Problem train-99 isn't among these samples." in told
-    opened(tab, made(results), "unknown/3")
-    assert "This page has no samples of unknown." in tab.text("#problem")
+    for address in ("unknown/3", "100%/3?find=%"):
+        opened(tab, made(results), address)
+        assert f"This page has no samples of {address.partition('/')[0]}." in tab.text("#problem")
     assert tab.errors == []
+
+
+@needs_browser
+def test_a_place_in_the_list_is_an_address_and_the_list_begins_with_what_was_cut_off(results, tab):
+    opened(tab, made(results), f"{RUN}/12/3")
+    assert "train-3 · step 12" in tab.text("#problem")
+    assert "0 % of 16 completions right, 16 cut off." in tab.text("#problems p")
+    assert tab.ask("document.getElementById('step').selectedOptions[0].text") == "step 12 · 0 % · reward −0.15"
+
+
+@needs_browser
+@pytest.mark.parametrize("shade", ["", "?shade=entropy"])
+def test_what_the_grader_read_is_marked_where_it_stands_last(results, tab, shade):
+    write_steps(results / "train" / RUN / "run.json", {12: [rollout(12, "p", [["41 or ", "#### 4", "1."]])]})
+    opened(tab, made(results), f"{RUN}/12{shade}")
+    marked = "[...CSS.highlights.get('read')].map(range => range.toString())"
+    assert tab.ask(marked) == ["41"]
+    assert tab.ask("[...CSS.highlights.get('read')][0].startContainer.data") in ("#### 4", "41 or #### 41.")
+
+
+@needs_browser
+def test_a_script_that_is_not_the_pages_own_does_not_run(results, tab):
+    page = made(results)
+    page.write_text(page.read_text().replace("</body>", "<script>window.hacked = 4</script></body>"))
+    opened(tab, page)
+    assert tab.ask("window.hacked") is None

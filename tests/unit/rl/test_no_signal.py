@@ -43,7 +43,8 @@ def said(caplog, rollouts, **changes) -> list[str]:
 @pytest.mark.parametrize("form", get_args(AnswerForm))
 @pytest.mark.parametrize("record_format", get_args(RecordFormat))
 def test_what_a_grader_wants_is_what_it_reads(record_format, form):
-    assert extract(statement("18", record_format, form), record_format, form) == "18"
+    answer = '{"answer": "18"}' if record_format == "reasoning_gym" else "18"
+    assert extract(statement(answer, record_format, form), record_format, form) == "18"
 
 
 def test_a_first_step_without_a_readable_answer_causes_one_warning(caplog):

@@ -62,7 +62,7 @@ def test_two_checkpoints_are_kept_and_those_of_other_settings_refused(tmp_path):
 def test_discovery_is_the_share_of_problems_that_any_step_has_solved(checkpoints, tmp_path, monkeypatch, method):
     """Counted anew from stored completions, also over a kill; about every fourth is called right."""
     monkeypatch.setattr("qerl.rl.rollouts.reward_parts", reward_parts)  # the real ones
-    monkeypatch.setattr("qerl.rl.rewards.is_correct", lambda text, *_: sum(map(ord, text)) % 4 == 0)
+    monkeypatch.setattr("qerl.rl.rewards.credit", lambda text, *_: float(sum(map(ord, text)) % 4 == 0))
     changes = {**method, "stored_rollouts": {"every": 1}, "steps": 5}
     kill_at(4, trainer(checkpoints, tmp_path, **changes), monkeypatch)
     rows = trainer(checkpoints, tmp_path, **changes).run()

@@ -44,7 +44,7 @@ def test_correct_and_format_are_judged_apart(text, correct, well_formed):
 def test_the_total_weighs_the_parts():
     settings = RewardSettings(correct=2.0, format=0.2, overlong=0.5, overlong_buffer=10)
     parts = reward_parts(Answer("#### 18", 15, 20), PROBLEM, "gsm8k", settings)
-    assert total(parts, settings) == pytest.approx(2.0 + 0.2 - 0.5 * 0.5)
+    assert total(parts, settings.weights) == pytest.approx(2.0 + 0.2 - 0.5 * 0.5)
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1)])
@@ -66,7 +66,7 @@ def test_a_preset_has_the_values_of_the_released_scripts(preset, right, form):
     settings = parse(RewardSettings, {"preset": preset}, "test")
     only_right, only_formed, both = "#### 18\n#### 18", "#### 19", "#### 18"
     rewards = [
-        total(reward_parts(Answer(text, 5, 20), PROBLEM, "gsm8k", settings), settings)
+        total(reward_parts(Answer(text, 5, 20), PROBLEM, "gsm8k", settings), settings.weights)
         for text in (only_right, only_formed, both, "")
     ]
     assert rewards == pytest.approx([right, form, right + form, 0])
@@ -120,7 +120,9 @@ def test_own_rewards_are_parts_with_weights(module):
         for (problem, answer), parts in zip(asked, function_parts(settings, asked, 1), strict=True)
     )
     assert short == {"correct": 1, "format": 1, "overlong": 0, "short": 1, "tensor": 0.25}
-    assert (total(short, settings), total(long, settings)) == pytest.approx((0.1 + 3 + 0.25, 0.1 + 0.75))
+    assert (total(short, settings.weights), total(long, settings.weights)) == pytest.approx(
+        (0.1 + 3 + 0.25, 0.1 + 0.75)
+    )
 
 
 def test_settings_of_earlier_runs_have_one_function():
@@ -154,9 +156,9 @@ def test_a_completion_that_every_reward_leaves_out_has_none(module):
     settings = parse(RewardSettings, {"functions": {"own": f"{module}:nothing"}, "correct": 0, "format": 0}, "test")
     [parts] = function_parts(settings, [(PROBLEM, Answer("", 5, 20))], 1)
     assert parts == {"own": None}
-    assert math.isnan(total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings))
+    assert math.isnan(total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings.weights))
     settings = settings.model_copy(update={"correct": 0.5})
-    assert total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings) == 0.5
+    assert total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings.weights) == 0.5
 
 
 # --- rewards in TRL's signature

@@ -15,7 +15,7 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl.host.imports import check_trackers
+from qerl.host.imports import check_libraries
 from qerl.host.provenance import decides
 from qerl.results.schema import StepMetrics
 from qerl.rl.parallel import Processes
@@ -158,11 +158,11 @@ def test_names_of_trl_are_those_that_its_trainer_logs():
 
 
 def test_a_missing_library_is_named_before_the_run(tmp_path, monkeypatch):
-    check_trackers(ALL, "track")
+    check_libraries(ALL, "track")
     (tmp_path / "comet_ml").mkdir()  # records beside the user's files are no library
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"track: comet_ml isn't installed; .* pip install 'qerl\[comet_ml\]'"):
-        check_trackers(["comet_ml"], "track")
+        check_libraries(["comet_ml"], "track")
 
 
 # --- a run with trackers ---

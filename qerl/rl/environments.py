@@ -1,0 +1,194 @@
+"""Environments, which reply to a policy's turns with messages and rewards: tools, games, a second try."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+from qerl.data.prompts import TemplateInput, Thinking, chat_text, messages_of, reply_text, texts_ids
+from qerl.data.records import Problem
+from qerl.host.imports import load
+from qerl.models.policy import Policy
+from qerl.rl.rewards import number_of
+from qerl.settings.base import ConfigError
+from qerl.settings.run import EnvironmentSettings
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What follows a turn of the policy: messages (`role` and `content`) unless the conversation is done, and a reward.
+
+    Rewards of a conversation's turns are added up.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One conversation's environment. Those of several completions work in threads, side by side."""
+
+    def reset(self, problem: Problem) -> Sequence[Message] | None:
+        """Begin; returns messages that follow the problem's prompt, the same for all completions of the problem."""
+        ...
+
+    def step(self, text: str) -> Turn:
+        """Reply to the text of a turn, as graders read it (`qerl.rl.rewards.Answer`)."""
+        ...
+
+
+@dataclass
+class Conversation:
+    """A completion's environment, and what has happened there."""
+
+    #: The text before the present turn, and the tokens of the completion before it.
+    before: str
+    begin: int = 0
+    environment: Environment | None = None
+    turns: int = 0
+    reward: float = 0.0
+    #: Seconds that the environment has taken.
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The environments of completions of `problems`, as samplers ask them (`qerl.rollout.sampler.Turns`).
+
+    Each turn has a thread, since most tools wait for something; a thread that never ends doesn't keep the process from
+    ending.
+    """
+
+    settings: EnvironmentSettings
+    policy: Policy
+    thinking: Thinking
+    problems: Sequence[Problem]
+    instruction: str
+    given: TemplateInput
+    _of: dict[tuple[int, int], Conversation] = field(default_factory=dict)
+    _outcomes: SimpleQueue[tuple[tuple[int, int], Any]] = field(default_factory=SimpleQueue)
+    #: When each turn began for which a reply is missing.
+    _began: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @cached_property
+    def _starts(self) -> list[Sequence[Message]]:
+        """What the environment of each problem's first completion says before the first turn."""
+        return [self._begin(place, self._at(place, 0)) for place in range(len(self.problems))]
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The text of each problem's chat up to the first turn."""
+        chats = [messages_of(problem, self.instruction) for problem in self.problems]
+        pairs = zip(chats, self._starts, strict=True)
+        return [chat_text(self.policy.tokenizer, [*chat, *map(dict, start)], given=self.given) for chat, start in pairs]
+
+    @cached_property
+    def _stops(self) -> list[str]:
+        return [str(self.policy.tokenizer.decode([id])) for id in self.policy.stop_token_ids]
+
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each problem's chat up to the first turn."""
+        return texts_ids(self.policy.tokenizer, self._texts)
+
+    def of(self, prompt: int, number: int) -> Conversation:
+        """The conversation of a completion; one that ended no turn has none, and so no reward."""
+        return self._of.get((prompt, number), Conversation(""))
+
+    def ask(self, prompt: int, number: int, tokens: Sequence[int]) -> None:
+        """See `Turns`."""
+        key = prompt, number
+        conversation = self._at(*key)
+        text = self.thinking.text(tokens[conversation.begin :], conversation.before or self._texts[prompt])
+        conversation.begin, self._began[key] = len(tokens), time.monotonic()
+        Thread(target=self._work, args=(key, conversation, text), daemon=True).start()
+
+    def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
+        """See `Turns`. Raises what an environment raised, and ConfigError where one exceeds its limit of time."""
+        outcomes: list[tuple[tuple[int, int], Any]] = []
+        try:
+            outcomes.append(self._outcomes.get(block=wait > 0, timeout=wait or None))
+            while True:
+                outcomes.append(self._outcomes.get_nowait())
+        except Empty:
+            pass
+        texts = [self._reply(key, outcome) for key, outcome in outcomes]
+        ids = iter(texts_ids(self.policy.tokenizer, [text for text in texts if text is not None]))
+        replies = []
+        for ((prompt, number), _), text in zip(outcomes, texts, strict=True):
+            reply = None if text is None else next(ids)
+            conversation = self._of[prompt, number]
+            conversation.before, conversation.begin = text or "", conversation.begin + len(reply or ())
+            replies.append((prompt, number, reply))
+        limit, now = self.settings.timeout, time.monotonic()
+        for key, began in self._began.items():
+            if limit is not None and now - began > limit:
+                raise ConfigError(
+                    f"{self._name(*key)} wasn't done after {limit:g} s; mend it, or raise environment.timeout: then "
+                    "the run goes on from its last checkpoint"
+                )
+        return replies
+
+    def _at(self, prompt: int, number: int) -> Conversation:
+        return self._of.setdefault((prompt, number), Conversation(""))
+
+    def _name(self, prompt: int, number: int) -> str:
+        turn = self._at(prompt, number).turns + 1
+        return f"environment {self.settings.name} for problem {self.problems[prompt].id} in turn {turn}"
+
+    def _begin(self, prompt: int, conversation: Conversation) -> Sequence[Message]:
+        """Make and reset the environment of a conversation; returns what it says before the first turn."""
+        try:
+            conversation.environment = environment = load(self.settings.name)(**self.settings.arguments)
+            start = environment.reset(self.problems[prompt]) or ()
+        except Exception as error:
+            error.add_note(f"{self._name(prompt, 0)} raised this at its start; mend it, and start again")
+            raise
+        return _messages(start, f"reset of {self.settings.name}")
+
+    def _work(self, key: tuple[int, int], conversation: Conversation, text: str) -> None:
+        """Have an environment reply, in a thread."""
+        began = time.perf_counter()
+        outcome: Turn | BaseException
+        try:
+            if conversation.environment is None and self._begin(key[0], conversation) != self._starts[key[0]]:
+                raise ValueError("reset gave other messages than for another completion; make them depend on `problem`")
+            assert conversation.environment is not None
+            outcome = conversation.environment.step(text)
+        except BaseException as error:  # noqa: BLE001 - raised where the reply is awaited
+            outcome = error
+        conversation.seconds += time.perf_counter() - began
+        self._outcomes.put((key, outcome))
+
+    def _reply(self, key: tuple[int, int], outcome: Any) -> str | None:
+        """The text up to the policy's next turn; None if there is none. Raises the outcome if it is an error."""
+        name, conversation = self._name(*key), self._of[key]
+        del self._began[key]
+        if isinstance(outcome, BaseException):
+            outcome.add_note(f"{name} raised this; mend it, or what it depends on, and start again")
+            raise outcome
+        if not isinstance(outcome, Turn):
+            raise ConfigError(f"{name} returned {outcome!r} from step; return a qerl.rl.environments.Turn")
+        conversation.reward += number_of(outcome.reward, name, "") or 0.0
+        conversation.turns += 1
+        if outcome.done or conversation.turns == self.settings.turns:
+            return None
+        messages = _messages(outcome.messages, name)
+        if not messages:
+            raise ConfigError(f"{name} gave no messages, and isn't done; give a message, or done=True")
+        return reply_text(self.policy.tokenizer, messages, self._stops, self.given)
+
+
+def _messages(messages: Sequence[Message], name: str) -> list[dict[str, str]]:
+    """Messages of an environment that are well-formed."""
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ConfigError(f"{name} gave the message {message!r}; give {{'role': ..., 'content': ...}}, both texts")
+    return [dict(message) for message in messages]
