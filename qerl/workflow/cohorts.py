@@ -42,8 +42,8 @@ def train_side_by_side(job: CohortJob) -> None:
                     failures.append(error)
     if failures and not any(run.on_failure == "row" or (store(run) / RUN).is_file() for run in job.runs):
         raise failures[0]
-    for error in failures:
-        log.warning("%s; runs that aren't finished continue in jobs of their own", error)
+    for failure in failures:
+        log.warning("%s; runs that aren't finished continue in jobs of their own", failure)
     write_text(job.out, "")
 
 
