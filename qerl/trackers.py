@@ -1,19 +1,27 @@
-"""The metrics of a run in TensorBoard, W&B, trackio or MLflow, through accelerate's trackers (docs/tracking.md)."""
+"""Metrics and samples of a run in TensorBoard, W&B, trackio or MLflow, through accelerate (docs/tracking.md)."""
 
 from __future__ import annotations
 
+import csv
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
 from qerl.host.console import log
 from qerl.host.provenance import write_text
+from qerl.results.paths import ROLLOUTS, rollouts_file
+from qerl.results.schema import RolloutRow
+from qerl.results.store import read_rows
 from qerl.settings.run import TrackerName
 
 if TYPE_CHECKING:
@@ -38,6 +46,8 @@ VERL = {
     **{"seconds/sync": "timing_s/update_weights"},
 }
 NAMES = {**TRL, **VERL}
+#: The name of the table of a step's samples, as TRL's, and the most completions that it has.
+TABLE, SHOWN = "completions", 16
 #: W&B gets only what is logged: no code, no packages, no state of the machine, no copy of the terminal.
 _WANDB = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
 _WANDB |= {"x_disable_meta": True, "x_save_requirements": False}
@@ -53,6 +63,27 @@ def tracked(row: Mapping[str, float]) -> dict[str, float]:
     scores = {key.replace("validation/", "eval/"): row[key] for key in row if key.startswith("validation/")}
     others = [key for key in row if key != "step" and not key.startswith("validation/")]
     return scores | {f"train/{names.get(key, key)}": scale.get(key, 1) * row[key] for key in others}
+
+
+def samples(rollouts: Path) -> list[dict[str, Any]]:
+    """The first completions of a stored step by columns of TRL's table; each part's name is as in metrics.jsonl."""
+    rows = (
+        {
+            **{"step": group.step, "prompt": group.prompt, "completion": "".join(one.tokens)},
+            **{f"reward/{name}": score for name, score in one.parts.items()},
+            **{"reward": one.reward, "advantage": one.advantage},
+        }
+        for group in read_rows(RolloutRow, rollouts)
+        for one in group.completions
+    )
+    return list(islice(rows, SHOWN))
+
+
+def _as_text(sample: Mapping[str, Any]) -> str:
+    """A sample in Markdown, as TensorBoard renders it, with texts as code, in which no character has a meaning."""
+    texts = {name: indent(sample[name], "    ", lambda _: True) for name in ("prompt", "completion")}
+    numbers = ", ".join(f"**{name}** {value}" for name, value in sample.items() if name not in texts)
+    return "\n\n".join([numbers, *(f"{name}:\n\n{text}" for name, text in texts.items())])
 
 
 # The trackers of accelerate have no interface to read a record, so the run's state has the last step given to each,
@@ -88,6 +119,8 @@ class Record:
             tags = {"qerl.record": self.id, "mlflow.source.name": "qerl", "mlflow.user": "qerl"}  # no path, no login
             old = mlflow.search_runs(None, f"tags.`qerl.record` = '{self.id}'", 1, 1, None, "list", True)
             run = {"run_id": old[0].info.run_id if old else None, "run_name": self.run}
+            if os.environ["MLFLOW_TRACKING_URI"].startswith("sqlite:"):  # by default in the working directory
+                run["logging_dir"] = (self.folder / "mlruns").resolve().as_uri()
             return {"experiment_name": self.project, **run, "tags": tags}
         common = {"run_name": self.project, "config": dict(self.settings), "resume": "allow"}
         if name == "trackio":
@@ -115,9 +148,14 @@ class Trackers(ExitStack):
         self._record.folder.mkdir(parents=True, exist_ok=True)
         # Runs of a workflow may begin at once, and only one may make MLflow's tables and experiment.
         lock = FileLock(self._record.folder / "mlflow.lock") if name == "mlflow" else nullcontext()
-        if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-            uri = f"sqlite:///{self._record.folder.resolve() / 'mlflow.db'}"
-            self.enter_context(patch_environment(mlflow_tracking_uri=uri))
+        if name == "mlflow":
+            import mlflow
+
+            if not os.environ.get("MLFLOW_TRACKING_URI"):
+                uri = f"sqlite:///{self._record.folder.resolve() / 'mlflow.db'}"
+                self.enter_context(patch_environment(mlflow_tracking_uri=uri))
+            # Or the library ends a run that a failure left open at Python's exit, in the working directory's database.
+            self.callback(self._contained, name, lambda _: mlflow.end_run())
         with lock:
             tracker = LOGGER_TYPE_TO_CLASS[name](**self._record.arguments(name, self._last(name) + 1))
             tracker.start()
@@ -134,11 +172,29 @@ class Trackers(ExitStack):
 
         def add(name: TrackerName) -> None:
             for row in rows[self._last(name) :]:
-                write_text(self._record.state / f"record-{name}", str(int(row["step"])))
-                self._open[name].log(tracked(row), step=int(row["step"]))
+                step = int(row["step"])
+                write_text(self._record.state / f"record-{name}", str(step))
+                self._open[name].log(tracked(row) | self._table(name, step), step=step)
 
         for name in [*self._open]:
             self._contained(name, add)
+
+    def _table(self, name: TrackerName, step: int) -> dict[str, Any]:
+        """The samples of a step as a tracker's value, if the step is stored; MLflow, which has none, gets a file."""
+        rollouts = self._record.state / ROLLOUTS / rollouts_file(step)
+        if not rollouts.is_file() or not (rows := samples(rollouts)):
+            return {}
+        columns, data = [*rows[0]], [[*row.values()] for row in rows]
+        if name == "tensorboard":
+            return {TABLE: "\n\n".join(map(_as_text, rows))}
+        if name != "mlflow":
+            return {TABLE: import_module(name).Table(columns=columns, data=data)}
+        with TemporaryDirectory() as folder:
+            file = Path(folder, f"step-{step:06d}.csv")
+            with file.open("w", encoding="utf-8", newline="") as opened:
+                csv.writer(opened).writerows([columns, *data])
+            self._open[name].log_artifact(str(file), TABLE)
+        return {}
 
     def _last(self, name: TrackerName) -> int:
         file = self._record.state / f"record-{name}"

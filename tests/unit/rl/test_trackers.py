@@ -1,29 +1,34 @@
 """Trackers' records, read by each library's own reader or by its file format, and runs with trackers."""
 
+import csv
 import json
 import logging
 import re
 import sqlite3
 import struct
+from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import wandb
-from accelerate.tracking import TensorBoardTracker, WandBTracker
+from accelerate.tracking import MLflowTracker, TensorBoardTracker, WandBTracker
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from qerl.host.imports import check_libraries
 from qerl.host.provenance import decides
-from qerl.results.schema import StepMetrics
+from qerl.results.paths import ROLLOUTS, rollouts_file
+from qerl.results.schema import RolloutRow, StepMetrics, StoredCompletion
+from qerl.results.store import write_rows
 from qerl.rl.parallel import Processes
 from qerl.rl.train import Trainer, _trackers, train_run
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.trackers import NAMES, TRL, Record, Trackers, tracked
-from tests.conftest import in_nightly
+from tests.conftest import in_nightly, nightly
 from tests.jobs import SETTINGS, train_job, write_inputs
 from tests.unit.rl.tiny_trainer import TIMING
 
@@ -140,6 +145,105 @@ def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(record, monkeyp
         "(OperationalError: disk full)"
     ]
     assert tensorboard_values(record, REWARD) == [(1, 1 / 8), (2, 2 / 8)]
+
+
+@nightly
+@pytest.mark.parametrize("at", ["log", "finish"])
+def test_mlflow_has_no_open_run_after_a_failure(record, monkeypatch, at):
+    """It would end the run at Python's exit, and make a database in the working directory for that."""
+    import mlflow
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(MLflowTracker, at, fail)
+    with Trackers(["mlflow"], record) as opened:
+        opened.log(rows(1))
+        assert mlflow.active_run()
+    assert not mlflow.active_run()
+
+
+# --- tables of samples ---
+
+COLUMNS = ["step", "prompt", "completion", "reward/correct", "reward/format", "reward", "advantage"]
+#: 24 completions of three problems, of which a table has the first 16; the first has texts that Markdown would change.
+SAMPLES = [
+    [
+        2,
+        f"{number // 8} + 1?",
+        "# so\n\n$1$ *a* <b>" if number == 0 else f"it is {number}",
+        number / 4,
+        None,
+        0.5,
+        -0.25,
+    ]
+    for number in range(24)
+]
+
+
+def completion_of(row):
+    rewards = {"parts": {"correct": row[3], "format": row[4]}, "reward": row[5], "advantage": row[6]}
+    tokens = [row[2][:2], row[2][2:]]
+    return StoredCompletion(tokens=tokens, logprobs=[0, 0], entropies=[0, 0], **rewards, extracted=None, finished=True)
+
+
+def tensorboard_table(record):
+    """Read from what TensorBoard makes of the text."""
+    (folder,) = (record.folder / "tensorboard").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    (tag,) = events.Tags()["tensors"]
+    (event,) = events.Tensors(tag)
+    assert (tag, event.step) == ("completions/text_summary", 2)
+    page = markdown_to_safe_html(event.tensor_proto.string_val[0])
+    texts = [unescape(text).removesuffix("\n") for text in re.findall(r"<code>(.*?)</code>", page, re.DOTALL)]
+    scores = [re.findall(r"<strong>(.+?)</strong> ([^,<]+)", line) for line in page.split("<p>") if "strong" in line]
+    (names,) = {tuple(name for name, _ in line) for line in scores}
+    number = {"None": None}
+    values = [[number[value] if value in number else float(value) for _, value in line] for line in scores]
+    rows = zip(values, texts[::2], texts[1::2], strict=True)
+    return [[names[0], "prompt", "completion", *names[1:]], *([one[0], *said, *one[1:]] for one, *said in rows)]
+
+
+def wandb_table(record):
+    (place,) = wandb_values(record, "completions/path")
+    assert place[0] == 2
+    (file,) = (record.folder / "wandb").glob(f"offline-run-*/files/{place[1]}")
+    table = json.loads(file.read_text())
+    return [table["columns"], *table["data"]]
+
+
+def trackio_table(record):
+    (database,) = record.folder.parent.glob("trackio/*.db")
+    with sqlite3.connect(database) as connection:
+        logged = {step: json.loads(row) for step, row in connection.execute("SELECT step, metrics FROM metrics")}
+    assert ["completions" in logged[step] for step in (1, 2, 3)] == [False, True, False]
+    table = logged[2]["completions"]["_value"]
+    return [[*table[0]], *([*row.values()] for row in table)]
+
+
+def mlflow_table(record):
+    (file,) = (record.folder / "mlruns").glob("*/artifacts/completions/step-000002.csv")
+    with file.open(newline="") as opened:
+        head, *table = csv.reader(opened)
+    return [head, *([int(row[0]), *row[1:3], *(float(cell) if cell else None for cell in row[3:])] for row in table)]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", *in_nightly("trackio", "mlflow")])
+def test_a_stored_step_has_a_table_of_samples(record, name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    groups = [
+        RolloutRow(
+            step=2, problem="p", prompt=SAMPLES[at][1], gold="1", completions=map(completion_of, SAMPLES[at:][:8])
+        )
+        for at in (0, 8, 16)
+    ]
+    write_rows(record.state / ROLLOUTS / rollouts_file(2), groups)
+    with Trackers([name], record) as opened:
+        opened.log(rows(3))
+    assert READERS[name](record, REWARD) == [(step, step / 8) for step in (1, 2, 3)]
+    tables = {"tensorboard": tensorboard_table, "wandb": wandb_table, "trackio": trackio_table, "mlflow": mlflow_table}
+    assert tables[name](record) == [COLUMNS, *SAMPLES[:16]]
+    assert not (tmp_path / "mlflow.db").exists()
 
 
 def test_every_metric_has_a_name_of_its_own():
