@@ -22,7 +22,7 @@ from qerl.checkpoints.shapes import SIZES, ModelShape, has_packed_experts_alone
 from qerl.data.hub import hub_unreachable
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.imports import extras, requirements
-from qerl.host.lease import Gpu, devices
+from qerl.host.lease import LEAST_CAPABILITY, Gpu, devices
 from qerl.host.provenance import cache_folder, installed_version
 from qerl.kernels.operations import operations_name
 from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, runs_that_fit, step_memory, that_fit
@@ -246,11 +246,19 @@ def places() -> list[Place]:
 def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: float | None = None) -> Diagnosis:
     """The state of this machine, and with a model whether it can train it by `settings`.
 
-    `memory_gb` (10^9 bytes) replaces the memory of the largest GPU here.
+    With `memory_gb` (10^9 bytes) it is about a GPU of this memory with the capability of the largest GPU here, or the
+    least that is supported.
     """
     gpus = [*devices().values()]
     served = model or _of_size(_TYPICAL, RunSettings.model_fields["weights"].default)
-    servings = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
+    if memory_gb:
+        largest = max(gpus, key=lambda gpu: gpu.total, default=None)
+        capability = max(largest.capability, LEAST_CAPABILITY) if largest else LEAST_CAPABILITY
+        other = Gpu("", f"a GPU of {memory_gb:g} GB", capability, 0, 0)
+        # The accelerator of this machine says nothing of another.
+        servings = [replace(serving(other, served), memory_gb=memory_gb, free_gb=None, unsupported=None)]
+    else:
+        servings = [serving(gpu, served) for gpu in gpus] or [serving(None, served)]
     needed = ["", *(["gpu"] if gpus else [])]
     unfit = [library for extra in needed for library in unfit_libraries(extra)]
     optional = [library for extra in extras() if extra not in (*needed, "dev") for library in unfit_libraries(extra)]
@@ -258,6 +266,9 @@ def diagnose(model: Candidate | None, settings: StepSettings | None, memory_gb: 
     notes = [one.unsupported for one in servings if one.unsupported]
     if gpus and len(notes) == len(servings):
         problems, notes = [*problems, *notes], []
+    if memory_gb:
+        here = ", ".join(f"{gpu.name} of {gpu.total / 1e9:.1f} GB" for gpu in gpus) or "no GPU"
+        notes.append(f"the GPU above is the one that --memory-gb asks about; this machine has {here}")
     notes += model.differences if model else ()
     if not gpus and (reason := unsupported_accelerator()):
         notes.append(reason)

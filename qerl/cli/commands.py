@@ -511,7 +511,7 @@ def doctor(
 def _print_diagnosis(diagnosis: Diagnosis) -> None:
     for device in diagnosis.devices:
         capability = f", compute capability {device.capability}" if device.capability else ""
-        memory = "" if device.memory_gb is None else f", {device.free_gb:.1f} of {device.memory_gb:.1f} GB free"
+        memory = "" if device.free_gb is None else f", {device.free_gb:.1f} of {device.memory_gb:.1f} GB free"
         parts = "products", "attention", "sampler", "dtype"
         rows = [{"part": part, "served by": getattr(device, part)} for part in parts]
         print_table(f"{device.device}{capability}{memory}", rows if device.unsupported is None else _NOTHING)

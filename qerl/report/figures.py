@@ -29,7 +29,7 @@ from qerl.report import paper, tables
 from qerl.report.format import stamp_text, training_label, weights_label
 from qerl.report_jobs import FigureJob
 from qerl.results import printed
-from qerl.results.paths import NARROW, training_name, weights_names
+from qerl.results.paths import KEY, NARROW, training_name, weights_names
 from qerl.results.printed import DECAYS, Series
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK
@@ -427,6 +427,7 @@ def bars_beside(cells: pd.DataFrame, stem: Path) -> None:
 # The figures, each by its specification.
 
 _CURVE = "mean over the seeds, with a band from the lowest to the highest, smoothed as the axis label says"
+_ONE_SEED = "one seed, smoothed as the axis label says"
 #: Figures of curves by step: how to read each, and the label of each metric.
 CURVES: dict[str, tuple[str, dict[str, str]]] = {
     "completion_length": (
@@ -479,9 +480,14 @@ def make_figure(job: FigureJob) -> None:
     """Write name.svg, .narrow.svg and .png to the folder `job.out`, and the caption with a stamp in name.txt."""
     name, stored, stem = job.name, StoredResults(listed(job.results)), job.out / job.name
     title = f"The paper's {name.replace('figure', 'Figure ')}:"
+    runs = stored.runs
     if name in CURVES:
         caption, columns = CURVES[name]
-        curves(stored.metrics.dropna(subset=[*columns]), columns, stem)
+        metrics = stored.metrics.dropna(subset=[*columns])
+        curves(metrics, columns, stem)
+        runs = runs[runs["run"].isin(metrics["run"])]  # without those that failed before a value
+        if runs.groupby(KEY)["run"].nunique().max() == 1:
+            caption = caption.replace(_CURVE, _ONE_SEED)
     elif name in FIGURES:
         caption, draw = FIGURES[name]
         draw(stored, stem)
@@ -501,8 +507,9 @@ def make_figure(job: FigureJob) -> None:
         curves_beside(name, stored, stem)
     if name == printed.SCHEDULES:
         stamp = "Drawn from the formulas; nothing is measured."
-    elif name in tables.TABLES:
-        stamp = stamp_text(tables.TABLES[name].records(stored), stored.runs[: 0 if name == "throughput" else None])
+    elif name in tables.TABLES and name not in CURVES:
+        records = tables.TABLES[name].records(stored)
+        stamp = stamp_text(records, records if "run" in records else records[:0])
     else:
-        stamp = stamp_text(stored.runs if name in CURVES or name in FIGURES else stored.stamps, stored.runs)
+        stamp = stamp_text(runs if name in CURVES or name in FIGURES else stored.stamps, runs)
     Path(f"{stem}.txt").write_text(f"{caption} {stamp}\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from qerl.host.provenance import write_text
-from qerl.report.figures import smoothing_window
+from qerl.report.figures import CURVES, smoothing_window
 from qerl.report.format import (
     MEASURES,
     Link,
@@ -41,6 +41,7 @@ from qerl.results.paths import (
     variant,
     without_folders,
 )
+from qerl.results.printed import CURVE_FIGURES
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
 from qerl.results.store import read
@@ -366,7 +367,7 @@ def _stems(figures: Sequence[Path]) -> list[Path]:
 
 
 def _figure(stem: Path) -> dict[str, Any]:
-    """A figure: its two layouts as data URIs, and its caption."""
+    """A figure: its two layouts as data URIs, its caption, and whether it has curves of training."""
     wide, narrow = (Path(f"{stem}{end}").read_text(encoding="utf-8") for end in (".svg", NARROW))
     width, of_narrow = (float(svg.partition(' width="')[2].partition("pt")[0]) for svg in (wide, narrow))  # points
     image, other = (f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" for svg in (wide, narrow))
@@ -378,4 +379,5 @@ def _figure(stem: Path) -> dict[str, Any]:
         "broad": width > of_narrow,
         "alt": text.partition(". ")[0],
         "caption": text,
+        "of_runs": stem.name in {*CURVES, *CURVE_FIGURES, "noise"},
     }

@@ -10,7 +10,7 @@ from qerl.results.paths import training_name
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.models import Recipe, WeightFormat
 from qerl.settings.run import RunSettings
-from tests.synthetic_results import write_figure, write_tree
+from tests.synthetic_results import write_figure, write_run, write_tree
 
 ARMS = {"BF16 Full", "BF16 LoRA", "NF4 LoRA", "MXFP4 LoRA", "NVFP4 LoRA", "NVFP4 LoRA + AQN"}
 
@@ -40,6 +40,24 @@ def test_a_figure_is_drawn_with_the_names_of_its_arms_and_a_stamp(paths, tmp_pat
     seeds = "" if name == "throughput" else "Seeds per arm: 3. "
     caption = (tmp_path / f"{name}.txt").read_text()
     assert caption.endswith(f"Machine: Test CPU, 2 cores. {seeds}Commit: 0123456789ab.\n")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "title", "caption"),
+    [
+        (1, "main: one seed", "by step: one seed, smoothed"),
+        (2, "main: mean and range of 2 seeds", "by step: mean over the seeds"),
+    ],
+)
+def test_seeds_are_counted_by_their_curves(tmp_path, seeds, title, caption):
+    """A run that failed without metrics has none."""
+    runs = [write_run(tmp_path, arm, seed) for arm in ("bf16-lora", "nvfp4-lora") for seed in range(seeds)]
+    failed = write_run(tmp_path, "nvfp4-lora", seeds, metrics=[], status="out of memory")
+    write_figure("reward", [*runs, failed], tmp_path)
+    assert title in (tmp_path / "reward.svg").read_text()
+    text = (tmp_path / "reward.txt").read_text()
+    assert caption in text
+    assert f"Seeds per arm: {seeds}." in text
 
 
 def test_every_kind_of_run_has_a_colour_of_its_own():

@@ -83,6 +83,13 @@ def report(tmp_path_factory) -> Path:
     return job.out
 
 
+def test_curves_of_training_lead_to_the_files_of_their_runs(report):
+    page = report.read_text()
+    captions = re.findall(r"<figcaption[^>]*>(.*?)</figcaption>", page, re.DOTALL)
+    assert ['<a href="#runs">' in caption for caption in captions] == [name != "accuracy" for name in FIGURES]
+    assert page.count('id="runs"') == 1
+
+
 def test_the_page_of_the_main_table_has_a_narrow_table_per_data_set(report):
     text, table = (report.with_name("tables") / f"accuracy.{end}" for end in ("html", "csv"))
     found = tables_of(text.read_text())

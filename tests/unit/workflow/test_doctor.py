@@ -62,6 +62,19 @@ def test_what_serves_a_gpu(machine, capability, product):
     assert choose_device() == torch.device("cuda:0")
 
 
+@pytest.mark.parametrize(("capabilities", "product"), [([], "PortableLinear"), ([(9, 0)], "W4Linear")])
+def test_a_gpu_that_is_asked_about_is_described_instead_of_the_machine(machine, capabilities, product):
+    machine(*capabilities)
+    diagnosis = diagnose(None, None, 80)
+    (device,) = diagnosis.devices
+    assert (device.device, device.memory_gb, device.free_gb) == ("a GPU of 80 GB", 80, None)
+    assert (device.sampler, device.attention[:6]) == ("engine with CUDA graphs", "Triton")
+    assert product in device.products
+    here = "NVIDIA GPU-0 of 24.0 GB" if capabilities else "no GPU"
+    assert any(note.endswith(f"this machine has {here}") for note in diagnosis.notes)
+    assert not diagnosis.problems
+
+
 def test_turing_is_refused_at_start_and_by_the_doctor_in_the_same_sentence(machine):
     machine((7, 5))
     with pytest.raises(ConfigError, match=r"compute capability 7\.5.*need 8\.0.*CUDA_VISIBLE_DEVICES=") as refused:
