@@ -24,7 +24,7 @@ from qerl import __version__, api
 from qerl.checkpoints.files import RUN_FILE
 from qerl.cli import workflow
 from qerl.cli.workflow import console, print_error, print_table
-from qerl.host.console import UNKNOWN, configure_logging, quiet
+from qerl.host.console import UNKNOWN, configure_logging, quiet, wrapped
 from qerl.host.process import interruptible
 from qerl.host.provenance import check_writable
 from qerl.jobs import KilledError
@@ -406,7 +406,7 @@ def publish(
     title = f"{said.url or f'would go to {said.repo}'} ({visibility[said.private]})"
     print_table(title, [{"file": name, "bytes": str(size)} for name, size in said.files.items()])
     for note in said.notes:
-        console().print(Text(f"note: {note}"), soft_wrap=True)
+        console().print(Text(wrapped(f"note: {note}", console())), soft_wrap=True)
 
 
 def _export_merged(run: Path, out: Path, merged: api.MergedFormat, problems: int, split: api.Split) -> None:
@@ -527,7 +527,9 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     )
     for title, style, sentences in (("note", "bold", diagnosis.notes), ("problem", "bold red", diagnosis.problems)):
         for sentence in sentences:
-            console().print(Text.assemble((f"{title}: ", style), sentence), soft_wrap=True)
+            said = Text(wrapped(f"{title}: {sentence}", console()))
+            said.stylize(style, end=len(title) + 1)
+            console().print(said, soft_wrap=True)
 
 
 _NOTHING = [{"part": "all", "served by": "not supported, see the note or problem below"}]

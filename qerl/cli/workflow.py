@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from qerl.host.console import VisibleConsole, visible
+from qerl.host.console import VisibleConsole, visible, wrapped
 from qerl.host.imports import imports
 from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
 from qerl.host.provenance import check_writable, writing
@@ -174,7 +174,7 @@ def show_plan(
     print_table(plan_.folder, runs.assign(**hours)[list(_SHEET)].rename(columns=_SHEET).to_dict("records"))
     print_table("Checkpoints on disk", disk(plan_))
     for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
-        console().print(line, soft_wrap=True)
+        console().print(wrapped(line, console()), soft_wrap=True)
 
 
 #: The columns of the printed table of runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from tempfile import TemporaryFile
+from textwrap import fill
 from typing import IO, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -97,6 +99,18 @@ def console() -> Console:
     return _console or VisibleConsole(stderr=True)
 
 
+def wrapped(sentence: str, screen: Console) -> str:
+    """A sentence for a terminal, in lines that end neither within a word nor between a number and its unit.
+
+    Elsewhere it stays one line.
+    """
+    if not screen.is_terminal:
+        return sentence
+    whole = re.sub(r"(?<=\d) (?=\w|%)", "\0", sentence).splitlines()
+    lines = (fill(line, screen.width, break_long_words=False, break_on_hyphens=False) for line in whole)
+    return "\n".join(lines).replace("\0", " ")
+
+
 class ScreenHandler(logging.Handler):
     """Shows the lines of a log on a console, above a progress bar if there is one."""
 
@@ -107,7 +121,7 @@ class ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the message; a warning or an error says so."""
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        self._shown.print(Text(level + record.getMessage()), soft_wrap=True)
+        self._shown.print(Text(wrapped(level + record.getMessage(), self._shown)), soft_wrap=True)
 
 
 # At the file descriptors, not by settings of each library: only there do C++ and other processes print too. A run's

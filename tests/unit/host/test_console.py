@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qerl.host.console import VisibleConsole, visible
+from qerl.host.console import VisibleConsole, visible, wrapped
 
 ROOT = Path(__file__).parents[3]
 NOISE = """
@@ -175,6 +175,18 @@ def test_what_a_model_or_file_says_can_not_control_the_terminal():
     colored = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system="standard")
     colored.print(Text("bold", style="bold"))
     assert colored.file.getvalue() == "\x1b[1mbold\x1b[0m\n"
+
+
+@pytest.mark.parametrize("width", range(30, 81))
+def test_a_sentence_breaks_neither_in_a_word_nor_before_a_unit(width):
+    sentence = "the step needs 37.1 GB of 24.0 GB, 1,234 tokens/s at 85 % in runs/some-folder; take --rank 16"
+    screen = VisibleConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
+    lines = wrapped(sentence, screen).splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines) == sentence
+    whole = ("37.1 GB", "24.0 GB,", "1,234 tokens/s", "85 %", "runs/some-folder;")
+    assert all(any(part in line for line in lines) for part in whole)
+    assert wrapped(sentence, VisibleConsole(file=io.StringIO(), width=width)) == sentence
 
 
 @pytest.mark.parametrize("text", ["\n\tπ ≤ 4", "नमस्ते", "می\u200cخواهم", "👩\u200d🚀", "한국어"])
