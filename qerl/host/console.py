@@ -13,13 +13,23 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from textwrap import fill
 from typing import IO, Protocol, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
@@ -104,10 +114,12 @@ def wrapped(sentence: str, screen: Console) -> str:
 
     Elsewhere it stays one line.
     """
-    if not screen.is_terminal:
-        return sentence
+    return _filled(sentence, screen.width) if screen.is_terminal else sentence
+
+
+def _filled(sentence: str, width: int) -> str:
     whole = re.sub(r"(?<=\d) (?=\w|%)", "\0", sentence).splitlines()
-    lines = (fill(line, screen.width, break_long_words=False, break_on_hyphens=False) for line in whole)
+    lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in whole)
     return "\n".join(lines).replace("\0", " ")
 
 
@@ -215,6 +227,24 @@ def configure_logging() -> None:
     join_screen()
 
 
+@dataclass(frozen=True)
+class _Sentence:
+    text: str
+
+    def __rich_console__(self, shown: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(_filled(self.text, options.max_width))
+
+    def __rich_measure__(self, shown: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(shown, options, Text(self.text))
+
+
+class _About(ProgressColumn):
+    """What is said of an item, in lines that end before no unit."""
+
+    def render(self, task: Task) -> _Sentence:
+        return _Sentence(task.fields["about"])
+
+
 class _Bars:
     """The display of all bars: one below the other where several threads have some, since a screen has one display."""
 
@@ -228,8 +258,12 @@ class _Bars:
         with self._lock:
             if self._display is None:
                 whole = Column(no_wrap=True)  # where the line is short, what is said of an item takes several
-                about = TextColumn("{task.fields[about]}", table_column=Column(overflow="fold"))
-                ends = MofNCompleteColumn(table_column=whole), about, TimeRemainingColumn(table_column=whole)
+                about = Column(overflow="fold")
+                ends = (
+                    MofNCompleteColumn(table_column=whole),
+                    _About(table_column=about),
+                    TimeRemainingColumn(table_column=whole),
+                )
                 alone = screen.stderr  # else what libraries print belongs in the log
                 columns = [TextColumn("{task.description}", markup=False), BarColumn(10), *ends]
                 self._display = Progress(*columns, console=screen, redirect_stdout=alone, redirect_stderr=alone)

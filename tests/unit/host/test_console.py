@@ -143,6 +143,16 @@ def test_runs_that_print_in_turn_have_a_live_line_each_and_their_names_in_the_lo
     assert stored == ["one: at 0%", "two: at 1%", "one: at 2%", "two: at 3%", "two: at 4%"]
 
 
+def test_a_live_line_keeps_numbers_with_their_units(tmp_path):
+    body = """
+for letters in range(16):
+    with showing(1, "steps") as advance:
+        advance("x" * letters + " 1234 units," * 9)
+"""
+    shown = on_terminal(NOISE + body, tmp_path)
+    assert shown.count("1234 units") == shown.count("1234") >= 16 * 9
+
+
 def test_without_a_terminal_steps_are_plain_lines(tmp_path):
     setting = "import qerl.host.console as p\np.LOG_EVERY = -1\n"
     first, last = run(NOISE + setting + STEPS, tmp_path, capture_output=True).stderr.splitlines()
