@@ -501,9 +501,19 @@ class TrainJob(Job):
         }
 
     @property
+    def finished(self) -> Path:
+        """The folder in which a cohort of the workflow leaves the run's results, by all that decides them."""
+        return self.work.parent / "finished" / self.work.name / self.version.partition(" ")[0]
+
+    @property
+    def taken(self) -> bool:
+        """Whether the job takes results that a cohort has left, and trains nothing."""
+        return any(self.finished.glob(f"*/{paths.RUN}"))
+
+    @property
     def gpus(self) -> int:
         """The number of GPUs of its processes on this machine or of its engine."""
-        return self.settings.gpus_of_node
+        return 0 if self.taken else self.settings.gpus_of_node
 
     @property
     def joins_free_memory(self) -> bool:

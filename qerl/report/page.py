@@ -29,7 +29,18 @@ from qerl.report.format import (
 from qerl.report.samples import steps_in
 from qerl.report.tables import trained_differences
 from qerl.report_jobs import ReportJob
-from qerl.results.paths import KEY, METRICS, NARROW, RESULT, ROLLOUTS, VERDICT, variant, without_folders
+from qerl.results.paths import (
+    KEY,
+    LOGS,
+    METRICS,
+    NARROW,
+    RESULT,
+    ROLLOUTS,
+    TRAIN,
+    VERDICT,
+    variant,
+    without_folders,
+)
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
 from qerl.results.store import read
@@ -165,7 +176,14 @@ def run_cost_table(stored: StoredResults, address: Addresses, root: Path) -> pd.
                 "at the end": "" if reward is None else f"{reward.tail(width).mean():.2f}",
                 **{name: three_digits(value) for name, value in cost.items()},
                 **{heading: text(value) if pd.notna(value) else "" for (heading, text), value in shown.items()},
-                "files": _links({"settings": file, "steps": file.with_name(METRICS)}, root),
+                "files": _links(
+                    {
+                        "settings": file,
+                        "steps": file.with_name(METRICS),
+                        "log": root / LOGS / TRAIN / f"{run['run']}.log",
+                    },
+                    root,
+                ),
             }
         )
     return pd.DataFrame(rows).fillna("")

@@ -299,7 +299,7 @@ def store(job: TrainJob) -> Path:
 
     It is named like the run's state, so that its results are of these settings, code, base and problems.
     """
-    return job.work.parent / "finished" / job.work.name / state_folder(job).name
+    return job.finished / state_folder(job).name
 
 
 def deliver_run(job: TrainJob) -> None:
@@ -309,8 +309,10 @@ def deliver_run(job: TrainJob) -> None:
         shutil.copytree(stored, job.out, dirs_exist_ok=True)
         flush(job.out)
         shutil.rmtree(job.work)
+    elif job.taken:  # and so without a GPU
+        raise ConfigError(f"{job.finished} has results of another base or of other problems; delete it and start again")
     else:
         train_run(job)
     if is_first(job.settings.nodes):
         write_text(job.out / VERSION, job.version)
-        shutil.rmtree(stored.parent, ignore_errors=True)
+        shutil.rmtree(job.finished.parent, ignore_errors=True)

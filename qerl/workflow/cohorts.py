@@ -23,10 +23,10 @@ _PROMPT_TOKENS = 512
 def train_side_by_side(job: CohortJob) -> None:
     """Train the runs that have no results yet, as many at a time as fit the GPU, and store their results.
 
-    A run that is left alone, or fails, is left to its own job, which continues it alone and says why it fails; so none
-    keeps the results of others back.
+    A run that is left alone, or fails, is left to its own job, which continues it alone and says why it fails: it must
+    not keep the results of others back. Where there are none, the first failure is raised.
     """
-    waiting = []
+    waiting, failures = list[TrainJob](), list[Exception]()
     for run in job.runs:
         version, stored = run.out / VERSION, store(run)
         known = version.read_text(encoding="utf-8") if version.is_file() and (run.out / RUN).is_file() else ""
@@ -38,8 +38,12 @@ def train_side_by_side(job: CohortJob) -> None:
             if len(some) > 1:
                 try:
                     train_cohort(some)
-                except Exception as error:  # noqa: BLE001 - the job of the run that has it meets it again
-                    log.warning("%s; what isn't finished continues in the jobs of the runs", error)
+                except Exception as error:  # noqa: BLE001 - raised below, or the job of the run that has it meets it
+                    failures.append(error)
+    if failures and not any(run.on_failure == "row" or (store(run) / RUN).is_file() for run in job.runs):
+        raise failures[0]
+    for failure in failures:
+        log.warning("%s; runs that aren't finished continue in jobs of their own", failure)
     write_text(job.out, "")
 
 

@@ -65,7 +65,7 @@ class Jobs:
         self.names: dict[str, Collection[str]] = {
             kind: job_class.names(plan) for kind, job_class in RULES.items() if job_class.wildcard()
         }
-        self.of = cache(self._made)
+        self.of, self.job = cache(self._made), cache(self._with_version)
         self.inputs = cache(self._inputs)
         self.deciding, self._version = cache(self._all_deciding), cache(self._new_version)
         if plan.config.side_by_side > 1:
@@ -120,7 +120,7 @@ class Jobs:
 
     def value(self, kind: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A value of a rule's job, by the rule's wildcards."""
-        return with_signature(lambda wildcards: value(self.of(kind, *wildcards)))
+        return with_signature(lambda wildcards: value(self.job(kind, *wildcards)))
 
     def gpus(self, kind: str, **others: int) -> dict[str, Callable[[Any], int] | int]:
         """The GPUs of a job, and their percent, since a profile may give a part of a GPU (profiles/shared).
@@ -140,7 +140,7 @@ class Jobs:
         So a job reruns for its settings and those of what it reads, its code, and the content of the user's files.
         """
         return {
-            "job": with_signature(lambda wildcards, input: self.as_json(kind, *wildcards)),
+            "job": with_signature(lambda wildcards, input: self.job(kind, *wildcards).model_dump_json()),
             "decides": with_signature(lambda wildcards: self.deciding(kind, *wildcards)),
             "code": self.value(kind, lambda job: job.code),
             "content": with_signature(lambda wildcards: self.content(kind, *wildcards)),
@@ -214,19 +214,15 @@ class Jobs:
         mark = CohortJob.path(self.plan, cohort)
         return [ancient(str(mark))] if cohort and (cohort in self.plan.cohorts or mark.is_file()) else []
 
-    def as_json(self, *call: str) -> str:
-        """A job as `qerl rule` takes it."""
+    def _with_version(self, *call: str) -> Any:
+        """A job, in which a run has the hash of all that decides it, and the name of its cohort."""
         job = self.of(*call)
+        if isinstance(job, CohortJob):
+            return job.model_copy(update={"runs": [self.job("train", run.id) for run in job.runs]})
         if isinstance(job, TrainJob):
-            job = self._versioned(job)
-        elif isinstance(job, CohortJob):
-            job = job.model_copy(update={"runs": [self._versioned(run) for run in job.runs]})
-        text: str = job.model_dump_json()
-        return text
-
-    def _versioned(self, job: TrainJob) -> TrainJob:
-        version = f"{self._version(('train', job.id))} {self._cohort_of.get(job.id, '')}"
-        return job.model_copy(update={"version": version})
+            version = f"{self._version(('train', job.id))} {self._cohort_of.get(job.id, '')}"
+            return job.model_copy(update={"version": version})
+        return job
 
     # --- what decides a result: the job's own settings and the user's files, and what decides the results that it reads
     #

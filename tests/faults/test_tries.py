@@ -24,7 +24,8 @@ exit $end
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """The rule's shell command in an empty folder, with a Python that ends as it is told to."""
-    shell = "".join(re.findall(r'"(.*)"', RULE.read_text().partition("    shell:")[2]))
+    text = RULE.read_text().partition("    shell:")[2].partition("\n\n")[0]
+    shell = "".join(re.findall(r'"(.*)"', text))
     python = tmp_path / "bin/python"
     python.parent.mkdir()
     python.write_text(PYTHON)

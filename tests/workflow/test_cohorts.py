@@ -37,6 +37,7 @@ def stops(answer, problem):
     return letters(answer, problem)
 """
 ARMS = ("plain", "noisy")
+RULES = ("cohort", "train")
 RUNS = [f"main-{arm}-seed{seed}" for arm in ARMS for seed in range(3)]
 
 
@@ -94,9 +95,12 @@ def finished(tree: Tree, name: str) -> list[str]:
 def test_a_dag_with_cohorts_has_the_runs_of_one_without(tree):
     arguments = write(tree, "together", 4)
     assert tree.planned(*arguments) == {"prepare_data": 1, "check_model": 2, "quantize": 1, "cohort": 2, "train": 6}
-    tree.snakemake(*arguments)
+    run = tree.snakemake(*arguments)
+    printed = (run.stdout + run.stderr).split("\nlocalrule ")
     for run in RUNS:
         assert_same(tree, "together", run)
+    gpus = {rule: [re.search(r" gpu=(\d)", job)[1] for job in printed if job.startswith(rule)] for rule in RULES}
+    assert gpus == {"cohort": ["1"] * 2, "train": ["0"] * 6}
     said = " ".join(logs(tree, "together", "cohort").values())
     assert f"{', '.join(RUNS[:4])} train side by side" in said
     assert f"{', '.join(RUNS[4:])} train side by side" in said

@@ -23,7 +23,7 @@ rule train:
     threads: of("train", lambda job: job.settings.processes_of_node)
     resources:
         **JOBS.machines,
-        **gpus("train", mem_mb=2000, runtime=2880) | dict(gpu=of("train", lambda job: job.settings.gpus)),
+        **gpus("train", mem_mb=2000, runtime=2880) | dict(gpu=of("train", lambda job: job.gpus and job.settings.gpus)),
     params:
         **job_params("train"),
         launcher=JOBS.launcher,
@@ -35,7 +35,7 @@ rule train:
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"
 
 
-# Runs that train side by side (`side_by_side`). The rule `train` then takes what this one finished, at once: these jobs go first.
+# Runs that train side by side (`side_by_side`). What this job has finished, `train` takes without a GPU.
 use rule train as cohort with:
     input:
         **input_of("cohort", "data", "checked", "checkpoint"),
@@ -43,7 +43,6 @@ use rule train as cohort with:
         output_of("cohort"),
     log:
         "<logs>/cohort/{cohort}.log",
-    priority: -1
     threads: 1
     resources:
         **gpus("cohort", mem_mb=2000, runtime=2880),

@@ -148,12 +148,18 @@ def bare(name: str, shown: list[Path], results: list[Path], root: Path, tables: 
 def test_runs_have_the_reward_of_their_first_and_last_steps(tmp_path):
     rewards = [0.1, 0.2, 0.9, 1.0]
     run = write_run(tmp_path, "bf16-lora", 0, [NO_METRICS | {"step": n, "reward": r} for n, r in enumerate(rewards)])
+    log = tmp_path / "logs/train/main-bf16-lora-seed0.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
     text = bare("one", [], [run], tmp_path)
     [header, row] = tables_of(text)["Runs and their cost"]
     shown = dict(zip(header, row, strict=True))
     assert [shown[name] for name in ("reward at the start", "at the end", "minutes")] == ["0.10", "1.00", "1.33"]
     links = re.findall(r'href="([^"#]+)"', text)
-    assert links == ["train/main-bf16-lora-seed0/run.json", "train/main-bf16-lora-seed0/metrics.jsonl"]
+    assert links == [
+        *(f"train/main-bf16-lora-seed0/{name}" for name in ("run.json", "metrics.jsonl")),
+        str(log.relative_to(tmp_path)),
+    ]
     assert all((tmp_path / link).is_file() for link in links)
 
 

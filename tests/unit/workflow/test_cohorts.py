@@ -1,5 +1,6 @@
 """Which runs of a workflow train side by side, and how many at a time."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from qerl.results.schema import OK, RunResult
 from qerl.results.store import read
 from qerl.rl.cohort import store
 from qerl.rl.train import Trainer
-from qerl.settings.base import parse
+from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from qerl.workflow import cohorts
 from qerl.workflow.costs import sheet, totals
@@ -67,7 +68,7 @@ def noted(jobs, run):
         path = CohortJob.path(jobs.plan, mark.rpartition("/")[2])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    job = TrainJob.model_validate_json(jobs.as_json("train", run))
+    job = jobs.job("train", run)
     job.out.mkdir(parents=True)
     (job.out / VERSION).write_text(job.version)
 
@@ -99,7 +100,7 @@ def test_a_cohort_decides_nothing_of_its_runs():
     alone, together = jobs_of(side_by_side=1), jobs_of()
     for run in together.plan.runs:
         assert together.deciding("train", run) == alone.deciding("train", run)
-        job, other = (TrainJob.model_validate_json(jobs.as_json("train", run)) for jobs in (alone, together))
+        job, other = (jobs.job("train", run) for jobs in (alone, together))
         assert job.version.split() == other.version.split()[:1]
         assert (job.deciding, job.locks) == (other.deciding, other.locks)
 
@@ -118,8 +119,8 @@ def test_only_runs_without_results_are_trained_and_as_many_at_a_time_as_fit(tmp_
     runs = []
     for number in range(7):
         paths = tmp_path / "base", tmp_path / "data", tmp_path / f"work/r{number}", tmp_path / f"out/r{number}"
-        version = {"version": "now cohort", "on_failure": "row"}
-        runs.append(train_job(settings.model_copy(update={"seed": number}), *paths, **version))
+        policy = {"version": "now cohort", "on_failure": "row" if number == 5 else "stop"}
+        runs.append(train_job(settings.model_copy(update={"seed": number}), *paths, **policy))
     for run, version in ((runs[0], "now another"), (runs[1], "before cohort")):
         run.out.mkdir(parents=True)
         (run.out / "run.json").touch()
@@ -134,6 +135,19 @@ def test_only_runs_without_results_are_trained_and_as_many_at_a_time_as_fit(tmp_
     assert [[run.id for run in some] for some in trained] == [["r1", "r3"], ["r4", "r5"]]  # the last one isn't alone
     assert all(run.out == store(run) and run.on_failure == "stop" for some in trained for run in some)
     assert mark.is_file()
+
+    def failing(some):
+        raise ValueError(f"of {some[0].id}")
+
+    mark.unlink()
+    monkeypatch.setattr(cohorts, "train_cohort", failing)
+    cohorts.train_side_by_side(CohortJob(runs=runs, out=mark))  # one has results, for which its job waits
+    assert mark.is_file()
+    mark.unlink()
+    cohorts.train_side_by_side(CohortJob(runs=runs[3:6], out=mark))  # a failure of one is a row, of its own job
+    with pytest.raises(ValueError, match="of r3"):
+        cohorts.train_side_by_side(CohortJob(runs=runs[3:5], out=tmp_path / "other"))
+    assert [mark.is_file(), (tmp_path / "other").is_file()] == [True, False]
 
 
 @pytest.mark.parametrize("gigabytes", [0, 12, 24])
@@ -160,7 +174,12 @@ def test_a_failure_is_a_row_by_the_runs_own_job_and_results_are_taken_without_tr
         runs.append(train_job(settings, *paths, version="v c", on_failure="row", time_limit=limit))
     run_job(CohortJob(runs=runs, out=tmp_path / "mark"))
     assert not (tmp_path / "out").exists()
+    assert [run.gpus for run in runs] == [1, 0, 0]
     monkeypatch.setattr(Trainer, "step", None)
+    shutil.move(store(runs[2]), other := runs[2].finished / "other")
+    with pytest.raises(ConfigError, match="has results of another base or of other problems; delete it"):
+        run_job(runs[2])  # which holds no GPU with which it could train
+    shutil.move(other, store(runs[2]))
     for run in runs:
         run_job(run)
     status = [read(RunResult, run.out / "run.json").status for run in runs]
