@@ -87,7 +87,8 @@ def run_job(job: Job, gpu_percent: int | None = None) -> None:
     `gpu_percent` is the part of a GPU that the job leases, whose memory it may use; None leases its GPUs whole.
     """
     check_writable(job.out)
-    percent = percent_of_each(job.gpus, gpu_percent)
+    # A run's job that only takes what a cohort has finished has no GPU, whatever part of one the profile gives it.
+    percent = percent_of_each(job.gpus, gpu_percent if job.gpus else None)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as held:
         for lock in job.locks:  # before the GPU, which a job that outlived a killed Snakemake may still have
