@@ -9,15 +9,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from html import unescape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer.main
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 PAGES = ("*.md", "docs/**/*.md", "config/**/*.md", "qerl/**/*.md", "profiles/*.md", "results/reference/**/*.md")
+#: A formula as pymdownx.arithmatex leaves it.
+_FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', re.DOTALL)
 _LINK = re.compile(r"(?:\]\(|src(?:set)?=\")([^)#\s\":]+)")
 
 
@@ -37,6 +41,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, paragraphs in {"api": api_page(), "commands": commands_page(), "files": files_page()}.items():
         own.append(File.generated(config, f"docs/{name}.md", content="\n\n".join(paragraphs)))
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *own])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Make MathML of the formulas, which browsers draw without a script or fonts from elsewhere."""
+    shown = {"div": "block", "span": "inline"}
+    return _FORMULA.sub(lambda found: convert(unescape(found[2]).strip(), display=shown[found[1]]), html)
 
 
 def api_page() -> Iterator[str]:
