@@ -1,7 +1,7 @@
 """The site's files (`hooks` of mkdocs.yml): the repository's pages and what they link to, at their own paths.
 
-So links are the same on the site, in a clone and on a forge. Three pages exist on the site alone, made of the code: the
-functions of `import qerl`, the commands of `qerl`, and the files of results.
+So links are the same on the site, in a clone and on a forge. Two pages exist on the site alone, made of the code: the
+commands of `qerl`, and the files of results. The page of the library is mkdocstrings'.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from importlib import import_module
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import typer.main
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 PAGES = ("*.md", "docs/**/*.md", "config/**/*.md", "qerl/**/*.md", "profiles/*.md", "results/reference/**/*.md")
+#: A formula as pymdownx.arithmatex leaves it.
+_FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[(\[](.+?)\\[)\]]</\1>', re.DOTALL)
 _LINK = re.compile(r"(?:\]\(|src(?:set)?=\")([^)#\s\":]+)")
 
 
@@ -30,45 +33,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace what MkDocs found in `docs_dir`; keep what the theme brings."""
     root = Path(config.config_file_path).resolve().parent
     pages = {page for pattern in PAGES for page in root.glob(pattern)}
-    shown = sorted(
-        pages.union(map(root.joinpath, [*config.extra["polyfills"], *config.extra_css]), *map(linked, pages))
-    )
+    styles = [css for css in config.extra_css if not css.startswith("assets/")]  # mkdocstrings writes its own there
+    shown = sorted(pages.union(map(root.joinpath, [*config.extra["polyfills"], *styles]), *map(linked, pages)))
     own = [File.generated(config, str(file.relative_to(root)), abs_src_path=str(file)) for file in shown]
-    for name, paragraphs in {"api": api_page(), "commands": commands_page(), "files": files_page()}.items():
+    for name, paragraphs in {"commands": commands_page(), "files": files_page()}.items():
         own.append(File.generated(config, f"docs/{name}.md", content="\n\n".join(paragraphs)))
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *own])
 
 
-def api_page() -> Iterator[str]:
-    """The paragraphs of the page of the library: each documented name, its signature and its docstring."""
-    import qerl
-
-    yield "# The library"
-    yield inspect.getdoc(import_module("qerl.api")) or ""
-    for name in sorted(set(qerl.__all__) - {"__version__"}):
-        found = getattr(qerl, name)
-        yield from (f"## qerl.{name}", _signature(f"qerl.{name}", found), inspect.getdoc(found) or "")
-        for inner, member in vars(found).items() if inspect.isclass(found) else ():
-            function = member.fget if isinstance(member, property) else getattr(member, "func", member)
-            if not inner.startswith("_") and inspect.isfunction(function):
-                value = f"```python\n{inner}: {inspect.signature(function).return_annotation}\n```"
-                shown = _signature(inner, function) if function is member else value
-                yield from (f"### {name}.{inner}", shown, inspect.getdoc(function) or "")
-
-
-def _signature(name: str, found: Any) -> str:
-    signature = inspect.signature(found)
-    parameters = [one for one in signature.parameters.values() if one.name != "self"]
-    returned = "" if inspect.isclass(found) else f" -> {signature.return_annotation}"
-    return "\n".join(
-        ["```python", f"{name}(", *(f"    {_parameter(one)}," for one in parameters), f"){returned}", "```"]
-    )
-
-
-def _parameter(one: inspect.Parameter) -> str:
-    stars = {one.VAR_KEYWORD: "**", one.VAR_POSITIONAL: "*"}.get(one.kind, "")
-    default = "" if one.default is one.empty else f" = {one.default!r}"
-    return f"{stars}{one.name}: {one.annotation}{default}"
+def on_page_content(html: str, **_: Any) -> str:
+    """Make MathML of the formulas, which browsers draw without a script or fonts from elsewhere."""
+    shown = {"div": "block", "span": "inline"}
+    return _FORMULA.sub(lambda found: convert(unescape(found[2]).strip(), display=shown[found[1]]), html)
 
 
 def commands_page() -> Iterator[str]:

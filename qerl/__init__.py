@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         export,
         export_merged,
         load,
+        measure_dose,
         publish,
         quantize,
         rewards,

@@ -276,6 +276,8 @@ def form_of(model: PathLike) -> dict[str, Any]:
     if not (Path(model) / RUN_FILE).is_file():
         return {}
     run = Run(Path(model))
+    if run.settings.environment:
+        log.warning("%s was trained in conversations (environment); here it has one turn, without replies", model)
     form = run.settings.dataset.form
     return {**form, "date": read_meta(run.data).date} if (run.data / paths.DATASET).is_file() else form
 

@@ -30,6 +30,7 @@ from qerl.settings.workflow import Config
 from qerl.workflow.rules import parse_job
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.table import Table
 
 # What all commands print on.
@@ -87,7 +88,8 @@ def run_job(job: Job, gpu_percent: int | None = None) -> None:
     `gpu_percent` is the part of a GPU that the job leases, whose memory it may use; None leases its GPUs whole.
     """
     check_writable(job.out)
-    percent = percent_of_each(job.gpus, gpu_percent)
+    # A run's job that only takes what a cohort has finished has no GPU, whatever part of one the profile gives it.
+    percent = percent_of_each(job.gpus, gpu_percent if job.gpus else None)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as held:
         for lock in job.locks:  # before the GPU, which a job that outlived a killed Snakemake may still have
@@ -158,7 +160,10 @@ def show_plan(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each run as a line of JSON.")] = False,
 ) -> None:
-    """Print the table of runs: the settings, the largest cost and the state of each."""
+    """Print the runs of each arm with their largest cost and their state, and the totals first.
+
+    --csv and --json print each run with all that distinguishes it.
+    """
     from qerl.workflow.costs import disk, sheet, totals
     from qerl.workflow.plan import fitting
 
@@ -169,29 +174,34 @@ def show_plan(
     if as_csv or as_json:
         typer.echo(runs.to_csv(index=False) if as_csv else runs.to_json(orient="records", lines=True), nl=False)
         return
-    # The columns that distinguish the runs, and their cost; --csv prints all columns.
-    hours = {name: runs[name].map(_rounded) for name in ("rollout_hours", "update_hours")}
-    print_table(plan_.folder, runs.assign(**hours)[list(_SHEET)].rename(columns=_SHEET).to_dict("records"))
-    print_table("Checkpoints on disk", disk(plan_))
     for line in [*totals(plan_, runs, machine), *fitting(plan_)]:
         console().print(wrapped(line, console()), soft_wrap=True)
+    # Runs that differ in their seed alone cost the same.
+    arms = runs.groupby(runs["run"].str.replace(r"-seed\d+$", "", regex=True), sort=False)
+    print_table(plan_.folder, [_arm(str(name), of_arm) for name, of_arm in arms])
+    print_table("Checkpoints on disk", disk(plan_))
 
 
-#: The columns of the printed table of runs.
-_SHEET = {
-    "run": "run",
-    "steps": "steps",
-    "completions": "completions a step",
-    "gpus": "GPUs",
-    "rollout_hours": "rollouts, h",
-    "update_hours": "updates, h",
-    "done": "done",
-}
+def _arm(name: str, runs: pd.DataFrame) -> dict[str, Any]:
+    """The row of an arm's runs; hours are those of all of them."""
+    first, states = runs.iloc[0], runs["done"].value_counts().to_dict()
+    return {
+        "arm": name,
+        "runs": len(runs),
+        "steps": first["steps"],
+        "completions a step": first["completions"],
+        "GPUs": first["gpus"],
+        "rollouts, h": _rounded(runs["rollout_hours"]),
+        "updates, h": _rounded(runs["update_hours"]),
+        "done": ", ".join(f"{count} {state}" for state, count in states.items() if state),
+    }
 
 
-def _rounded(hours: float | str) -> str:
-    """Hours with two decimals, and small ones with two digits."""
-    return hours if isinstance(hours, str) else f"{hours:.2f}" if hours >= 0.1 else f"{hours:.2g}"
+def _rounded(hours: pd.Series) -> str:
+    """The sum of hours with two decimals, or of few with two digits; runs of an arm have all the same speed or none."""
+    if isinstance(hours.iloc[0], str):
+        return str(hours.iloc[0])
+    return f"{hours.sum():.2f}" if hours.sum() >= 0.1 else f"{hours.sum():.2g}"
 
 
 @app.command(rich_help_panel=PANEL)

@@ -112,12 +112,11 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
 
 
 def percent_of_each(count: int, total: int | None) -> int:
-    """The percent of each of a job's `count` GPUs, if it takes `total` percent of one GPU; None takes them whole. A
-    job without GPUs may state any percent.
+    """The percent of each of a job's `count` GPUs, if it takes `total` percent of one GPU; None takes them whole.
 
     Raises `ConfigError` unless the GPUs are whole, or `total` is a part of the only one.
     """
-    if count == 0 or total is None or total == WHOLE * count:
+    if total is None or total == WHOLE * count:
         return WHOLE
     if count != 1 or total not in range(PART, WHOLE, PART):
         raise ConfigError(

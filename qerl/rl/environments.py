@@ -90,10 +90,6 @@ class Conversations:
         pairs = zip(chats, self._starts, strict=True)
         return [chat_text(self.policy.tokenizer, [*chat, *map(dict, start)], given=self.given) for chat, start in pairs]
 
-    @cached_property
-    def _stops(self) -> list[str]:
-        return [str(self.policy.tokenizer.decode([id])) for id in self.policy.stop_token_ids]
-
     def prompts(self) -> list[list[int]]:
         """The token ids of each problem's chat up to the first turn."""
         return texts_ids(self.policy.tokenizer, self._texts)
@@ -183,7 +179,8 @@ class Conversations:
         messages = _messages(outcome.messages, name)
         if not messages:
             raise ConfigError(f"{name} gave no messages, and isn't done; give a message, or done=True")
-        return reply_text(self.policy.tokenizer, messages, self._stops, self.given)
+        stops = [str(self.policy.tokenizer.decode([id])) for id in self.policy.stop_token_ids]
+        return reply_text(self.policy.tokenizer, messages, stops, self.given)
 
 
 def _messages(messages: Sequence[Message], name: str) -> list[dict[str, str]]:

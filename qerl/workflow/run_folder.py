@@ -62,6 +62,9 @@ def without_objects(
     reward = values.get("reward")
     if isinstance(reward, Mapping) and isinstance(functions := reward.get("functions"), Mapping):
         values["reward"] = {**reward, "functions": {name: _by_path(name, each) for name, each in functions.items()}}
+    environment = values.get("environment")
+    if isinstance(environment, Mapping) and callable(made := environment.get("name")):
+        values["environment"] = {**environment, "name": path_of(made, "environment.name")}
     if is_objects(values.get("dataset")) and not isinstance(folder, (str, Path)):
         raise ConfigError(f"run: `out` must be the path of a new folder for all that the run makes, not {folder!r}")
     if "dataset" not in values or not isinstance(folder, (str, Path)):

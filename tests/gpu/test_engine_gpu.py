@@ -1,5 +1,7 @@
 """The native engine on a GPU: its CUDA graphs against Hugging Face."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from qerl.settings.run import AdapterSettings, EngineSettings, NativeSettings, N
 from tests.gpu.backends import HOPPER, adapted, kernels_of, with_portable
 from tests.gpu.exact import differences, k3
 from tests.tiny import random_checkpoint, tiny_qwen3
+from tests.unit.rollout.test_turns import Counted
 
 CUDA = torch.device("cuda", 0)
 needs_fp8 = pytest.mark.skipif(
@@ -86,6 +89,21 @@ def test_every_batch_size(policy, bucket):
 def test_the_same_call_gives_the_same_completions(policy):
     sampler, params = endless(policy), SamplingParams(max_tokens=60, count=8, seed=3, top_p=0.9)
     assert sampler.generate(PROMPTS, params) == sampler.generate(PROMPTS, params)
+
+
+def test_turns_go_on_in_their_slots_while_others_decode(policy):
+    """Replies come late and in another order. Tokens of theirs have log-probabilities in a replay alone."""
+    sampler = endless(policy, 16)
+    params = SamplingParams(max_tokens=200, count=8, seed=4, ignore_eos=True)
+    groups = sampler.generate(PROMPTS, replace(params, turns=Counted(3), lengths=((20, 7, 33, 20) * 2,) * 3))
+    assert {len(turn) for group in groups for c in group for turn in c.turns[:-1]} == {7, 20, 33}
+    trace = tuple(tuple(tuple(c.token_ids) for c in group) for group in groups)
+    replays = sampler.generate(PROMPTS, replace(params, replay=trace))
+    for group, other in zip(groups, replays, strict=True):
+        for one, two in zip(group, other, strict=True):
+            assert not any(logprob for logprob, drawn in zip(one.logprobs, one.mask, strict=True) if not drawn)
+            two.logprobs[:] = [a if d else b for a, b, d in zip(one.logprobs, two.logprobs, one.mask, strict=True)]
+    assert_close(policy, PROMPTS, replays)
 
 
 def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):

@@ -39,8 +39,20 @@ def test_every_page_is_in_the_navigation_once(site):
 def test_the_pages_that_are_made_of_the_code_have_all_of_it(site):
     library, commands, files = ((site / f"docs/{name}.html").read_text() for name in ("api", "commands", "files"))
     assert all(f'id="{name}"' in files for name in ("runresult", "samplerow", "rolloutrow", "stepmetrics"))
-    assert all(f">qerl.{name}<" in library for name in set(qerl.__all__) - {"__version__"})
+    assert all(f'id="qerl.{name}"' in library for name in set(qerl.__all__) - {"__version__"})
     assert all(f">qerl {name}<" in commands for name in ("train", "sample", "eval", "archive", "verify", "gate show"))
+
+
+def test_every_formula_is_drawn_without_a_script(site):
+    page = (ROOT / "docs/algorithms.md").read_text()
+    blocks = re.findall(r"^ *\$\$(.+)\$\$$", page, flags=re.MULTILINE)
+    drawn = (site / "docs/algorithms.html").read_text()
+    assert len(blocks) == page.count("$$") / 2 == drawn.count('display="block"') > 0
+    for built in site.glob("docs/**/*.html"):
+        formulas = re.findall(r"<math.*?</math>", built.read_text(), flags=re.DOTALL)
+        assert not [formula for formula in formulas if "\\" in formula], "a command that latex2mathml doesn't know"
+        assert "$$" not in built.read_text()
+        assert 'class="arithmatex"' not in built.read_text()
 
 
 @needs_browser

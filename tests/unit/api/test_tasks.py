@@ -9,7 +9,8 @@ from qerl.data.sources import read_split
 from qerl.evals.evaluate import EvaluationError
 from tests.workflow.test_readme import ENVIRONMENT_OF_VERIFIERS
 
-PAGE = (Path(__file__).parents[3] / "docs/runs.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/runs.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in PAGE.partition("| task |")[2].partition("\n\n")[0].splitlines()[2:]
@@ -35,8 +36,11 @@ TASKS = {
     "[records and chats]": (CHATS, None, "qerl"),
     "the same without": ([{"prompt": row["prompt"]} for row in CHATS], OWN, "qerl"),
     "[tasks of reasoning-gym]": (generated("reasoning_gym", task="basic_arithmetic"), None, "reasoning_gym"),
+    "[turns and tools]": (generated("generated", "gsm8k"), None, "qerl"),
     "[environments of verifiers]": (ENVIRONMENT, {"functions": {"rubric": "environment:rubric"}}, "verifiers"),
 }
+#: Further keys of a task's run.
+KEYS = {"[turns and tools]": {"environment": {"name": "calculator:Calculator", "turns": 2}}}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:24])
@@ -49,18 +53,19 @@ def test_the_table_of_tasks_is_what_runs_find(row, values, tmp_path, monkeypatch
     dataset, reward, library = TASKS[name]
     pytest.importorskip(library)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     (tmp_path / "my_env.py").write_text(ENVIRONMENT_OF_VERIFIERS)
     (tmp_path / "environment.py").write_text(PAGE.partition("# environment.py\n")[2].partition("```")[0])
     reward = {**reward, "correct": 0, "format": 0} if reward else {}
     validation = {"every": 1, "problems": 2}
-    run = qerl.train({**values, "dataset": dataset, "reward": reward, "validation": validation})
+    run = qerl.train({**values, "dataset": dataset, "reward": reward, "validation": validation, **KEYS.get(name, {})})
     assert len(run.metrics) == 2
     assert run.metrics["reward"].notna().all()
     assert run.metrics["validation/reward"].notna().all()
     by_answers = not reward and all(problem.answer for problem in read_split(run.data, "validation"))
     try:
         qerl.evaluate(run.policy, run.data, tmp_path / "eval", repeats=1, max_tokens=4)
-        evaluates = "yes"
+        evaluates = "one turn" if name in KEYS else "yes"
     except EvaluationError:
         evaluates = "no"
     assert cells == ["yes", "yes" if by_answers else "by the reward", evaluates]

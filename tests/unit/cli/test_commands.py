@@ -228,7 +228,9 @@ def plan_rows(call, *keys: str) -> list[dict]:
 
 def test_plan_is_a_table_for_people_and_rows_for_programs(call):
     text = call("plan", MINI)
-    assert "main-nvfp4-lora-aqn-seed2" in text
+    [arm] = [line.split() for line in text.splitlines() if line.split()[:1] == ["main-nvfp4-lora-aqn"]]
+    assert arm[1] == "3"
+    assert "main-nvfp4-lora-aqn-seed" not in text
     assert "18 runs, 0 of them trained; 22 evaluations; 2 measurements" in text
     rows, table = plan_rows(call), call("plan", MINI, "--csv").splitlines()
     assert len(rows) == len(table) - 1 == 18

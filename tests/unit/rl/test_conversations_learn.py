@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def test_a_policy_learns_to_guess_by_what_it_hears(base):
     records = [
         {"problem": f"{'?' * (1 + number % 3)}{'!' * (number // 3)}", "answer": str(number)} for number in (1, 2, 3)
     ]
-    environment = {"name": "guess:Guess", "turns": 2, "arguments": {"higher": ">", "lower": "<"}}
+    guess = import_module("guess").Guess  # a notebook gives the class itself
+    environment = {"name": guess, "turns": 2, "arguments": {"higher": ">", "lower": "<"}}
     rewards = train(
         base,
         records,

@@ -135,16 +135,6 @@ def test_a_run_learns_from_its_turns_and_stores_them(checkpoints, tmp_path, loss
                 assert set(completion.logprobs[begin:end]) == set(completion.entropies[begin:end]) == {0.0}
 
 
-def test_a_limit_of_tokens_cuts_a_conversation(checkpoints, tmp_path):
-    rollout = {"prompts": 2, "group_size": 3, "sampling": {"max_tokens": 40}}
-    groups = run_of(checkpoints, tmp_path, rollout=rollout).collector.collect(1, 0).groups
-    completions = [completion for group in groups for completion in group.completions]
-    assert all(len(completion.token_ids) <= 40 for completion in completions)
-    assert all(completion.mask[-1] for completion in completions)
-    cut = [c for c in completions if c.token_ids[-1] in ENDS and not c.finished]
-    assert cut, "no reply had no room"
-
-
 @pytest.mark.parametrize(
     ("environment", "error", "told"),
     [

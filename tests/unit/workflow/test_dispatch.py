@@ -23,7 +23,7 @@ ENTRIES = sorted({path.partition(":")[0] for path in FUNCTIONS})
 PLANNING = ("checks", "costs", "plan", "rules")
 #: What people call, and what plans and starts jobs: no result is made by it.
 FOR_PEOPLE = (
-    *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model"),
+    *("qerl.__main__", "qerl.cli", "qerl.api", "qerl.doctor", "qerl.memory_model", "qerl.report.archive"),
     *(f"qerl.workflow.{name}" for name in PLANNING),
     "qerl.rl.shares",  # runs by hand are shared out over GPUs, and those of a workflow are jobs
 )
