@@ -147,7 +147,7 @@ def short_table() -> str:
         lines.append(f"| {'; '.join(names)} | {formats} | {sampler} |")
     lines.append(f"| other decoders of linear layers and attention, untested | {Family.formats} | the eager sampler |")
     refused = "; ".join([*(one.name for one in rows if one.refusal), "other structures"])
-    return "\n".join([*lines, f"| {refused} | refused by a sentence before anything starts | |"])
+    return "\n".join([*lines, f"| {refused} | refused at the start | |"])
 
 
 def pages() -> dict[Path, str]:

@@ -132,7 +132,7 @@ def test_a_killed_process_is_one_whose_run_may_be_tried_again(monkeypatch, tmp_p
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: launch)
     with pytest.raises(KilledError, match=r"process 1 of 2 was killed.*continues from its last checkpoint"):
         start_processes(2, fail, 1)
-    monkeypatch.setattr("qerl.rl.train.train_run", lambda *_: start_processes(2, fail, 1))
+    monkeypatch.setattr("qerl.rl.cohort.deliver_run", lambda *_: start_processes(2, fail, 1))
     own = parse(RunSettings, {"model": "m", "dataset": "d", "processes": 2}, "test")
     job = train_job(own, Path("m"), Path("d"), tmp_path / "work", tmp_path / "r")
     left = CliRunner().invoke(cli.app, ["rule", job.model_dump_json()])
