@@ -24,6 +24,7 @@ from qerl.rl import shares
 from qerl.rl.shares import deal, expected_tokens, train_runs
 from qerl.rl.train import Trainer, train_run
 from qerl.settings.base import ConfigError
+from tests.conftest import nightly
 from tests.faults.conftest import SETTINGS, forked
 from tests.faults.test_cohort import FAILING, assert_same, cut_at, finished, make_jobs, steps_of, train_alone
 from tests.faults.test_files import CUT
@@ -261,7 +262,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@nightly
 def test_the_lines_of_all_processes_are_on_the_screen_and_in_the_log(run):
     """A terminal has lines, too: two processes can't draw bars on one."""
     values = {

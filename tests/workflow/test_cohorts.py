@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.conftest import nightly
 from tests.faults.conftest import untimed
 from tests.faults.test_dag import start, wait_for
 from tests.jobs import processes_of, shells_of
@@ -126,6 +127,7 @@ def test_a_changed_arm_trains_without_the_others_and_a_run_alone_in_its_own_job(
         assert_same(tree, name, run, "other")
 
 
+@nightly
 def test_each_job_of_a_cluster_makes_the_plan_of_the_first_snakemake(tree):
     """On a node Snakemake plans anew, and may run no other rule; meanwhile runs of the same cohort have finished."""
     name, arguments = "nodes", write(tree, "nodes", 4)
@@ -147,6 +149,7 @@ def test_each_job_of_a_cluster_makes_the_plan_of_the_first_snakemake(tree):
         assert_same(tree, name, run)
 
 
+@nightly
 def test_a_run_that_fails_keeps_no_other_back_and_its_own_job_names_the_error(tree):
     name, broken = "failing", {"reward": {"functions": {"own": "cohort_reward:stops"}}}
     (tree.folder / "breaks").touch()
@@ -163,6 +166,7 @@ def test_a_run_that_fails_keeps_no_other_back_and_its_own_job_names_the_error(tr
         assert_same(tree, name, one)
 
 
+@nightly
 def test_a_cohort_that_lost_its_node_continues_each_run(tree):
     name, arguments = "killed", write(tree, "killed", 3)
     (tree.folder / "waits").touch()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qerl
 from qerl.data.prompts import reply_text
+from tests.conftest import nightly
 from tests.tiny import tiny_qwen2, write_template
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -95,6 +96,7 @@ def test_a_policy_learns_to_ask_the_calculator(base):
     assert rows["reward"][-5:].mean() > rows["reward"][:2].mean() + 0.15
 
 
+@nightly
 def test_a_policy_learns_to_guess_by_what_it_hears(base):
     """In the demonstrations it guesses any number, twice. Who begins in the middle knows the number then."""
     rng, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(base)
