@@ -568,7 +568,7 @@ class CohortJob(Job):
 
     @property
     def locks(self) -> list[tuple[Path, str]]:
-        """Those of its runs."""
+        """The locks of its runs."""
         return [lock for run in self.runs for lock in run.locks]
 
     @property

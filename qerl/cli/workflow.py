@@ -183,7 +183,7 @@ def show_plan(
 
 
 def _arm(name: str, runs: pd.DataFrame) -> dict[str, Any]:
-    """The row of an arm's runs; hours are those of all of them."""
+    """The row of an arm's runs; hours are their sums."""
     first, states = runs.iloc[0], runs["done"].value_counts().to_dict()
     return {
         "arm": name,

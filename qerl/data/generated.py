@@ -221,7 +221,7 @@ def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) ->
 
 # Problems of reasoning-gym, whose records have all that the task's scorer reads.
 
-#: The library precomputes some tasks for a number of problems, of which this is its default.
+#: For some tasks the library precomputes as many problems at once; this number is its default.
 _AT_ONCE = 500
 #: Tasks whose problem is the same one with its numbers in another order, in any of the library's wordings.
 _OF_NUMBERS = ("countdown", "puzzle24")

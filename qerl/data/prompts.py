@@ -125,8 +125,9 @@ def reply_text(
     stops: Iterable[str],
     given: TemplateInput = _NOTHING,
 ) -> str:
-    """The text of a chat from the end of a turn of the policy, of which `stops` are possible last tokens, through
-    `messages` to the start of its next turn.
+    """The text of a chat between two turns of the policy: `messages`, and what the template puts around them.
+
+    `stops` are the texts of the tokens that can end a turn; the policy has drawn one, so it isn't in the text.
 
     It depends on no earlier message, so that nothing that was sampled is tokenized again, and no template drops
     thinking of earlier turns. Raises `DataError` for a template that drops a message.

@@ -164,8 +164,8 @@ _SEEN: dict[str, tuple[ModuleSpec | None, str]] = {}
 def load(path: str, key: str = "") -> Callable[..., Any]:
     """Import the function `module:function`. Raises `ConfigError`, which says which part of the path is wrong.
 
-    Errors name its `key` in the configuration. Those of the module during its import propagate, with a note that names
-    the function.
+    Errors name its `key` in the configuration. Errors that the module raises during its import propagate, with a
+    note that names the function.
     """
     module_name, _, name = path.partition(":")
     named = f"{key} {path}".strip()

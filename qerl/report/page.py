@@ -191,7 +191,7 @@ def run_cost_table(stored: StoredResults, address: Addresses, root: Path) -> pd.
 
 
 def _links(files: Mapping[str, Path], root: Path) -> list[Link]:
-    """Links to those of the files that exist below the folder of the page, `root`, so that both move together."""
+    """Links to the files that exist below the folder of the page, `root`, so that page and files move together."""
     there = {name: file.resolve() for name, file in files.items() if file.is_file()}
     home = root.resolve()
     return [Link(name, quote(str(file.relative_to(home)))) for name, file in there.items() if file.is_relative_to(home)]

@@ -108,7 +108,7 @@ def accuracy(stored: StoredResults) -> pd.DataFrame:
 
 
 def trained_differences(stored: StoredResults) -> pd.DataFrame:
-    """One row per (arm, data set) of trained arms: its accuracy less that of the arm without its rounding or noise.
+    """One row per (arm, data set) of trained arms: how its accuracy differs from the arm without its rounding or noise.
 
     An arm with noise is compared with the same weights without it, another one with BF16, in training and grid alike.
     `base` is the arm that it is compared with; the `difference` is paired over their common `seeds` and over problems.

@@ -303,7 +303,7 @@ def store(job: TrainJob) -> Path:
 
 
 def deliver_run(job: TrainJob) -> None:
-    """Bring the results of a workflow's run to `job.out`: those that a cohort has stored, else those of a training."""
+    """Bring the results of a workflow's run to `job.out`: a cohort has stored them, or else a training makes them."""
     stored = store(job)
     if (stored / RUN).is_file():
         shutil.copytree(stored, job.out, dirs_exist_ok=True)

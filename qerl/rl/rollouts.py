@@ -399,7 +399,7 @@ class Collector:
         ]
 
     def _text(self, prompt: list[int], completion: Completion) -> str:
-        """The text of a completion as graders read it: that of its turns, without what an environment replied."""
+        """The text of a completion as graders read it: the text of its turns, without what an environment replied."""
         ids, decode = completion.token_ids, self.policy.tokenizer.decode
         before = [prompt, *(ids[reply.start : reply.stop] for reply in completion.replies)]
         turns = zip(completion.turns, before, strict=True)

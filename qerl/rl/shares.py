@@ -53,7 +53,7 @@ def train_runs(jobs: Sequence[TrainJob]) -> None:
     several = torch.cuda.device_count() > 1 and not by_torchrun()
     with lease_free(sum(map(len, shared)) if several else 0) as gpus:
         if gpus:
-            free_memory()  # that of making bases
+            free_memory()  # which making bases has taken
             failures += train_shares(deal(shared, len(gpus)), gpus)
         else:
             train_in_turn(shared, failures)

@@ -191,7 +191,7 @@ class Scheduler:
         self._done: dict[tuple[int, int], DecodedSequence] = {}
         #: Sequences whose turn has ended. They keep their slots while they wait for a reply, unless pages are scarce.
         self._waiting: dict[tuple[int, int], DecodedSequence] = {}
-        #: Those of them whose turns have arrived on the host.
+        #: Waiting sequences whose turns have arrived on the host, and whose environments must be asked.
         self._unasked: list[DecodedSequence] = []
         #: Downloads in flight: looks (the sequences in the slots, and the slots' positions), and what sequences drew.
         self._looks: deque[tuple[dict[int, DecodedSequence], Download]] = deque()

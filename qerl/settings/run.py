@@ -624,7 +624,7 @@ class RunSettings(Settings):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each part of the reward, with that of the environment's rewards."""
+        """The weight of each part of the reward, the environment's rewards included."""
         return {**self.reward.weights, **({"environment": self.environment.weight} if self.environment else {})}
 
     @property

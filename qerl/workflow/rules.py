@@ -175,7 +175,7 @@ class Jobs:
 
         return with_signature(command)
 
-    # --- runs side by side: the job of a cohort precedes those of its runs, which take what it has finished
+    # --- runs side by side: the job of a cohort precedes the jobs of its runs, which take what it has finished
     #
     # It decides nothing: what decides a run, and so what reruns it, is in the run's own job. Snakemake plans anew on
     # each machine of a cluster, so that the choice of cohorts mustn't depend on which runs are finished. It compares
