@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def set_keys(modules: Iterable[KeyedDropout], keys: Sequence[Key], lengths: Sequ
 # PEFT's LoRA with leaner forward and backward passes, on dense layers and `PackedLinear`, in PEFT's file format.
 
 
-class _Frozen(NamedTuple):
+class Frozen(NamedTuple):
     """The base layer of an adapter, and the adapter's scale."""
 
     base: Layer
@@ -83,14 +83,14 @@ class _Frozen(NamedTuple):
 class _Operands:
     """What the products of layers with the same input read."""
 
-    layers: Sequence[_Frozen]
+    layers: Sequence[Frozen]
     down: Tensor
     """All A stacked, [ranks, in]."""
     ups: Sequence[Tensor]
     """s B of each layer, [out, rank]."""
 
     @classmethod
-    def of(cls, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
+    def of(cls, layers: Sequence[Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
         """Cast A and B of each layer, in order in `adapters`, to `dtype`."""
         ups = [(up * layer.scale).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
         downs = [down.to(dtype) for down in adapters[::2]]
@@ -118,6 +118,14 @@ class _Operands:
         for layer, grad in zip(self.layers, grads, strict=True):
             grad_x.addmm_(grad, weight_of(layer.base, grad.dtype))
         return grad_x
+
+
+class JointAdapters(Protocol):
+    """Adapters of several runs, each of which has a segment of the rows."""
+
+    def products(self, x: Tensor, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
+        """The outputs [M, out] of layers with the same x [M, in]."""
+        ...
 
 
 class SharedCasts:
@@ -163,7 +171,7 @@ class SharedCasts:
 
     @torch.no_grad()
     def operands(
-        self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
+        self, key: Any, layers: Sequence[Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
     ) -> _Operands | None:
         """The operands of layers; None if passes make them."""
         large = sum(part.numel() for part in adapters) > self.MOST
@@ -186,7 +194,7 @@ class _LoraProducts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
-        layers: Sequence[_Frozen],
+        layers: Sequence[Frozen],
         shared: _Operands | None,
         *adapters: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -231,10 +239,14 @@ class LeanLoraLinear(LoraLinear):
 
     #: The operands that passes share; None outside of `SharedCasts.unchanged`.
     casts: SharedCasts | None = None
+    #: The adapters of all runs of a joint pass (`qerl.models.joint`); None in other passes.
+    joint: JointAdapters | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
         if args or kwargs or not self.is_plain(x):
+            if self.joint is not None:
+                raise RuntimeError("a joint pass computes plain LoRA of a frozen base alone, in one dtype")
             return super().forward(x, *args, **kwargs)
         dropped = self.lora_dropout[self.active_adapters[0]](x) if self.drops else None
         return _products(x, dropped, [self])[0]
@@ -249,8 +261,8 @@ class LeanLoraLinear(LoraLinear):
         if self.disable_adapters or self.merged or self.lora_variant or len(self.active_adapters) != 1:
             return False
         trained = any(parameter.requires_grad for parameter in self.base_layer.parameters())
-        mixed = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
         name = self.active_adapters[0]
+        mixed = x.dtype not in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
         return name in self.lora_A and not self.lora_bias[name] and not trained and not mixed
 
 
@@ -264,21 +276,23 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
-    frozen, adapters = _read(layers)
+    if (joint := layers[0].joint) is not None and rows is not None:
+        return tuple(out.unflatten(0, x.shape[:-1]) for out in joint.products(rows, layers))
+    frozen, adapters = read_lora(layers)
     casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
     shared = casts.operands(key, frozen, adapters, dtype) if casts else None
     outs = _LoraProducts.apply(rows, thinned, frozen, shared, *adapters)
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
 
-def _read(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]]:
+def read_lora(layers: Sequence[LeanLoraLinear]) -> tuple[list[Frozen], list[Tensor]]:
     """The base of each layer, and A and B of each in order."""
-    frozen: list[_Frozen] = []
+    frozen: list[Frozen] = []
     adapters: list[Tensor] = []
     for layer in layers:
         name, base = layer.active_adapters[0], layer.base_layer
         assert isinstance(base, (nn.Linear, PackedLinear))
-        frozen.append(_Frozen(base, layer.scaling[name]))
+        frozen.append(Frozen(base, layer.scaling[name]))
         adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
     return frozen, adapters
 

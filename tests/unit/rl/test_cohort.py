@@ -191,7 +191,7 @@ def test_runs_meet_in_any_order_and_one_works_at_a_time():
             most.append(len(working))
             working.remove(run)
             seed = 10 * run + number
-            assert meeting.generate(run, Request([[1]], SamplingParams(1, seed=seed))) == [[seed]]
+            assert meeting.ask(run, Request([[1]], SamplingParams(1, seed=seed))) == [[seed]]
         meeting.leave()
 
     threads = [threading.Thread(target=work, args=(run, count)) for run, count in enumerate((2, 0, 3))]

@@ -1,0 +1,240 @@
+"""Joint passes: policies of several runs on one base compute one row of tokens, of which each run has a segment.
+
+The modules of the first policy compute. Base products read all rows at once; adapters, trained norms and noise are
+those of a segment's run. No number of a run enters another run's sums, so that NaN in one reaches no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl.models.blocks import NoisyRMSNorm
+from qerl.models.linear import Cohort, weight_of
+from qerl.models.lora import Frozen, LeanLoraLinear, read_lora
+from qerl.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The runs whose segments follow one another in a row, and their numbers of tokens."""
+
+    runs: list[int]
+    lengths: list[int]
+    device: torch.device
+
+    @cached_property
+    def index(self) -> Tensor:
+        """The runs, as an index."""
+        return torch.tensor(self.runs, device=self.device)
+
+    @cached_property
+    def are_equal(self) -> bool:
+        """Whether all have one length, so that products of all segments are one operation."""
+        return len(set(self.lengths)) == 1
+
+    def product(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Each segment of x [M, K] by its run's weight of [runs, K, N]: [M, N]."""
+        if self.are_equal:
+            return (x.unflatten(0, (len(self.runs), -1)) @ weights).flatten(0, 1)
+        out = x.new_empty(len(x), weights.shape[-1])
+        for rows, weight, part in zip(x.split(self.lengths), weights, out.split(self.lengths), strict=True):
+            torch.mm(rows, weight, out=part)
+        return out
+
+    def products_of_columns(self, a: Tensor, b: Tensor) -> Tensor:
+        """a^T b of each segment of a [M, K] and b [M, N]: [runs, K, N]."""
+        if self.are_equal:
+            a, b = (x.unflatten(0, (len(self.runs), -1)) for x in (a, b))
+            return a.mT @ b
+        return torch.stack([x.T @ y for x, y in zip(a.split(self.lengths), b.split(self.lengths), strict=True)])
+
+
+class _Stack:
+    """A tensor of each run, one behind the other: [runs, ...] in the dtype of passes, and its gradient."""
+
+    def __init__(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.values = torch.zeros(shape, dtype=dtype, device=like.device)
+        self.grad = torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def of(self, segments: Segments) -> Tensor:
+        """The values of the segments' runs."""
+        return self.values if len(segments.runs) == len(self.values) else self.values[segments.index]
+
+    def add_gradient(self, grad: Tensor, segments: Segments, scales: Tensor | None = None) -> None:
+        """Add the gradient of the segments' runs, times the scale [runs] of each."""
+        whole = len(segments.runs) == len(self.values)
+        if scales is not None:
+            scales = (scales if whole else scales[segments.index])[:, None, None]
+        if whole and scales is not None:
+            self.grad.addcmul_(grad, scales)
+        elif whole:
+            self.grad += grad
+        else:
+            grad = grad.to(self.grad.dtype)
+            self.grad.index_add_(0, segments.index, grad if scales is None else grad * scales)
+
+
+class _Adapters:
+    """The adapters of layers with the same input, of all runs. Ranks are padded to the largest one."""
+
+    def __init__(self, layers: Sequence[Sequence[LeanLoraLinear]], dtype: torch.dtype) -> None:
+        """`layers` are the same layers of each run."""
+        runs = [read_lora(own) for own in layers]
+        self.bases: list[Frozen] = runs[0][0]
+        first = runs[0][1][0]
+        self.rank, count = max(down.shape[0] for _, adapters in runs for down in adapters[::2]), len(runs)
+        self.down = _Stack(first, (count, len(self.bases) * self.rank, first.shape[1]), dtype)
+        self.ups = [_Stack(first, (count, one.base.out_features, self.rank), dtype) for one in self.bases]
+        scales = [[own[place].scale for own, _ in runs] for place in range(len(self.bases))]
+        self.scales = [torch.tensor(each, dtype=first.dtype, device=first.device) for each in scales]
+        #: The tensors of all adapters, with their places in stacks of values and of gradients.
+        self._downs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._ups: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._factors = [one.scale for frozen, _ in runs for one in frozen]
+        for run, (_, adapters) in enumerate(runs):
+            for place, (down, up) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
+                ranks, stack = slice(place * self.rank, place * self.rank + len(down)), self.ups[place]
+                self._downs.append((down, self.down.values[run, ranks], self.down.grad[run, ranks]))
+                self._ups.append((up, stack.values[run, :, : len(down)], stack.grad[run, :, : len(down)]))
+        self.sync()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the present adapters."""
+        downs, ups = ([each[:2] for each in side] for side in (self._downs, self._ups))
+        torch._foreach_copy_([to for _, to in downs], [of for of, _ in downs])
+        torch._foreach_copy_([to for _, to in ups], torch._foreach_mul([of for of, _ in ups], self._factors))
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each adapter's tensors with their gradients."""
+        return ((tensor, grad) for tensor, _, grad in (*self._downs, *self._ups))
+
+
+class _JointProducts(torch.autograd.Function):
+    """x W^T + b + s (x A^T) B^T of layers with the same x [M, in], by the A and B of each segment's run.
+
+    The gradients of A and B are added to their stacks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor, adapters: _Adapters, segments: Segments) -> tuple[Tensor, ...]:
+        shrunk = segments.product(x, adapters.down.of(segments).mT)
+        outs = []
+        for one, up, part in zip(adapters.bases, adapters.ups, shrunk.split(adapters.rank, 1), strict=True):
+            out = segments.product(part, up.of(segments).mT)
+            if one.base.bias is not None:
+                out += one.base.bias
+            outs.append(out.addmm_(x, weight_of(one.base, x.dtype).T))
+        ctx.save_for_backward(x, shrunk)
+        ctx.adapters, ctx.segments = adapters, segments
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, shrunk = ctx.saved_tensors
+        adapters, segments = ctx.adapters, ctx.segments
+        grad_parts = []
+        for grad, up, part, scales in zip(
+            grads, adapters.ups, shrunk.split(adapters.rank, 1), adapters.scales, strict=True
+        ):
+            grad_parts.append(segments.product(grad, up.of(segments)))
+            up.add_gradient(segments.products_of_columns(grad, part), segments, scales)
+        grad_shrunk = torch.cat(grad_parts, 1) if len(grad_parts) > 1 else grad_parts[0]
+        adapters.down.add_gradient(segments.products_of_columns(grad_shrunk, x), segments)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        grad_x = segments.product(grad_shrunk, adapters.down.of(segments))
+        for one, grad in zip(adapters.bases, grads, strict=True):
+            grad_x.addmm_(grad, weight_of(one.base, grad.dtype))
+        return grad_x, None, None, None
+
+
+class JointModel:
+    """The policies of several runs, whose modules but adapters and norms are the same, as one for joint passes."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.runs = len(policies)
+        self._trained = [[parameter for _, parameter in policy.trainable()] for policy in policies]
+        self._cohort = Cohort([policy.lm for policy in policies])
+        self._modules = [m for m in policies[0].lm.modules() if isinstance(m, (LeanLoraLinear, NoisyRMSNorm))]
+        self._norms = {
+            norm: cast(list[NoisyRMSNorm], self._cohort.of(norm))
+            for norm in self._modules
+            if isinstance(norm, NoisyRMSNorm)
+        }
+        known = {id(parameter) for module in self._modules for parameter in module.parameters()}
+        if not all(id(parameter) in known for parameter in self._trained[0]):
+            raise ValueError("joint passes train adapters of linear layers, and norms that feed these, alone")
+        self._adapters: dict[tuple[LeanLoraLinear, int, torch.dtype], _Adapters] = {}
+        self._grads: dict[Tensor, Tensor] = {}
+        #: Whether adapters have changed since the last `sync`.
+        self._stale = True
+        self._segments: Segments | None = None
+        # The backward pass of a first layer is called for its adapters, though its input has no gradient.
+        self._anchor = torch.zeros((), device=policies[0].device, requires_grad=True)
+
+    @contextmanager
+    def at(self, segments: Segments) -> Iterator[None]:
+        """A context in which the first policy's modules compute rows of these segments, backward passes included."""
+        self._segments = segments
+        if self._stale:
+            for adapters in self._adapters.values():
+                adapters.sync()
+            self._stale = False
+        try:
+            for module in self._modules:
+                module.joint = self if isinstance(module, LeanLoraLinear) else self.normed
+            yield
+        finally:
+            for module in self._modules:
+                module.joint = None
+            self._segments = None
+
+    def use_trained(self) -> None:
+        """Let the next pass read the present adapters."""
+        self._stale = True
+
+    def clear_gradients(self, run: int) -> None:
+        """Give a run's trained tensors gradients of zero, to which backward passes add."""
+        for parameter in self._trained[run]:
+            if parameter not in self._grads:
+                self._grads[parameter] = torch.zeros_like(parameter)
+            parameter.grad = self._grads[parameter]
+        torch._foreach_zero_([self._grads[parameter] for parameter in self._trained[run]])
+
+    def products(self, x: Tensor, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
+        """See `qerl.models.lora.JointAdapters`."""
+        key, segments = (layers[0], len(layers), x.dtype), self._of_rows(len(x))
+        if key not in self._adapters:
+            self._adapters[key] = self._stacked(layers, x.dtype)
+        return _JointProducts.apply(x, self._anchor, self._adapters[key], segments)
+
+    def normed(self, norm: NoisyRMSNorm, hidden: Tensor) -> Tensor:
+        """`hidden` [..., L, features] by the weight and noise of each segment's run."""
+        segments = self._of_rows(hidden.shape[-2])
+        rows = zip(segments.runs, hidden.split(segments.lengths, -2), strict=True)
+        return torch.cat([self._norms[norm][run].by_own_weight(part) for run, part in rows], -2)
+
+    def _of_rows(self, count: int) -> Segments:
+        segments = self._segments
+        if segments is None or count != sum(segments.lengths):
+            raise RuntimeError(f"a layer of a joint pass got {count} rows, which aren't the segments {segments}")
+        return segments
+
+    def _stacked(self, layers: Sequence[LeanLoraLinear], dtype: torch.dtype) -> _Adapters:
+        """The adapters of layers of all runs. Their gradients, to which no pass has added yet, move to the stacks."""
+        adapters = _Adapters(list(zip(*map(self._cohort.of, layers), strict=True)), dtype)  # type: ignore[arg-type]
+        for tensor, grad in adapters.gradients():
+            if tensor in self._grads:
+                tensor.grad = grad
+            self._grads[tensor] = grad
+        return adapters

@@ -1,0 +1,195 @@
+"""Joint updates: each run of a cohort gets the gradients that it has alone, whatever the rows of the others hold."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from qerl.models.policy import with_adapters
+from qerl.rl.cohort import Meeting
+from qerl.rl.joint import JointPasses, JointUpdate
+from qerl.rl.parallel import Processes
+from qerl.rl.passes import PassGraphs
+from qerl.rl.update import DivergedError, Updater
+from qerl.settings.base import parse
+from qerl.settings.run import RunSettings
+from tests.unit.rl import tiny_trainer
+from tests.unit.rl.test_passes import attention  # noqa: F401 - a fixture
+from tests.unit.rl.tiny_trainer import CPU, batch
+
+#: Runs that differ in all that runs of a joint update may differ in: ranks, losses, temperatures, updates a rollout.
+RUNS = [
+    {"adapter": {"rank": 4}},
+    {"adapter": {"rank": 1, "alpha": 16}, "loss": {"name": "dapo", "updates_per_rollout": 2}},
+    {"adapter": {"rank": 7, "alpha": 3}, "loss": {"kl": 0.1, "entropy": 0.1, "mask_truncated": True}, "hot": 1.4},
+    {"adapter": {"rank": 4}, "loss": {"name": "gspo", "silent_sample": 1, "correction": "token-truncate"}},
+]
+#: Their rollouts: of other numbers of completions and lengths, and one without a gradient.
+BATCHES = [batch(0), batch(1, longest=3), batch(2, tiny_trainer.MIXED[:2]), batch(3, longest=12)]
+
+
+def settings_of(run, **changes):
+    sampling = {"max_tokens": 60, "temperature": run.get("hot", 1.0)}
+    rollout = {**tiny_trainer.UPDATE["rollout"], "sampling": sampling}
+    own = {key: value for key, value in run.items() if key != "hot"}
+    return parse(RunSettings, {**tiny_trainer.UPDATE, **own, "rollout": rollout, "joint_updates": True, **changes}, "t")
+
+
+def policies_of(checkpoints, settings, double):
+    """Policies on one base. Their adapters, norms and noise have moved: an adapter of B = 0 has no gradient of A."""
+    adapters = [(one.adapter, one.seed) for one in settings]
+    policies = list(with_adapters(checkpoints / settings[0].weights, adapters, settings[0].dtype, CPU))
+    for one, policy in zip(settings, policies, strict=True):
+        numbers = torch.Generator().manual_seed(one.seed)
+        with torch.no_grad():
+            for _, parameter in policy.trainable():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
+            for name, noise in policy.lm.named_buffers():
+                if name.endswith("noise"):
+                    noise += 0.1 * torch.randn(noise.shape, generator=numbers)
+        if double:
+            policy.lm.double()
+    return policies
+
+
+class Runs:
+    """The updaters of runs, alone with a base each, or joint."""
+
+    def __init__(self, checkpoints, runs, joint=True, double=True, **changes):
+        settings = [settings_of(run, seed=number, **changes) for number, run in enumerate(runs)]
+        self.meeting = self.passes = None
+        if joint:
+            policies = policies_of(checkpoints, settings, double)
+            self.passes = JointPasses(policies, settings[0])
+        else:
+            policies = [policy for one in settings for policy in policies_of(checkpoints, [one], double)]
+        ask = lambda number: lambda request: self.meeting.ask(number, request)  # noqa: E731
+        self.updaters = [
+            Updater(one, policy, Processes(), JointUpdate(number, self.passes, ask(number)) if joint else None)
+            for number, (one, policy) in enumerate(zip(settings, policies, strict=True))
+        ]
+
+    def do(self, works):
+        """What each work returns or raises, in the turns of a cohort."""
+        self.meeting, found = Meeting(len(works), lambda _: None, self.passes), [None] * len(works)
+
+        def work(run):
+            self.meeting.begin(run)
+            try:
+                found[run] = works[run]()
+            except Exception as error:  # noqa: BLE001 - returned
+                found[run] = error
+            finally:
+                self.meeting.leave()
+
+        threads = [threading.Thread(target=work, args=(run,)) for run in range(len(works))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        return found
+
+    def update(self, step, batches):
+        """The metrics of an update of each run."""
+        found = self.do(
+            [partial(one.update, step, samples) for one, samples in zip(self.updaters, batches, strict=True)]
+        )
+        assert not [error for error in found if isinstance(error, Exception)]
+        return found
+
+    def gradients(self):
+        return [
+            {name: None if p.grad is None else p.grad.clone() for name, p in one.policy.trainable()}
+            for one in self.updaters
+        ]
+
+
+def assert_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        if grad is None:
+            assert found[name] is None
+        else:  # noise is float32, and so norms' weights and gradients are, before they are added
+            bound = 1e-5 if "norm" in name else tolerance
+            assert (found[name] - grad).norm() <= bound * grad.norm() + 1e-12, name
+
+
+@pytest.mark.parametrize("limit", [60, 16384])
+def test_each_run_gets_the_gradients_and_metrics_that_it_has_alone(checkpoints, limit):
+    alone, joint = (Runs(checkpoints, RUNS, joint, micro_batch_tokens=limit) for joint in (False, True))
+    for step in (1, 2):
+        expected, found = (runs.update(step, BATCHES) for runs in (alone, joint))
+        for metrics, other in zip(found, expected, strict=True):
+            assert metrics == pytest.approx(other, rel=1e-5, abs=1e-9)
+        for grads, other in zip(joint.gradients(), alone.gradients(), strict=True):
+            assert_close(grads, other, 1e-9 if step == 1 else 1e-6)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The numbers of runs of the forward passes, which the fixture records."""
+    found = []
+    go_forward = JointPasses._go_forward
+    monkeypatch.setattr(
+        JointPasses,
+        "_go_forward",
+        lambda self, chosen, runs: found.append(len(chosen)) or go_forward(self, chosen, runs),
+    )
+    return found
+
+
+def test_runs_share_passes_while_their_rows_have_room(checkpoints, sizes):
+    samples = [batch(0), batch(1), batch(2)]
+    Runs(checkpoints, RUNS[:1] * 3, micro_batch_tokens=16384).update(1, samples)
+    # Samples of the completions without a gradient, and those with one.
+    assert sizes == [3, 3]
+    del sizes[:]
+    Runs(checkpoints, RUNS[:1] * 3, micro_batch_tokens=130).update(1, samples)
+    assert sizes == [3, 2, 1]
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1e30])
+def test_what_is_not_finite_in_one_run_reaches_no_other(checkpoints, value):
+    """Its weights aren't finite, or they are and its numbers overflow; the others end their update as without it."""
+    joint, other = (Runs(checkpoints, RUNS, double=False) for _ in range(2))
+    expected = other.update(1, BATCHES)
+    with torch.no_grad():
+        for _, parameter in joint.updaters[1].policy.trainable():
+            parameter.fill_(value)
+    works = [partial(one.update, 1, samples) for one, samples in zip(joint.updaters, BATCHES, strict=True)]
+    found = joint.do(works)
+    assert isinstance(found[1], DivergedError)
+    for run in (0, 2, 3):
+        assert found[run] == pytest.approx(expected[run], rel=1e-4, abs=1e-6)
+        assert_close(joint.gradients()[run], other.gradients()[run], 1e-4)
+
+
+def test_the_others_go_on_without_a_run_that_fails_between_its_passes(checkpoints, monkeypatch):
+    joint, other = (Runs(checkpoints, RUNS) for _ in range(2))
+    expected = other.update(1, BATCHES)
+    failing = joint.updaters[2]
+    monkeypatch.setattr(failing, "_loss_mask", lambda _: 1 / 0)
+    found = joint.do([partial(one.update, 1, samples) for one, samples in zip(joint.updaters, BATCHES, strict=True)])
+    assert isinstance(found[2], ZeroDivisionError)
+    for run in (0, 1, 3):
+        assert found[run] == pytest.approx(expected[run], rel=1e-6, abs=1e-9)
+        assert_close(joint.gradients()[run], other.gradients()[run], 1e-9)
+
+
+@pytest.mark.usefixtures("attention")
+def test_graphs_have_a_segment_of_each_run(checkpoints):
+    """Of runs with fewer micro-batches a segment of padding, which adds nothing to their gradients."""
+    alone, joint = (Runs(checkpoints, RUNS, joint, double=False, micro_batch_tokens=80) for joint in (False, True))
+    captured = []
+    record = lambda work: captured.append(work) or work() or work  # noqa: E731
+    for one in joint.updaters:
+        one.graphs = PassGraphs(one.policy, None, record)
+    joint.passes.graphs = PassGraphs(joint.updaters[0].policy, None, record)
+    for step in (1, 2, 3):
+        expected, found = (runs.update(step, BATCHES) for runs in (alone, joint))
+        for metrics, other in zip(found, expected, strict=True):
+            assert metrics == pytest.approx(other, rel=1e-3, abs=1e-5)
+        for grads, other in zip(joint.gradients(), alone.gradients(), strict=True):
+            assert_close(grads, other, 1e-4)
+    assert captured
