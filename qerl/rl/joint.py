@@ -7,7 +7,8 @@ Losses, clipping, optimizer and metrics stay with each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,7 +104,7 @@ class JointPasses:
             if not self._readers:
                 self._unpacked.close()
 
-    def answer(self, requests: Mapping[int, Forward | Backward], runs: Collection[int]) -> Mapping[int, Tensor | None]:
+    def answer(self, requests: Mapping[int, Forward | Backward], runs: Sequence[int]) -> Mapping[int, Tensor | None]:
         """Do one pass for some of the requests, in order, and return their answers. `runs` are those that go on.
 
         Forward requests are answered by states [M, H] that need a gradient if the request says so.
@@ -115,7 +116,33 @@ class JointPasses:
         asked = {run: one for run, one in requests.items() if isinstance(one, Forward)}
         # Passes without gradients come first in an update, so that runs without any wait for the others.
         reading = {run: one for run, one in asked.items() if not one.gradients}
-        return self._go_forward(self._fitting(reading or asked), runs)
+        return self._go_forward(reading or asked, runs)
+
+    def _go_forward(self, asked: Mapping[int, Forward], runs: Sequence[int]) -> dict[int, Tensor]:
+        """Compute the states of some of the requests; `runs` are all that go on, in order."""
+        # A graph has a segment for each run of a fixed group, and all are of one length, so that few are captured.
+        each = padded_tokens(max(one.row.ids.numel() for one in asked.values()))
+        most = min(one.graph_tokens for one in asked.values()) if self.graphs else 0
+        if each <= most:
+            group = self._group(next(iter(asked)), runs, max(1, min(most, self._settings.micro_batch_tokens) // each))
+            chosen = {run: asked[run] for run in group if run in asked}
+        else:
+            chosen = self._fitting(asked)
+        gradients = any(one.gradients for one in chosen.values())
+        with torch.set_grad_enabled(gradients):
+            segments, states = self._by_graph(chosen, group, each) if each <= most else self._by_rows(chosen)
+        counts = {run: len(one.row.states_M) for run, one in chosen.items()}
+        if gradients:
+            self._open = _Open(segments, states, counts)
+        parts = states.detach().split(list(counts.values()))
+        return {run: part.detach().requires_grad_(gradients) for run, part in zip(counts, parts, strict=True)}
+
+    @staticmethod
+    def _group(run: int, runs: Sequence[int], most: int) -> Sequence[int]:
+        """The run's group, of groups of `most` of the runs at most, which are as large as one another."""
+        size = math.ceil(len(runs) / math.ceil(len(runs) / most))
+        first = runs.index(run) // size * size
+        return runs[first : first + size]
 
     def _fitting(self, asked: Mapping[int, Forward]) -> dict[int, Forward]:
         """The first requests whose rows together have no more tokens than a micro-batch may have."""
@@ -127,19 +154,6 @@ class JointPasses:
                 chosen[run] = one
                 room -= tokens
         return dict(sorted(chosen.items()))
-
-    def _go_forward(self, chosen: Mapping[int, Forward], runs: Collection[int]) -> dict[int, Tensor]:
-        gradients = any(one.gradients for one in chosen.values())
-        counts = {run: len(one.row.states_M) for run, one in chosen.items()}
-        # A graph has a segment for each run, of one length, so that few are captured.
-        each = padded_tokens(max(one.row.ids.numel() for one in chosen.values()))
-        in_graph = self.graphs is not None and each * len(runs) <= min(one.graph_tokens for one in chosen.values())
-        with torch.set_grad_enabled(gradients):
-            segments, states = self._by_graph(chosen, runs, each) if in_graph else self._by_rows(chosen)
-        if gradients:
-            self._open = _Open(segments, states, counts)
-        parts = states.detach().split(list(counts.values()))
-        return {run: part.detach().requires_grad_(gradients) for run, part in zip(counts, parts, strict=True)}
 
     def _by_rows(self, chosen: Mapping[int, Forward]) -> tuple[Segments, Tensor]:
         """Segments and states of the rows one behind the other."""
@@ -156,7 +170,7 @@ class JointPasses:
             self._policy.lm.train(training)
         return segments, states
 
-    def _by_graph(self, chosen: Mapping[int, Forward], runs: Collection[int], each: int) -> tuple[Segments, Tensor]:
+    def _by_graph(self, chosen: Mapping[int, Forward], runs: Sequence[int], each: int) -> tuple[Segments, Tensor]:
         """Segments and states of rows of a fixed size; a run without a request has a segment of padding."""
         assert self.graphs is not None
         rows = [chosen[run].row if run in chosen else self._empty for run in runs]

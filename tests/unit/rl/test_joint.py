@@ -129,13 +129,14 @@ def test_each_run_gets_the_gradients_and_metrics_that_it_has_alone(checkpoints, 
 @pytest.fixture
 def sizes(monkeypatch):
     """The numbers of runs of the forward passes, which the fixture records."""
-    found = []
-    go_forward = JointPasses._go_forward
-    monkeypatch.setattr(
-        JointPasses,
-        "_go_forward",
-        lambda self, chosen, runs: found.append(len(chosen)) or go_forward(self, chosen, runs),
-    )
+    found, go_forward = [], JointPasses._go_forward
+
+    def counting(self, asked, runs):
+        states = go_forward(self, asked, runs)
+        found.append(len(states))
+        return states
+
+    monkeypatch.setattr(JointPasses, "_go_forward", counting)
     return found
 
 
@@ -178,9 +179,10 @@ def test_the_others_go_on_without_a_run_that_fails_between_its_passes(checkpoint
 
 
 @pytest.mark.usefixtures("attention")
-def test_graphs_have_a_segment_of_each_run(checkpoints):
-    """Of runs with fewer micro-batches a segment of padding, which adds nothing to their gradients."""
-    alone, joint = (Runs(checkpoints, RUNS, joint, double=False, micro_batch_tokens=80) for joint in (False, True))
+@pytest.mark.parametrize(("limit", "most"), [(16384, 4), (512, 2)])
+def test_graphs_have_a_segment_of_each_run(checkpoints, sizes, limit, most):
+    """A run without a request, as in another run's second update, has one of padding, which adds no gradient."""
+    alone, joint = (Runs(checkpoints, RUNS, joint, double=False, micro_batch_tokens=limit) for joint in (False, True))
     captured = []
     record = lambda work: captured.append(work) or work() or work  # noqa: E731
     for one in joint.updaters:
@@ -192,4 +194,5 @@ def test_graphs_have_a_segment_of_each_run(checkpoints):
             assert metrics == pytest.approx(other, rel=1e-3, abs=1e-5)
         for grads, other in zip(joint.gradients(), alone.gradients(), strict=True):
             assert_close(grads, other, 1e-4)
+    assert max(sizes) == most
     assert captured
