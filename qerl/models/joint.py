@@ -206,10 +206,25 @@ class JointModel:
     def clear_gradients(self, run: int) -> None:
         """Give a run's trained tensors gradients of zero, to which backward passes add."""
         for parameter in self._trained[run]:
-            if parameter not in self._grads:
-                self._grads[parameter] = torch.zeros_like(parameter)
-            parameter.grad = self._grads[parameter]
+            parameter.grad = self._gradient(parameter)
         torch._foreach_zero_([self._grads[parameter] for parameter in self._trained[run]])
+
+    @contextmanager
+    def gradients_in_place(self, runs: Sequence[int]) -> Iterator[None]:
+        """A context in which a backward pass adds to the tensors that these runs' gradients have in other passes."""
+        before = [(parameter, parameter.grad) for run in runs for parameter in self._trained[run]]
+        for parameter, _ in before:
+            parameter.grad = self._gradient(parameter)
+        try:
+            yield
+        finally:
+            for parameter, grad in before:
+                parameter.grad = grad
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        if parameter not in self._grads:
+            self._grads[parameter] = torch.zeros_like(parameter)
+        return self._grads[parameter]
 
     def products(self, x: Tensor, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
         """See `qerl.models.lora.JointAdapters`."""

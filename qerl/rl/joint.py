@@ -178,7 +178,9 @@ class JointPasses:
         key = *runs, each
         if key not in self._equal:
             self._equal[key] = Segments(list(runs), [each] * len(runs), self._policy.device)
-        with self.model.at(self._equal[key]):
+        # A capture records to which tensors gradients are added, those of runs without a request as well.
+        absent = [run for run in runs if run not in chosen]
+        with self.model.at(self._equal[key]), self.model.gradients_in_place(absent):
             states = self.graphs.states(row, PaddedSize.of(row, each * len(runs)), key)
         return self._equal[key], states
 

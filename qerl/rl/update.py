@@ -425,7 +425,7 @@ class Updater:
         """Log-probabilities by the policy without its trained tensors; None if no loss needs them."""
         if not self.settings.loss.kl:
             return None
-        # Captured passes have the adapter, so these aren't in graphs.
+        # Captured and joint passes have the adapter, so these are neither.
         with torch.no_grad(), self.policy.reference():
             return self._forward(batch, in_graphs=False)[0]
 

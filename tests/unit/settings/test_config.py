@@ -85,6 +85,9 @@ SHARDED = {"processes": 2, "method": "full", "weights": "bf16"}
         ({"loss": {"name": "ppo"}, "method": "full", "weights": "bf16"}, "loss.name=ppo needs method=lora"),
         ({"rollout": {"engine": "vllm"}, "method": "full", "weights": "bf16"}, "takes adapters and norms only"),
         ({**SHARDED, "gradient_checkpointing": "auto"}, "use true or false"),
+        ({"joint_updates": True, "loss": {"name": "ppo"}}, "joint_updates needs"),
+        ({"joint_updates": True, "adapter": {"dropout": 0.1}}, "joint_updates needs"),
+        ({"joint_updates": True, "method": "full", "weights": "bf16"}, "joint_updates needs"),
         ({"rollout": {"sampling": {"temperature": 0}}}, "is greedy: .*; use a temperature above 0"),
     ],
 )
