@@ -212,14 +212,14 @@ class JointModel:
     @contextmanager
     def gradients_in_place(self, runs: Sequence[int]) -> Iterator[None]:
         """A context in which a backward pass adds to the tensors that these runs' gradients have in other passes."""
-        before = [(parameter, parameter.grad) for run in runs for parameter in self._trained[run]]
-        for parameter, _ in before:
+        without = [parameter for run in runs for parameter in self._trained[run] if parameter.grad is None]
+        for parameter in without:
             parameter.grad = self._gradient(parameter)
         try:
             yield
         finally:
-            for parameter, grad in before:
-                parameter.grad = grad
+            for parameter in without:
+                parameter.grad = None
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         if parameter not in self._grads:
@@ -249,7 +249,7 @@ class JointModel:
         """The adapters of layers of all runs. Their gradients, to which no pass has added yet, move to the stacks."""
         adapters = _Adapters(list(zip(*map(self._cohort.of, layers), strict=True)), dtype)  # type: ignore[arg-type]
         for tensor, grad in adapters.gradients():
-            if tensor in self._grads:
+            if tensor.grad is not None:
                 tensor.grad = grad
             self._grads[tensor] = grad
         return adapters

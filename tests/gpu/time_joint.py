@@ -11,9 +11,6 @@ round, and `grad_norm_difference` is the largest relative difference of the firs
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,17 +24,14 @@ from qerl.host.gpus import peak_memory_bytes, reset_peak_memory, seconds
 from qerl.models.policy import Policy, choose_device, load_policy
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.random import random_policy, with_random_adapters
-from qerl.rl.cohort import Meeting
-from qerl.rl.joint import JointPasses, JointUpdate
 from qerl.rl.packing import Sample
-from qerl.rl.parallel import Processes
-from qerl.rl.update import Updater
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Request, SamplingParams
 from qerl.settings.base import parse
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings, RunSettings
 from tests.tiny import tiny_qwen2
+from tests.unit.rl.joint_runs import Runs
 
 #: The shapes of small policies: hidden size, size of the MLP, layers, heads.
 SMALL = {"tiny": (64, 128, 2, 4), "3m": (256, 768, 4, 4), "25m": (512, 1536, 8, 8)}
@@ -53,25 +47,6 @@ def base_of(size: str, weights: str, folder: Path) -> Policy:
     if weights != "bf16":
         quantize_checkpoint(folder / "bf16", folder / weights, weights)  # type: ignore[arg-type]
     return load_policy(folder / weights, None, "bfloat16")
-
-
-def in_turns(meeting: Meeting, works: list[Callable[[], dict[str, float]]]) -> list[dict[str, float]]:
-    """What the runs' works return."""
-    found: dict[int, dict[str, float]] = {}
-
-    def work(run: int) -> None:
-        meeting.begin(run)
-        try:
-            found[run] = works[run]()
-        finally:
-            meeting.leave()
-
-    threads = [threading.Thread(target=work, args=(run,)) for run in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[run] for run in range(len(works))]
 
 
 def main(
@@ -95,13 +70,7 @@ def main(
             for (_, source), (_, target) in zip(one.trainable(), other.trainable(), strict=True):
                 target.data.copy_(source.data)
         sampler = EngineSampler(alone[0], NativeSettings(kv_cache_gib=kv_cache_gib), runs * prompts * group, alone[1:])
-        passes, meetings = JointPasses(joint, settings[0]), list[Meeting]()
-        ask = lambda run: lambda request: meetings[-1].ask(run, request)  # noqa: E731
-        separate = [Updater(*pair, Processes()) for pair in zip(settings, alone, strict=True)]
-        together = [
-            Updater(one, policy, Processes(), JointUpdate(run, passes, ask(run)))
-            for run, (one, policy) in enumerate(zip(settings, joint, strict=True))
-        ]
+        separate, together = Runs(settings, alone, False), Runs(settings, joint, True)
         taken: dict[str, list[float]] = {"rollout": [], "separate": [], "joint": []}
         peaks, difference = {"separate": 0.0, "joint": 0.0}, 0.0
         numbers = np.random.default_rng(0)
@@ -132,11 +101,9 @@ def main(
                 )
             spent, norms = {"rollout": rollout.value}, []
             for name, updaters in (("separate", separate), ("joint", together)):
-                meetings.append(Meeting(runs, lambda _: [], passes))
-                works = [partial(one.update, number, batch) for one, batch in zip(updaters, batches, strict=True)]
                 reset_peak_memory()
                 with seconds() as update:
-                    metrics = in_turns(meetings[-1], works)
+                    metrics = updaters.update(number, batches)
                 peaks[name] = max(peaks[name], peak_memory_bytes())
                 spent[name] = update.value
                 norms.append([one["grad_norm"] for one in metrics])
@@ -154,7 +121,7 @@ def main(
         "step_factor": median((a + b) / (a + c) for a, b, c in pairs),
         "peak_gb": {name: peak / 1e9 for name, peak in peaks.items()},
         "grad_norm_difference": difference,
-        "graphs": passes.graphs is not None,
+        "graphs": together.passes.graphs is not None,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }  # fmt: skip
     print(json.dumps(row))

@@ -205,7 +205,9 @@ def updates(draw):
 def test_each_run_gets_the_gradients_of_its_own_update_in_a_joint_one(inputs, weights, drawn, limit):
     runs = [run for run, *_ in drawn]
     batches = [tiny_trainer.batch(seed, tiny_trainer.MIXED[:groups], longest) for _, seed, longest, groups in drawn]
-    alone, joint = (Runs(inputs, runs, joint, micro_batch_tokens=limit, weights=weights) for joint in (False, True))
+    alone, joint = (
+        Runs.tiny(inputs, runs, joint, micro_batch_tokens=limit, weights=weights) for joint in (False, True)
+    )
     expected, found = alone.update(1, batches), joint.update(1, batches)
     for metrics, other in zip(found, expected, strict=True):
         assert metrics == pytest.approx(other, rel=1e-5, abs=1e-9)

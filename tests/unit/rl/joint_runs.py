@@ -41,21 +41,22 @@ def policies_of(checkpoints, settings, double):
 
 
 class Runs:
-    """The updaters of runs, alone with a base each, or joint."""
+    """The updaters of runs, alone or joint; joint ones share a base."""
 
-    def __init__(self, checkpoints, runs, joint=True, double=True, **changes):
-        settings = [settings_of(run, seed=number, **changes) for number, run in enumerate(runs)]
-        self.meeting = self.passes = None
-        if joint:
-            policies = policies_of(checkpoints, settings, double)
-            self.passes = JointPasses(policies, settings[0])
-        else:
-            policies = [policy for one in settings for policy in policies_of(checkpoints, [one], double)]
+    def __init__(self, settings, policies, joint):
+        self.meeting, self.passes = None, JointPasses(policies, settings[0]) if joint else None
         ask = lambda number: lambda request: self.meeting.ask(number, request)  # noqa: E731
         self.updaters = [
             Updater(one, policy, Processes(), JointUpdate(number, self.passes, ask(number)) if joint else None)
             for number, (one, policy) in enumerate(zip(settings, policies, strict=True))
         ]
+
+    @classmethod
+    def tiny(cls, checkpoints, runs, joint=True, double=True, **changes):
+        """Runs of a tiny policy, which alone have a base each."""
+        settings = [settings_of(run, seed=number, **changes) for number, run in enumerate(runs)]
+        groups = [settings] if joint else [[one] for one in settings]
+        return cls(settings, [policy for each in groups for policy in policies_of(checkpoints, each, double)], joint)
 
     def do(self, works):
         """What each work returns or raises, in the turns of a cohort."""

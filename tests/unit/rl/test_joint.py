@@ -26,7 +26,7 @@ BATCHES = [batch(0), batch(1, longest=3), batch(2, tiny_trainer.MIXED[:2]), batc
 
 @pytest.mark.parametrize("limit", [60, 16384])
 def test_each_run_gets_the_gradients_and_metrics_that_it_has_alone(checkpoints, limit):
-    alone, joint = (Runs(checkpoints, RUNS, joint, micro_batch_tokens=limit) for joint in (False, True))
+    alone, joint = (Runs.tiny(checkpoints, RUNS, joint, micro_batch_tokens=limit) for joint in (False, True))
     for step in (1, 2):
         expected, found = (runs.update(step, BATCHES) for runs in (alone, joint))
         for metrics, other in zip(found, expected, strict=True):
@@ -51,18 +51,18 @@ def sizes(monkeypatch):
 
 def test_runs_share_passes_while_their_rows_have_room(checkpoints, sizes):
     samples = [batch(0), batch(1), batch(2)]
-    Runs(checkpoints, RUNS[:1] * 3, micro_batch_tokens=16384).update(1, samples)
+    Runs.tiny(checkpoints, RUNS[:1] * 3, micro_batch_tokens=16384).update(1, samples)
     # Samples of the completions without a gradient, and those with one.
     assert sizes == [3, 3]
     del sizes[:]
-    Runs(checkpoints, RUNS[:1] * 3, micro_batch_tokens=130).update(1, samples)
+    Runs.tiny(checkpoints, RUNS[:1] * 3, micro_batch_tokens=130).update(1, samples)
     assert sizes == [3, 2, 1]
 
 
 @pytest.mark.parametrize("value", [torch.nan, 1e30])
 def test_what_is_not_finite_in_one_run_reaches_no_other(checkpoints, value):
     """Its weights aren't finite, or they are and its numbers overflow; the others end their update as without it."""
-    joint, other = (Runs(checkpoints, RUNS, double=False) for _ in range(2))
+    joint, other = (Runs.tiny(checkpoints, RUNS, double=False) for _ in range(2))
     expected = other.update(1, BATCHES)
     with torch.no_grad():
         for _, parameter in joint.updaters[1].policy.trainable():
@@ -76,7 +76,7 @@ def test_what_is_not_finite_in_one_run_reaches_no_other(checkpoints, value):
 
 
 def test_the_others_go_on_without_a_run_that_fails_between_its_passes(checkpoints, monkeypatch):
-    joint, other = (Runs(checkpoints, RUNS) for _ in range(2))
+    joint, other = (Runs.tiny(checkpoints, RUNS) for _ in range(2))
     expected = other.update(1, BATCHES)
     failing = joint.updaters[2]
     monkeypatch.setattr(failing, "_loss_mask", lambda _: 1 / 0)
@@ -91,7 +91,9 @@ def test_the_others_go_on_without_a_run_that_fails_between_its_passes(checkpoint
 @pytest.mark.parametrize(("limit", "most"), [(16384, 4), (512, 2)])
 def test_graphs_have_a_segment_of_each_run(checkpoints, sizes, limit, most):
     """A run without a request, as in another run's second update, has one of padding, which adds no gradient."""
-    alone, joint = (Runs(checkpoints, RUNS, joint, double=False, micro_batch_tokens=limit) for joint in (False, True))
+    alone, joint = (
+        Runs.tiny(checkpoints, RUNS, joint, double=False, micro_batch_tokens=limit) for joint in (False, True)
+    )
     captured = []
     record = lambda work: captured.append(work) or work() or work  # noqa: E731
     for one in joint.updaters:
