@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from qerl.models.blocks import NoisyRMSNorm
 from qerl.models.linear import Cohort, weight_of
-from qerl.models.lora import Frozen, LeanLoraLinear, read_lora
+from qerl.models.lora import LeanLoraLinear, read_lora
 from qerl.models.policy import Policy
 
 
@@ -60,26 +60,22 @@ class Segments:
 class _Stack:
     """A tensor of each run, one behind the other: [runs, ...] in the dtype of passes, and its gradient."""
 
-    def __init__(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scales: Sequence[float]) -> None:
+        """The values will be those of the runs times their `scales`."""
         self.values = torch.zeros(shape, dtype=dtype, device=like.device)
         self.grad = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._scales = torch.tensor(scales, dtype=like.dtype, device=like.device)[:, None, None]
 
     def of(self, segments: Segments) -> Tensor:
         """The values of the segments' runs."""
         return self.values if len(segments.runs) == len(self.values) else self.values[segments.index]
 
-    def add_gradient(self, grad: Tensor, segments: Segments, scales: Tensor | None = None) -> None:
-        """Add the gradient of the segments' runs, times the scale [runs] of each."""
-        whole = len(segments.runs) == len(self.values)
-        if scales is not None:
-            scales = (scales if whole else scales[segments.index])[:, None, None]
-        if whole and scales is not None:
-            self.grad.addcmul_(grad, scales)
-        elif whole:
-            self.grad += grad
+    def add_gradient(self, grad: Tensor, segments: Segments) -> None:
+        """Add to the gradient of the segments' runs, by that of the values [runs, ...]."""
+        if len(segments.runs) == len(self.values):
+            self.grad.addcmul_(grad, self._scales)
         else:
-            grad = grad.to(self.grad.dtype)
-            self.grad.index_add_(0, segments.index, grad if scales is None else grad * scales)
+            self.grad.index_add_(0, segments.index, grad * self._scales[segments.index])
 
 
 class _Adapters:
@@ -88,34 +84,32 @@ class _Adapters:
     def __init__(self, layers: Sequence[Sequence[LeanLoraLinear]], dtype: torch.dtype) -> None:
         """`layers` are the same layers of each run."""
         runs = [read_lora(own) for own in layers]
-        self.bases: list[Frozen] = runs[0][0]
-        first = runs[0][1][0]
-        self.rank, count = max(down.shape[0] for _, adapters in runs for down in adapters[::2]), len(runs)
-        self.down = _Stack(first, (count, len(self.bases) * self.rank, first.shape[1]), dtype)
-        self.ups = [_Stack(first, (count, one.base.out_features, self.rank), dtype) for one in self.bases]
-        scales = [[own[place].scale for own, _ in runs] for place in range(len(self.bases))]
-        self.scales = [torch.tensor(each, dtype=first.dtype, device=first.device) for each in scales]
-        #: The tensors of all adapters, with their places in stacks of values and of gradients.
-        self._downs: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._ups: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._factors = [one.scale for frozen, _ in runs for one in frozen]
-        for run, (_, adapters) in enumerate(runs):
-            for place, (down, up) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
-                ranks, stack = slice(place * self.rank, place * self.rank + len(down)), self.ups[place]
-                self._downs.append((down, self.down.values[run, ranks], self.down.grad[run, ranks]))
-                self._ups.append((up, stack.values[run, :, : len(down)], stack.grad[run, :, : len(down)]))
+        self.bases = [one.base for one in runs[0][0]]
+        first, count = runs[0][1][0], len(runs)
+        self.rank = rank = max(down.shape[0] for _, adapters in runs for down in adapters[::2])
+        self.down = _Stack(first, (count, len(self.bases) * rank, first.shape[1]), dtype, [1.0] * count)
+        self.ups = [
+            _Stack(first, (count, base.out_features, rank), dtype, [own[place].scale for own, _ in runs])
+            for place, base in enumerate(self.bases)
+        ]
+        #: A, and B with its scale, of all layers and runs, with their places in the stacks' values.
+        self._downs, self._ups = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor, float]]()
+        #: The gradient of each.
+        self.grads: list[tuple[Tensor, Tensor]] = []
+        for run, (frozen, adapters) in enumerate(runs):
+            for place, (one, down, up) in enumerate(zip(frozen, adapters[::2], adapters[1::2], strict=True)):
+                rows, columns = (run, slice(place * rank, place * rank + len(down))), (run, ..., slice(len(down)))
+                self._downs.append((down, self.down.values[rows]))
+                self._ups.append((up, self.ups[place].values[columns], one.scale))
+                self.grads += [(down, self.down.grad[rows]), (up, self.ups[place].grad[columns])]
         self.sync()
 
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the present adapters."""
-        downs, ups = ([each[:2] for each in side] for side in (self._downs, self._ups))
-        torch._foreach_copy_([to for _, to in downs], [of for of, _ in downs])
-        torch._foreach_copy_([to for _, to in ups], torch._foreach_mul([of for of, _ in ups], self._factors))
-
-    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each adapter's tensors with their gradients."""
-        return ((tensor, grad) for tensor, _, grad in (*self._downs, *self._ups))
+        (downs, to_downs), (ups, to_ups, scales) = (zip(*side, strict=True) for side in (self._downs, self._ups))
+        torch._foreach_copy_(to_downs, downs)
+        torch._foreach_copy_(to_ups, torch._foreach_mul(ups, scales))
 
 
 class _JointProducts(torch.autograd.Function):
@@ -128,11 +122,11 @@ class _JointProducts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, _: Tensor, adapters: _Adapters, segments: Segments) -> tuple[Tensor, ...]:
         shrunk = segments.product(x, adapters.down.of(segments).mT)
         outs = []
-        for one, up, part in zip(adapters.bases, adapters.ups, shrunk.split(adapters.rank, 1), strict=True):
+        for base, up, part in zip(adapters.bases, adapters.ups, shrunk.split(adapters.rank, 1), strict=True):
             out = segments.product(part, up.of(segments).mT)
-            if one.base.bias is not None:
-                out += one.base.bias
-            outs.append(out.addmm_(x, weight_of(one.base, x.dtype).T))
+            if base.bias is not None:
+                out += base.bias
+            outs.append(out.addmm_(x, weight_of(base, x.dtype).T))
         ctx.save_for_backward(x, shrunk)
         ctx.adapters, ctx.segments = adapters, segments
         return tuple(outs)
@@ -143,18 +137,16 @@ class _JointProducts(torch.autograd.Function):
         x, shrunk = ctx.saved_tensors
         adapters, segments = ctx.adapters, ctx.segments
         grad_parts = []
-        for grad, up, part, scales in zip(
-            grads, adapters.ups, shrunk.split(adapters.rank, 1), adapters.scales, strict=True
-        ):
+        for grad, up, part in zip(grads, adapters.ups, shrunk.split(adapters.rank, 1), strict=True):
             grad_parts.append(segments.product(grad, up.of(segments)))
-            up.add_gradient(segments.products_of_columns(grad, part), segments, scales)
-        grad_shrunk = torch.cat(grad_parts, 1) if len(grad_parts) > 1 else grad_parts[0]
+            up.add_gradient(segments.products_of_columns(grad, part), segments)
+        grad_shrunk = torch.cat(grad_parts, 1)
         adapters.down.add_gradient(segments.products_of_columns(grad_shrunk, x), segments)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         grad_x = segments.product(grad_shrunk, adapters.down.of(segments))
-        for one, grad in zip(adapters.bases, grads, strict=True):
-            grad_x.addmm_(grad, weight_of(one.base, grad.dtype))
+        for base, grad in zip(adapters.bases, grads, strict=True):
+            grad_x.addmm_(grad, weight_of(base, grad.dtype))
         return grad_x, None, None, None
 
 
@@ -166,11 +158,8 @@ class JointModel:
         self._trained = [[parameter for _, parameter in policy.trainable()] for policy in policies]
         self._cohort = Cohort([policy.lm for policy in policies])
         self._modules = [m for m in policies[0].lm.modules() if isinstance(m, (LeanLoraLinear, NoisyRMSNorm))]
-        self._norms = {
-            norm: cast(list[NoisyRMSNorm], self._cohort.of(norm))
-            for norm in self._modules
-            if isinstance(norm, NoisyRMSNorm)
-        }
+        norms = [module for module in self._modules if isinstance(module, NoisyRMSNorm)]
+        self._norms: dict[NoisyRMSNorm, list[Any]] = {norm: self._cohort.of(norm) for norm in norms}
         known = {id(parameter) for module in self._modules for parameter in module.parameters()}
         if not all(id(parameter) in known for parameter in self._trained[0]):
             raise ValueError("joint passes train adapters of linear layers, and norms that feed these, alone")
@@ -192,7 +181,7 @@ class JointModel:
             self._stale = False
         try:
             for module in self._modules:
-                module.joint = self if isinstance(module, LeanLoraLinear) else self.normed
+                module.joint = self.products if isinstance(module, LeanLoraLinear) else self.normed
             yield
         finally:
             for module in self._modules:
@@ -227,7 +216,7 @@ class JointModel:
         return self._grads[parameter]
 
     def products(self, x: Tensor, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
-        """See `qerl.models.lora.JointAdapters`."""
+        """The outputs [M, out] of layers with the same x [M, in], by the adapters of each segment's run."""
         key, segments = (layers[0], len(layers), x.dtype), self._of_rows(len(x))
         if key not in self._adapters:
             self._adapters[key] = self._stacked(layers, x.dtype)
@@ -248,7 +237,7 @@ class JointModel:
     def _stacked(self, layers: Sequence[LeanLoraLinear], dtype: torch.dtype) -> _Adapters:
         """The adapters of layers of all runs. Their gradients, to which no pass has added yet, move to the stacks."""
         adapters = _Adapters(list(zip(*map(self._cohort.of, layers), strict=True)), dtype)  # type: ignore[arg-type]
-        for tensor, grad in adapters.gradients():
+        for tensor, grad in adapters.grads:
             if tensor.grad is not None:
                 tensor.grad = grad
             self._grads[tensor] = grad

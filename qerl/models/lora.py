@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def set_keys(modules: Iterable[KeyedDropout], keys: Sequence[Key], lengths: Sequ
 # PEFT's LoRA with leaner forward and backward passes, on dense layers and `PackedLinear`, in PEFT's file format.
 
 
-class Frozen(NamedTuple):
+class _Frozen(NamedTuple):
     """The base layer of an adapter, and the adapter's scale."""
 
     base: Layer
@@ -83,14 +83,14 @@ class Frozen(NamedTuple):
 class _Operands:
     """What the products of layers with the same input read."""
 
-    layers: Sequence[Frozen]
+    layers: Sequence[_Frozen]
     down: Tensor
     """All A stacked, [ranks, in]."""
     ups: Sequence[Tensor]
     """s B of each layer, [out, rank]."""
 
     @classmethod
-    def of(cls, layers: Sequence[Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
+    def of(cls, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype) -> _Operands:
         """Cast A and B of each layer, in order in `adapters`, to `dtype`."""
         ups = [(up * layer.scale).to(dtype) for layer, up in zip(layers, adapters[1::2], strict=True)]
         downs = [down.to(dtype) for down in adapters[::2]]
@@ -118,14 +118,6 @@ class _Operands:
         for layer, grad in zip(self.layers, grads, strict=True):
             grad_x.addmm_(grad, weight_of(layer.base, grad.dtype))
         return grad_x
-
-
-class JointAdapters(Protocol):
-    """Adapters of several runs, each of which has a segment of the rows."""
-
-    def products(self, x: Tensor, layers: Sequence[LeanLoraLinear]) -> tuple[Tensor, ...]:
-        """The outputs [M, out] of layers with the same x [M, in]."""
-        ...
 
 
 class SharedCasts:
@@ -171,7 +163,7 @@ class SharedCasts:
 
     @torch.no_grad()
     def operands(
-        self, key: Any, layers: Sequence[Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
+        self, key: Any, layers: Sequence[_Frozen], adapters: Sequence[Tensor], dtype: torch.dtype
     ) -> _Operands | None:
         """The operands of layers; None if passes make them."""
         large = sum(part.numel() for part in adapters) > self.MOST
@@ -194,7 +186,7 @@ class _LoraProducts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
-        layers: Sequence[Frozen],
+        layers: Sequence[_Frozen],
         shared: _Operands | None,
         *adapters: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -239,8 +231,8 @@ class LeanLoraLinear(LoraLinear):
 
     #: The operands that passes share; None outside of `SharedCasts.unchanged`.
     casts: SharedCasts | None = None
-    #: The adapters of all runs of a joint pass (`qerl.models.joint`); None in other passes.
-    joint: JointAdapters | None = None
+    #: The outputs of layers with the same rows, which are of several runs (`qerl.models.joint`); None in other passes.
+    joint: Callable[[Tensor, Sequence[LeanLoraLinear]], tuple[Tensor, ...]] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in_features] to [..., out_features], in the dtype of the base's output."""
@@ -277,7 +269,7 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows, thinned = (None if t is None else t.flatten(0, -2).to(dtype) for t in (x, dropped))
     if (joint := layers[0].joint) is not None and rows is not None:
-        return tuple(out.unflatten(0, x.shape[:-1]) for out in joint.products(rows, layers))
+        return tuple(out.unflatten(0, x.shape[:-1]) for out in joint(rows, layers))
     frozen, adapters = read_lora(layers)
     casts, key = layers[0].casts, (id(layers[0]), len(layers), layers[0].active_adapters[0])
     shared = casts.operands(key, frozen, adapters, dtype) if casts else None
@@ -285,14 +277,14 @@ def _products(x: Tensor, dropped: Tensor | None, layers: Sequence[LeanLoraLinear
     return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
 
-def read_lora(layers: Sequence[LeanLoraLinear]) -> tuple[list[Frozen], list[Tensor]]:
+def read_lora(layers: Sequence[LeanLoraLinear]) -> tuple[list[_Frozen], list[Tensor]]:
     """The base of each layer, and A and B of each in order."""
-    frozen: list[Frozen] = []
+    frozen: list[_Frozen] = []
     adapters: list[Tensor] = []
     for layer in layers:
         name, base = layer.active_adapters[0], layer.base_layer
         assert isinstance(base, (nn.Linear, PackedLinear))
-        frozen.append(Frozen(base, layer.scaling[name]))
+        frozen.append(_Frozen(base, layer.scaling[name]))
         adapters += [side[name].get_parameter("weight") for side in (layer.lora_A, layer.lora_B)]
     return frozen, adapters
 
