@@ -74,8 +74,9 @@ def main(
         taken: dict[str, list[float]] = {"rollout": [], "separate": [], "joint": []}
         peaks, difference = {"separate": 0.0, "joint": 0.0}, 0.0
         numbers = np.random.default_rng(0)
+        # The same in all rounds, so that graphs of few sizes are captured, as in many steps of a run.
+        lengths = [lognormal_lengths(numbers, tokens // 3, 0.7, tokens, (prompts, group)) for _ in range(runs)]
         for number in range(1, rounds + 3):
-            lengths = [lognormal_lengths(numbers, tokens / 3, 0.7, tokens, (prompts, group)) for _ in range(runs)]
             ids = numbers.integers(10, 100, size=(runs, prompts, prompt)).tolist()
             requests = [
                 Request(
