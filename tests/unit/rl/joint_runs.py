@@ -75,7 +75,7 @@ class Runs:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(500)
         return found
 
     def update(self, step, batches):
@@ -83,7 +83,9 @@ class Runs:
         found = self.do(
             [partial(one.update, step, samples) for one, samples in zip(self.updaters, batches, strict=True)]
         )
-        assert not [error for error in found if isinstance(error, Exception)]
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
         return found
 
     def gradients(self):
