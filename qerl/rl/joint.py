@@ -77,7 +77,9 @@ class JointPasses:
         self._open: _Open | None = None
         #: The updates that read weights which are kept unpacked, and what ends that.
         self._readers, self._unpacked = 0, ExitStack()
-        self._equal: dict[tuple[int, ...], Segments] = {}  # what graphs read stays in place
+        #: By runs and size, what graphs read, which stays in place; and the latest rows, which updates repeat.
+        self._equal: dict[tuple[int, ...], Segments] = {}
+        self._latest: dict[tuple[int, ...], tuple[list[Row], Row]] = {}
         none = torch.zeros(1, 0, dtype=torch.long, device=self._policy.device)
         self._empty = Row(none, none, Packing.of([], [], none.device), none[0])
 
@@ -174,10 +176,13 @@ class JointPasses:
         """Segments and states of rows of a fixed size; a run without a request has a segment of padding."""
         assert self.graphs is not None
         rows = [chosen[run].row if run in chosen else self._empty for run in runs]
-        row = joined([*(row.filled(each) for row in rows[:-1]), rows[-1]])
         key = *runs, each
         if key not in self._equal:
             self._equal[key] = Segments(list(runs), [each] * len(runs), self._policy.device)
+        before, row = self._latest.get(key, ([], self._empty))
+        if not before or any(one is not other for one, other in zip(rows, before, strict=True)):
+            row = joined([*(row.filled(each) for row in rows[:-1]), rows[-1]])
+            self._latest[key] = rows, row
         # A capture records to which tensors gradients are added, those of runs without a request as well.
         absent = [run for run in runs if run not in chosen]
         with self.model.at(self._equal[key]), self.model.gradients_in_place(absent):

@@ -16,7 +16,7 @@ from tests.unit.rl.tiny_trainer import batch
 #: Runs that differ in all that runs of a joint update may differ in: ranks, losses, temperatures, updates a rollout.
 RUNS = [
     {"adapter": {"rank": 4}},
-    {"adapter": {"rank": 1, "alpha": 16}, "loss": {"name": "dapo", "updates_per_rollout": 2}},
+    {"adapter": {"rank": 1, "alpha": 16}, "loss": {"name": "dapo", "updates_per_rollout": 3}},
     {"adapter": {"rank": 7, "alpha": 3}, "loss": {"kl": 0.1, "entropy": 0.1, "mask_truncated": True}, "hot": 1.4},
     {"adapter": {"rank": 4}, "loss": {"name": "gspo", "silent_sample": 1, "correction": "token-truncate"}},
 ]
