@@ -204,6 +204,15 @@ def test_runs_without_a_common_base_or_engine_are_refused(inputs, tmp_path, chan
         train_cohort([*first, *second])
 
 
+def test_joint_updates_that_recompute_blocks_are_equal_to_the_bit(inputs, tmp_path):
+    names = "grpo", "hot"
+    kept = jobs_of(inputs, tmp_path / "kept", names, JOINT, joint_updates=True, steps=2)
+    again = jobs_of(inputs, tmp_path / "again", names, JOINT, joint_updates=True, steps=2, gradient_checkpointing=True)
+    train_cohort(kept), train_cohort(again)
+    for job, other in zip(again, kept, strict=True):
+        assert_equal(job, other)
+
+
 @pytest.mark.parametrize(
     "changes", [{"micro_batch_tokens": 60}, {"adapter": {"targets": ["q_proj"]}}, {"adapter": {"train_norms": False}}]
 )
