@@ -258,7 +258,7 @@ def _require(section: Mapping[str, Any], required: Mapping[str, Any]) -> None:
 #
 # compressed-tensors gives the names: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
 # `weight_global_scale`. ModelOpt names the same codes and scales `weight`, `weight_scale` and `weight_scale_2`. Its
-# last is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors as their `TensorInfo` says.
+# last is the reciprocal of the global scale. `qerl.models.loading` reads tensors as their `TensorInfo` says.
 
 #: What a tensor is made of: the file's values, their reciprocals, the bytes of 8-bit exponents, FP8 values times their
 #: scale, or packed codes that are unpacked because no packed layer may be there.

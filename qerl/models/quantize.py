@@ -36,14 +36,23 @@ from qerl.checkpoints.files import (
     weights_format_of,
 )
 from qerl.checkpoints.layouts import TensorInfo, names_in_files
-from qerl.checkpoints.tensors import converted, finite, stream, write_tensors
 from qerl.data.prompts import TemplateInput, prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.formats.codecs import check_magnitudes, dequantize, tensor_specs
 from qerl.host.console import track
 from qerl.host.provenance import put
-from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
+from qerl.models.loading import (
+    check_tensors,
+    checkpoint_structure,
+    converted,
+    finite,
+    load_model,
+    load_tokenizer,
+    read_packed,
+    stream,
+    write_tensors,
+)
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
 from qerl.settings.models import FORMATS, CalibrationSettings, FormatError, RandomErrorSettings
