@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +135,8 @@ def finite(info: TensorInfo, tensor: Tensor, use: str = "") -> Tensor:
 _GENERATION = "generation_config.json"
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """The parameter or buffer that a tensor of the checkpoint fills."""
-
-    module: nn.Module
-    name: str
+#: The module and name of the parameter or buffer that a tensor of the checkpoint fills.
+_Slot = tuple[nn.Module, str]
 
 
 def config_of(folder: Path) -> PreTrainedConfig:
@@ -198,9 +193,8 @@ def load_model(
     model, slots = _empty_slots(folder, headers, dtype)
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Float32Router))
     for name, tensor in stream(headers, device):
-        slot = slots[name]
         wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
-        _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
+        _fill(slots[name], name, tensor, torch.float32 if wide else dtype, headers[name])
     for layer, module in model.named_modules():
         if isinstance(module, PackedLinear):
             try:
@@ -240,8 +234,7 @@ def check_tensors(folder: Path) -> None:
     headers = read_headers(folder)
     _, slots = _empty_slots(folder, headers, torch.bfloat16)
     for name, info in headers.items():
-        target = getattr(slots[name].module, slots[name].name)
-        if info.shape != target.shape:
+        if info.shape != (target := getattr(*slots[name])).shape:
             raise _mismatch(name, info, target)
     tied = tied_weights(folder)
     if tied and tied[0] in headers:
@@ -343,7 +336,7 @@ def _empty_slots(
     check_layers(folder, headers)
     model: PreTrainedModel = empty_model(config_of(folder), dtype)
     _insert_packed(model, headers, weights_format_of(folder), folder, dtype)
-    slots = {}
+    slots: dict[str, _Slot] = {}
     for prefix, module in model.named_modules():
         stored = {}
         if isinstance(module, PackedLinear):
@@ -352,9 +345,9 @@ def _empty_slots(
         for name in (*module._parameters, *module._buffers):
             if getattr(module, name) is None or name in module._non_persistent_buffers_set:
                 continue
-            slots[f"{prefix}.{stored.get(name, name)}"] = _Slot(module, name)
+            slots[f"{prefix}.{stored.get(name, name)}"] = module, name
         if stored:  # NF4's metadata, which hold an offset, have no tensor of their own without one
-            slots.setdefault(f"{prefix}.{codec.marker}", _Slot(module, "weight_nested_offset"))
+            slots.setdefault(f"{prefix}.{codec.marker}", (module, "weight_nested_offset"))
     _check_names(slots, headers, tied_weights(folder), folder)
     return model, slots
 
@@ -382,22 +375,22 @@ def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: 
 
 def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
     """Store a tensor of the file in its parameter or buffer."""
-    module = slot.module
+    module, own_name = slot
     if name.endswith(CODECS["nf4"].marker):
         try:
             _, offset = read_nf4_state(tensor)
         except FormatError as error:
             raise CheckpointError(f"{info.shard}: {error}") from None
         if offset is not None:
-            setattr(module, slot.name, offset)
+            setattr(module, own_name, offset)
         return
-    target = getattr(module, slot.name)
-    packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
+    target = getattr(module, own_name)
+    packed = isinstance(module, PackedLinear) and own_name in module.packed_names
     fits = tensor.dtype == target.dtype if packed else tensor.is_floating_point()
     if tensor.shape != target.shape or not fits:
         raise _mismatch(name, info, target)
     tensor = tensor if packed else converted(info, tensor, dtype)
-    setattr(module, slot.name, tensor if slot.name in module._buffers else nn.Parameter(tensor))
+    setattr(module, own_name, tensor if own_name in module._buffers else nn.Parameter(tensor))
 
 
 def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:
