@@ -128,7 +128,6 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
 
 def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[str]) -> list[str]:
     """The modules of matrices that stay dense and that the library would take for linear layers: head and routers."""
-
     blocks = {name.partition(".layers.")[0] for name in layers}
     matrices = (name for name, info in headers.items() if name not in layers and len(info.shape) == 2)
     routers = [name for name in matrices if ".layers." in name and name.partition(".layers.")[0] in blocks]
