@@ -19,6 +19,7 @@ from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
 from qerl.kernels.operations import operations
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
+    IDLE,
     PAGE,
     Activation,
     DecodeState,
@@ -501,6 +502,27 @@ class Decoder:
         x = self._through_blocks(self._embedded(state.token[rows]), runs, pool.cache, pool.states, mixing)
         ops.draw(self.logits(x), rows, state, pool.sampling, truncated, replayed)
 
+    def extend(self, ids: Tensor, state: DecodeState, cache: KVCache) -> None:
+        """Write keys and values of tokens `ids` [n] to the cache, several of which may follow each other.
+
+        `state` has a slot for each of them, with the token's position and its sequence's pages and run.
+        """
+        ops, rows = self.operations, torch.arange(len(ids), dtype=torch.int32, device=self.device)
+
+        def attend(qkv: Tensor, block: KVCache, heads: Heads, rope: Rope) -> Tensor:
+            # All tokens are stored before one of them is read: what sees itself alone reads no other. The second
+            # launch stores the same again. Its programs have whole sequences, since those of a split read a page before
+            # the kernel before them has ended.
+            ops.attend(qkv, block, state, rows, rope, replace(heads, window=1), 1)
+            return ops.attend(qkv, block, state, rows, rope, heads, 1)
+
+        def recur(*args: Any) -> Tensor:
+            raise NotImplementedError("a delta net takes the tokens of a sequence one after another")
+
+        runs = state.run if self._row_runs else None
+        # Nothing reads the last block's results.
+        self._through_blocks(self._embedded(ids), runs, cache, None, Mixing(attend, recur), rows[:1])
+
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last norm, at each prompt's last token.
 
@@ -683,6 +705,9 @@ class Pool:
         self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
+        #: Whether `extend` serves, and with it no bit of a completion changes that mustn't: with `all_slots` products
+        #: have as many rows as there are slots, and delta nets advance their states token by token.
+        self.extends = self.states is None and not all_slots
 
     @property
     def nbytes(self) -> int:
@@ -746,6 +771,22 @@ class Pool:
             graph.slots.copy_(written)
         graph.replay()
         return decoder.logits(graph.hidden[: len(prompts)])
+
+    @torch.no_grad()
+    def extend(self, texts: Sequence[Sequence[int]], slots: Sequence[int], ends: Sequence[int]) -> None:
+        """Write keys and values of `texts` to the pages of their `slots`, up to the positions before `ends`.
+
+        Each token is a row of a pass as of a decode step, so that all that a step's attention serves has replies, too.
+        """
+        rows = [
+            (token, slot, position)
+            for text, slot, end in zip(texts, slots, ends, strict=True)
+            for position, token in enumerate(text, end - len(text))
+        ]
+        rows += [(0, self.state.count, IDLE)] * (len(rows) % 2)  # attention can take two rows together
+        ids, owners, positions = upload(rows, torch.int64, self.decoder.device).T
+        state, pages, run = self.state, self.state.pages[owners], self.state.run[owners]
+        self.decoder.extend(ids, replace(state, position=positions.int(), pages=pages, run=run), self.cache)
 
     def _captured_prompts(self, bucket: int, row: Tensor, slots: Tensor | None) -> _PromptGraph:
         decoder, prompts = self.decoder, PromptRow.of(row, bucket, MOST_PROMPTS, None, slots)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ from qerl.rollout.sampler import (
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NativeSettings
 
+Item = TypeVar("Item")
+
 # What the scheduler knows on the host: completions, groups of them, and looks at their progress.
 
 #: The most decode steps between two looks for finished sequences; a look's result arrives while the next steps run.
@@ -55,6 +58,9 @@ def steps_between_looks(weight_bytes: int) -> int:
 
 #: Seconds for which an engine without sequences to decode waits for replies before it looks again.
 _REPLY_WAIT = 0.01
+#: Tokens of replies that come together up to which they take decode steps, which the other sequences need anyway. More
+#: are worth a pass of their own, which reads all weights as a step does.
+_FEW_TOKENS = 8
 
 
 @dataclass
@@ -107,8 +113,8 @@ class DecodeTime:
 class RolloutPhases:
     """Seconds of a rollout on the device by phase, and seconds that the host waited meanwhile.
 
-    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `between`: the device copies
-    results, or is idle until the host launches more. `host_wait`: the host waits for results.
+    `prefill`: prompts with first tokens, and replies, in `prefills` batches. `decode`: by batch size. `between`: the
+    device copies results, or is idle until the host launches more. `host_wait`: the host waits for results.
     """
 
     prefill: float = 0.0
@@ -258,7 +264,7 @@ class Scheduler:
         if not starting:
             return
         self.clock.end("between")
-        for batch in _batches(new_groups, self._prefill_tokens):
+        for batch in _batches(new_groups, [len(group.prompt) for group in new_groups], self._prefill_tokens):
             logits = self._pool.prefill(*zip(*((g.prompt, g.pages, g.row, g.run) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
@@ -462,8 +468,7 @@ class Scheduler:
     def _converse(self, stops: frozenset[int]) -> None:
         """Ask for replies to the turns that have ended, and have the sequences go on whose replies have come.
 
-        A reply's tokens are given to the next decode steps, which the others need anyway. A sequence that has lost its
-        slot has them in its next prefill.
+        A sequence that has lost its slot has its reply in its next prefill.
         """
         if not self._waiting:
             return
@@ -494,7 +499,29 @@ class Scheduler:
                 sequence.drawn = len(sequence.given)
                 self._queue.appendleft(WaitingGroup(run, [*sequence.prompt, *sequence.given], deque([sequence])))
         if resumed:
-            self._place(resumed)
+            self._resume(resumed)
+
+    def _resume(self, sequences: Sequence[DecodedSequence]) -> None:
+        """Have sequences go on in their slots: behind their replies, or where decode steps read the replies."""
+        # What the cache lacks is the last token of the turn, and all of the reply but its last token.
+        texts, pages = {s.index: s.given[s.drawn - 1 : -1] for s in sequences}, self._pool.pages
+        computed = []
+        if self._pool.extends and sum(map(len, texts.values())) > _FEW_TOKENS:
+            for sequence in sequences:
+                missing = pages_of(len(sequence.prompt) + len(sequence.given) - 1) - len(sequence.pages)
+                if missing <= pages.available:  # else decode steps take page after page, also those of others
+                    sequence.pages += pages.take(max(missing, 0))
+                    sequence.drawn = len(sequence.given)
+                    computed.append(sequence)
+        rows, last = self._place(sequences), [s.given[s.drawn - 1] for s in sequences]
+        self._pool.state.token[rows] = upload(last, torch.int64, rows.device)
+        if not computed:
+            return
+        self.clock.end("between")
+        for batch in _batches(computed, [len(texts[s.index]) for s in computed], self._prefill_tokens):
+            ends = [len(s.prompt) + s.drawn - 1 for s in batch]
+            self._pool.extend([texts[s.index] for s in batch], [s.slot for s in batch], ends)
+        self.clock.end("prefill")
 
     def _finish(self, sequence: DecodedSequence) -> None:
         """End a conversation."""
@@ -510,16 +537,16 @@ class Scheduler:
         sequence.slot, sequence.pages = IDLE, []
 
 
-def _batches(groups: Sequence[WaitingGroup], most: int) -> Iterator[list[WaitingGroup]]:
-    """Groups in batches of at most `most` tokens, or of one larger group."""
-    batch: list[WaitingGroup] = []
+def _batches(items: Sequence[Item], lengths: Sequence[int], most: int) -> Iterator[list[Item]]:
+    """Items in batches of at most `most` tokens, or of one longer item."""
+    batch: list[Item] = []
     tokens = 0
-    for group in groups:
-        if batch and tokens + len(group.prompt) > most:
+    for item, length in zip(items, lengths, strict=True):
+        if batch and tokens + length > most:
             yield batch
             batch, tokens = [], 0
-        batch.append(group)
-        tokens += len(group.prompt)
+        batch.append(item)
+        tokens += length
     if batch:
         yield batch
 
@@ -546,7 +573,7 @@ def pages_for(longest: int, sequences: int) -> tuple[int, int]:
 
 # The sampler, whose memory persists between calls.
 
-#: The most prompt tokens that are computed together.
+#: The most tokens of prompts, or of replies, that are computed together.
 PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may use if no size is set.
 FREE_SHARE = 0.6
