@@ -300,6 +300,26 @@ class Attention:
         return mixing.attend(qkv, cache, self.heads, ropes[self.kind])
 
 
+def attend_together(
+    attend: Callable[..., Tensor],
+    state: DecodeState,
+    rows: Tensor,
+    qkv: Tensor,
+    cache: KVCache,
+    heads: Heads,
+    rope: Rope,
+) -> Tensor:
+    """Attention [n, Hq * D] of tokens in slots of their own, several of which may follow each other in a sequence.
+
+    `attend` is that of decode steps, which has the other arguments.
+    """
+    # All tokens are stored before one of them is read, since those that see themselves alone read no other. The second
+    # launch stores the same again. Its programs have whole sequences: those of splits read a page before the kernel
+    # before them has ended.
+    attend(qkv, cache, state, rows, rope, replace(heads, window=1), 1)
+    return attend(qkv, cache, state, rows, rope, heads, 1)
+
+
 class DeltaNet:
     """The gated delta net of a block, by transformers' module of it. `out` is the projection of its results."""
 
@@ -507,21 +527,14 @@ class Decoder:
 
         `state` has a slot for each of them, with the token's position and its sequence's pages and run.
         """
-        ops, rows = self.operations, torch.arange(len(ids), dtype=torch.int32, device=self.device)
-
-        def attend(qkv: Tensor, block: KVCache, heads: Heads, rope: Rope) -> Tensor:
-            # All tokens are stored before one of them is read: what sees itself alone reads no other. The second
-            # launch stores the same again. Its programs have whole sequences, since those of a split read a page before
-            # the kernel before them has ended.
-            ops.attend(qkv, block, state, rows, rope, replace(heads, window=1), 1)
-            return ops.attend(qkv, block, state, rows, rope, heads, 1)
+        rows = torch.arange(len(ids), dtype=torch.int32, device=self.device)
 
         def recur(*args: Any) -> Tensor:
             raise NotImplementedError("a delta net takes the tokens of a sequence one after another")
 
-        runs = state.run if self._row_runs else None
+        mixing = Mixing(partial(attend_together, self.operations.attend, state, rows), recur)
         # Nothing reads the last block's results.
-        self._through_blocks(self._embedded(ids), runs, cache, None, Mixing(attend, recur), rows[:1])
+        self._through_blocks(self._embedded(ids), state.run if self._row_runs else None, cache, None, mixing, rows[:1])
 
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last norm, at each prompt's last token.
