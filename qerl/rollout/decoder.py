@@ -713,9 +713,10 @@ class Pool:
         self._rows = torch.full((bucket_of(slots),), slots, dtype=torch.int32, device=device)
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        #: By (bucket, splits, truncated, replayed), and by bucket of tokens.
+        #: By (bucket, splits, truncated, replayed), and by buckets of tokens.
         self.steps: GraphBySize[Callable[[], None]] = GraphBySize(memory)
         self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
+        self.chunks: GraphBySize[tuple[Tensor, Callable[[], None]]] = GraphBySize(memory)
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
         #: Whether `extend` serves, and with it no bit of a completion changes that mustn't: with `all_slots` products
@@ -796,9 +797,25 @@ class Pool:
             for text, slot, end in zip(texts, slots, ends, strict=True)
             for position, token in enumerate(text, end - len(text))
         ]
-        rows += [(0, self.state.count, IDLE)] * (len(rows) % 2)  # attention can take two rows together
-        ids, owners, positions = upload(rows, torch.int64, self.decoder.device).T
-        state, pages, run = self.state, self.state.pages[owners], self.state.run[owners]
+        sizes = PROMPT_BUCKETS if self.chunks.memory is not None else ()
+        bucket = next((size for size in sizes if size >= len(rows)), None)
+        even = len(rows) + len(rows) % 2  # attention can take two rows together
+        rows += [(0, self.state.count, IDLE)] * ((bucket or even) - len(rows))
+        columns = upload(rows, torch.int64, self.decoder.device).T.contiguous()
+        if bucket is None:
+            self._extend(columns)
+            return
+        # What is captured runs first, and may run again: it writes the same.
+        captured_columns, replay = self.chunks.at(
+            bucket, lambda: (columns, captured(partial(self._extend, columns), self.chunks.memory))
+        )
+        captured_columns.copy_(columns)
+        replay()
+
+    def _extend(self, columns: Tensor) -> None:
+        """Write keys and values of tokens by their ids, slots and positions, `columns` [3, n]."""
+        ids, slots, positions = columns
+        state, pages, run = self.state, self.state.pages[slots], self.state.run[slots]
         self.decoder.extend(ids, replace(state, position=positions.int(), pages=pages, run=run), self.cache)
 
     def _captured_prompts(self, bucket: int, row: Tensor, slots: Tensor | None) -> _PromptGraph:

@@ -58,9 +58,6 @@ def steps_between_looks(weight_bytes: int) -> int:
 
 #: Seconds for which an engine without sequences to decode waits for replies before it looks again.
 _REPLY_WAIT = 0.01
-#: Tokens of replies that come together up to which they take decode steps, which the other sequences need anyway. More
-#: are worth a pass of their own, which reads all weights as a step does.
-_FEW_TOKENS = 8
 
 
 @dataclass
@@ -199,6 +196,9 @@ class Scheduler:
         self._waiting: dict[tuple[int, int], DecodedSequence] = {}
         #: Waiting sequences whose turns have arrived on the host, and whose environments must be asked.
         self._unasked: list[DecodedSequence] = []
+        #: Waiting sequences that have a reply, and the tokens that they could have drawn since.
+        self._replied: list[DecodedSequence] = []
+        self._idled = 0
         #: Downloads in flight: looks (the sequences in the slots, and the slots' positions), and what sequences drew.
         self._looks: deque[tuple[dict[int, DecodedSequence], Download]] = deque()
         self._fetched: deque[tuple[Sequence[DecodedSequence], Download]] = deque()
@@ -482,7 +482,7 @@ class Scheduler:
                 self._finish(sequence)
                 idle = False
         self._unasked.clear()
-        resumed = []
+        self._idled += len(self._replied) * self._look_every
         for run in dict.fromkeys(run for run, _ in self._waiting):
             params = self._requests[run].params
             for number, completion, reply in params.turns.replies(_REPLY_WAIT * idle) if params.turns else ():
@@ -490,33 +490,42 @@ class Scheduler:
                 if not sequence.goes_on(reply, sequence.most):
                     self._finish(sequence)
                     continue
-                del self._waiting[sequence.index]
                 sequence.limit = min(len(sequence.given) + params.limit(number, completion), sequence.most)
-                sequence.drawn = len(sequence.tokens)
-                if sequence.slot != IDLE:
-                    resumed.append(sequence)
-                    continue
-                sequence.drawn = len(sequence.given)
-                self._queue.appendleft(WaitingGroup(run, [*sequence.prompt, *sequence.given], deque([sequence])))
-        if resumed:
-            self._resume(resumed)
+                self._replied.append(sequence)
+        # A pass over replies takes as long as a step with as many rows, in which the others would draw a token each. So
+        # replies wait until they have more tokens than that. Once waiting has cost as much as decode steps would that
+        # read the replies one token at a time, they take those.
+        tokens = sum(len(s.given) - len(s.tokens) for s in self._replied)
+        together = self._pool.extends and tokens > len(self._active)
+        if self._replied and (together or not self._pool.extends or self._idled >= tokens):
+            self._resume(together)
 
-    def _resume(self, sequences: Sequence[DecodedSequence]) -> None:
-        """Have sequences go on in their slots: behind their replies, or where decode steps read the replies."""
-        # What the cache lacks is the last token of the turn, and all of the reply but its last token.
-        texts, pages = {s.index: s.given[s.drawn - 1 : -1] for s in sequences}, self._pool.pages
-        computed = []
-        if self._pool.extends and sum(map(len, texts.values())) > _FEW_TOKENS:
-            for sequence in sequences:
-                missing = pages_of(len(sequence.prompt) + len(sequence.given) - 1) - len(sequence.pages)
-                if missing <= pages.available:  # else decode steps take page after page, also those of others
-                    sequence.pages += pages.take(max(missing, 0))
-                    sequence.drawn = len(sequence.given)
-                    computed.append(sequence)
-        rows, last = self._place(sequences), [s.given[s.drawn - 1] for s in sequences]
+    def _resume(self, together: bool) -> None:
+        """Have sequences go on: behind their replies if these are computed `together`, else where steps read them."""
+        pages, resumed, computed = self._pool.pages, [], []
+        for sequence in self._replied:
+            del self._waiting[sequence.index]
+            sequence.drawn = len(sequence.given)
+            missing = pages_of(len(sequence.prompt) + len(sequence.given) - 1) - len(sequence.pages)
+            if sequence.slot == IDLE:
+                group = WaitingGroup(sequence.index[0], [*sequence.prompt, *sequence.given], deque([sequence]))
+                self._queue.appendleft(group)
+                continue
+            resumed.append(sequence)
+            if together and missing <= pages.available:
+                sequence.pages += pages.take(max(missing, 0))
+                computed.append(sequence)
+            else:  # steps take page after page, also those of others
+                sequence.drawn = len(sequence.tokens)
+        self._replied, self._idled = [], 0
+        if not resumed:
+            return
+        rows, last = self._place(resumed), [s.given[s.drawn - 1] for s in resumed]
         self._pool.state.token[rows] = upload(last, torch.int64, rows.device)
         if not computed:
             return
+        # The cache lacks the last token of the turn, and all of the reply but its last token, which a step reads.
+        texts = {s.index: s.given[len(s.tokens) - 1 : -1] for s in computed}
         self.clock.end("between")
         for batch in _batches(computed, [len(texts[s.index]) for s in computed], self._prefill_tokens):
             ends = [len(s.prompt) + s.drawn - 1 for s in batch]

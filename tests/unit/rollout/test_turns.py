@@ -153,7 +153,7 @@ def test_replies_that_come_together_are_computed_together(policy, monkeypatch, s
     assert_of_stock(policy, groups, turns)
     together = policy.lm.config.model_type == "qwen2" and not settings
     assert bool(passes) == together
-    assert not together or (max(map(len, passes)) > 4 and max(map(max, passes)) > 64 and min(map(sum, passes)) > 8)
+    assert not together or (max(map(len, passes)) > 4 and max(map(max, passes)) > 64)
 
 
 @pytest.mark.parametrize("make", [sampler_of, eager_of])
