@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -792,16 +793,15 @@ class Pool:
 
         Each token is a row of a pass as of a decode step, so that all that a step's attention serves has replies, too.
         """
-        rows = [
-            (token, slot, position)
+        count, sizes = sum(map(len, texts)), PROMPT_BUCKETS if self.chunks.memory is not None else ()
+        bucket = next((size for size in sizes if size >= count), None)
+        padding = (bucket or count + count % 2) - count  # attention can take two rows together
+        tokens = [
+            [text, [slot] * len(text), range(end - len(text), end)]
             for text, slot, end in zip(texts, slots, ends, strict=True)
-            for position, token in enumerate(text, end - len(text))
         ]
-        sizes = PROMPT_BUCKETS if self.chunks.memory is not None else ()
-        bucket = next((size for size in sizes if size >= len(rows)), None)
-        even = len(rows) + len(rows) % 2  # attention can take two rows together
-        rows += [(0, self.state.count, IDLE)] * ((bucket or even) - len(rows))
-        columns = upload(rows, torch.int64, self.decoder.device).T.contiguous()
+        idle = [[0] * padding, [self.state.count] * padding, [IDLE] * padding]
+        columns = upload(np.hstack([*tokens, idle]), torch.int64, self.decoder.device)
         if bucket is None:
             self._extend(columns)
             return

@@ -503,15 +503,15 @@ class Scheduler:
     def _resume(self, together: bool) -> None:
         """Have sequences go on: behind their replies if these are computed `together`, else where steps read them."""
         pages, resumed, computed = self._pool.pages, [], []
-        for sequence in self._replied:
+        for sequence in sorted(self._replied, key=lambda one: -one.index[0]):  # runs as in `_decode`
             del self._waiting[sequence.index]
+            whole = [*sequence.prompt, *sequence.given]
             sequence.drawn = len(sequence.given)
-            missing = pages_of(len(sequence.prompt) + len(sequence.given) - 1) - len(sequence.pages)
             if sequence.slot == IDLE:
-                group = WaitingGroup(sequence.index[0], [*sequence.prompt, *sequence.given], deque([sequence]))
-                self._queue.appendleft(group)
+                self._queue.appendleft(WaitingGroup(sequence.index[0], whole, deque([sequence])))
                 continue
             resumed.append(sequence)
+            missing = pages_of(len(whole) - 1) - len(sequence.pages)
             if together and missing <= pages.available:
                 sequence.pages += pages.take(max(missing, 0))
                 computed.append(sequence)
