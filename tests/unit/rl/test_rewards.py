@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from qerl import __main__
+from qerl.cli import commands
 from qerl.data.records import Problem, parse_record
 from qerl.rl.rewards import (
     Answer,
@@ -80,7 +82,7 @@ def test_explicit_keys_win_over_the_preset():
 
 
 MODULE = """
-import asyncio, math, numpy, torch
+import asyncio, math, numpy, re, sys, time, torch
 
 short = lambda answer, problem: float(answer.tokens < 10 and answer.text.endswith(problem.answer))
 list = lambda answer, problem: [0.5] * answer.tokens
@@ -123,6 +125,19 @@ few = lambda completions, **columns: [1.0]
 one = lambda completions, **columns: 1.0
 text = lambda completions, **columns: ["1.0"] * len(completions)
 raises = lambda completions, **columns: 1 / 0
+unread = lambda answer, problem: int("eighteen")
+leaves = lambda answer, problem: sys.exit(3)
+backtracks = lambda answer, problem: bool(re.match("(a+)+$", "a" * 60 + "b"))
+
+def spins(answer, problem):
+    while True:
+        pass
+
+def swallows(answer, problem):
+    try:
+        time.sleep(3600)
+    except Exception:
+        return 0.0
 """
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 3?"}]
 CHAT = parse_record({"prompt": ASKED, "answer": "18", "level": 2}, "prompt", "here")
@@ -206,9 +221,14 @@ def test_rewards_that_wait_run_side_by_side(module):
         return own(f"{module}:waits", tokens=(5, 6))
 
     assert asyncio.run(in_a_notebook()) == [0, 1]
-    for name in ("hangs", "hangs_each"):
-        with pytest.raises(ConfigError, match=rf"reward\.functions\.own {module}:{name} wasn't done after 0\.1 s"):
-            own(f"{module}:{name}", timeout=0.1)
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_each", "spins", "swallows", "backtracks"])
+def test_a_reward_that_hangs_is_stopped_with_its_place(module, name):
+    """None of them returns within the test's own limit."""
+    told = rf"^reward\.functions\.own {module}:{name} wasn't done after 0\.1 s .*line .*$"
+    with pytest.raises(ConfigError, match=told):
+        own(f"{module}:{name}", timeout=0.1)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +243,7 @@ def test_rewards_that_wait_run_side_by_side(module):
         ("few", ValueError, "returned 1 values for problems .* at step 4; it must return a list of 2"),
         ("one", ValueError, r"returned 1\.0 for problems .*; it must return a list of 2"),
         ("lacking", ConfigError, "asks for 'solution', which no column of the records is called; .* answer, level"),
+        ("leaves", ConfigError, "ended the process with code 3 for problem .* at step 4"),
         ("broken", KeyError, f"raised this for problem {CHAT.id} at step 4"),
         ("raises", ZeroDivisionError, f"raised this for problems {CHAT.id} to {CHAT.id} at step 4"),
     ],
@@ -233,6 +254,13 @@ def test_what_is_no_number_for_each_is_an_error_that_names_function_problem_and_
         own(f"{module}:{name}", tokens=(5, 6), problem=CHAT)
     said = f"{raised.value} {getattr(raised.value, '__notes__', '')}"
     assert re.search(rf"reward\.functions\.own {module}:{name} {message}", said)
+
+
+def test_an_error_of_a_reward_is_no_sentence_of_ours(module, monkeypatch):
+    """A ValueError of the user's would else be told without the place that it comes from."""
+    monkeypatch.setattr(commands, "app", lambda: own(f"{module}:unread"))
+    with pytest.raises(ValueError, match="eighteen"):
+        __main__.main()
 
 
 def test_all_who_ask_whether_rewards_are_equal_get_one_answer():

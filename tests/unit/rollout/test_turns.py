@@ -118,25 +118,24 @@ def assert_of_stock(policy, groups, turns):
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), alone.double(), atol=near, rtol=0)
 
 
-@pytest.mark.parametrize(("make", "room"), [(sampler_of, (8,)), (sampler_of, (3,)), (eager_of, (8,)), (eager_of, (4,))])
-def test_turns_have_the_masks_and_logprobs_of_the_whole_text(policy, make, room):
-    groups, turns = drawn(policy, make, room)
-    assert_of_stock(policy, groups, turns)
-    lengths = [len(completion.turns) for group in groups for completion in group]
-    assert len(set(lengths)) > 1
-    assert {completion.finished for group in groups for completion in group} == {True, False}
-
-
-@pytest.mark.parametrize(("room", "delay"), [((8,), 3), ((3,), 20), ((8,), 200), ((8, 8), 20)])
-def test_what_waits_changes_no_token_and_others_go_on(policy, crowded, room, delay):
-    """Where the cache is short, what waits gives its pages to others."""
+@pytest.mark.parametrize(
+    ("make", "room", "delay"),
+    [
+        *((sampler_of, room, delay) for room, delay in (((3,), 0), ((8,), 3), ((3,), 20), ((8,), 200), ((8, 8), 20))),
+        *((eager_of, room, 0) for room in ((8,), (4,))),
+    ],
+)
+def test_turns_have_the_masks_and_logprobs_of_the_whole_text_whatever_waits(policy, crowded, make, room, delay):
+    """What waits changes no token. Where the cache is short, it gives its pages to others."""
     if room == (8, 8) and policy.lm.config.model_type != "qwen2":
         pytest.skip("slots of delta nets have the pages of their longest sequences")
-    expected, _ = drawn(policy, sampler_of)
-    groups, turns = drawn(policy, sampler_of, room, Counted(delay))
-    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in expected]
+    groups, turns = drawn(policy, make, room, Counted(delay))
     assert_of_stock(policy, groups, turns)
     assert bool(crowded) == (room == (8, 8))
+    expected, _ = drawn(policy, make)
+    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in expected]
+    assert len({len(completion.turns) for group in groups for completion in group}) > 1
+    assert {completion.finished for group in groups for completion in group} == {True, False}
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=str)
