@@ -720,8 +720,9 @@ class Pool:
         self.chunks: GraphBySize[tuple[Tensor, Callable[[], None]]] = GraphBySize(memory)
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
-        #: Whether `extend` serves, and with it no bit of a completion changes that mustn't: with `all_slots` products
-        #: have as many rows as there are slots, and delta nets advance their states token by token.
+        #: Whether replies may be computed by `extend`, and not by decode steps alone. Delta nets advance their states
+        #: token by token. With `all_slots` a completion has the bits that it has alone, and products of a pass over
+        #: replies would round them by the number of replies.
         self.extends = self.states is None and not all_slots
 
     @property
@@ -791,7 +792,7 @@ class Pool:
     def extend(self, texts: Sequence[Sequence[int]], slots: Sequence[int], ends: Sequence[int]) -> None:
         """Write keys and values of `texts` to the pages of their `slots`, up to the positions before `ends`.
 
-        Each token is a row of a pass as of a decode step, so that all that a step's attention serves has replies, too.
+        Each token is a row, as a sequence is in a decode step. So replies have whatever attention steps have.
         """
         count, sizes = sum(map(len, texts)), PROMPT_BUCKETS if self.chunks.memory is not None else ()
         bucket = next((size for size in sizes if size >= count), None)
