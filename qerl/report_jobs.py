@@ -246,6 +246,14 @@ class ReportedJob(Job):
     """The name of the table or figure, or else of the configuration."""
     results: Path
     """A file with the path of a stored result a line."""
+    heading: ClassVar[str]
+    """The category in Snakemake's report, which sorts them by name, of what isn't beside the paper's numbers."""
+
+    @property
+    def category(self) -> str:
+        """The category of a table or figure in Snakemake's report."""
+        main = "1 Main table" if self.name == "accuracy" and isinstance(self, TableJob) else self.heading
+        return printed.CATEGORY if self.name in printed.NAMES else main
 
     @classmethod
     def make(cls, plan: Plan, name: str) -> Job:
@@ -262,6 +270,7 @@ class TableJob(ReportedJob):
     place: ClassVar[str] = "tables"
     writes: ClassVar[tuple[str, ...]] = tuple(f"{{table}}.{end}" for end in ("csv", "md", "tex", "html", "txt"))
     kind: str = "table"
+    heading: ClassVar[str] = "2 Tables"
 
     @classmethod
     def names(cls, plan: Plan) -> list[str]:
@@ -279,6 +288,7 @@ class FigureJob(ReportedJob):
     place: ClassVar[str] = "figures"
     writes: ClassVar[tuple[str, ...]] = tuple(f"{{figure}}{end}" for end in (".png", ".svg", paths.NARROW, ".txt"))
     kind: str = "figure"
+    heading: ClassVar[str] = "3 Figures"
 
     @classmethod
     def names(cls, plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from qerl.checkpoints.files import context_length, read_config, read_headers
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.data.hub import with_locked_revisions
+from qerl.data.hub import check_pinned, with_locked_revisions
 from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
@@ -29,7 +30,7 @@ from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
-from qerl.workflow.checks import check_inputs, check_run, written_as
+from qerl.workflow.checks import check_inputs, check_jobs_here, check_run, written_as
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
 
@@ -461,6 +462,23 @@ def _check_paths(plan: Plan) -> None:
                 f"`{key}`: Snakemake takes braces for a wildcard, and {path} has some; rename it, or give a link to it "
                 "whose name has none"
             )
+
+
+def check_start(plan: Plan, workflow: Any) -> None:
+    """Raise ValueError for what jobs would fail with later, as Snakemake (its `workflow`) is about to start them.
+
+    Prints the settings that were chosen by a model.
+    """
+    check_pinned(plan.config, " ".join(map(str, workflow.configfiles)))
+    deployment = {str(method) for method in workflow.deployment_settings.deployment_method}
+    if "apptainer" in deployment and not os.environ.get("QERL_IMAGE"):
+        raise ConfigError("--sdm apptainer needs an image: set QERL_IMAGE to its file or address, see Containerfile")
+    if not deployment:  # with one, jobs have environments of their own
+        check_jobs_here(plan)
+    if workflow.local_exec:
+        check_machines(plan)
+    for line in fitting(plan):
+        print(line, file=sys.stderr)
 
 
 def check_machines(plan: Plan) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from inspect import signature
 from pathlib import Path
@@ -48,6 +49,17 @@ def parse_job(text: str) -> Job:
     if kind not in KINDS:
         raise ConfigError(f"kind {kind!r} is no job; use one of {', '.join(KINDS)}")
     return KINDS[kind].model_validate_json(text)
+
+
+@contextmanager
+def in_a_sentence() -> Iterator[None]:
+    """A context in which a mistake in the configuration is an error that Snakemake prints as a sentence."""
+    from snakemake.exceptions import WorkflowError
+
+    try:
+        yield
+    except ValueError as error:
+        raise WorkflowError(str(error)) from None
 
 
 def with_signature(function: Function) -> Function:

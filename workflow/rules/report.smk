@@ -4,8 +4,6 @@
 rule list_results:
     output:
         PLAN.listed,
-    log:
-        "<logs>/list_results.log",
     localrule: True
     params:
         paths=list(map(str, listed_results(PLAN))),
@@ -35,9 +33,7 @@ use rule job as tables with:
         html=report(
             output_of("table", "{table}.html"),
             caption="../report/table.rst",
-            category=lambda wildcards: category(
-                wildcards.table, "1 Main table" if wildcards.table == "accuracy" else "2 Tables"
-            ),
+            category=of("table", lambda job: job.category),
             labels={"table": "{table}"},
         ),
         caption=output_of("table", "{table}.txt"),
@@ -55,7 +51,7 @@ use rule tables as figures with:
         png=report(
             output_of("figure", "{figure}.png"),
             caption="../report/figure.rst",
-            category=lambda wildcards: category(wildcards.figure, "3 Figures"),
+            category=of("figure", lambda job: job.category),
             labels={"figure": "{figure}"},
         ),
         svg=output_of("figure", "{figure}.svg"),
