@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -45,6 +45,7 @@ from qerl.results.printed import CURVE_FIGURES
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
 from qerl.results.store import read
+from qerl.settings.workflow import flat
 
 #: Makes the address of samples from the parts of their place.
 Addresses = Callable[..., str]
@@ -86,13 +87,13 @@ def _joined(status: str, reason: str) -> str:
 
 def settings_tables(runs: Sequence[RunResult]) -> dict[str, pd.DataFrame]:
     """The settings in which arms differ, one row per arm, and those that all runs share apart from defaults."""
-    values = [dict(_flat(run.settings.model_dump(mode="json"))) for run in runs]
-    given = dict.fromkeys(key for run in runs for key, _ in _flat(run.settings.model_dump(exclude_defaults=True)))
-    differing = {key for key in given if key != "seed" and len({flat.get(key) for flat in values}) > 1}
+    values = [{key: _text(one) for key, one in flat(run.settings.model_dump(mode="json")).items()} for run in runs]
+    given = dict.fromkeys(key for run in runs for key in flat(run.settings.model_dump(exclude_defaults=True)))
+    differing = {key for key in given if key != "seed" and len({of_run.get(key) for of_run in values}) > 1}
     arms = []
-    for run, flat in zip(runs, values, strict=True):
+    for run, of_run in zip(runs, values, strict=True):
         arm = {"experiment": run.experiment, "arm": run.arm, "grid": variant(run.varied)}
-        arms.append(arm | {key: flat.get(key, "") for key in given if key in differing})
+        arms.append(arm | {key: of_run.get(key, "") for key in given if key in differing})
     shared = [{"setting": key, "value": values[0][key]} for key in given if key not in differing | {"seed"}]
     return {
         "Settings by arm; all others are equal": pd.DataFrame(arms).drop_duplicates(),
@@ -100,16 +101,8 @@ def settings_tables(runs: Sequence[RunResult]) -> dict[str, pd.DataFrame]:
     }
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys, and values as text."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", _text(value)
-
-
 def _text(value: Any) -> str:
+    """A value of a setting as text."""
     match value:
         case None:
             return "none"

@@ -28,6 +28,8 @@ class Workload(Part):
     bench: ClassVar[str]
     #: The function that measures it, as `module:name`, by engine or system.
     does: ClassVar[dict[str, str]]
+    #: What tells points apart whose files have timed calls alone (`qerl.results.speeds.CallsResult`).
+    axes: ClassVar[tuple[str, ...]] = ()
 
     size: str
     weights: WeightFormat
@@ -68,6 +70,7 @@ class Prompting(Workload):
 
     bench: ClassVar[str] = "prompts"
     does: ClassVar[dict[str, str]] = {"native": "qerl.bench.native:measure_prompts"}
+    axes: ClassVar[tuple[str, ...]] = ("prompts", "tokens")
     repeats: int = 7
     """Timed calls, besides the first."""
 

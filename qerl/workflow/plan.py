@@ -28,7 +28,7 @@ from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, 
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
+from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, flat, harness_of, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
 from qerl.workflow.checks import check_inputs, check_jobs_here, check_run, written_as
 
@@ -183,20 +183,12 @@ def fitting(plan_: Plan) -> list[str]:
         of = traits(model.path)
         where = "with a GPU" if of.gpu else "without a GPU"
         length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
+        values = flat(run.settings.model_dump())
         lines += [
             f"{model.path}: {of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:",
-            *(f"  {line}" for line in _dotted(chosen(of)["run"], run.settings.model_dump())),
+            *(f"  {key}: {values[key]}" for key in flat(chosen(of)["run"])),
         ]
     return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
-
-
-def _dotted(keys: Mapping[str, Any], values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The values of these keys, which may be nested, as "key.key: value"."""
-    for key, inner in keys.items():
-        if isinstance(inner, Mapping):
-            yield from _dotted(inner, values[key], f"{above}{key}.")
-        else:
-            yield f"{above}{key}: {values[key]}"
 
 
 # The runs of an experiment: one for each arm and point of its grid.
