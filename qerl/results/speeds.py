@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, get_args
@@ -274,9 +275,8 @@ class CallsResult(Measurement, Generic[W]):
 
     @property
     def keys(self) -> Sequence[Any]:
-        """The numbers on the axes."""
-        axes = self.work.axes
-        return [tuple(getattr(point, axis) for axis in axes) for point in self.points]
+        """The numbers on the axes, as tuples if there are several."""
+        return [*map(attrgetter(*self.work.axes), self.points)]
 
     @model_validator(mode="after")
     def _points_lie_on_the_axes(self) -> Self:
