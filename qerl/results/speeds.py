@@ -11,7 +11,7 @@ from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
@@ -29,7 +29,6 @@ from qerl.settings.workloads import (
     Mix,
     StepWork,
     TrlStep,
-    W,
     Workload,
     with_kernels,
 )
@@ -253,6 +252,8 @@ class DecodeResult(Measurement):
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
+Calls = TypeVar("Calls", bound=Workload)
+
 
 class CallsPoint(Stored):
     """Seconds of a point's calls, without the first one; a failed point has none. The workload's axes are keys, too."""
@@ -265,10 +266,10 @@ class CallsPoint(Stored):
     reserved_bytes: Number | None = None
 
 
-class CallsResult(Measurement, Generic[W]):
+class CallsResult(Measurement, Generic[Calls]):
     """Timed calls of a workload with `axes`, such as points/prompts-*.json, with one file per (size, weights, rank)."""
 
-    work: W
+    work: Calls
     sampler: str
     gpu: GpuState | None
     points: list[CallsPoint]
