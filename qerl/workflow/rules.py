@@ -145,17 +145,23 @@ class Jobs:
             **others,
         }
 
-    def params(self, kind: str) -> dict[str, Callable[..., Any]]:
+    def params(self, kind: str = "") -> dict[str, Callable[..., Any]]:
         """The parameters of a rule: its job as JSON, and what decides the job's result.
 
+        The job is of a kind, or of the one kind that has the rule's wildcard.
         Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as the JSON's does.
         So a job reruns for its settings and those of what it reads, its code, and the content of the user's files.
         """
+        kinds = {RULES[one].wildcard(): one for one in self.names}
+
+        def call(wildcards: Any) -> Call:
+            return kind or kinds[next(iter(wildcards.keys()))], *wildcards
+
         return {
-            "job": with_signature(lambda wildcards, input: self.job(kind, *wildcards).model_dump_json()),
-            "decides": with_signature(lambda wildcards: self.deciding(kind, *wildcards)),
-            "code": self.value(kind, lambda job: job.code),
-            "content": with_signature(lambda wildcards: self.content(kind, *wildcards)),
+            "job": with_signature(lambda wildcards, input: self.job(*call(wildcards)).model_dump_json()),
+            "decides": with_signature(lambda wildcards: self.deciding(*call(wildcards))),
+            "code": with_signature(lambda wildcards: self.job(*call(wildcards)).code),
+            "content": with_signature(lambda wildcards: self.content(*call(wildcards))),
         }
 
     @property

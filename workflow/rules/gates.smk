@@ -19,8 +19,6 @@ use rule job as gate_stored with:
         output_of("stored"),
     log:
         "<logs>/gates/stored/{stored}.log",
-    params:
-        **job_params("stored"),
 
 
 # This rule takes the whole machine, so that nothing else runs beside it.

@@ -39,8 +39,6 @@ use rule job as tables with:
         caption=output_of("table", "{table}.txt"),
     log:
         "<logs>/tables/{table}.log",
-    params:
-        **job_params("table"),
 
 
 use rule tables as figures with:
@@ -59,8 +57,6 @@ use rule tables as figures with:
         caption=output_of("figure", "{figure}.txt"),
     log:
         "<logs>/figures/{figure}.log",
-    params:
-        **job_params("figure"),
 
 
 use rule job as samples_page with:

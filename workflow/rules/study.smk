@@ -26,8 +26,6 @@ use rule gpu_job as measure_dose with:
         "<logs>/study/dose-{model}.log",
     resources:
         **gpus("dose", mem_mb=8000, runtime=60),
-    params:
-        **job_params("dose"),
 
 
 use rule gather_study as study_page with:
