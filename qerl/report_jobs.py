@@ -179,6 +179,7 @@ class ShapesJob(Job):
     does: ClassVar[str] = "qerl.report.speed_tables:write_shapes"
     place: ClassVar[str] = "tables"
     kind: str = "shapes"
+    heading: ClassVar[str] = "6 Shapes"
     files: list[Path]
     """Files of points that are measured, here or elsewhere. They are no input, as they would start measurements."""
 
@@ -246,14 +247,13 @@ class ReportedJob(Job):
     """The name of the table or figure, or else of the configuration."""
     results: Path
     """A file with the path of a stored result a line."""
-    heading: ClassVar[str]
-    """The category in Snakemake's report, which sorts them by name, of what isn't beside the paper's numbers."""
 
     @property
     def category(self) -> str:
-        """The category of a table or figure in Snakemake's report."""
-        main = "1 Main table" if self.name == "accuracy" and isinstance(self, TableJob) else self.heading
-        return printed.CATEGORY if self.name in printed.NAMES else main
+        """What is beside the paper's numbers, and the main table, have categories of their own."""
+        if self.kind in ("table", "figure") and self.name in printed.NAMES:
+            return printed.CATEGORY
+        return "1 Main table" if (self.kind, self.name) == ("table", "accuracy") else self.heading
 
     @classmethod
     def make(cls, plan: Plan, name: str) -> Job:
@@ -315,6 +315,7 @@ class ReportJob(ReportedJob):
     does: ClassVar[str] = "qerl.report.page:write_report"
     place: ClassVar[str] = paths.REPORT_PAGE
     kind: str = "report"
+    heading: ClassVar[str] = "0 Report"
     main: Path | None
     """The accuracy table (.csv), with which the report begins; none without evaluations."""
     tables: list[Path]
@@ -493,6 +494,7 @@ class PageJob(Job):
     place: ClassVar[str] = "study/{scope}"
     writes: ClassVar[tuple[str, ...]] = (paths.STUDY_PAGE, paths.STUDY_PARTS)
     kind: str = "page"
+    heading: ClassVar[str] = "7 Study"
     data: list[Path]
     """The folders of the Parquet files. Each has some of the runs."""
     doses: list[Path]
@@ -626,6 +628,7 @@ class VerdictJob(Job):
     place: ClassVar[str] = paths.GATES
     writes: ClassVar[tuple[str, ...]] = (paths.MEASURED, paths.VERDICT, paths.VERDICT_TABLE)
     kind: str = "verdict"
+    heading: ClassVar[str] = "5 Gates"
     settings: GateSettings
     key: str
     """A hash of the workload."""

@@ -130,6 +130,10 @@ class Jobs:
         job_class = RULES[kind]
         return [job_class.path(self.plan, file=file)] if file else job_class.outputs(self.plan)
 
+    def shown(self, kind: str) -> dict[str, Any]:
+        """The caption and category in Snakemake's report of what a rule's job writes."""
+        return {"caption": f"../report/{kind}.rst", "category": self.value(kind, lambda job: job.category)}
+
     def value(self, kind: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A value of a rule's job, by the rule's wildcards."""
         return with_signature(lambda wildcards: value(self.job(kind, *wildcards)))

@@ -30,12 +30,7 @@ use rule job as tables with:
         csv=output_of("table", "{table}.csv"),
         md=output_of("table", "{table}.md"),
         tex=output_of("table", "{table}.tex"),
-        html=report(
-            output_of("table", "{table}.html"),
-            caption="../report/table.rst",
-            category=of("table", lambda job: job.category),
-            labels={"table": "{table}"},
-        ),
+        html=report(output_of("table", "{table}.html"), labels={"table": "{table}"}, **shown("table")),
         caption=output_of("table", "{table}.txt"),
     log:
         "<logs>/tables/{table}.log",
@@ -46,12 +41,7 @@ use rule tables as figures with:
         rules.collect_results.output,
         **input_of("figure", "printed"),
     output:
-        png=report(
-            output_of("figure", "{figure}.png"),
-            caption="../report/figure.rst",
-            category=of("figure", lambda job: job.category),
-            labels={"figure": "{figure}"},
-        ),
+        png=report(output_of("figure", "{figure}.png"), labels={"figure": "{figure}"}, **shown("figure")),
         svg=output_of("figure", "{figure}.svg"),
         narrow=output_of("figure", f"{{figure}}{paths.NARROW}"),
         caption=output_of("figure", "{figure}.txt"),
@@ -79,7 +69,7 @@ use rule job as write_report with:
         rules.collect_results.output,
         **input_of("report", "shown"),
     output:
-        report(output_of("report"), caption="../report/report.rst", category="0 Report"),
+        report(output_of("report"), **shown("report")),
     log:
         "<logs>/write_report.log",
     params:
