@@ -114,10 +114,8 @@ def run_settings(work: StepWork, asked: EngineStep) -> RunSettings:
 def _step(trainer: Trainer, watched: _Watched, work: StepWork, number: int) -> TimedStep:
     row = trainer.step(number, (number - 1) * work.prompts)
     workloads.check_drawn(work, int(row["completion_tokens"]))
-    if row["silent/completions"] < workloads.equal_prompts(work) * work.group_size:
-        raise RuntimeError(
-            f"fewer than {workloads.equal_prompts(work)} groups of a step had no gradient: its time says nothing"
-        )
+    if row["silent/completions"] < work.equal_prompts * work.group_size:
+        raise RuntimeError(f"fewer than {work.equal_prompts} groups of a step had no gradient: its time says nothing")
     if not row["grad_norm"]:
         raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
     taken = {name: row[f"seconds/{name}"] for name in SECONDS}
@@ -164,7 +162,7 @@ def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path
     drawn = workloads.questions(tokenizer, workloads.steps_of(work) * work.prompts, work.prompt)
     # A run takes problems by a permutation.
     places = [problem_index(len(drawn), settings.seed, number) for number in range(len(drawn))]
-    equal = {place for number, place in enumerate(places) if workloads.is_equal(work, number)}
+    equal = {place for number, place in enumerate(places) if work.is_equal(number)}
     problems = [workloads.problem(question, number, number in equal) for number, question in enumerate(drawn)]
     watched = _Watched(
         make_sampler(policy, settings.rollout), workloads.completion_lengths(work) if work.median else None

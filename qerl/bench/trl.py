@@ -179,7 +179,7 @@ def _trainer(work: StepWork, asked: TrlStep, checkpoint: Path, folder: Path) -> 
         args=_config(work, asked, folder),
         train_dataset=Dataset.from_list(
             [
-                {"prompt": [{"role": "user", "content": question}], "equal": workloads.is_equal(work, number)}
+                {"prompt": [{"role": "user", "content": question}], "equal": work.is_equal(number)}
                 for number, question in enumerate(drawn)
             ]
         ),

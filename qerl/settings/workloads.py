@@ -146,6 +146,16 @@ class StepWork(Workload, StepLengths):
         """Number of completions per step."""
         return self.prompts * self.group_size
 
+    @property
+    def equal_prompts(self) -> int:
+        """The number of a step's prompts whose completions earn the same."""
+        return round(self.equal_groups * self.prompts)
+
+    def is_equal(self, number: int) -> bool:
+        """Whether the completions of the question `number`, counted over all steps, earn the same; evenly spread."""
+        place = number % self.prompts
+        return (place + 1) * self.equal_prompts // self.prompts > place * self.equal_prompts // self.prompts
+
 
 class EngineStep(Part):
     """This project's settings of a GRPO step."""

@@ -30,7 +30,14 @@ from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
 from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, flat, harness_of, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
-from qerl.workflow.checks import check_inputs, check_jobs_here, check_run, written_as
+from qerl.workflow.checks import (
+    check_engines,
+    check_inputs,
+    check_interpreter,
+    check_local_models,
+    check_run,
+    written_as,
+)
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
 
@@ -466,18 +473,14 @@ def check_start(plan: Plan, workflow: Any) -> None:
     if "apptainer" in deployment and not os.environ.get("QERL_IMAGE"):
         raise ConfigError("--sdm apptainer needs an image: set QERL_IMAGE to its file or address, see Containerfile")
     if not deployment:  # with one, jobs have environments of their own
-        check_jobs_here(plan)
-    if workflow.local_exec:
-        check_machines(plan)
-    for line in fitting(plan):
-        print(line, file=sys.stderr)
-
-
-def check_machines(plan: Plan) -> None:
-    """Raise `ConfigError` if a run needs several machines, for a Snakemake that starts its jobs on this one."""
-    for run in plan.runs.values():
+        check_interpreter()
+        check_engines(plan)
+        check_local_models(plan)
+    for run in plan.runs.values() if workflow.local_exec else ():
         if run.settings.nodes > 1:
             raise ConfigError(
                 f"experiment {run.experiment}, arm {run.arm}: nodes={run.settings.nodes} needs a cluster; use a "
                 "profile such as profiles/slurm, or set nodes=1"
             )
+    for line in fitting(plan):
+        print(line, file=sys.stderr)
