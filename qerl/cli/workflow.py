@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl.host.console import VisibleConsole, visible, wrapped
 from qerl.host.imports import imports
-from qerl.host.lease import WHOLE, alone, devices, join_free_memory, keep_to_own_cores, lease, percent_of_each
+from qerl.host.lease import alone, devices, join_free_memory, keep_to_own_cores, lease
 from qerl.host.provenance import check_writable, writing
 from qerl.jobs import Job, KilledError, Plan
 from qerl.report_jobs import PointJob
@@ -70,41 +70,29 @@ def show(table: Table) -> None:
 
 def rule(
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job as JSON, as `qerl.workflow` makes it.")],
-    gpu_percent: Annotated[
-        int | None, typer.Option(help="Lease this part of a GPU and of its memory. Default: the job's GPUs, whole.")
-    ] = None,
 ) -> None:
     """Do a job of the workflow: parse it, and call the function that its kind names."""
     try:
-        run_job(parse_job(job), gpu_percent)
+        run_job(parse_job(job))
     except KilledError as error:
         print_error(error)
         raise typer.Exit(128 + signal.SIGKILL) from None  # as if this process were: the rule tries it again
 
 
-def run_job(job: Job, gpu_percent: int | None = None) -> None:
-    """Run a job with its GPUs and its lock.
-
-    `gpu_percent` is the part of a GPU that the job leases, whose memory it may use; None leases its GPUs whole.
-    """
+def run_job(job: Job) -> None:
+    """Run a job with its GPUs and its lock."""
     check_writable(job.out)
-    # A run's job that only takes what a cohort has finished has no GPU, whatever part of one the profile gives it.
-    percent = percent_of_each(job.gpus, gpu_percent if job.gpus else None)
     visible = [*devices()] if job.own_cores else []
     with ExitStack() as held:
         for lock in job.locks:  # before the GPU, which a job that outlived a killed Snakemake may still have
             held.enter_context(alone(*lock))
-        gpus = held.enter_context(lease(job.gpus, percent))
+        gpus = held.enter_context(lease(job.gpus))
         if job.own_cores and gpus:
             keep_to_own_cores(gpus, visible)
         module, _, name = job.function.partition(":")
         if job.joins_free_memory:
             join_free_memory()
         with imports(job.without):
-            if gpus and percent < WHOLE:
-                from qerl.host.gpus import cap_share  # imports torch, which must not see the other GPUs
-
-                cap_share(percent / WHOLE)
             function = getattr(import_module(module), name)
         with writing(job.out):
             function(job)

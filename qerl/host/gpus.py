@@ -79,32 +79,19 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
+# The KV cache and the choice of what to recompute follow the cap, so that a larger GPU can stand in for a smaller one.
 def cap_memory(gigabytes: float) -> None:
     """Limit this process's GPU memory to `gigabytes` (10^9 bytes); call it before the first allocation.
 
-    Raises ValueError on a machine without a GPU, or with a smaller one.
+    CUDA's own context, some half a gigabyte, isn't counted. Raises ValueError on a machine without a GPU, or with a
+    smaller one.
     """
     if not torch.cuda.is_available():
         raise ValueError("only a GPU's memory can be capped; remove the cap")
     _, total = torch.cuda.mem_get_info()
     if gigabytes * 1e9 > total:
         raise ValueError(f"this GPU has {total / 1e9:.0f} GB, less than the cap of {gigabytes:g}; lower the cap")
-    cap_share(gigabytes * 1e9 / total)
-
-
-# The KV cache and the choice of what to recompute follow the cap, so that a larger GPU can stand in for a smaller
-# one.
-def cap_share(share: float) -> None:
-    """Limit this process's GPU memory to a share of the GPU's; call it before the first allocation.
-
-    CUDA's own context, some half a gigabyte, isn't counted.
-    """
-    torch.cuda.set_per_process_memory_fraction(share)
-
-
-def memory_share() -> float:
-    """The share of the GPU's memory that this process may use; 1 without a cap or a GPU."""
-    return torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0
+    torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total)
 
 
 #: The allocator's pool of everything that isn't captured in a CUDA graph.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import socket
@@ -19,19 +18,17 @@ from filelock import FileLock, Timeout
 from qerl.host.console import log
 from qerl.settings.base import ConfigError
 
-# GPU leases, which give a process GPUs of this node or a part of one, and locks on folders of runs.
+# GPU leases, which give a process GPUs of this node, and locks on folders of runs.
 #
-# Jobs of several workflows thus never share a GPU by accident. A GPU has equal parts, and a lease is a `filelock` on a
-# file of each part: an flock, which the kernel releases when the process ends for any reason. NVML lists the GPUs,
-# because CUDA_VISIBLE_DEVICES must be set before torch is imported.
+# Jobs of several workflows thus never share a GPU by accident. A lease is a `filelock` on a file of each GPU: an flock,
+# which the kernel releases when the process ends for any reason. NVML lists the GPUs, because CUDA_VISIBLE_DEVICES must
+# be set before torch is imported.
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: CUDA's own order has the fastest GPU first. NVML's follows the bus, so its numbers would name other GPUs to CUDA.
 ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 #: The least compute capability of the kernels: Ampere, the first generation with bfloat16.
 LEAST_CAPABILITY = (8, 0)
-#: A whole GPU, and the smallest part that can be leased, in percent.
-WHOLE, PART = 100, 5
 _POLL_SECONDS = 1.0
 #: The least share of a free GPU's memory that is free: a context of CUDA or a screen takes some.
 _FREE_SHARE = 0.9
@@ -111,29 +108,12 @@ def alone(folder: Path, lock: str = "lock") -> Iterator[None]:
                 os.truncate(file, 0)  # a file of a job that ended must not name its process
 
 
-def percent_of_each(count: int, total: int | None) -> int:
-    """The percent of each of a job's `count` GPUs, if it takes `total` percent of one GPU; None takes them whole.
-
-    Raises `ConfigError` unless the GPUs are whole, or `total` is a part of the only one.
-    """
-    if total is None or total == WHOLE * count:
-        return WHOLE
-    if count != 1 or total not in range(PART, WHOLE, PART):
-        raise ConfigError(
-            f"gpu_percent={total} is no part of {count} GPUs: a job of one GPU takes {PART}, {2 * PART} ... or {WHOLE} "
-            f"percent, and a job of several takes them whole ({WHOLE * count}); change the profile's set-resources"
-        )
-    return total
-
-
 @contextmanager
-def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
-    """A context that waits for `percent` of each of `count` GPUs, leases it, and hides all other GPUs from CUDA.
+def lease(count: int) -> Iterator[list[str]]:
+    """A context that waits for `count` free GPUs, leases them in their order, and hides all others from CUDA.
 
-    Yields their names; on a machine without GPUs this is an empty list, without waiting. Whole GPUs are taken in their
-    order, and a part of the supported GPU that has the most free parts, so that small jobs share all GPUs evenly. A
-    process that waits for whole GPUs reserves the emptiest ones, whose parts are leased to nobody else. Raises
-    `ConfigError` if the machine has fewer GPUs than requested.
+    Yields their names; on a machine without GPUs this is an empty list, without waiting. Raises `ConfigError` if the
+    machine has fewer GPUs than requested.
     """
     gpus = _supported()
     if gpus and count > len(gpus):
@@ -144,17 +124,14 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
     if not gpus or count == 0:
         yield []
         return
-    waiting, reserved = False, list[FileLock]()
-    while not (taken := _take(gpus, count, percent, reserved)):
+    waiting = False
+    while not (taken := _take(gpus, count)):
         if not waiting:
-            part = "" if percent == WHOLE else f"{percent} % of "
-            log.info("waiting for %s%d free of the GPUs %s", part, count, ", ".join(gpus))
+            log.info("waiting for %d free of the GPUs %s", count, ", ".join(gpus))
             waiting = True
         time.sleep(_POLL_SECONDS)
-    for lock in reserved:
-        lock.release()
     with ExitStack() as held:
-        for lock in itertools.chain(*taken.values()):
+        for lock in taken.values():
             held.callback(lock.release)
         held.enter_context(environment_variables({VISIBLE: ",".join(taken), ORDER: BY_BUS}))
         yield [*taken]
@@ -162,20 +139,17 @@ def lease(count: int, percent: int = WHOLE) -> Iterator[list[str]]:
 
 @contextmanager
 def lease_free(most: int) -> Iterator[list[str]]:
-    """A context that leases the free GPUs, at most `most` of them, whole and without waiting. Yields their names.
+    """A context that leases the free GPUs, at most `most` of them, without waiting. Yields their names.
 
-    A GPU is free if nobody has leased a part of it and others use little of its memory.
+    A GPU is free if nobody has leased it and others use little of its memory.
     """
-    taken, reserved = list[str](), list[FileLock]()
+    taken = list[str]()
     with ExitStack() as held:
         for name, gpu in _supported().items():
             if len(taken) < most and gpu.free >= _FREE_SHARE * gpu.total:
-                for locks in _take({name: gpu}, 1, WHOLE, reserved).values():
+                for lock in _take({name: gpu}, 1).values():
                     taken.append(name)
-                    for lock in locks:
-                        held.callback(lock.release)
-        for lock in reserved:
-            lock.release()
+                    held.callback(lock.release)
         yield taken
 
 
@@ -185,35 +159,21 @@ def _supported() -> dict[str, Gpu]:
     return {name: gpu for name, gpu in gpus.items() if gpu.capability >= LEAST_CAPABILITY} or gpus
 
 
-def _take(gpus: Mapping[str, Gpu], count: int, percent: int, reserved: list[FileLock]) -> dict[str, list[FileLock]]:
-    """Names of `count` GPUs with the locks of `percent` of their parts: all or none, so none can block others.
-
-    If too few are free, whole ones are `reserved`, or a stream of small jobs would never leave one free.
-    """
-    folder, needed = Path(tempfile.gettempdir()) / "qerl-gpus", percent // PART
+def _take(gpus: Mapping[str, Gpu], count: int) -> dict[str, FileLock]:
+    """Names of `count` free GPUs with their locks: all or none, so that none can block others."""
+    folder = Path(tempfile.gettempdir()) / "qerl-gpus"
     if not folder.is_dir():
         folder.mkdir(exist_ok=True)
         folder.chmod(0o1777)
-    with FileLock(folder / "node.lock", mode=0o666):  # one process at a time looks, or each might get half of the parts
-        places = {
-            name: [folder / f"{gpu.uuid}-{n:02}.lock" for n in range(WHOLE // PART)] for name, gpu in gpus.items()
-        }
-        free = {name: [*filter(None, map(_locked, files))] for name, files in places.items()}
-        whole = {name: folder / f"{gpu.uuid}-whole.lock" for name, gpu in gpus.items()}
-        emptiest = sorted(gpus, key=lambda name: len(free[name]), reverse=True)
-        ordered = [*gpus]
-        if percent < WHOLE:
-            probes = {name: lock for name in emptiest if (lock := _locked(whole[name]))}
-            for lock in probes.values():
+    with FileLock(folder / "node.lock", mode=0o666):  # one process at a time looks, or each might get half of the GPUs
+        taken = dict[str, FileLock]()
+        for name, gpu in gpus.items():
+            if len(taken) < count and (lock := _locked(folder / f"{gpu.uuid}.lock")):
+                taken[name] = lock
+        if len(taken) < count:
+            for lock in taken.values():
                 lock.release()
-            ordered = [*probes]
-        enough = [name for name in ordered if len(free[name]) >= needed][:count]
-        taken = {name: free[name][:needed] for name in enough} if len(enough) == count else {}
-        for name, locks in free.items():
-            for lock in locks[len(taken.get(name, ())) :]:
-                lock.release()
-        if not taken and percent == WHOLE and not reserved:
-            reserved += filter(None, (_locked(whole[name]) for name in emptiest[:count]))
+            taken = {}
     return taken
 
 

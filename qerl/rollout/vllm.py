@@ -18,7 +18,6 @@ from torch import Tensor
 
 from qerl.checkpoints.files import left_out, weights_format_of
 from qerl.host.console import log
-from qerl.host.gpus import memory_share
 from qerl.models.adapter_files import PREFIX
 from qerl.models.blocks import noisy_norms
 from qerl.models.export import lora_room, write_dense
@@ -145,7 +144,7 @@ class VllmSampler:
         return {
             **adapter,
             "dtype": str(self.policy.lm.dtype).removeprefix("torch."),
-            "gpu_memory_utilization": self.settings.utilization * memory_share(),
+            "gpu_memory_utilization": self.settings.utilization,
             "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
             "tensor_parallel_size": self.settings.tensor_parallel,
             "max_model_len": self.settings.max_model_len,

@@ -138,16 +138,9 @@ class Jobs:
         """A value of a rule's job, by the rule's wildcards."""
         return with_signature(lambda wildcards: value(self.job(kind, *wildcards)))
 
-    def gpus(self, kind: str, **others: int) -> dict[str, Callable[[Any], int] | int]:
-        """The GPUs of a job, and their percent, since a profile may give a part of a GPU (profiles/shared).
-
-        With them are `others`, which are the rule's further resources.
-        """
-        return {
-            "gpu": self.value(kind, lambda job: job.gpus),
-            "gpu_percent": self.value(kind, lambda job: 100 * job.gpus),
-            **others,
-        }
+    def gpus(self, kind: str) -> Callable[[Any], Any]:
+        """The number of GPUs of a job."""
+        return self.value(kind, lambda job: job.gpus)
 
     def params(self, kind: str = "") -> dict[str, Callable[..., Any]]:
         """The parameters of a rule: its job as JSON, and what decides the job's result.

@@ -57,7 +57,6 @@ def train(case: str, folder: Path, share: float) -> None:
 
     from qerl.bench.workloads import problem, questions
     from qerl.checkpoints.shapes import vocabulary
-    from qerl.host.gpus import cap_share
     from qerl.models.policy import choose_device
     from qerl.models.random import TEXTS, random_policy, write_tokenizer
     from qerl.rl.rollouts import Task
@@ -68,7 +67,7 @@ def train(case: str, folder: Path, share: float) -> None:
     from qerl.settings.run import RunSettings
 
     logging.basicConfig(level=logging.INFO)  # a log tells the step from which a run continues
-    cap_share(share)
+    torch.cuda.set_per_process_memory_fraction(share)
     size, weights, loss = case.split("-")
     settings = parse(RunSettings, _settings(size, weights, loss), case)
     if not (folder / "tokenizer").exists():

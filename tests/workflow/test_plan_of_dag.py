@@ -136,19 +136,8 @@ def test_a_run_and_an_evaluation_read_the_splits_that_they_use(tree, tmp_path):
     assert not [file for file in read["evaluate"] if file.endswith("train.jsonl")]
 
 
-def test_jobs_lease_the_part_of_a_gpu_that_their_profile_says(tree):
-    """What is timed has the GPU alone."""
-    jobs = printed(tree, "--profile", "profiles/shared")
-    parts = {rule: found[1] for rule, [job, *_] in jobs.items() if (found := re.search(r"gpu_percent=(\d+)", job))}
-    leased = {rule: found[1] for rule, [job, *_] in jobs.items() if (found := re.search(r"--gpu-percent (\d+) ", job))}
-    shared = yaml.safe_load((tree.folder / "profiles/shared/config.yaml").read_text())["set-resources"]
-    assert leased == {rule: str(resources["gpu_percent"]) for rule, resources in shared.items()}
-    assert parts == leased | {"profile": "100"}
-
-
 @pytest.mark.parametrize("profile", ["gpu", *in_nightly("node")])
 def test_the_profiles_of_one_machine_plan_the_same(tree, profile):
-    """That of a shared GPU has a test of its own."""
     assert MINI.items() <= tree.planned("--profile", f"profiles/{profile}").items()
 
 
@@ -157,7 +146,7 @@ def test_profiles_name_rules_and_resources_that_exist(tree):
     for file in (tree.folder / "profiles").glob("*/config.yaml"):
         for rule, resources in yaml.safe_load(file.read_text()).get("set-resources", {}).items():
             assert rule in rules, file
-            assert set(resources) <= {"mem_mb", "runtime", "gpu", "gpu_percent"}
+            assert set(resources) <= {"mem_mb", "runtime", "gpu"}
 
 
 # The same DAG on a checkpoint and a file of problems that the project didn't make.
@@ -248,7 +237,7 @@ def test_a_run_on_several_machines_is_started_by_srun_on_each(trainings):
     assert not {"nodes", "tasks", "mpi", "gres", "tasks_per_gpu"} & one.resources.keys()
     assert (one.threads, one.resources.gpu) == (2, 2)
     assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=3 python -P -m qerl rule" in two.command
-    assert (two.threads, two.resources.gpu, two.resources.gpu_percent) == (3, 6, 300)
+    assert (two.threads, two.resources.gpu) == (3, 6)
     assert (two.resources.nodes, two.resources.gres) == (2, "gpu:3")
 
 

@@ -24,7 +24,7 @@ from qerl.workflow.rules import Jobs, in_a_sentence
 with in_a_sentence():
     PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
-# By a kind of job: files that it reads and writes, their caption and category in the report, a value, its GPUs with other
-# resources, and the parameters of its rule.
+# By a kind of job: files that it reads and writes, their caption and category in the report, a value, its GPUs, and the
+# parameters of its rule.
 input_of, output_of, shown, of = JOBS.input, JOBS.output, JOBS.shown, JOBS.value
 gpus, job_params = JOBS.gpus, JOBS.params

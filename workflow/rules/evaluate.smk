@@ -12,7 +12,9 @@ use rule gpu_job as evaluate with:
     # On GPUs before further trainings, so that results come as they are ready. train.smk says why not on CPUs.
     priority: 1 if devices() else 0
     resources:
-        **gpus("evaluate", mem_mb=2000, runtime=720),
+        gpu=gpus("evaluate"),
+        mem_mb=2000,
+        runtime=720,
 
 
 # This rule takes the whole machine, so that nothing else runs beside what it measures.
@@ -25,4 +27,6 @@ use rule job as profile with:
         "<logs>/profile/{bench}.log",
     threads: workflow.cores
     resources:
-        **gpus("profile", mem_mb=4000, runtime=240),
+        gpu=gpus("profile"),
+        mem_mb=4000,
+        runtime=240,

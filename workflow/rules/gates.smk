@@ -31,7 +31,9 @@ use rule job as gate_speed with:
         "<logs>/gates/speed.log",
     threads: workflow.cores
     resources:
-        **gpus("speed", mem_mb=4000, runtime=30),
+        gpu=gpus("speed"),
+        mem_mb=4000,
+        runtime=30,
     params:
         **job_params("speed"),
 

@@ -16,17 +16,10 @@ rule job:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
 
-rule gpu_job:
+use rule job as gpu_job with:
     log:
         "<logs>/gpu_job.log",
-    conda:
-        "../../environment.yml"
     resources:
         gpu=1,
-        gpu_percent=100,
         mem_mb=2000,
         runtime=120,
-    params:
-        **job_params(),
-    shell:
-        "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

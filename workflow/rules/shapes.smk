@@ -13,7 +13,9 @@ rule shape_point:
         "../../environment.yml"
     threads: max(1, workflow.cores // max(1, len(devices())))
     resources:
-        **gpus("point", mem_mb=16000, runtime=180),
+        gpu=gpus("point"),
+        mem_mb=16000,
+        runtime=180,
     params:
         **job_params("point"),
         points=of("point", lambda job: list(map(str, job.files))),

@@ -25,7 +25,9 @@ use rule gpu_job as measure_dose with:
     log:
         "<logs>/study/dose-{model}.log",
     resources:
-        **gpus("dose", mem_mb=8000, runtime=60),
+        gpu=gpus("dose"),
+        mem_mb=8000,
+        runtime=60,
 
 
 use rule gather_study as study_page with:

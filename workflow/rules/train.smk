@@ -23,14 +23,16 @@ rule train:
     threads: of("train", lambda job: job.settings.processes_of_node)
     resources:
         **JOBS.machines,
-        **gpus("train", mem_mb=2000, runtime=2880) | dict(gpu=of("train", lambda job: job.gpus and job.settings.gpus)),
+        gpu=of("train", lambda job: job.gpus and job.settings.gpus),
+        mem_mb=2000,
+        runtime=2880,
     params:
         **job_params("train"),
         launcher=JOBS.launcher,
     shell:
         "trap : TERM HUP USR1 USR2;"
         " for try in 1 2 3; do"
-        " {params.launcher} python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} >> {log:q} 2>&1 &&"
+        " {params.launcher} python -P -m qerl rule {params.job:q} >> {log:q} 2>&1 &&"
         " exit 0 || status=$?;"
         " [ $status -eq 137 ] && grep -qx PPid:.$PPID /proc/$$/status || break; done; exit $status"
 
@@ -45,7 +47,9 @@ use rule train as cohort with:
         "<logs>/cohort/{cohort}.log",
     threads: 1
     resources:
-        **gpus("cohort", mem_mb=2000, runtime=2880),
+        gpu=gpus("cohort"),
+        mem_mb=2000,
+        runtime=2880,
     params:
         **job_params("cohort"),
         launcher="",

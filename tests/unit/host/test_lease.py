@@ -28,7 +28,6 @@ from qerl.host.lease import (
     meeting,
     node_number,
     own_lock,
-    percent_of_each,
 )
 from qerl.jobs import TrainJob
 from qerl.report_jobs import PointJob
@@ -49,7 +48,7 @@ def told(seconds):
     sleep(seconds)
 
 time.sleep = told
-with lease(int(sys.argv[1]), int(sys.argv[3])) as names:
+with lease(int(sys.argv[1])) as names:
     assert "torch" not in sys.modules
     assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == ",".join(names)
     print(",".join(names), flush=True)
@@ -103,8 +102,8 @@ def hold():
     """Start a process that holds GPUs; `.held()` waits for them."""
     started = []
 
-    def start(count: int, seconds: float = 3600, percent: int = 100, **environment: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", HOLD, str(count), str(seconds), str(percent)]
+    def start(count: int, seconds: float = 3600, **environment: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLD, str(count), str(seconds)]
         environment = {**os.environ, **environment}
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
         return started[-1]
@@ -144,52 +143,6 @@ def test_the_users_choice_of_gpus_is_kept_and_one_under_two_names_is_one(node, h
     assert held(hold(2)) == {"0", "2"}
 
 
-def test_parts_go_to_the_emptiest_gpu_and_a_whole_one_waits_for_all_parts(node, hold):
-    node(2)
-    parts = []
-    for percent, gpu in ((60, "0"), (35, "1"), (25, "1"), (40, "0"), (40, "1")):
-        parts.append(hold(1, percent=percent))
-        assert held(parts[-1]) == {gpu}
-    whole = hold(1, percent=100)
-    assert waits(whole)
-    for part in (parts[0], parts[3]):  # both of GPU 0
-        part.kill()
-    assert held(whole) == {"0"}
-
-
-def test_no_part_is_leased_of_a_gpu_that_is_waited_for_as_a_whole(node, hold):
-    """Else small jobs that follow each other would keep it from ever being free."""
-    node(2)
-    large = hold(1, percent=60)
-    assert held(large) == {"0"}
-    small = hold(1, percent=35)
-    assert held(small) == {"1"}
-    whole = hold(1)
-    assert all(waits(whole) for _ in range(2))  # it has reserved GPU 1, the emptier one
-    assert held(hold(1, percent=40)) == {"0"}
-    waiting = hold(1, percent=5)
-    assert all(waits(waiting) for _ in range(2))
-    small.kill()
-    assert held(whole) == {"1"}
-    large.kill()
-    assert held(waiting) == {"0"}
-
-
-@pytest.mark.parametrize(
-    ("count", "total", "each"),
-    [
-        *((1, None, 100), (3, None, 100), (0, 0, 100), (2, 200, 100), (1, 100, 100), (1, 5, 5)),
-        *((2, 10, None), (1, 12, None), (1, 0, None), (1, 200, None), (0, 10, None)),
-    ],
-)
-def test_the_percent_of_each_gpu(count, total, each):
-    if each is None:
-        with pytest.raises(ConfigError, match=f"gpu_percent={total} is no part of {count} GPUs"):
-            percent_of_each(count, total)
-    else:
-        assert percent_of_each(count, total) == each
-
-
 def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(node, monkeypatch):
     node(4, (7, 5), (8, 9), None, (9, 0))
     with lease(3) as names:
@@ -210,7 +163,7 @@ def test_of_several_kinds_the_supported_ones_are_leased_in_the_order_of_the_bus(
 
 def test_free_gpus_are_leased_without_waiting_and_what_others_use_is_not_free(node, hold, monkeypatch):
     node(5, (9, 0), (7, 5), (9, 0), (9, 0), (9, 0))
-    assert held(hold(1, percent=5)) == {"0"}
+    assert held(hold(1)) == {"0"}
     monkeypatch.setattr("qerl.host.lease.pynvml.BUSY", [3])
     with lease_free(9) as names:
         assert names == ["2", "4"]
@@ -263,16 +216,6 @@ def test_a_job_of_the_grid_has_its_file_alone(node, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="is at work in"):
             run_job(job)
     run_job(job)
-
-
-def test_a_job_of_a_part_of_a_gpu_has_that_part_of_its_memory(node, tmp_path, monkeypatch):
-    """The caches of engines follow the cap (`tests/unit/rl/test_activation_checkpointing.py`)."""
-    node(1)
-    caps = []
-    monkeypatch.setattr("qerl.host.gpus.cap_share", caps.append)
-    monkeypatch.setitem(Decoding.does, "native", f"{__name__}:note_system")
-    run_job(point_job(tmp_path / "points.json"), 20)
-    assert caps == [0.2]
 
 
 def note_system(job):

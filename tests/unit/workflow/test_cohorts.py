@@ -181,7 +181,7 @@ def test_a_failure_is_a_row_by_the_runs_own_job_and_results_are_taken_without_tr
         run_job(runs[2])  # which holds no GPU with which it could train
     shutil.move(other, store(runs[2]))
     for run in runs:
-        run_job(run, 10)  # percent of a GPU, by profiles/shared
+        run_job(run)
     status = [read(RunResult, run.out / "run.json").status for run in runs]
     assert status == ["timeout of 1e-09 h after 1 of 4 steps", OK, OK]
     assert {path.name for path in runs[1].out.iterdir()} == {*TrainJob.writes, VERSION}
