@@ -14,6 +14,15 @@ import torch
 from tests.gpu.exact import DEVICE, INTERPRETED
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*"]
+if INTERPRETED:
+    from triton import language
+    from triton.runtime import interpreter
+
+    # Triton replaces the functions of its language where a kernel starts. At each call of a function within it, it
+    # searches for them again, a third of the interpreter's time; so all are replaced at the start.
+    replace, names = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": language, "core": language.core})
+    interpreter._patch_lang = lambda function: replace(names)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 MARKS = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
