@@ -118,14 +118,13 @@ def test_a_cohort_killed_at_any_moment_continues_as_if_it_were_not(jobs, monkeyp
     if sampler == "engine":
         monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
     whole, moments = jobs("whole"), random.Random(0)
-    train_cohort(whole)
-    longest = seconds_until(lambda: train_cohort(jobs("timed")))
+    longest = seconds_until(lambda: train_cohort(whole))
     kills = cohorts = 0
     while kills < KILLS[sampler]:
         killed = jobs(f"killed-{cohorts}")
         # As callers do, the finished ones are left out.
         while left := [job for job in killed if not finished(job)]:
-            limit = moments.uniform(0.05, 1) * longest if kills < KILLS[sampler] else None
+            limit = moments.uniform(0.05, 0.6) * longest if kills < KILLS[sampler] else None
             kills += seconds_until(lambda left=left: train_cohort(left), limit) is None
         for job, other in zip(killed, whole, strict=True):
             (assert_same if sampler == "eager" else assert_close)(job, other)

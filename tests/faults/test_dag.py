@@ -43,13 +43,13 @@ def tree(tmp_path_factory) -> Tree:
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     rows = [{"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(60)]
     (tree.folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tree.folder / "fault_reward.py").write_text(REWARD)
+    (tree.folder / "waiting_reward.py").write_text(REWARD)
     values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
     own = {
         "dataset": "own",
         "steps": 4,
         "checkpoint_every": 1,
-        "reward": {"functions": {"own": "fault_reward:letters"}},
+        "reward": {"functions": {"own": "waiting_reward:letters"}},
     }
     main = values["experiments"]["main"]
     values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
@@ -76,7 +76,7 @@ def start(tree: Tree, *arguments: str) -> subprocess.Popen:
 
 
 def said(run: subprocess.CompletedProcess) -> str:
-    assert run.returncode != 0
+    assert run.returncode != 0, run.stdout + run.stderr
     return " ".join((run.stdout + run.stderr).split())
 
 
@@ -148,7 +148,7 @@ def test_only_what_decides_a_result_reruns_it(tree):
     model = (tree.folder / WEIGHTS).parent
     for file in (tree.folder / "own.jsonl", model, *model.iterdir()):
         os.utime(file, ns=(later, later))  # copied, say
-    reward = {"functions": {"own": {"function": "fault_reward:letters", "timeout": 9.0}}}
+    reward = {"functions": {"own": {"function": "waiting_reward:letters", "timeout": 9.0}}}
     changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": reward}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
     # Other lengths are checked against the model, which isn't quantized anew for them.

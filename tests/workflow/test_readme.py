@@ -151,7 +151,9 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
     into_cache(model, "models--Qwen--Qwen2.5-1.5B-Instruct", home)
     [(_, block)] = blocks(section("Train a model on your GPU", "README.md"), folder)
     train, others = block.split("\n", 1)
-    in_a_shell(train, folder, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    shell = in_a_shell(train, folder, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    warnings = [line for line in (shell.stdout + shell.stderr).splitlines() if "WARNING" in line]
+    assert all("WARNING qerl: " in line for line in warnings), "of a library, which a user can do nothing about"
     said = in_forks("sh", others, folder)
     assert said.count("A crate holds 7 pears.") == 1
     assert len((folder / "runs/gsm8k/metrics.jsonl").read_text().splitlines()) == 3
@@ -161,11 +163,7 @@ def test_the_quick_start_with_a_model_and_a_data_set_of_the_hub(folder):
 
 def test_one_run_by_hand(folder):
     [(_, block)] = blocks(section("One run by hand"), folder)
-    train, others = block.split("\n", 1)
-    shell = in_a_shell(train, folder)
-    warnings = [line for line in (shell.stdout + shell.stderr).splitlines() if "WARNING" in line]
-    assert all("WARNING qerl: " in line for line in warnings), "of a library, which a user can do nothing about"
-    said = in_forks("sh", others, folder)
+    said = in_forks("sh", block, folder)
     run = folder / "runs/first"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     assert (run / "policy/adapter_model.safetensors").is_file()
