@@ -24,7 +24,7 @@ from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.imports import extras, requirements
 from qerl.host.lease import LEAST_CAPABILITY, Gpu, devices
 from qerl.host.provenance import cache_folder, installed_version
-from qerl.kernels.operations import operations_name
+from qerl.kernels import operations_name
 from qerl.memory_model import CONTEXT, PredictedMemory, StepSettings, runs_that_fit, step_memory, that_fit
 from qerl.models.adapter_files import refused_expert_adapters
 from qerl.models.linear import BitsandbytesLinear, PortableLinear, TorchLinear, W4Linear, product_class

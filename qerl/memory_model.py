@@ -378,7 +378,8 @@ def _activations(shape: ModelShape, settings: StepSettings, usable: float) -> tu
     unpacked, keeps_logits = 0, False
     count = shape.layers if settings.recompute is True else 0
     if settings.recompute == "auto":
-        dense = shape.dense_bytes if shape.attention_format(settings.weights) != "bf16" else 0
+        # Experts are never unpacked.
+        dense = stored_bytes("bf16", shape.packable) if shape.attention_format(settings.weights) != "bf16" else 0
         unpacked = dense if needed(usable - logits - dense) == 0 else 0
         count = needed(usable - USABLE * unpacked)
         keeps_logits = count == 0 and needed(usable - USABLE * unpacked - logits) == 0

@@ -210,11 +210,6 @@ class ModelShape:
         hidden, wide = self.hidden, self.mixture.intermediate
         return (2 * wide, hidden), (hidden, wide)
 
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of all packable projections in bfloat16, without the experts', which are never unpacked."""
-        return HALF * sum(rows * columns for rows, columns in self.packable)
-
     def attention_format(self, weights: str) -> str:
         """The format of q, k, v and o in a base of `weights`."""
         return "bf16" if self.mixture and self.mixture.biased else weights

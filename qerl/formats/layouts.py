@@ -117,7 +117,12 @@ class Tiles(KernelWeights):
     def pack(cls, layers: Sequence[Packed], interleaved: bool = False) -> Self:
         """Store the weights of `layers` on their device. Raises `FormatError` unless scales are positive numbers."""
         codes, scales, about = _parts(layers)
-        join = _interleave if interleaved else torch.cat
+
+        def join(layers: Sequence[Tensor]) -> Tensor:
+            if not interleaved:
+                return torch.cat(layers)
+            return torch.stack([t.view(-1, 8, t.shape[1]) for t in layers], dim=1).view(-1, layers[0].shape[1])
+
         return cls(data=_to_blocks(join(codes), join(scales)), interleaved=interleaved, **about)
 
     def _rows_of(self, part: int) -> tuple[Tensor, Tensor]:
@@ -246,10 +251,6 @@ def _e5m3(device: torch.device) -> tuple[Tensor, Tensor]:
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
-def _interleave(two: Sequence[Tensor]) -> Tensor:
-    return torch.stack([t.view(-1, 8, t.shape[1]) for t in two], dim=1).view(-1, two[0].shape[1])
-
-
 def _bits(place: int, upper: int) -> list[int]:
     """The bits of a word that hold a code's bits 3 (the sign) to 0."""
     return [(bit + 16 * upper) % 32 for bit in _PLACES[place]]
@@ -272,8 +273,8 @@ def _to_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Blocks, uint8 [blocks of rows, blocks of columns, 8, 1152], of codes [rows, columns / 2] and scale bytes."""
     missing = -codes.shape[0] % BLOCK_ROWS
     codes, scales = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (codes, scales))
-    parts = zip(codes.split(_ROWS_AT_A_TIME), scales.split(_ROWS_AT_A_TIME), strict=True)
-    return torch.cat([torch.cat([_tile_codes(c), _tile_scales(s)], dim=-1) for c, s in parts])
+    by_tile = scales.view(-1, 8, 2, 8, scales.shape[1] // 8, 8).permute(0, 4, 1, 3, 2, 5).flatten(3)
+    return torch.cat([torch.cat([_tile_codes(part) for part in codes.split(_ROWS_AT_A_TIME)]), by_tile], dim=-1)
 
 
 def _tile_codes(codes: Tensor) -> Tensor:
@@ -284,10 +285,6 @@ def _tile_codes(codes: Tensor) -> Tensor:
     for h, q, e in product(range(2), repeat=3):
         words |= placed[e, h + 2 * q][nibbles[:, :, h, :, :, :, :, q, :, e].int()]  # [blocks, 8, r, blocks, 2, 4, t]
     return words.permute(0, 3, 1, 4, 2, 6, 5).contiguous().view(torch.uint8).flatten(3)
-
-
-def _tile_scales(scales: Tensor) -> Tensor:
-    return scales.view(-1, 8, 2, 8, scales.shape[1] // 8, 8).permute(0, 4, 1, 3, 2, 5).flatten(3)
 
 
 def _from_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """What samplers and updates compute beside products with packed weights, in plain PyTorch.
 
 These functions define the operations, and CPUs use them. `qerl.kernels.triton` has the same functions for GPUs, which
-are tested against them; `qerl.kernels.operations` chooses.
+are tested against them; `operations` chooses.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qerl.formats.layouts import KERNEL_FORMATS, Words
-from qerl.kernels import reference
-from qerl.kernels.operations import operations
+from qerl.kernels import operations, reference
 from qerl.kernels.state import GroupedLora, Groups
 from qerl.models.linear import (
     POLICY_ADAPTER,
@@ -279,11 +278,6 @@ class _WeightedSum(torch.autograd.Function):
         return operations(y.device).combine_gradients(grad.contiguous(), y, weights)
 
 
-def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
-    """Sums [T, H] of outputs y [T k, H] by weights float32 [T, k], with gradients of both."""
-    return _WeightedSum.apply(y, weights.contiguous())
-
-
 # LoRA of all experts of a mixture as grouped products, with its gradients, and its copies for the engine.
 #
 # The base is read packed, as above. A x of a pair is computed by a grouped product of few
@@ -423,7 +417,7 @@ class Experts(nn.ModuleList):
         both = grouped_product(hidden.to(dtype), groups, products.gate_up, lora.gate_up)
         inner = clamped_glu(both, *products.clamped) if products.clamped else swiglu(both)
         out = grouped_product(inner, groups, products.down, lora.down)
-        return weighted_sum(out, weights.float()).to(hidden.dtype)
+        return _WeightedSum.apply(out, weights.float().contiguous()).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         self._products = {}

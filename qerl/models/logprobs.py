@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qerl.kernels import reference
-from qerl.kernels.operations import operations
+from qerl.kernels import operations, reference
 
 #: Rows and columns of a tile of logits. One tile exists at a time, of 64 MB in 16 bits.
 ROWS, COLUMNS = 2048, 16384
@@ -96,9 +95,18 @@ class _Logprobs(torch.autograd.Function):
         hidden, head, bias, targets, lse, entropy = ctx.saved_tensors
         grad = torch.zeros_like(lse) if grad is None else grad
         needs_head, needs_bias = ctx.needs_input_grad[1:3]
+
+        def gradient(logits: Tensor, first: int, rows: slice) -> Tensor:
+            """The gradient of the head's products in some rows; it may take the place of `logits`."""
+            slope = None if ctx.cap is None else ctx.cap.slope(logits)
+            of_entropy = None if grad_entropy is None else grad_entropy[rows]
+            given = targets[rows], lse[rows], grad[rows], ctx.temperature, entropy[rows], of_entropy
+            found: Tensor = _operations(logits).tile_gradient(logits, first, *given)
+            return found if slope is None else found.mul_(slope)
+
         if ctx.logits is not None:
             logits, ctx.logits = ctx.logits, None
-            grad_logits = _logits_gradient(logits, 0, targets, lse, grad, entropy, grad_entropy, ctx)
+            grad_logits = gradient(logits, 0, slice(None))
             grad_head = (grad_logits.T @ hidden).to(head.dtype) if needs_head else None
             grad_bias = grad_logits.sum(0).to(head.dtype) if needs_bias else None
             return grad_logits @ head.to(hidden.dtype), grad_head, grad_bias, *[None] * 4
@@ -110,10 +118,7 @@ class _Logprobs(torch.autograd.Function):
             part = slice(start, start + ROWS)
             grad_rows = torch.zeros_like(hidden[part], dtype=lse.dtype)
             for first, weight, logits in _tiles(hidden[part], head, bias, ctx.cap, space):
-                grad_entropy_rows = None if grad_entropy is None else grad_entropy[part]
-                grad_logits = _logits_gradient(
-                    logits, first, targets[part], lse[part], grad[part], entropy[part], grad_entropy_rows, ctx
-                )
+                grad_logits = gradient(logits, first, part)
                 _add_product(grad_rows, grad_logits, weight)
                 if grad_head is not None:
                     _add_product(grad_head[first : first + len(weight)], grad_logits.T, hidden[part])
@@ -121,23 +126,6 @@ class _Logprobs(torch.autograd.Function):
                     grad_bias[first : first + len(weight)] += grad_logits.sum(0)
             grad_hidden[part] = grad_rows
         return grad_hidden, grad_head, grad_bias, *[None] * 4
-
-
-def _logits_gradient(
-    logits: Tensor,
-    first: int,
-    targets: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    entropy: Tensor,
-    grad_entropy: Tensor | None,
-    ctx: Any,
-) -> Tensor:
-    """The gradient of the head's products; it may take the place of `logits`."""
-    slope = None if ctx.cap is None else ctx.cap.slope(logits)
-    kernels = _operations(logits)
-    gradient = kernels.tile_gradient(logits, first, targets, lse, grad, ctx.temperature, entropy, grad_entropy)
-    return gradient if slope is None else gradient.mul_(slope)
 
 
 def _has_kernels(hidden: Tensor) -> bool:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import nn
 
-from qerl.models.blocks import ROLES, NoisyRMSNorm, noisy_norms
+from qerl.models.blocks import ROLES, noisy_norms
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NoiseSettings
 
@@ -58,31 +59,25 @@ class Noise:
         self.seed = seed
         check_noise(settings, {role for _, role in noisy_norms(model)})
 
-    def _norms(self) -> Iterator[tuple[int, int, list[NoisyRMSNorm]]]:
-        """Layer, role's number and norms: with PEFT the original and the trained copy, which get the same z."""
-        for (layer, role), norms in noisy_norms(self._model).items():
-            yield layer, ROLES.index(role), norms
-
     def set(self, step: int, total_steps: int, completion: int = 0) -> NoiseReport:
         """Set the noise of `step`, or of a completion's number within the groups of that step."""
         scheduled = self.settings.sigma(step, total_steps)
         # The placebo takes the schedule's way through the code, so that it differs from noise by z alone.
         scale = 0.0 if self.settings.placebo else scheduled
         squares = 0.0
-        for layer, role, norms in self._norms():
-            drawn = standard_normal(self.seed, step, layer, role, norms[0].noise.numel(), completion)
-            z = (scale if ROLES[role] in self.settings.norms else 0.0) * drawn
+        for (layer, role), norms in noisy_norms(self._model).items():
+            drawn = standard_normal(self.seed, step, layer, ROLES.index(role), norms[0].noise.numel(), completion)
+            z = (scale if role in self.settings.norms else 0.0) * drawn
             squares += float(z.double().square().sum())
-            # Copied in place: the engine's graphs hold the addresses.
+            # Copied in place: the engine's graphs hold the addresses. PEFT's trained copy gets the original's z.
             for norm in norms:
                 norm.noise.copy_(z)
         return NoiseReport(scheduled, math.sqrt(squares))
 
     def clear(self) -> None:
         """Remove the noise. The norms' outputs are then as before, bit for bit."""
-        for _, _, norms in self._norms():
-            for norm in norms:
-                norm.noise.zero_()
+        for norm in chain(*noisy_norms(self._model).values()):
+            norm.noise.zero_()
 
     @contextmanager
     def at(self, step: int, total_steps: int) -> Iterator[NoiseReport]:

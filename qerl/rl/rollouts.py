@@ -265,25 +265,19 @@ class Collector:
             missing = rollout.prompts - sum(group.informative for group in drawn)
             if round_ == 0 or missing > 0:
                 start = position + len(drawn)
-                groups, waited = self._draw(range(start, start + missing), step, round_, perturb)
+                chosen = self.task.at(range(start, start + missing), self.settings.seed)
+                groups, waited = self._groups(step, chosen, rollout.group_size, self._seed(step, round_), perturb)
                 drawn += groups
                 idle = [sum(times) for times in zip(idle, waited, strict=True)]
-        chosen = drawn
+        trained = drawn
         if rollout.resample:
             # The sort is stable, so that informative groups keep their order, and the first of the others fill the
             # batch.
-            chosen = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
+            trained = sorted(drawn, key=lambda group: not group.informative)[: rollout.prompts]
         metrics = {"problems": position + len(drawn), **_metrics(drawn)}
         if len(idle) > 1:
             metrics |= {"seconds/idle": statistics.fmean(idle), "seconds/idle_max": max(idle)}
-        return Rollout(self._samples(chosen), metrics, drawn, chosen)
-
-    def _draw(
-        self, positions: range, step: int, round_: int, perturb: Perturb | None
-    ) -> tuple[list[Group], list[float]]:
-        """The groups of the problems at `positions`, and the seconds for which each process waited for the others."""
-        chosen = self.task.at(positions, self.settings.seed)
-        return self._groups(step, chosen, self.settings.rollout.group_size, self._seed(step, round_), perturb)
+        return Rollout(self._samples(trained), metrics, drawn, trained)
 
     def _seed(self, step: int, round_: int = 0) -> int:
         # An odd multiplier, so that runs of different seeds don't share the draws of a repetition.
@@ -419,7 +413,8 @@ class Collector:
         weights = settings.reward_weights
         rewards, scores = [total(part, weights) for part in parts], list[list[float]]()
         if settings.reward.aggregation == "normalize_then_sum":
-            scores = [[_or_nan(part[name]) for part in parts] for name in weights]
+            known = ([part[name] for part in parts] for name in weights)
+            scores = [[math.nan if value is None else value for value in values] for values in known]
         if settings.loss.name == "ppo" and any(map(math.isnan, rewards)):
             raise ValueError(
                 f"all of reward.functions returned None for a completion of problem {problem.id}, and loss.name=ppo "
@@ -459,10 +454,6 @@ class Collector:
 def step_seed(seed: int, step: int, round_: int = 0) -> int:
     """A 64-bit seed from a run's seed, step and round, unique for seed < 2^32, step < 2^24 and round < 2^8."""
     return (seed << 32) | (step << 8) | round_
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _metrics(groups: list[Group]) -> dict[str, float]:

@@ -15,8 +15,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from qerl.checkpoints.files import context_length
+from qerl.kernels import operations
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
-from qerl.kernels.operations import operations
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
     PAGE,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qerl.host.gpus import allocatable_bytes
-from qerl.kernels.operations import operations_name
+from qerl.kernels import operations_name
 from qerl.kernels.state import FP8, IDLE, PAGE, page_bytes, splits_of
 from qerl.models.linear import PackedLinear
 from qerl.models.policy import Policy, weight_bytes

@@ -19,6 +19,7 @@ from torch import Tensor
 from qerl.checkpoints.files import left_out, weights_format_of
 from qerl.host.console import log
 from qerl.host.gpus import memory_share
+from qerl.models.adapter_files import PREFIX
 from qerl.models.blocks import noisy_norms
 from qerl.models.export import lora_room, write_dense
 from qerl.models.linear import POLICY_ADAPTER
@@ -29,8 +30,6 @@ from qerl.settings.base import ConfigError
 from qerl.settings.run import VllmSettings
 
 # The tensors that a sampler with its own copy of the weights must receive: the present adapter and norms.
-
-_PREFIX = "base_model.model."
 
 
 def adapter_config(policy: Policy) -> LoraConfig | None:
@@ -52,8 +51,8 @@ def lora_tensors(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
         if isinstance(layer, LoraLayer):
             adapter: Any = layer
             a, b = adapter.lora_A[POLICY_ADAPTER].weight.detach(), adapter.lora_B[POLICY_ADAPTER].weight.detach()
-            tensors[f"{_PREFIX}{name}.lora_A.weight"] = a.to(dtype)
-            tensors[f"{_PREFIX}{name}.lora_B.weight"] = (b.float() * adapter.scaling[POLICY_ADAPTER]).to(dtype)
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = (b.float() * adapter.scaling[POLICY_ADAPTER]).to(dtype)
     return tensors
 
 
