@@ -14,7 +14,7 @@ import yaml
 
 from qerl.settings.workflow import merged
 from tests.jobs import processes_of, shells_of
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 from tests.workflow.conftest import CORES, Tree, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -54,8 +54,7 @@ def tree(tmp_path_factory) -> Tree:
     main = values["experiments"]["main"]
     values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
     values["models"] = {"miniature": {"source": "local", "path": "Own Model's"}}
-    model = tiny_qwen2(tree.folder / "Own Model's")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(tiny_qwen2(tree.folder / "Own Model's"))
     (tree.folder / "faults.yaml").write_text(yaml.safe_dump(values))
     return tree
 
