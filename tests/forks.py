@@ -54,12 +54,12 @@ def use_package(folder: Path) -> None:
     """
     sys.path[:0] = [str(folder)]
     if _files(folder / "qerl") != _files(Path(qerl.__file__).parent):
-        forget("qerl")
+        forget_package()
 
 
-def forget(*packages: str) -> None:
-    """Forget the modules of packages, so that a fork imports another copy of them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+def forget_package() -> None:
+    """Forget this package's modules, so that a fork imports another copy of them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "qerl"]:
         del sys.modules[name]
 
 

@@ -24,7 +24,7 @@ import torch
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
 from qerl.settings.data import INSTRUCTIONS
-from tests.forks import call, forget
+from tests.forks import call, forget_package
 from tests.hub_layouts import cached, into_cache
 from tests.tiny import TEMPLATE, tiny_qwen2, write_template
 from tests.workflow.conftest import ROOT
@@ -129,7 +129,7 @@ def in_forks(language: str, block: str, folder: Path) -> str:
 
 def in_this_process(language: str, text: str) -> None:
     torch.set_num_threads(1)
-    forget("qerl")  # that of the wheel is imported, which has no clone around it
+    forget_package()  # that of the wheel is imported, which has no clone around it
     sys.path[:0] = [os.environ["PYTHONPATH"]]
     if language == "python":
         exec(text, {"__name__": "__main__"})

@@ -1,24 +1,17 @@
-"""Kernels in Triton's interpreter, which is chosen where Triton is imported, and so in a fork that imports it anew."""
+"""Kernels in Triton's interpreter, which is chosen where Triton is imported and so has a process of its own."""
 
 import os
+import subprocess
 import sys
 
 import pytest
-
-from tests.forks import call, forget
 
 CASES = [f"tests/gpu/test_{name}.py" for name in ("attention", "cohort", "delta", "mixtures", "norms", "products")]
 
 
 @pytest.mark.slow
-def test_kernels_compute_what_pytorch_does_in_the_interpreter(pytestconfig):
+def test_kernels_compute_what_pytorch_does_in_the_interpreter():
     pytest.importorskip("triton")
-
-    def interpret() -> None:
-        binaries = {name: module for name, module in sys.modules.items() if name.startswith("triton._C")}
-        forget("triton", "qerl", "tests")
-        sys.modules.update(binaries)  # compiled modules can't be imported twice
-        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *CASES]))
-
-    ran = call(interpret, pytestconfig.rootpath, {**os.environ, "TRITON_INTERPRET": "1"})
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *CASES]
+    ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
