@@ -21,7 +21,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from qerl.bench.timing import DecodePoints, Engine, Start, check_room, nbytes
 from qerl.bench.workloads import Lengths, MixEngine, measure
-from qerl.checkpoints.tensors import write_tensors
+from qerl.models.loading import write_tensors
 from qerl.models.policy import choose_device
 from qerl.models.quantize import compressed_config
 from qerl.models.random import (

@@ -258,7 +258,7 @@ def _require(section: Mapping[str, Any], required: Mapping[str, Any]) -> None:
 #
 # compressed-tensors gives the names: a packed layer has `weight_packed`, `weight_scale` and, with NVFP4,
 # `weight_global_scale`. ModelOpt names the same codes and scales `weight`, `weight_scale` and `weight_scale_2`. Its
-# last is the reciprocal of the global scale. `qerl.checkpoints.tensors` reads tensors as their `TensorInfo` says.
+# last is the reciprocal of the global scale. `qerl.models.loading` reads tensors as their `TensorInfo` says.
 
 #: What a tensor is made of: the file's values, their reciprocals, the bytes of 8-bit exponents, FP8 values times their
 #: scale, or packed codes that are unpacked because no packed layer may be there.
@@ -359,23 +359,18 @@ def _apart(name: str, info: TensorInfo, stored: Mapping[str, TensorInfo]) -> Ite
     if part is None and f"{name}_bias" not in stored:
         yield from _dense_stack_parts(experts, layer, info)
     elif part is not None and len(info.shape) > 1:
-        yield from _packed_stack_parts(experts, f"{layer}.{_STACKED[part]}", info)
+        # gpt-oss has codes [experts, out, groups, 16], scales [experts, out, groups] and a bias [experts, out].
+        count, rows, *columns = info.shape
+        one = replace(
+            info, shape=(rows, math.prod(columns)) if columns else (rows,), size_bytes=info.size_bytes // count
+        )
+        for place in range(count):
+            yield f"{experts}.{place}.{layer}.{_STACKED[part]}", replace(one, place=place)
     else:
         raise FormatError(
             f"{info.shard} holds {name} {list(info.shape)}, a stack of experts in another format than MXFP4, which "
             "isn't supported; take the checkpoint in MXFP4 as it is published"
         )
-
-
-def _packed_stack_parts(experts: str, part: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors of each expert, of a stack as gpt-oss has it.
-
-    It has blocks [experts, out, groups, 16] of codes, scales [experts, out, groups], or a bias [experts, out].
-    """
-    count, rows, *columns = info.shape
-    shape = (rows, math.prod(columns)) if columns else (rows,)
-    for place in range(count):
-        yield f"{experts}.{place}.{part}", replace(info, shape=shape, size_bytes=info.size_bytes // count, place=place)
 
 
 def _dense_stack_parts(experts: str, layer: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:

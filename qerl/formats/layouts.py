@@ -118,7 +118,7 @@ class Tiles(KernelWeights):
         """Store the weights of `layers` on their device. Raises `FormatError` unless scales are positive numbers."""
         codes, scales, about = _parts(layers)
 
-        def join(layers: Sequence[Tensor]) -> Tensor:
+        def join(layers: tuple[Tensor, ...]) -> Tensor:
             if not interleaved:
                 return torch.cat(layers)
             return torch.stack([t.view(-1, 8, t.shape[1]) for t in layers], dim=1).view(-1, layers[0].shape[1])

@@ -203,10 +203,17 @@ def _show(stream: TextIO) -> ScreenHandler:
     return handler
 
 
-def join_screen() -> None:
-    """Use the screen of the command that started this process, if it has one that can be opened (no socket can)."""
+def configure_logging() -> None:
+    """Log time-stamped lines to standard error, which Snakemake's rules redirect to their log files.
+
+    They are also shown on the screen of the command that started this process, if it has one.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    log.setLevel(logging.INFO)
     if path := os.environ.get(SCREEN):
-        with suppress(OSError):
+        with suppress(OSError):  # a screen may be a socket, which can't be opened
             _show(Path(path).open("a", buffering=1, errors=UNKNOWN))  # noqa: SIM115
 
 
@@ -216,15 +223,6 @@ T = TypeVar("T")
 
 #: Seconds between two lines of progress in a log.
 LOG_EVERY = 15.0
-
-
-def configure_logging() -> None:
-    """Log time-stamped lines to standard error, which Snakemake's rules redirect to their log files."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    log.setLevel(logging.INFO)
-    join_screen()
 
 
 @dataclass(frozen=True)

@@ -94,16 +94,14 @@ def check_libraries(names: Iterable[str], key: str) -> None:
             )
 
 
-# The garbage collector would scan a million objects of modules repeatedly, and once more at the end. Without it a
-# training's imports take 7 s of CPU time instead of 10, an evaluation's 7 to 9 instead of 11. Only the project's own
-# processes do so: in a notebook `gc.freeze` would keep garbage forever.
+# Without the collector a training's imports take 7 s of CPU time instead of 10, an evaluation's 7 to 9 instead of 11.
 @contextmanager
 def imports(without: Collection[str] = ()) -> Iterator[None]:
     """A context for the imports at the start of a process, whose objects are exempted from garbage collection.
 
     Modules are a million objects that stay until the process ends. The collector would scan them repeatedly during the
-    imports, and once more at the end: 3 of the 10 s of CPU time of a training's imports. Functions of a library must
-    not use it, because all other objects of the process would then never be collected either.
+    imports, and once more at the end. Functions of a library must not use it, because all other objects of the process,
+    such as a notebook's, would then never be collected either.
 
     Within the context, the libraries `without` seem not to be installed. Afterwards they can be imported.
     """

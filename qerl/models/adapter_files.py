@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from qerl.checkpoints.files import ADAPTER, ADAPTER_CONFIG, CheckpointError, StockLoading, whole_model
 from qerl.checkpoints.layouts import own_name
-from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import visible
 from qerl.models.experts import AdaptedExperts, Experts, adapted_experts
 from qerl.models.linear import POLICY_ADAPTER
+from qerl.models.loading import write_tensors
 from qerl.models.structure import MISFITS, Structure
 from qerl.settings.base import ConfigError, nearest
 from qerl.settings.models import FORMATS

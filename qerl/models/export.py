@@ -27,16 +27,18 @@ from qerl.checkpoints.files import (
     weight_files,
     weights_format_of,
 )
-from qerl.checkpoints.tensors import converted, stream, write_tensors
 from qerl.formats.codecs import dequantize
 from qerl.host.provenance import put, writing
 from qerl.models.adapter_files import adapter_values, check_plain, read_adapter, write_adapter
 from qerl.models.loading import (
+    converted,
     has_packed_delta_nets,
     load_tokenizer,
     packed_tensors,
     read_layer,
+    stream,
     tied_weights,
+    write_tensors,
 )
 from qerl.models.quantize import DENSE, quantize_checkpoint, write_config, write_shards
 from qerl.settings.base import ConfigError

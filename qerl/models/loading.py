@@ -1,12 +1,14 @@
-"""Loading of dense and packed checkpoints as Hugging Face models, whose packed layers are `PackedLinear`."""
+"""Tensors of checkpoints, one at a time, and dense and packed checkpoints as models with layers of `PackedLinear`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -22,6 +24,7 @@ from transformers import __version__ as transformers_version
 from qerl.checkpoints.files import (
     CONFIG,
     CheckpointError,
+    by_shard,
     check_files,
     check_layers,
     differences,
@@ -30,10 +33,10 @@ from qerl.checkpoints.files import (
     weights_format_of,
     whole_model,
 )
-from qerl.checkpoints.layouts import TensorInfo
-from qerl.checkpoints.tensors import converted, stream
-from qerl.formats.codecs import CODECS, Packed, check_scales, from_checkpoint, read_nf4_state
+from qerl.checkpoints.layouts import FP8_BLOCK, TensorInfo, scale_grid
+from qerl.formats.codecs import CODECS, Packed, check_scales, dequantize, from_checkpoint, read_nf4_state
 from qerl.host.console import log
+from qerl.host.provenance import share
 from qerl.models.blocks import use_attend
 from qerl.models.experts import Experts, Float32Router
 from qerl.models.linear import PackedLinear
@@ -41,15 +44,99 @@ from qerl.models.structure import MISFITS, Structure, StructureError, empty_mode
 from qerl.settings.base import ConfigError
 from qerl.settings.models import FormatError
 
+# Tensors of checkpoint files, read one at a time.
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, with the mode that the umask gives to new files."""
+    save_file(tensors, path, metadata={"format": "pt"} if metadata is None else metadata)
+    share(path)
+
+
+def stream(headers: dict[str, TensorInfo], device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a checkpoint, one shard after the other; NaN and infinity are a `CheckpointError`.
+
+    Weights that the file has in FP8, or packed though no packed layer may be there, are float32.
+    """
+    for path, names in by_shard(headers).items():
+        with safe_open(path, framework="pt", device=str(device)) as shard:
+            for name in names:
+                yield name, _read(headers[name], shard)
+
+
+def _read(info: TensorInfo, shard: Any) -> Tensor:
+    """A tensor of an open file as `info.reading` says; neither the file's values nor these may be NaN or infinite."""
+    if info.place is None:
+        tensor = shard.get_tensor(info.stored)
+    else:  # its own part of a stack
+        stack = shard.get_slice(info.stored)
+        part = stack[info.place] if info.rows is None else stack[info.place, slice(*info.rows)]
+        tensor = part.reshape(info.shape)
+    tensor = finite(info, tensor)
+    return tensor if info.reading == "stored" else finite(info, _as_read(info, tensor), " as it is used")
+
+
+def _as_read(info: TensorInfo, tensor: Tensor) -> Tensor:
+    if info.reading == "bytes":
+        return tensor.view(torch.uint8)
+    if info.reading == "reciprocal":
+        if not tensor.all():
+            raise CheckpointError(
+                f"{info.shard} holds 0 as {info.stored}, by which no weight has a value; download it again"
+            )
+        return tensor.double().reciprocal().float().reshape(info.shape)
+    parts = [_part(part, tensor.device) for part in info.parts]
+    if info.reading == "scaled":
+        return tensor.float() * _spread(parts[0], tensor.shape)
+    named = dict(zip(("weight_packed", "weight_scale", "weight_global_scale"), parts, strict=False))
+    try:
+        packed = from_checkpoint("nvfp4" if len(parts) == 3 else "mxfp4", named)
+    except FormatError as error:
+        raise CheckpointError(f"{info.shard}: {info.stored.rpartition('.')[0]}: {error}") from None
+    return dequantize(packed, torch.float32)
+
+
+def _part(info: TensorInfo, device: torch.device) -> Tensor:
+    with safe_open(info.shard, framework="pt", device=str(device)) as shard:
+        return _read(info, shard)
+
+
+def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """FP8 scales of a tensor, of rows or of blocks, in a shape that multiplies a weight of `shape`."""
+    grid = scale_grid(scale.shape, shape)
+    assert grid is not None  # `own_layout` has checked it
+    each = scale.float().reshape(grid)
+    if grid in ((1, 1), (shape[0], 1)):
+        return each
+    return each.repeat_interleave(FP8_BLOCK, 0)[: shape[0]].repeat_interleave(FP8_BLOCK, 1)[:, : shape[1]]
+
+
+def converted(info: TensorInfo, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of a checkpoint in `dtype`; `CheckpointError` if it is infinite there."""
+    return (
+        tensor if tensor.dtype == dtype else finite(info, tensor.to(dtype), f" as {str(dtype).removeprefix('torch.')}")
+    )
+
+
+def finite(info: TensorInfo, tensor: Tensor, use: str = "") -> Tensor:
+    """The tensor, which must have neither NaN nor infinity; `use` completes "holds NaN or infinity in NAME"."""
+    if tensor.is_floating_point() and tensor.numel():
+        # A NaN propagates to both ends. Only 8-bit floats, which are scales, are copied.
+        ends = torch.stack(torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor))
+        if not ends.isfinite().all():
+            raise CheckpointError(
+                f"{info.shard} holds NaN or infinity in {info.stored}{use}; download the checkpoint again"
+            )
+    return tensor
+
+
+# Checkpoints as Hugging Face models.
+
 _GENERATION = "generation_config.json"
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """The parameter or buffer that a tensor of the checkpoint fills."""
-
-    module: nn.Module
-    name: str
+#: The module and name of the parameter or buffer that a tensor of the checkpoint fills.
+_Slot = tuple[nn.Module, str]
 
 
 def config_of(folder: Path) -> PreTrainedConfig:
@@ -106,9 +193,8 @@ def load_model(
     model, slots = _empty_slots(folder, headers, dtype)
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Float32Router))
     for name, tensor in stream(headers, device):
-        slot = slots[name]
         wide = name.startswith(routers) or (float32_norms and name.rpartition(".")[0] in norms)
-        _fill(slot, name, tensor, torch.float32 if wide else dtype, headers[name])
+        _fill(slots[name], name, tensor, torch.float32 if wide else dtype, headers[name])
     for layer, module in model.named_modules():
         if isinstance(module, PackedLinear):
             try:
@@ -148,8 +234,7 @@ def check_tensors(folder: Path) -> None:
     headers = read_headers(folder)
     _, slots = _empty_slots(folder, headers, torch.bfloat16)
     for name, info in headers.items():
-        target = getattr(slots[name].module, slots[name].name)
-        if info.shape != target.shape:
+        if info.shape != (target := getattr(*slots[name])).shape:
             raise _mismatch(name, info, target)
     tied = tied_weights(folder)
     if tied and tied[0] in headers:
@@ -251,7 +336,7 @@ def _empty_slots(
     check_layers(folder, headers)
     model: PreTrainedModel = empty_model(config_of(folder), dtype)
     _insert_packed(model, headers, weights_format_of(folder), folder, dtype)
-    slots = {}
+    slots: dict[str, _Slot] = {}
     for prefix, module in model.named_modules():
         stored = {}
         if isinstance(module, PackedLinear):
@@ -260,9 +345,9 @@ def _empty_slots(
         for name in (*module._parameters, *module._buffers):
             if getattr(module, name) is None or name in module._non_persistent_buffers_set:
                 continue
-            slots[f"{prefix}.{stored.get(name, name)}"] = _Slot(module, name)
+            slots[f"{prefix}.{stored.get(name, name)}"] = module, name
         if stored:  # NF4's metadata, which hold an offset, have no tensor of their own without one
-            slots.setdefault(f"{prefix}.{codec.marker}", _Slot(module, "weight_nested_offset"))
+            slots.setdefault(f"{prefix}.{codec.marker}", (module, "weight_nested_offset"))
     _check_names(slots, headers, tied_weights(folder), folder)
     return model, slots
 
@@ -290,22 +375,22 @@ def _check_names(slots: dict[str, _Slot], headers: dict[str, TensorInfo], tied: 
 
 def _fill(slot: _Slot, name: str, tensor: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
     """Store a tensor of the file in its parameter or buffer."""
-    module = slot.module
+    module, own_name = slot
     if name.endswith(CODECS["nf4"].marker):
         try:
             _, offset = read_nf4_state(tensor)
         except FormatError as error:
             raise CheckpointError(f"{info.shard}: {error}") from None
         if offset is not None:
-            setattr(module, slot.name, offset)
+            setattr(module, own_name, offset)
         return
-    target = getattr(module, slot.name)
-    packed = isinstance(module, PackedLinear) and slot.name in module.packed_names
+    target = getattr(module, own_name)
+    packed = isinstance(module, PackedLinear) and own_name in module.packed_names
     fits = tensor.dtype == target.dtype if packed else tensor.is_floating_point()
     if tensor.shape != target.shape or not fits:
         raise _mismatch(name, info, target)
     tensor = tensor if packed else converted(info, tensor, dtype)
-    setattr(module, slot.name, tensor if slot.name in module._buffers else nn.Parameter(tensor))
+    setattr(module, own_name, tensor if own_name in module._buffers else nn.Parameter(tensor))
 
 
 def _mismatch(name: str, info: TensorInfo, target: Tensor) -> CheckpointError:

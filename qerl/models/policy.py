@@ -31,7 +31,6 @@ from qerl.checkpoints.files import (
     weights_format_of,
 )
 from qerl.checkpoints.layouts import names_in_files
-from qerl.checkpoints.tensors import write_tensors
 from qerl.host.console import log
 from qerl.host.gpus import too_old, unsupported_accelerator
 from qerl.host.provenance import share
@@ -53,7 +52,7 @@ from qerl.models.adapter_files import (
 from qerl.models.blocks import fuse_attentions, make_noisy
 from qerl.models.experts import Experts, Float32Router, fuse_mlps
 from qerl.models.linear import POLICY_ADAPTER, PackedLinear
-from qerl.models.loading import load_model, load_tokenizer
+from qerl.models.loading import load_model, load_tokenizer, write_tensors
 from qerl.models.lora import key_dropout, register_lora
 from qerl.models.structure import MISFITS, Structure, structure_of
 from qerl.settings.base import ConfigError, nearest

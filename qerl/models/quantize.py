@@ -36,14 +36,23 @@ from qerl.checkpoints.files import (
     weights_format_of,
 )
 from qerl.checkpoints.layouts import TensorInfo, names_in_files
-from qerl.checkpoints.tensors import converted, finite, stream, write_tensors
 from qerl.data.prompts import TemplateInput, prompt_ids
 from qerl.data.records import DataError
 from qerl.data.sources import read_meta, read_split
 from qerl.formats.codecs import check_magnitudes, dequantize, tensor_specs
 from qerl.host.console import track
 from qerl.host.provenance import put
-from qerl.models.loading import check_tensors, checkpoint_structure, load_model, load_tokenizer, read_packed
+from qerl.models.loading import (
+    check_tensors,
+    checkpoint_structure,
+    converted,
+    finite,
+    load_model,
+    load_tokenizer,
+    read_packed,
+    stream,
+    write_tensors,
+)
 from qerl.models.structure import Structure
 from qerl.settings.base import ConfigError
 from qerl.settings.models import FORMATS, CalibrationSettings, FormatError, RandomErrorSettings
@@ -119,7 +128,6 @@ def write_packed(source: Path, target: Path, weights_format: str, pack_delta_net
 
 def _other_matrices(source: Path, headers: dict[str, TensorInfo], layers: set[str]) -> list[str]:
     """The modules of matrices that stay dense and that the library would take for linear layers: head and routers."""
-
     blocks = {name.partition(".layers.")[0] for name in layers}
     matrices = (name for name, info in headers.items() if name not in layers and len(info.shape) == 2)
     routers = [name for name in matrices if ".layers." in name and name.partition(".layers.")[0] in blocks]

@@ -108,7 +108,8 @@ class WorkerExtension:
         """Install the sampler; returns the name of the kernel that computes the blocks' products."""
         stock = self.model_runner.sampler
         self.model_runner.sampler = UntruncatedSampler(stock.logprobs_mode, stock.use_fp64_gumbel)
-        return _kernel(self._qerl_blocks()[0].self_attn.qkv_proj)
+        blocks: Any = self._qerl_model().model
+        return _kernel(blocks.layers[0].self_attn.qkv_proj)
 
     def qerl_lora_dtype(self) -> torch.dtype:
         """The dtype of adapters in the engine."""
@@ -136,9 +137,6 @@ class WorkerExtension:
 
     def _qerl_model(self) -> nn.Module:
         return self.model_runner.get_model()
-
-    def _qerl_blocks(self) -> Any:
-        return self._qerl_model().model.layers  # type: ignore[union-attr]
 
     def _qerl_replace_adapter(self, lora: dict[str, Tensor], rank: int, targets: list[str]) -> None:
         manager = self.model_runner.lora_manager._adapter_manager

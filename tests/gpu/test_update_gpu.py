@@ -13,7 +13,6 @@ from qerl.models.random import random_policy
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch, split
 from qerl.rl.passes import USABLE, Recomputation, kept_bytes
 from qerl.rollout.engine import EngineSampler
-from qerl.rollout.sampler import Completion
 from qerl.settings.models import Base
 from qerl.settings.run import NativeSettings
 from tests.gpu.backends import adapted, kernels_of, with_portable
@@ -39,14 +38,7 @@ def checkpoint_of(name, folder):
 
 def samples():
     """Groups of odd sizes; completions of one and two tokens, whose pieces have no and one query."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda length: torch.randint(2, 1000, (length,), generator=generator).tolist()  # noqa: E731
-    groups = ((37, (300, 1, 129, 2)), (1, (65, 64)), (200, (7, 500, 31)), (64, (128,)))
-    return [
-        Sample(prompt, Completion(draw(length), [-1.0] * length, True), 0.0, 0.0)
-        for prompt, lengths in [(draw(p), lengths) for p, lengths in groups]
-        for length in lengths
-    ]
+    return samples_of(((37, (300, 1, 129, 2)), (1, (65, 64)), (200, (7, 500, 31)), (64, (128,))), 1000)
 
 
 def packed(policy, drawn, weights, max_tokens):

@@ -11,14 +11,13 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from qerl.checkpoints.files import CheckpointError, read_headers
-from qerl.checkpoints.tensors import stream
 from qerl.data.sources import local_dataset, prepare, read_split
 from qerl.doctor import candidate, diagnose
 from qerl.evals.evaluate import evaluate
 from qerl.formats.codecs import PACKED_FORMATS
 from qerl.models.export import export, merge, write_dense, write_merged
 from qerl.models.linear import PackedLinear
-from qerl.models.loading import has_packed_delta_nets, load_model, packed_tensors
+from qerl.models.loading import has_packed_delta_nets, load_model, packed_tensors, stream
 from qerl.models.policy import load_policy, trained_in_full, with_adapter
 from qerl.models.quantize import Calibration, quantize_checkpoint
 from qerl.rl.noise import Noise

@@ -4,26 +4,23 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from qerl.models.policy import with_adapter, with_adapters
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import train_cohort
-from qerl.rl.noise import Noise
 from qerl.rl.train import train_run
-from qerl.rollout.engine import EngineSampler
 from qerl.rollout.sampler import Request, SamplingParams
 from qerl.settings.base import parse
-from qerl.settings.run import LAYERS, AdapterSettings, NativeSettings, NoiseSettings, RunSettings
+from qerl.settings.run import LAYERS, AdapterSettings, NoiseSettings, RunSettings
 from tests.conftest import NIGHTLY
 from tests.jobs import SETTINGS, train_job, write_inputs
+from tests.unit.rollout.test_cohort import assert_drawn_as_alone, perturbed
+from tests.unit.rollout.test_engine import stop_at
 
-CPU = torch.device("cpu")
 FORMATS = ["bf16", "nvfp4", "mxfp4", "nf4"]
 SCHEDULES = ["off", "exponential", "exponential-reaching", "linear", "cosine", "logarithmic", "constant"]
 MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
@@ -158,23 +155,9 @@ def drawings(draw):
 )
 @settings(max_examples=200 if NIGHTLY else 8)
 def test_the_engine_draws_for_each_run_of_a_cohort_what_it_draws_alone(inputs, weights, runs, slots):
-    def perturbed(policy, number):
-        torch.manual_seed(number)
-        for _, parameter in policy.trainable():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-        Noise(policy.lm, runs[number][1], seed=number).set(1, 4)
-        policy.lm.generation_config.eos_token_id = [7]
+    def prepared(policy, number):
+        stop_at(perturbed(policy, number, runs[number][1]), [7])
         return policy
 
-    checkpoint = inputs / weights
-    policies = with_adapters(checkpoint, [(adapter, seed) for seed, (adapter, *_) in enumerate(runs)], "float32", CPU)
-    policies = [perturbed(policy, number) for number, policy in enumerate(policies)]
-    requests = [request for *_, request in runs]
-    drawn = EngineSampler(policies[0], NativeSettings(), slots, policies[1:]).generate_all(requests)
-    for number, (adapter, _, request) in enumerate(runs):
-        alone = perturbed(with_adapter(checkpoint, adapter, "float32", number, CPU), number)
-        expected = EngineSampler(alone, NativeSettings(), slots).generate(request.prompts, request.params)
-        for group, other in zip(drawn[number], expected, strict=True):
-            assert [one.token_ids for one in group] == [one.token_ids for one in other]
-            for one, two in zip(group, other, strict=True):
-                np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-5)
+    seeded, requests = [(adapter, seed) for seed, (adapter, *_) in enumerate(runs)], [request for *_, request in runs]
+    assert_drawn_as_alone(inputs / weights, seeded, lambda: requests, slots, prepared)

@@ -116,17 +116,12 @@ def test_a_stored_adapters_names_have_one_order(tmp_path):
         ("qwen3_moe", "experts.up", "has experts.up, and the experts .* have experts.gate_proj, experts.up_proj, "
          "experts.down_proj; did you mean `experts.up_proj`"),
         ("qwen3_moe", "experts.gate_up_proj", "has experts.gate_up_proj, and the experts of the model have"),
+        *(("qwen2", name, "has ") for name in ("q proj", "a..b", ".*", "experts.")),  # no ends of names
     ],
 )  # fmt: skip
 def test_a_name_that_the_model_lacks_is_one_sentence(tmp_path, name, target, sentence):
     with pytest.raises(ConfigError, match=rf"^adapter\.targets {sentence}"):
         made(base(tmp_path, name), target)
-
-
-@pytest.mark.parametrize("target", ["q proj", "a..b", ".*", "experts."])
-def test_what_is_no_end_of_a_name_is_no_target(tmp_path, target):
-    with pytest.raises(ConfigError, match=r"^adapter\.targets has "):
-        made(base(tmp_path, "qwen2"), target)
 
 
 IDS = torch.tensor([[5, 6, 7, 40, 41]])

@@ -35,10 +35,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def samples(groups=((5, (7, 1, 12, 2)), (1, (3, 1)), (9, (20,)))):
+def samples(groups=((5, (7, 1, 12, 2)), (1, (3, 1)), (9, (20,))), vocabulary=90):
     """Groups of (tokens of the prompt, tokens of each completion)."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda length: torch.randint(2, 90, (length,), generator=generator).tolist()  # noqa: E731
+    draw = lambda length: torch.randint(2, vocabulary, (length,), generator=generator).tolist()  # noqa: E731
     return [
         Sample(prompt, Completion(draw(length), [-1.0] * length, True), 0.0, 0.0)
         for prompt, lengths in [(draw(p), lengths) for p, lengths in groups]

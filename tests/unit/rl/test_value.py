@@ -6,6 +6,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from qerl.models.blocks import noisy_norms
 from qerl.models.loading import load_model
 from qerl.models.lora import register_lora
 from qerl.models.policy import with_adapter
@@ -280,8 +281,7 @@ def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoin
     noise = Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=0.1), 0)
     with noise.at(1, 10):
         noisy = values(policy, batch())
-        norms = [m for _, _, found in noise._norms() for m in found]
-        assert all(norm.noise.any() for norm in norms)
+        assert all(norm.noise.any() for found in noisy_norms(policy.lm).values() for norm in found)
     assert torch.equal(values(policy, batch()), clean)
     assert not torch.equal(noisy, clean)
     # The same as weights w + z in the base.
@@ -289,7 +289,6 @@ def test_the_value_function_reads_the_bases_norms_with_the_steps_noise(checkpoin
     move(other, is_value)
     torch.testing.assert_close(values(other, batch()), clean)
     with noise.at(1, 10), torch.no_grad():
-        pairs = zip(Noise(other.lm, noise.settings, 0)._norms(), noise._norms(), strict=True)
-        for (_, _, [plain]), (_, _, noisy_norms) in pairs:
-            plain.weight.add_(noisy_norms[0].noise)
+        for [plain], norms in zip(noisy_norms(other.lm).values(), noisy_norms(policy.lm).values(), strict=True):
+            plain.weight.add_(norms[0].noise)
     torch.testing.assert_close(values(other, batch()), noisy)

@@ -27,12 +27,12 @@ ADAPTERS = [
 PROMPTS = [[[5, 6, 7], list(range(2, 66))], [[8]], [[9, 10, 11] * 20, [4, 3], [7]], []]
 
 
-def perturbed(policy, number):
+def perturbed(policy, number, noise=None):
     """The policy of a run, with trained tensors and noise that are far from the base's, and from other runs'."""
     torch.manual_seed(10 + number)
     for _, parameter in policy.trainable():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    Noise(policy.lm, NoiseSettings(schedule="linear", sigma_start=0.1), seed=number).set(1, 4)
+    Noise(policy.lm, noise or NoiseSettings(schedule="linear", sigma_start=0.1), seed=number).set(1, 4)
     policy.lm.generation_config.eos_token_id = []
     return policy
 
@@ -47,27 +47,38 @@ def requests():
     return [Request(prompts, SamplingParams(**each)) for prompts, each in zip(PROMPTS, settings, strict=True)]
 
 
+def assert_drawn_as_alone(checkpoint, runs, requests, slots, prepare=perturbed):
+    """Each run of `runs`, an adapter and a seed, draws beside the others what it draws alone, which is returned.
+
+    `prepare` makes of the policy of a number the run's own; `requests` makes the runs' requests.
+    """
+    together = [prepare(policy, n) for n, policy in enumerate(with_adapters(checkpoint, runs, "float32", CPU))]
+    drawn = EngineSampler(together[0], NativeSettings(), slots, together[1:]).generate_all(requests())
+    for number, (adapter, seed) in enumerate(runs):
+        alone, request = prepare(with_adapter(checkpoint, adapter, "float32", seed, CPU), number), requests()[number]
+        expected = EngineSampler(alone, NativeSettings(), slots).generate(request.prompts, request.params)
+        for group, other in zip(drawn[number], expected, strict=True):
+            assert [(one.token_ids, one.replies) for one in group] == [(one.token_ids, one.replies) for one in other]
+            for one, two in zip(group, other, strict=True):
+                np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-5)
+    return drawn
+
+
 def test_conversations_of_a_run_are_those_that_it_has_alone(tmp_path):
     """Beside a run of another environment, whose replies are slower, and one without any."""
     torch.manual_seed(0)
-    checkpoint = tiny_qwen2(tmp_path / "model")
-    together = [perturbed(policy, n) for n, policy in enumerate(with_adapters(checkpoint, ADAPTERS, "float32", CPU))]
+
+    def stopping(policy, number):
+        stop_at(perturbed(policy, number), STOPS)
+        return policy
 
     def asked():
         every = [replace(one, params=replace(one.params, max_tokens=60)) for one in requests()]
         turns = {0: Counted(1), 2: Counted(9)}
         return [replace(one, params=replace(one.params, turns=turns.get(n))) for n, one in enumerate(every)]
 
-    stop_at(together[0], STOPS)
-    drawn = EngineSampler(together[0], NativeSettings(), 4, together[1:]).generate_all(asked())
+    drawn = assert_drawn_as_alone(tiny_qwen2(tmp_path / "model"), ADAPTERS, asked, 4, stopping)
     assert any(one.replies for group in drawn[2] for one in group)
-    for number, (adapter, seed) in enumerate(ADAPTERS):
-        alone = perturbed(with_adapter(checkpoint, adapter, "float32", seed, CPU), number)
-        stop_at(alone, STOPS)
-        request = asked()[number]
-        expected = EngineSampler(alone, NativeSettings(), 4).generate(request.prompts, request.params)
-        for group, other in zip(drawn[number], expected, strict=True):
-            assert [(one.token_ids, one.replies) for one in group] == [(one.token_ids, one.replies) for one in other]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "nvfp4"])
@@ -80,14 +91,4 @@ def test_each_run_draws_what_it_draws_alone(name, weights, slots, tmp_path):
     if weights == "nvfp4":
         quantize_checkpoint(checkpoint, tmp_path / "packed", weights)
         checkpoint = tmp_path / "packed"
-    together = with_adapters(checkpoint, adapters, "float32", CPU)
-    together = [perturbed(policy, number) for number, policy in enumerate(together)]
-    drawn = EngineSampler(together[0], NativeSettings(), slots, together[1:]).generate_all(requests())
-    for number, (adapter, seed) in enumerate(adapters):
-        alone = perturbed(with_adapter(checkpoint, adapter, "float32", seed, CPU), number)
-        request = requests()[number]
-        expected = EngineSampler(alone, NativeSettings(), slots).generate(request.prompts, request.params)
-        for group, other in zip(drawn[number], expected, strict=True):
-            assert [one.token_ids for one in group] == [one.token_ids for one in other]
-            for one, two in zip(group, other, strict=True):
-                np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-5)
+    assert_drawn_as_alone(checkpoint, adapters, requests, slots)

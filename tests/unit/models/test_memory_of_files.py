@@ -22,7 +22,7 @@ with imports():
     import bitsandbytes, llmcompressor.entrypoints.model_free.converter
     from qerl.host.gpus import peak_memory_bytes, reset_peak_memory
     from qerl.checkpoints.files import read_headers
-    from qerl.checkpoints.tensors import stream
+    from qerl.models.loading import stream
     from qerl.models.quantize import write_packed
     from qerl.models.quantize import quantization_report
 
