@@ -136,6 +136,8 @@ class Job(Part):
     place: ClassVar[str]
     #: The files of such a folder on which other rules may depend; without them, on the place as a whole.
     writes: ClassVar[tuple[str, ...]] = ()
+    #: The category of its result in Snakemake's report, which sorts them by name.
+    heading: ClassVar[str] = ""
     #: Whether the job needs one GPU, if the machine has any.
     on_gpu: ClassVar[bool] = False
     #: Whether the process runs only on the CPU cores that belong to its GPUs.
@@ -184,6 +186,11 @@ class Job(Part):
     def contents(self, plan: Plan) -> list[Path]:
         """The files whose content decides the result: the user's, as copies have other times."""
         return self.own_files
+
+    @property
+    def category(self) -> str:
+        """The category of this very job's result."""
+        return self.heading
 
     # --- for one start
 

@@ -179,6 +179,7 @@ class ShapesJob(Job):
     does: ClassVar[str] = "qerl.report.speed_tables:write_shapes"
     place: ClassVar[str] = "tables"
     kind: str = "shapes"
+    heading: ClassVar[str] = "6 Shapes"
     files: list[Path]
     """Files of points that are measured, here or elsewhere. They are no input, as they would start measurements."""
 
@@ -247,6 +248,13 @@ class ReportedJob(Job):
     results: Path
     """A file with the path of a stored result a line."""
 
+    @property
+    def category(self) -> str:
+        """What is beside the paper's numbers, and the main table, have categories of their own."""
+        if self.kind in ("table", "figure") and self.name in printed.NAMES:
+            return printed.CATEGORY
+        return "1 Main table" if (self.kind, self.name) == ("table", "accuracy") else self.heading
+
     @classmethod
     def make(cls, plan: Plan, name: str) -> Job:
         return cls(name=name or plan.config.name, results=plan.listed, out=cls.path(plan))  # type: ignore[call-arg]
@@ -262,6 +270,7 @@ class TableJob(ReportedJob):
     place: ClassVar[str] = "tables"
     writes: ClassVar[tuple[str, ...]] = tuple(f"{{table}}.{end}" for end in ("csv", "md", "tex", "html", "txt"))
     kind: str = "table"
+    heading: ClassVar[str] = "2 Tables"
 
     @classmethod
     def names(cls, plan: Plan) -> list[str]:
@@ -279,6 +288,7 @@ class FigureJob(ReportedJob):
     place: ClassVar[str] = "figures"
     writes: ClassVar[tuple[str, ...]] = tuple(f"{{figure}}{end}" for end in (".png", ".svg", paths.NARROW, ".txt"))
     kind: str = "figure"
+    heading: ClassVar[str] = "3 Figures"
 
     @classmethod
     def names(cls, plan: Plan) -> list[str]:
@@ -305,6 +315,7 @@ class ReportJob(ReportedJob):
     does: ClassVar[str] = "qerl.report.page:write_report"
     place: ClassVar[str] = paths.REPORT_PAGE
     kind: str = "report"
+    heading: ClassVar[str] = "0 Report"
     main: Path | None
     """The accuracy table (.csv), with which the report begins; none without evaluations."""
     tables: list[Path]
@@ -483,6 +494,7 @@ class PageJob(Job):
     place: ClassVar[str] = "study/{scope}"
     writes: ClassVar[tuple[str, ...]] = (paths.STUDY_PAGE, paths.STUDY_PARTS)
     kind: str = "page"
+    heading: ClassVar[str] = "7 Study"
     data: list[Path]
     """The folders of the Parquet files. Each has some of the runs."""
     doses: list[Path]
@@ -616,6 +628,7 @@ class VerdictJob(Job):
     place: ClassVar[str] = paths.GATES
     writes: ClassVar[tuple[str, ...]] = (paths.MEASURED, paths.VERDICT, paths.VERDICT_TABLE)
     kind: str = "verdict"
+    heading: ClassVar[str] = "5 Gates"
     settings: GateSettings
     key: str
     """A hash of the workload."""

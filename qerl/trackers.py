@@ -23,6 +23,7 @@ from qerl.results.paths import ROLLOUTS, rollouts_file
 from qerl.results.schema import RolloutRow
 from qerl.results.store import read_rows
 from qerl.settings.run import TrackerName
+from qerl.settings.workflow import flat
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -160,7 +161,7 @@ class Trackers(ExitStack):
             tracker = LOGGER_TYPE_TO_CLASS[name](**self._record.arguments(name, self._last(name) + 1))
             tracker.start()
         if name == "mlflow" and not tracker.run_id:
-            tracker.store_init_configuration(_flat(self._record.settings))
+            tracker.store_init_configuration(flat(self._record.settings))
         self._open[name] = tracker
         self.callback(self._contained, name, lambda name: name in self._open and tracker.finish())
 
@@ -214,11 +215,3 @@ class Trackers(ExitStack):
                 "the tracker %s failed and gets no more steps of this run, which goes on without it (%s: %s)",
                 *(name, type(error).__name__, error),
             )
-
-
-def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, object]:
-    """Settings by dotted keys."""
-    flat: dict[str, object] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
-    return flat

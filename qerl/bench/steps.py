@@ -12,19 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from qerl.bench import workloads
 from qerl.bench.timing import WARM_UP, Point, nbytes, optimizer_bytes, run_points
-from qerl.bench.workloads import (
-    WARMUP,
-    check_drawn,
-    completion_lengths,
-    equal_prompts,
-    is_equal,
-    memory_of,
-    problem,
-    questions,
-    steps_of,
-    write_steps,
-)
 from qerl.checkpoints.shapes import vocabulary
 from qerl.host.console import log
 from qerl.host.gpus import cap_memory, free_memory, peak_memory_bytes, reset_peak_memory
@@ -115,7 +104,7 @@ def run_settings(work: StepWork, asked: EngineStep) -> RunSettings:
             "native": {"kv_cache_gib": asked.kv_cache_gib, "sleep": asked.sleep, "kernels": asked.kernels},
         },
         "reward": {"correct": 0.0, "format": 0.0, "function": "qerl.bench.workloads:reward"},
-        "steps": steps_of(work),
+        "steps": workloads.steps_of(work),
         "micro_batch_tokens": asked.micro_batch_tokens,
         "gradient_checkpointing": asked.recompute,
     }
@@ -124,9 +113,9 @@ def run_settings(work: StepWork, asked: EngineStep) -> RunSettings:
 
 def _step(trainer: Trainer, watched: _Watched, work: StepWork, number: int) -> TimedStep:
     row = trainer.step(number, (number - 1) * work.prompts)
-    check_drawn(work, int(row["completion_tokens"]))
-    if row["silent/completions"] < equal_prompts(work) * work.group_size:
-        raise RuntimeError(f"fewer than {equal_prompts(work)} groups of a step had no gradient: its time says nothing")
+    workloads.check_drawn(work, int(row["completion_tokens"]))
+    if row["silent/completions"] < work.equal_prompts * work.group_size:
+        raise RuntimeError(f"fewer than {work.equal_prompts} groups of a step had no gradient: its time says nothing")
     if not row["grad_norm"]:
         raise RuntimeError("the update had no gradient: rewards didn't differ within any group; use larger groups")
     taken = {name: row[f"seconds/{name}"] for name in SECONDS}
@@ -148,7 +137,7 @@ def _memory(trainer: Trainer, peak: float, cache: int) -> StepMemory:
         "gradients": nbytes([p.grad for p in trained if p.grad is not None]),
         "optimizer": optimizer_bytes(trainer.updater.optimizer),
     }
-    return memory_of(peak, cache, parts)
+    return workloads.memory_of(peak, cache, parts)
 
 
 def _given_up(trainer: Trainer, sampler: Sampler) -> GivenUp | None:
@@ -170,18 +159,20 @@ def steps_with(base: Policy, work: StepWork, settings: RunSettings, folder: Path
     write_tokenizer(folder, TEXTS, vocabulary(settings.model))  # of digits, with the policy's ids
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     policy = prepared(replace(base, tokenizer=tokenizer), settings)
-    drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt)
+    drawn = workloads.questions(tokenizer, workloads.steps_of(work) * work.prompts, work.prompt)
     # A run takes problems by a permutation.
     places = [problem_index(len(drawn), settings.seed, number) for number in range(len(drawn))]
-    equal = {place for number, place in enumerate(places) if is_equal(work, number)}
-    problems = [problem(question, number, number in equal) for number, question in enumerate(drawn)]
-    watched = _Watched(make_sampler(policy, settings.rollout), completion_lengths(work) if work.median else None)
+    equal = {place for number, place in enumerate(places) if work.is_equal(number)}
+    problems = [workloads.problem(question, number, number in equal) for number, question in enumerate(drawn)]
+    watched = _Watched(
+        make_sampler(policy, settings.rollout), workloads.completion_lengths(work) if work.median else None
+    )
     trainer = Trainer(settings, policy, watched, Task(problems, "gsm8k", ""), folder)
     steps = []
-    for number in range(1, 1 + steps_of(work)):
-        watched.warm_up = number <= WARMUP
+    for number in range(1, 1 + workloads.steps_of(work)):
+        watched.warm_up = number <= workloads.WARMUP
         steps.append(_step(trainer, watched, work, number))
-    timed = steps[WARMUP:]
+    timed = steps[workloads.WARMUP :]
     peak, part = max((getattr(step, f"{part}_peak_bytes"), part) for step in timed for part in ("rollout", "update"))
     memory = _memory(trainer, peak, watched.cache_bytes(part))
     given_up = _given_up(trainer, watched.sampler)
@@ -220,7 +211,7 @@ def _measure_part(base: Callable[[], Policy], part: PointPart[StepWork, None], o
             finally:  # the next part's steps decide for themselves which blocks recompute their activations
                 policy.lm.gradient_checkpointing_disable()
 
-    write_steps(out, system, work, asked, measure)
+    workloads.write_steps(out, system, work, asked, measure)
 
 
 # Seconds and memory of a GRPO step by arm (paper Table 3).

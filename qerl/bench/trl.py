@@ -29,19 +29,9 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from qerl.bench import workloads
 from qerl.bench.peers import no_room_is_out_of_memory
 from qerl.bench.timing import nbytes, optimizer_bytes
-from qerl.bench.workloads import (
-    WARMUP,
-    check_drawn,
-    completion_lengths,
-    is_equal,
-    memory_of,
-    questions,
-    steps_of,
-    text_reward,
-    write_steps,
-)
 from qerl.checkpoints.shapes import shape_of
 from qerl.host.console import log
 from qerl.host.gpus import Seconds, peak_memory_bytes, reset_peak_memory, seconds
@@ -80,7 +70,7 @@ class TimedTrainer(GRPOTrainer):
     def _generate_lengths(self, prompts: Sequence[Any], sampling_params: Any, **others: Any) -> Any:
         """Generate completions of the work's lengths, where TRL asks for one length of all."""
         params = [sampling_params.clone() for _ in prompts]
-        for one, tokens in zip(params, chain(*completion_lengths(self.work)), strict=True):
+        for one, tokens in zip(params, chain(*workloads.completion_lengths(self.work)), strict=True):
             one.min_tokens = one.max_tokens = tokens
         return self._generate_alike(prompts, params, **others)
 
@@ -89,7 +79,7 @@ class TimedTrainer(GRPOTrainer):
             raise RuntimeError(f"a prompt hasn't {self.work.prompt} tokens: TRL's template differs from ours")
         with seconds() as taken:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments)
-        check_drawn(self.work, sum(map(len, completion_ids)))
+        workloads.check_drawn(self.work, sum(map(len, completion_ids)))
         self.sampling.append(taken.value)
         return completion_ids, logprobs
 
@@ -117,7 +107,7 @@ class StepClock(TrainerCallback):
 
 def _rewards(completions: list[list[dict[str, str]]], equal: list[bool], **_: Any) -> list[float]:
     texts = [completion[0]["content"] for completion in completions]
-    return [0.0 if same else text_reward(text) for text, same in zip(texts, equal, strict=True)]
+    return [0.0 if same else workloads.text_reward(text) for text, same in zip(texts, equal, strict=True)]
 
 
 def vllm_share(work: StepWork, device_bytes: int) -> float:
@@ -144,7 +134,7 @@ def _config(work: StepWork, asked: TrlStep, folder: Path) -> GRPOConfig:
     limits = {"ignore_eos": True, "detokenize": False} if vllm else {"min_new_tokens": work.tokens}
     return GRPOConfig(
         output_dir=str(folder),
-        max_steps=steps_of(work),
+        max_steps=workloads.steps_of(work),
         per_device_train_batch_size=asked.micro_batch,
         gradient_accumulation_steps=work.completions // asked.micro_batch,
         num_generations=work.group_size,
@@ -173,7 +163,7 @@ def _config(work: StepWork, asked: TrlStep, folder: Path) -> GRPOConfig:
 
 def _trainer(work: StepWork, asked: TrlStep, checkpoint: Path, folder: Path) -> TimedTrainer:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    drawn = questions(tokenizer, steps_of(work) * work.prompts, work.prompt)
+    drawn = workloads.questions(tokenizer, workloads.steps_of(work) * work.prompts, work.prompt)
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -189,7 +179,7 @@ def _trainer(work: StepWork, asked: TrlStep, checkpoint: Path, folder: Path) -> 
         args=_config(work, asked, folder),
         train_dataset=Dataset.from_list(
             [
-                {"prompt": [{"role": "user", "content": question}], "equal": is_equal(work, number)}
+                {"prompt": [{"role": "user", "content": question}], "equal": work.is_equal(number)}
                 for number, question in enumerate(drawn)
             ]
         ),
@@ -235,7 +225,7 @@ def _memory(trainer: TimedTrainer, peak: float, size: str) -> StepMemory:
         parts["sampler_weights"] = nbytes([*engine.model_executor.driver_worker.model_runner.model.parameters()])
         shape, cache = shape_of(size), engine.vllm_config.cache_config
         cache_bytes = cache.num_gpu_blocks * cache.block_size * shape.layers * 2 * shape.kv_width * 2
-    return memory_of(peak, cache_bytes, parts)
+    return workloads.memory_of(peak, cache_bytes, parts)
 
 
 def _system(work: StepWork, asked: TrlStep) -> str:
@@ -272,14 +262,14 @@ def _run(work: StepWork, asked: TrlStep, checkpoint: Path) -> dict[str, Any]:
         trainer = _trainer(work, asked, checkpoint, Path(folder))
         trainer.add_callback(clock)
         trainer.train()
-    timed = _steps(trainer, clock)[WARMUP:]
+    timed = _steps(trainer, clock)[workloads.WARMUP :]
     log.info("%s", timed)
     shares = [row["frac_reward_zero_std"] for row in trainer.state.log_history if "step_time" in row]
     if min(shares) < work.equal_groups:
         raise RuntimeError(f"in a step {min(shares):.0%} of the groups earned the same: its time says nothing")
     if not any(step.grad_norm for step in timed):
         raise RuntimeError("the updates had no gradient: rewards didn't differ within any group; use larger groups")
-    memory = _memory(trainer, max(clock.peaks[WARMUP:]), work.size)
+    memory = _memory(trainer, max(clock.peaks[workloads.WARMUP :]), work.size)
     return {"sampler": _sampler(trainer, work.weights), "steps": tuple(timed), "memory": memory}
 
 
@@ -295,4 +285,4 @@ def measure_steps(job: PointJob[StepWork, None]) -> None:
                 return _run(work, asked, Path(folder) / "model")
 
         stored = asked.model_copy(update={"vllm_memory": _share(work, asked)})
-        write_steps(out, _system(work, asked), work, stored, measure)
+        workloads.write_steps(out, _system(work, asked), work, stored, measure)

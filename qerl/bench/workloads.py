@@ -225,17 +225,6 @@ def text_reward(text: str) -> float:
     return zlib.crc32(text.encode()) % _REWARDS / _REWARDS
 
 
-def equal_prompts(work: StepWork) -> int:
-    """The number of a step's prompts whose completions earn the same."""
-    return round(work.equal_groups * work.prompts)
-
-
-def is_equal(work: StepWork, number: int) -> bool:
-    """Whether the completions of the question `number`, counted over all steps, earn the same; evenly spread."""
-    place = number % work.prompts
-    return (place + 1) * equal_prompts(work) // work.prompts > place * equal_prompts(work) // work.prompts
-
-
 def problem(question: str, number: int, equal: bool) -> Problem:
     """A question as a problem for `reward`."""
     return Problem(str(number), question, None, _EQUAL if equal else "0")

@@ -26,7 +26,7 @@ from qerl.results.schema import Stored
 from qerl.settings.base import ConfigError, Settings, check_kind, parse, parse_yaml, parts, read_yaml
 from qerl.settings.models import LockedRepo
 from qerl.settings.run import UNDECIDING, RunFile
-from qerl.settings.workflow import Config
+from qerl.settings.workflow import Config, merged
 from qerl.workflow.rules import parse_job
 
 if TYPE_CHECKING:
@@ -145,7 +145,6 @@ def values_of(keys: list[str] | None) -> dict[str, Any]:
 
 
 def _plan(config: Path, keys: list[str] | None) -> Plan:
-    from qerl.settings.workflow import merged
     from qerl.workflow.plan import plan_from
 
     typed = values_of(keys)

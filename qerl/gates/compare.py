@@ -16,19 +16,7 @@ from pydantic import Field
 
 from qerl.report.format import page
 from qerl.report_jobs import VerdictJob
-from qerl.results.paths import (
-    MEASURED,
-    METRICS,
-    NUMERICS,
-    PROFILE,
-    RESULT,
-    RUN,
-    SAMPLES,
-    SPEED,
-    STORED,
-    VERDICT,
-    VERDICT_TABLE,
-)
+from qerl.results import paths
 from qerl.results.schema import (
     Baseline,
     Check,
@@ -94,21 +82,21 @@ GOLDEN = ("loss", "reward", "grad_norm")
 
 def collect(key: str, files: Sequence[Path]) -> GateMeasurements:
     """The metrics of result files, whose kinds follow from the names and folders that the workflow gives them."""
-    [bench] = [read(RolloutBenchResult, file) for file in files if file.parent.name == PROFILE]
-    [numerics] = [read(NumericsResult, file) for file in files if file.name == NUMERICS]
-    [speed] = [read(SpeedResult, file) for file in files if file.name == SPEED]
+    [bench] = [read(RolloutBenchResult, file) for file in files if file.parent.name == paths.PROFILE]
+    [numerics] = [read(NumericsResult, file) for file in files if file.name == paths.NUMERICS]
+    [speed] = [read(SpeedResult, file) for file in files if file.name == paths.SPEED]
     values, series = dict(numerics.values), dict[str, list[float]]()
     for file in files:
-        if file.name == RUN:
-            run, steps = read(RunResult, file), list(read_rows(StepMetrics, file.with_name(METRICS)))
+        if file.name == paths.RUN:
+            run, steps = read(RunResult, file), list(read_rows(StepMetrics, file.with_name(paths.METRICS)))
             values |= _of_run(run, steps)
             series |= {f"{column}/{_name(run)}": [getattr(step, column) for step in steps] for column in GOLDEN}
     accuracies: dict[str, dict[str, float]] = {}
     completions: dict[str, dict[str, str]] = {}
-    for file in (file for file in files if file.name == RESULT):
-        rows = list(read_rows(SampleRow, file.with_name(SAMPLES)))
-        if file.parent.parent.name == STORED:
-            completions[f"{STORED}/{read(StoredPolicyResult, file).stored}"] = dict(map(_completion, rows))
+    for file in (file for file in files if file.name == paths.RESULT):
+        rows = list(read_rows(SampleRow, file.with_name(paths.SAMPLES)))
+        if file.parent.parent.name == paths.STORED:
+            completions[f"{paths.STORED}/{read(StoredPolicyResult, file).stored}"] = dict(map(_completion, rows))
             continue
         trained = read(EvaluationResult, file)
         varied = ", ".join(f"{key}={value}" for key, value in trained.varied.items())
@@ -195,7 +183,7 @@ def accept(config: Config, folder: Path) -> Path:
     """Make the measurements in `folder` the baseline of their machine class, in a git commit of its own."""
     if config.gates is None:
         raise ConfigError(f"configuration {config.name} has no `gates`; use config/ci.yaml")
-    file = folder / MEASURED
+    file = folder / paths.MEASURED
     if not file.is_file():
         raise ConfigError(f"{file} doesn't exist; run the gates first: make gate")
     measured = read(GateMeasurements, file)
@@ -355,9 +343,11 @@ def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path)
     own = find_baseline(settings.baselines, measured.key, measured.provenance.machine)
     other = own or find_baseline(settings.baselines, measured.key)
     verdicts = [judge(gate, measured, own, other) for gate in read_gates(settings.file)]
-    write(out / MEASURED, measured)
+    write(out / paths.MEASURED, measured)
     stamp = ". ".join(f"{name.capitalize()}: {text}" for name, text in measured.provenance.columns.items())
-    (out / VERDICT_TABLE).write_text(page({"": verdict_table(verdicts)}, f"{_CAPTION}. {stamp}."), encoding="utf-8")
+    (out / paths.VERDICT_TABLE).write_text(
+        page({"": verdict_table(verdicts)}, f"{_CAPTION}. {stamp}."), encoding="utf-8"
+    )
     result = VerdictResult(
         outcome=overall(verdicts),
         key=measured.key,
@@ -365,7 +355,7 @@ def write_verdict(settings: GateSettings, measured: GateMeasurements, out: Path)
         gates=verdicts,
         provenance=measured.provenance,
     )
-    write(out / VERDICT, result)
+    write(out / paths.VERDICT, result)
 
 
 def read_verdicts(file: Path) -> list[Verdict]:

@@ -21,24 +21,13 @@ from qerl.data.hub import sha256_of
 from qerl.host.provenance import VERSION, write_json, write_text, writing
 from qerl.report.tables import TABLES, make_table
 from qerl.report_jobs import TableJob
-from qerl.results import printed
-from qerl.results.paths import (
-    CHECKPOINT,
-    LISTED,
-    LOGS,
-    MODELS,
-    POLICY,
-    TRACKED,
-)
-from qerl.results.paths import (
-    TABLES as TABLES_FOLDER,
-)
+from qerl.results import paths, printed
 from qerl.results.readers import StoredResults, listed
 from qerl.results.store import ResultError
 
 CRATE = "ro-crate-metadata.json"
 #: Folders of results that stay at home: weights, which are large, and what only this machine's owner reads.
-_LEFT_OUT = {CHECKPOINT, POLICY, MODELS, LOGS, TRACKED}
+_LEFT_OUT = {paths.CHECKPOINT, paths.POLICY, paths.MODELS, paths.LOGS, paths.TRACKED}
 #: The folder of further files in an archive, such as the configuration and the lock of its libraries.
 _INPUTS = "inputs"
 #: A table of another machine may differ by the rounding of its arithmetic.
@@ -50,12 +39,14 @@ def write_archive(folder: Path, out: Path, inputs: Sequence[Path] = ()) -> int:
 
     Equal results make equal bytes. Raises ResultError for results that lie outside of the folder or aren't finished.
     """
-    if not (folder / LISTED).is_file():
-        raise ResultError(f"{folder} has no {LISTED}: it is no folder of the workflow's results, or isn't finished")
+    if not (folder / paths.LISTED).is_file():
+        raise ResultError(
+            f"{folder} has no {paths.LISTED}: it is no folder of the workflow's results, or isn't finished"
+        )
     home = folder.resolve()
     if out.resolve().is_relative_to(home):
         raise ResultError(f"{out} lies in {folder}, whose archive it would be; write it elsewhere")
-    results = [path.resolve() for path in listed(folder / LISTED)]
+    results = [path.resolve() for path in listed(folder / paths.LISTED)]
     # The paper's printed numbers are the package's, wherever it is.
     results = [path for path in results if path.parts[-4:-1] != printed.FOLDER.parts[-3:]]
     for path in results:
@@ -70,8 +61,8 @@ def write_archive(folder: Path, out: Path, inputs: Sequence[Path] = ()) -> int:
     }
     files |= {f"{_INPUTS}/{file.name}": file for file in inputs}
     with TemporaryDirectory() as name:
-        files[LISTED], files[CRATE] = Path(name, LISTED), Path(name, CRATE)
-        write_text(files[LISTED], "".join(f"{path.relative_to(home)}\n" for path in results))
+        files[paths.LISTED], files[CRATE] = Path(name, paths.LISTED), Path(name, CRATE)
+        write_text(files[paths.LISTED], "".join(f"{path.relative_to(home)}\n" for path in results))
         others = {path: file for path, file in sorted(files.items()) if path != CRATE}
         write_json(files[CRATE], _crate(home.name, StoredResults(results), others))
         partial = out.with_name(f"{out.name}.partial")
@@ -144,11 +135,11 @@ def _check_sums(archive: Path, folder: Path) -> int:
 
 
 def _check_tables(archive: Path, folder: Path) -> int:
-    tables = sorted((folder / TABLES_FOLDER).glob("*.csv"))
+    tables = sorted((folder / paths.TABLES).glob("*.csv"))
     made = folder / "made anew"
     made.mkdir()
-    results = made / LISTED
-    results.write_text("".join(f"{folder / path}\n" for path in listed(folder / LISTED)), encoding="utf-8")
+    results = made / paths.LISTED
+    results.write_text("".join(f"{folder / path}\n" for path in listed(folder / paths.LISTED)), encoding="utf-8")
     for table in tables:
         if table.stem not in (*TABLES, *printed.TABLES):
             raise ResultError(f"{archive} has the table {table.stem}, which this version of qerl doesn't make")

@@ -28,6 +28,7 @@ from qerl.results.store import ResultError
 # `_p75` (quartiles) are merged into its cell.
 
 _ENDS = (("_low", "_high"), ("_p25", "_p75"))
+#: LaTeX's reserved characters, escaped, and signs that its fonts lack.
 _LATEX = str.maketrans(
     {character: "\\" + character for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -96,11 +97,6 @@ def with_gpus(table: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
     if records["machine"].nunique() < 2:
         return table.drop(columns="machine")
     return table.assign(machine=table["machine"].map(gpu_label)).rename(columns={"machine": "GPU"})
-
-
-def latex(text: str) -> str:
-    """The text with LaTeX's reserved characters escaped."""
-    return text.translate(_LATEX)
 
 
 #: Heading and formatter of each measure; other columns are shown unchanged.
@@ -222,8 +218,8 @@ def write_table(
     frame.to_csv(f"{stem}.csv", index=False)
     body = shown.map(lambda text: text.replace("|", "\\|")).to_markdown(index=False, disable_numparse=True)
     notes = "\n".join(f"- {note}" for note in footnotes)
-    latex_caption = latex(" ".join([caption, *footnotes]))
-    escaped = shown.map(latex).rename(columns=latex)
+    latex_caption = " ".join([caption, *footnotes]).translate(_LATEX)
+    escaped = shown.map(lambda text: text.translate(_LATEX)).rename(columns=lambda name: name.translate(_LATEX))
     texts = {
         "md": "\n\n".join(filter(None, [body, caption, notes])) + "\n",
         "tex": escaped.to_latex(index=False, caption=latex_caption, label=f"tab:{stem.name}", position="tbp"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,22 +29,12 @@ from qerl.report.format import (
 from qerl.report.samples import steps_in
 from qerl.report.tables import trained_differences
 from qerl.report_jobs import ReportJob
-from qerl.results.paths import (
-    KEY,
-    LOGS,
-    METRICS,
-    NARROW,
-    RESULT,
-    ROLLOUTS,
-    TRAIN,
-    VERDICT,
-    variant,
-    without_folders,
-)
+from qerl.results import paths
 from qerl.results.printed import CURVE_FIGURES
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import OK, EvaluationResult, Head, RunResult, TaskScore, VerdictResult
 from qerl.results.store import read
+from qerl.settings.workflow import flat
 
 #: Makes the address of samples from the parts of their place.
 Addresses = Callable[..., str]
@@ -73,7 +63,7 @@ def missing_table(stored: StoredResults, omitted: Mapping[str, str]) -> pd.DataF
         if point["status"] != OK:
             name = f"{point['model']}, {point['weights']}, rank {point['rank']}"
             rows.append((f"bench {point['bench']}", name, point["status"]))
-    for gate in (gate for file in stored.named(VERDICT) for gate in read(VerdictResult, file).gates):
+    for gate in (gate for file in stored.named(paths.VERDICT) for gate in read(VerdictResult, file).gates):
         if gate.outcome != "pass":
             rows.append(("gate", gate.gate, _joined(gate.outcome, gate.detail)))
     rows += [("arm", name, reason) for name, reason in omitted.items()]
@@ -86,13 +76,13 @@ def _joined(status: str, reason: str) -> str:
 
 def settings_tables(runs: Sequence[RunResult]) -> dict[str, pd.DataFrame]:
     """The settings in which arms differ, one row per arm, and those that all runs share apart from defaults."""
-    values = [dict(_flat(run.settings.model_dump(mode="json"))) for run in runs]
-    given = dict.fromkeys(key for run in runs for key, _ in _flat(run.settings.model_dump(exclude_defaults=True)))
-    differing = {key for key in given if key != "seed" and len({flat.get(key) for flat in values}) > 1}
+    values = [{key: _text(one) for key, one in flat(run.settings.model_dump(mode="json")).items()} for run in runs]
+    given = dict.fromkeys(key for run in runs for key in flat(run.settings.model_dump(exclude_defaults=True)))
+    differing = {key for key in given if key != "seed" and len({of_run.get(key) for of_run in values}) > 1}
     arms = []
-    for run, flat in zip(runs, values, strict=True):
-        arm = {"experiment": run.experiment, "arm": run.arm, "grid": variant(run.varied)}
-        arms.append(arm | {key: flat.get(key, "") for key in given if key in differing})
+    for run, of_run in zip(runs, values, strict=True):
+        arm = {"experiment": run.experiment, "arm": run.arm, "grid": paths.variant(run.varied)}
+        arms.append(arm | {key: of_run.get(key, "") for key in given if key in differing})
     shared = [{"setting": key, "value": values[0][key]} for key in given if key not in differing | {"seed"}]
     return {
         "Settings by arm; all others are equal": pd.DataFrame(arms).drop_duplicates(),
@@ -100,16 +90,8 @@ def settings_tables(runs: Sequence[RunResult]) -> dict[str, pd.DataFrame]:
     }
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys, and values as text."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", _text(value)
-
-
 def _text(value: Any) -> str:
+    """A value of a setting as text."""
     match value:
         case None:
             return "none"
@@ -165,7 +147,7 @@ def run_cost_table(stored: StoredResults, address: Addresses, root: Path) -> pd.
     width = smoothing_window(metrics) if len(metrics) else 1
     rewards = {name: group.sort_values("step")["reward"] for name, group in metrics.groupby("run")}
     for (file, _), run in zip(stored.run_results, stored.runs.to_dict("records"), strict=True):
-        step = [view.step for view in steps_in(file.parent / ROLLOUTS)][-1:]
+        step = [view.step for view in steps_in(file.parent / paths.ROLLOUTS)][-1:]
         done, reward = run["status"] == OK, rewards.get(run["run"])
         cost = {"minutes": run["seconds"] / 60, "rollout tokens/s": run["rollout_tokens_per_second"]} if done else {}
         shown = {MEASURES[name]: run[name] for name in ("step_seconds", "weight_bytes", "peak_memory_bytes") if done}
@@ -180,8 +162,8 @@ def run_cost_table(stored: StoredResults, address: Addresses, root: Path) -> pd.
                 "files": _links(
                     {
                         "settings": file,
-                        "steps": file.with_name(METRICS),
-                        "log": root / LOGS / TRAIN / f"{run['run']}.log",
+                        "steps": file.with_name(paths.METRICS),
+                        "log": root / paths.LOGS / paths.TRAIN / f"{run['run']}.log",
                     },
                     root,
                 ),
@@ -215,7 +197,7 @@ def main_table(
     named = [key for key in identifying(table) if key not in ("weights", "training")]
     links: dict[Any, dict[int, str]] = {}  # of an arm on a data set, by seed; -1 of an untrained base
     for row in evaluations.fillna({"seed": -1}).to_dict("records"):
-        of_arm = links.setdefault((*(row[key] for key in KEY), row["dataset"]), {})
+        of_arm = links.setdefault((*(row[key] for key in paths.KEY), row["dataset"]), {})
         of_arm.setdefault(int(row["seed"]), address(row["eval"], row["dataset"]))
     rows = []
     for row in table.to_dict("records"):
@@ -224,7 +206,7 @@ def main_table(
         cells["", "weights and training"] = f"{weights_label(row['weights'])} untrained" if untrained else _label(row)
         seeds: dict[int, str] = {}
         for dataset in datasets:
-            of_arm = links.get((*(row[key] for key in KEY), dataset), {})
+            of_arm = links.get((*(row[key] for key in paths.KEY), dataset), {})
             seeds = of_arm | seeds
             for measure, heading in _SHOWN.items():
                 text = cell_text(row, f"{dataset}/{measure}", MEASURES[measure][1])
@@ -234,7 +216,7 @@ def main_table(
         cells["", "note"] = "; ".join(note for note in notes if isinstance(note, str) and note)
         rows.append(cells)
     blocks = [*(table["model"] + "/" + table["experiment"])]
-    for _, of_pair in differences.groupby(KEY, sort=False) if len(differences) else ():
+    for _, of_pair in differences.groupby(paths.KEY, sort=False) if len(differences) else ():
         pair = of_pair.to_dict("records")
         cells = {("", key): f"{pair[0][key]}" for key in named}
         cells["", "weights and training"] = " − ".join(map(_label, (pair[0], pair[0]["base"])))
@@ -255,10 +237,10 @@ def sentences(evaluations: pd.DataFrame, table: pd.DataFrame, differences: pd.Da
         return []
     first = differences[differences["dataset"] == evaluations["dataset"].iloc[0]]
     pairs = [pair for pair in first.to_dict("records") if pair["weights"] == "nvfp4"] or first.to_dict("records")[:1]
-    row_of = {tuple(row[key] for key in KEY): row for row in table.to_dict("records")}
+    row_of = {tuple(row[key] for key in paths.KEY): row for row in table.to_dict("records")}
 
     def score(arm: Mapping[Any, Any]) -> str:
-        text = cell_text(row_of[tuple(arm[key] for key in KEY)], f"{arm['dataset']}/accuracy", percent)
+        text = cell_text(row_of[tuple(arm[key] for key in paths.KEY)], f"{arm['dataset']}/accuracy", percent)
         return f"{_label(arm)} solves {text.replace(' [', ' % [')}"
 
     said = []
@@ -292,7 +274,7 @@ def write_report(job: ReportJob) -> None:
 
     main, methods, said = None, {}, []
     if job.main:
-        table = pd.read_csv(job.main, dtype=dict.fromkeys(KEY, str)).fillna(dict.fromkeys(KEY, ""))
+        table = pd.read_csv(job.main, dtype=dict.fromkeys(paths.KEY, str)).fillna(dict.fromkeys(paths.KEY, ""))
         differences = trained_differences(stored)
         main = main_table("Accuracy by weight format and training", table, stored.evaluations, differences, address)
         said = sentences(stored.evaluations, table, differences)
@@ -338,7 +320,9 @@ def _made(stored: StoredResults) -> str:
     runs = stored.runs
     days = sorted({run.provenance.time[:10] for _, run in stored.run_results})
     hours = runs["seconds"].sum() / 3600 if "seconds" in runs else 0.0
-    named = [", ".join(dict.fromkeys(map(without_folders, runs[name]))) for name in ("model", "machine", "commit")]
+    named = [
+        ", ".join(dict.fromkeys(map(paths.without_folders, runs[name]))) for name in ("model", "machine", "commit")
+    ]
     when = " to ".join(dict.fromkeys([days[0], days[-1]]))
     return f"{named[0]}; {three_digits(hours)} hours of training on {named[1]}, {when}, commit {named[2]}."
 
@@ -349,7 +333,7 @@ def _downloads(page: Path, root: Path) -> list[Link]:
 
 
 def _state(stored: StoredResults, missing: int) -> str:
-    runs, evaluations = len(stored.run_results), len(stored.named(RESULT))
+    runs, evaluations = len(stored.run_results), len(stored.named(paths.RESULT))
     counts = {"run": runs, "evaluation": evaluations, "result file": len(stored.paths)}
     done = ", ".join(f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
     if not runs:
@@ -361,14 +345,14 @@ def _stems(figures: Sequence[Path]) -> list[Path]:
     """Paths of figures without their endings; figures of a folder are in the order of their names."""
     stems: list[Path] = []
     for path in figures:
-        inner = sorted(path.glob(f"*{NARROW}")) if path.is_dir() else [Path(f"{path}{NARROW}")]
-        stems += [file.with_name(file.name.removesuffix(NARROW)) for file in inner]
+        inner = sorted(path.glob(f"*{paths.NARROW}")) if path.is_dir() else [Path(f"{path}{paths.NARROW}")]
+        stems += [file.with_name(file.name.removesuffix(paths.NARROW)) for file in inner]
     return stems
 
 
 def _figure(stem: Path) -> dict[str, Any]:
     """A figure: its two layouts as data URIs, its caption, and whether it has curves of training."""
-    wide, narrow = (Path(f"{stem}{end}").read_text(encoding="utf-8") for end in (".svg", NARROW))
+    wide, narrow = (Path(f"{stem}{end}").read_text(encoding="utf-8") for end in (".svg", paths.NARROW))
     width, of_narrow = (float(svg.partition(' width="')[2].partition("pt")[0]) for svg in (wide, narrow))  # points
     image, other = (f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" for svg in (wide, narrow))
     caption = Path(f"{stem}.txt")

@@ -16,19 +16,7 @@ from qerl.checkpoints.files import RUN_FILE
 from qerl.host.provenance import write_text
 from qerl.report.format import rendered
 from qerl.report_jobs import SamplesJob
-from qerl.results.paths import (
-    EVALUATE,
-    REPORT_PAGE,
-    RESULT,
-    ROLLOUTS,
-    RUN,
-    SAMPLES,
-    TRAIN,
-    WORK,
-    training_name,
-    variant,
-    without_folders,
-)
+from qerl.results import paths
 from qerl.results.readers import StoredResults, listed
 from qerl.results.schema import (
     EvaluationResult,
@@ -117,15 +105,15 @@ def sources_of(runs: Iterable[Path], evaluations: Iterable[Path]) -> list[Source
     for id, path in files.items():
         result, before = results[id], _before(results[id], results)
         source = sources.setdefault(id, Source(id, _about(result), before))
-        source.views += [View(dataset, path.parent / SAMPLES, False) for dataset in result.tasks]
+        source.views += [View(dataset, path.parent / paths.SAMPLES, False) for dataset in result.tasks]
     for path in runs:
         run = read(RunResult, path)
         source = sources.setdefault(run.run, Source(run.run))
         settings = run.settings
-        training = training_name(settings.method, settings.noise.schedule)
-        about = [without_folders(settings.model), settings.base.weights_name, training, variant(run.varied)]
+        training = paths.training_name(settings.method, settings.noise.schedule)
+        about = [paths.without_folders(settings.model), settings.base.weights_name, training, paths.variant(run.varied)]
         source.about = ", ".join([*filter(None, about), f"seed {settings.seed}"])
-        source.views = [*steps_in(path.parent / ROLLOUTS), *source.views]
+        source.views = [*steps_in(path.parent / paths.ROLLOUTS), *source.views]
     return [source for source in sources.values() if source.views]
 
 
@@ -151,9 +139,9 @@ def _before(result: Scores, results: dict[str, Scores]) -> str | None:
 def _about(result: Scores) -> str:
     if isinstance(result, EvaluationResult):
         about = result.arm if result.run else "untrained"
-        return f"{without_folders(result.model)}, {result.base.weights_name}, {about}"
+        return f"{paths.without_folders(result.model)}, {result.base.weights_name}, {about}"
     if isinstance(result, OwnEvaluationResult):
-        return f"{without_folders(result.model)}, {'trained' if result.adapter else 'untrained'}"
+        return f"{paths.without_folders(result.model)}, {'trained' if result.adapter else 'untrained'}"
     return "a committed policy"
 
 
@@ -171,15 +159,15 @@ def sources_in(folders: Sequence[Path]) -> list[Source]:
 
     A run by hand that isn't finished has its rollouts beside its checkpoints.
     """
-    found: dict[str, list[Path]] = {RUN: [], RESULT: []}
+    found: dict[str, list[Path]] = {paths.RUN: [], paths.RESULT: []}
     unfinished = []
     for folder in folders:
-        files = [*folder.glob(f"{TRAIN}/*/{RUN}"), *folder.glob(f"{EVALUATE}/*/{RESULT}")]
-        files = sorted(files) + [file for file in (folder / RUN, folder / RESULT) if file.is_file()]
+        files = [*folder.glob(f"{paths.TRAIN}/*/{paths.RUN}"), *folder.glob(f"{paths.EVALUATE}/*/{paths.RESULT}")]
+        files = sorted(files) + [file for file in (folder / paths.RUN, folder / paths.RESULT) if file.is_file()]
         for file in files:
             found[file.name].append(file)
-        states = [] if files else sorted(folder.glob(f"{WORK}/*/{ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
-        if states:
+        states = sorted(folder.glob(f"{paths.WORK}/*/{paths.ROLLOUTS}"), key=lambda path: path.stat().st_mtime_ns)
+        if states and not files:
             unfinished.append(Source(folder.resolve().name, "a run in progress", views=steps_in(states[-1])))
         elif not files and (folder / RUN_FILE).is_file():
             raise ResultError(
@@ -196,7 +184,7 @@ def sources_in(folders: Sequence[Path]) -> list[Source]:
                 raise ResultError(
                     f"{other} and {file.parent} are both named {name}; rename one, or show them one by one"
                 )
-    sources = [*sources_of(found[RUN], found[RESULT]), *unfinished]
+    sources = [*sources_of(found[paths.RUN], found[paths.RESULT]), *unfinished]
     if not sources:
         raise ResultError(f"{folders[0]} stores no samples; set stored_rollouts.every of its runs above 0")
     return sources
@@ -224,7 +212,9 @@ class PageSizeError(ResultError):
 def write_page(job: SamplesJob) -> None:
     """Make the page of a configuration's samples."""
     stored = StoredResults(listed(job.results))
-    make_page(job.name, sources_of(stored.named(RUN), stored.named(RESULT)), job.out, report=REPORT_PAGE)
+    make_page(
+        job.name, sources_of(stored.named(paths.RUN), stored.named(paths.RESULT)), job.out, report=paths.REPORT_PAGE
+    )
 
 
 def make_page(

@@ -55,6 +55,16 @@ def ratio(above: Point | None, below: Point | None) -> tuple[float | str, float,
     return interval.mean, interval.low, interval.high
 
 
+_NO_SPEEDUP = {**dict.fromkeys((f"speedup{end}" for end in ENDS), np.nan), "note": ""}
+
+
+def _speedup(above: Point | None, below: Point | None) -> Point:
+    """The ratio of two points as columns, or a note that says why there is none."""
+    value, low, high = ratio(above, below)
+    found = {"note": value} if isinstance(value, str) else {"speedup": value}
+    return {**_NO_SPEEDUP, "speedup_low": low, "speedup_high": high, **found}
+
+
 def _faster(points: Sequence[Point | None]) -> Point | None:
     """The fastest point that didn't fail. None if some point wasn't measured, because it may be faster."""
     measured = [point for point in points if point is not None]
@@ -142,19 +152,13 @@ def mix_table(mixes: pd.DataFrame) -> pd.DataFrame:
     """One row per engine and weight format; ours have the speed-up over vLLM's faster one, or a note why not."""
     rows, shown = mixes.to_dict("records"), []
     for row in rows:
-        made = {
-            **{key: row[key] for key in _MIX},
-            **dict.fromkeys((f"speedup{end}" for end in ENDS), np.nan),
-            "note": "",
-        }
+        made = {**{key: row[key] for key in _MIX}, **_NO_SPEEDUP}
         if row["engine"] != "vllm":
             same = [
                 one for one in rows if all(one[key] == row[key] for key in ("size", "rank", "sequences", "workload"))
             ]
             rivals = {one["weights"]: one for one in reversed(same) if one["engine"] == "vllm"}
-            value, low, high = ratio(row, _faster([rivals.get("bf16"), rivals.get("nvfp4")]))
-            made |= {"note": value} if isinstance(value, str) else {"speedup": value}
-            made |= {"speedup_low": low, "speedup_high": high}
+            made |= _speedup(row, _faster([rivals.get("bf16"), rivals.get("nvfp4")]))
         shown.append({**made, "repeats": len(row["samples"])})
     return pd.DataFrame(shown)
 
@@ -195,12 +199,10 @@ def cohort_table(points: pd.DataFrame) -> pd.DataFrame:
         rows = group.sort_values("runs").to_dict("records")
         alone = next((row for row in rows if row["runs"] == 1), None)
         for row in rows if rows[-1]["runs"] > 1 else ():
-            value, low, high = ratio(row, alone) if row["runs"] > 1 else ("", np.nan, np.nan)
-            said = isinstance(value, str)
             made = {key: row[key] for key in (*keys, "runs", "machine", "status") if key != "workload"}
             made |= {f"tokens_per_second{end}": row[f"tokens_per_second{end}"] for end in ("", "_p25", "_p75")}
-            made |= {"speedup": np.nan if said else value, "speedup_low": low, "speedup_high": high}
-            shown.append({**made, "note": value if said else "", "repeats": len(row["samples"])})
+            made |= _speedup(row, alone) if row["runs"] > 1 else _NO_SPEEDUP
+            shown.append({**made, "repeats": len(row["samples"])})
     return pd.DataFrame(shown)
 
 

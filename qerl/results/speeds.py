@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from qerl.checkpoints.shapes import HALF, QWEN, SIZES, ModelShape, shape_of
 from qerl.results.paths import weights_names
@@ -26,7 +27,6 @@ from qerl.settings.workloads import (
     Decoding,
     EngineStep,
     Mix,
-    Prompting,
     StepWork,
     TrlStep,
     Workload,
@@ -250,32 +250,40 @@ class DecodeResult(Measurement):
         return max(moved / self.ceilings.copy_bytes_per_second, flops / self.ceilings.matmul_flops_per_second)
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+Calls = TypeVar("Calls", bound=Workload)
 
 
-class PromptPoint(Stored):
-    """Seconds of calls with `prompts` prompts of `tokens` tokens, without the first call; a failed point has none."""
+class CallsPoint(Stored):
+    """Seconds of a point's calls, without the first one; a failed point has none. The workload's axes are keys, too."""
 
-    prompts: int
-    tokens: int
+    model_config = ConfigDict(extra="allow")
+
     status: str = OK
     first: float | None
     samples: list[float]
     reserved_bytes: Number | None = None
 
 
-class PromptsResult(Measurement):
-    """points/prompts-*.json, with one file per (size, weights, rank)."""
+class CallsResult(Measurement, Generic[Calls]):
+    """Timed calls of a workload with `axes`, such as points/prompts-*.json, with one file per (size, weights, rank)."""
 
-    work: Prompting
+    work: Calls
     sampler: str
     gpu: GpuState | None
-    points: list[PromptPoint]
+    points: list[CallsPoint]
 
     @property
     def keys(self) -> Sequence[Any]:
-        """The numbers of prompts and of tokens."""
-        return [(point.prompts, point.tokens) for point in self.points]
+        """The numbers on the axes, as tuples if there are several."""
+        return [*map(attrgetter(*self.work.axes), self.points)]
+
+    @model_validator(mode="after")
+    def _points_lie_on_the_axes(self) -> Self:
+        if any({*(point.model_extra or {})} != {*self.work.axes} for point in self.points):
+            raise ValueError(f"each point needs the further keys {', '.join(self.work.axes)}")
+        return self
 
     def rows(self) -> Iterator[Row]:
         """A row per point, with the `milliseconds` of a call."""
@@ -288,31 +296,6 @@ class PromptsResult(Measurement):
                 **point.model_dump(exclude={"first"}),
                 "milliseconds": milliseconds,
             }
-
-
-# --- products --------------------------------------------------------------------------------------------------------
-
-
-class ProductPoint(Stored):
-    """Microseconds of a launch of the packed product and of cuBLAS in bfloat16, and the error relative to float64."""
-
-    layers: str
-    rows: int
-    rank: int
-    error: float
-    microseconds: list[float]
-    cublas_microseconds: list[float]
-
-
-class ProductsResult(Stored):
-    """kernels/products-*.json: the packed products of a block, by `tests.gpu.time_products`."""
-
-    bench: Literal["products"]
-    size: str
-    weights: WeightFormat
-    points: list[ProductPoint]
-    gpu: GpuState | None
-    provenance: Provenance
 
 
 # --- rollouts of mixed lengths ---------------------------------------------------------------------------------------
@@ -523,10 +506,10 @@ _ORDER = {
 }
 #: The model of a file by its `kind`, or else by its `bench`.
 SCHEMAS: dict[str, type[Any]] = {
-    **{one.model_fields["work"].annotation.bench: one for one in Measurement.__subclasses__()},  # type: ignore[union-attr]
+    **{one.model_fields["work"].annotation.bench: one for one in (DecodeResult, RolloutMixResult, GrpoStepResult)},  # type: ignore[union-attr]
+    **{one.bench: CallsResult[one] for one in Workload.__subclasses__() if one.axes},  # type: ignore[valid-type]
     "rollout": RolloutBenchResult,
     "step": StepBenchResult,
-    "products": ProductsResult,
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from qerl.kernels import operations
 from qerl.kernels.cuda.w4a16 import compile_ahead, padded_rows
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import (
+    IDLE,
     PAGE,
     Activation,
     DecodeState,
@@ -299,6 +301,26 @@ class Attention:
         return mixing.attend(qkv, cache, self.heads, ropes[self.kind])
 
 
+def attend_together(
+    attend: Callable[..., Tensor],
+    state: DecodeState,
+    rows: Tensor,
+    qkv: Tensor,
+    cache: KVCache,
+    heads: Heads,
+    rope: Rope,
+) -> Tensor:
+    """Attention [n, Hq * D] of tokens in slots of their own, several of which may follow each other in a sequence.
+
+    `attend` is that of decode steps, which has the other arguments.
+    """
+    # All tokens are stored before one of them is read, since those that see themselves alone read no other. The second
+    # launch stores the same again. Its programs have whole sequences: those of splits read a page before the kernel
+    # before them has ended.
+    attend(qkv, cache, state, rows, rope, replace(heads, window=1), 1)
+    return attend(qkv, cache, state, rows, rope, heads, 1)
+
+
 class DeltaNet:
     """The gated delta net of a block, by transformers' module of it. `out` is the projection of its results."""
 
@@ -501,6 +523,20 @@ class Decoder:
         x = self._through_blocks(self._embedded(state.token[rows]), runs, pool.cache, pool.states, mixing)
         ops.draw(self.logits(x), rows, state, pool.sampling, truncated, replayed)
 
+    def extend(self, ids: Tensor, state: DecodeState, cache: KVCache) -> None:
+        """Write keys and values of tokens `ids` [n] to the cache, several of which may follow each other.
+
+        `state` has a slot for each of them, with the token's position and its sequence's pages and run.
+        """
+        rows = torch.arange(len(ids), dtype=torch.int32, device=self.device)
+
+        def recur(*args: Any) -> Tensor:
+            raise NotImplementedError("a delta net takes the tokens of a sequence one after another")
+
+        mixing = Mixing(partial(attend_together, self.operations.attend, state, rows), recur)
+        # Nothing reads the last block's results.
+        self._through_blocks(self._embedded(ids), state.run if self._row_runs else None, cache, None, mixing, rows[:1])
+
     def last_hidden(self, row: PromptRow, cache: KVCache, states: DeltaStates | None = None) -> Tensor:
         """Hidden states [prompts, H] after the last norm, at each prompt's last token.
 
@@ -678,11 +714,16 @@ class Pool:
         self._rows = torch.full((bucket_of(slots),), slots, dtype=torch.int32, device=device)
         # Graphs never run at the same time, so they share one memory pool.
         memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        #: By (bucket, splits, truncated, replayed), and by bucket of tokens.
+        #: By (bucket, splits, truncated, replayed), and by buckets of tokens.
         self.steps: GraphBySize[Callable[[], None]] = GraphBySize(memory)
         self.prompts: GraphBySize[_PromptGraph] = GraphBySize(memory)
+        self.chunks: GraphBySize[tuple[Tensor, Callable[[], None]]] = GraphBySize(memory)
         # In float32 attention runs prompt by prompt, which needs lengths that a graph doesn't have.
         self._captures_prompts = memory is not None and decoder.dtype.itemsize == 2
+        #: Whether replies may be computed by `extend`, and not by decode steps alone. Delta nets advance their states
+        #: token by token. With `all_slots` a completion has the bits that it has alone, and products of a pass over
+        #: replies would round them by the number of replies.
+        self.extends = self.states is None and not all_slots
 
     @property
     def nbytes(self) -> int:
@@ -746,6 +787,37 @@ class Pool:
             graph.slots.copy_(written)
         graph.replay()
         return decoder.logits(graph.hidden[: len(prompts)])
+
+    @torch.no_grad()
+    def extend(self, texts: Sequence[Sequence[int]], slots: Sequence[int], ends: Sequence[int]) -> None:
+        """Write keys and values of `texts` to the pages of their `slots`, up to the positions before `ends`.
+
+        Each token is a row, as a sequence is in a decode step. So replies have whatever attention steps have.
+        """
+        count, sizes = sum(map(len, texts)), PROMPT_BUCKETS if self.chunks.memory is not None else ()
+        bucket = next((size for size in sizes if size >= count), None)
+        padding = (bucket or count + count % 2) - count  # attention can take two rows together
+        tokens = [
+            [text, [slot] * len(text), range(end - len(text), end)]
+            for text, slot, end in zip(texts, slots, ends, strict=True)
+        ]
+        idle = [[0] * padding, [self.state.count] * padding, [IDLE] * padding]
+        columns = upload(np.hstack([*tokens, idle]), torch.int64, self.decoder.device)
+        if bucket is None:
+            self._extend(columns)
+            return
+        # What is captured runs first, and may run again: it writes the same.
+        captured_columns, replay = self.chunks.at(
+            bucket, lambda: (columns, captured(partial(self._extend, columns), self.chunks.memory))
+        )
+        captured_columns.copy_(columns)
+        replay()
+
+    def _extend(self, columns: Tensor) -> None:
+        """Write keys and values of tokens by their ids, slots and positions, `columns` [3, n]."""
+        ids, slots, positions = columns
+        state, pages, run = self.state, self.state.pages[slots], self.state.run[slots]
+        self.decoder.extend(ids, replace(state, position=positions.int(), pages=pages, run=run), self.cache)
 
     def _captured_prompts(self, bucket: int, row: Tensor, slots: Tensor | None) -> _PromptGraph:
         decoder, prompts = self.decoder, PromptRow.of(row, bucket, MOST_PROMPTS, None, slots)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from qerl.rollout.sampler import (
 )
 from qerl.settings.base import ConfigError
 from qerl.settings.run import NativeSettings
+
+Item = TypeVar("Item")
 
 # What the scheduler knows on the host: completions, groups of them, and looks at their progress.
 
@@ -107,8 +110,8 @@ class DecodeTime:
 class RolloutPhases:
     """Seconds of a rollout on the device by phase, and seconds that the host waited meanwhile.
 
-    `prefill`: prompts and first tokens, in `prefills` batches. `decode`: by batch size. `between`: the device copies
-    results, or is idle until the host launches more. `host_wait`: the host waits for results.
+    `prefill`: prompts with first tokens, and replies, in `prefills` batches. `decode`: by batch size. `between`: the
+    device copies results, or is idle until the host launches more. `host_wait`: the host waits for results.
     """
 
     prefill: float = 0.0
@@ -193,6 +196,9 @@ class Scheduler:
         self._waiting: dict[tuple[int, int], DecodedSequence] = {}
         #: Waiting sequences whose turns have arrived on the host, and whose environments must be asked.
         self._unasked: list[DecodedSequence] = []
+        #: Waiting sequences that have a reply, and the tokens that they could have drawn since.
+        self._replied: list[DecodedSequence] = []
+        self._idled = 0
         #: Downloads in flight: looks (the sequences in the slots, and the slots' positions), and what sequences drew.
         self._looks: deque[tuple[dict[int, DecodedSequence], Download]] = deque()
         self._fetched: deque[tuple[Sequence[DecodedSequence], Download]] = deque()
@@ -258,7 +264,7 @@ class Scheduler:
         if not starting:
             return
         self.clock.end("between")
-        for batch in _batches(new_groups, self._prefill_tokens):
+        for batch in _batches(new_groups, [len(group.prompt) for group in new_groups], self._prefill_tokens):
             logits = self._pool.prefill(*zip(*((g.prompt, g.pages, g.row, g.run) for g in batch), strict=True))
             for group, row in zip(batch, logits, strict=True):
                 group.logits = row
@@ -462,8 +468,7 @@ class Scheduler:
     def _converse(self, stops: frozenset[int]) -> None:
         """Ask for replies to the turns that have ended, and have the sequences go on whose replies have come.
 
-        A reply's tokens are given to the next decode steps, which the others need anyway. A sequence that has lost its
-        slot has them in its next prefill.
+        A sequence that has lost its slot has its reply in its next prefill.
         """
         if not self._waiting:
             return
@@ -477,7 +482,7 @@ class Scheduler:
                 self._finish(sequence)
                 idle = False
         self._unasked.clear()
-        resumed = []
+        self._idled += len(self._replied) * self._look_every
         for run in dict.fromkeys(run for run, _ in self._waiting):
             params = self._requests[run].params
             for number, completion, reply in params.turns.replies(_REPLY_WAIT * idle) if params.turns else ():
@@ -485,16 +490,47 @@ class Scheduler:
                 if not sequence.goes_on(reply, sequence.most):
                     self._finish(sequence)
                     continue
-                del self._waiting[sequence.index]
                 sequence.limit = min(len(sequence.given) + params.limit(number, completion), sequence.most)
+                self._replied.append(sequence)
+        # A pass over replies takes as long as a step with as many rows, in which the others would draw a token each. So
+        # replies wait until they have more tokens than that. Once waiting has cost as much as decode steps would that
+        # read the replies one token at a time, they take those.
+        tokens = sum(len(s.given) - len(s.tokens) for s in self._replied)
+        together = self._pool.extends and tokens > len(self._active)
+        if self._replied and (together or not self._pool.extends or self._idled >= tokens):
+            self._resume(together)
+
+    def _resume(self, together: bool) -> None:
+        """Have sequences go on: behind their replies if these are computed `together`, else where steps read them."""
+        pages, resumed, computed = self._pool.pages, [], []
+        for sequence in sorted(self._replied, key=lambda one: -one.index[0]):  # runs as in `_decode`
+            del self._waiting[sequence.index]
+            whole = [*sequence.prompt, *sequence.given]
+            sequence.drawn = len(sequence.given)
+            if sequence.slot == IDLE:
+                self._queue.appendleft(WaitingGroup(sequence.index[0], whole, deque([sequence])))
+                continue
+            resumed.append(sequence)
+            missing = pages_of(len(whole) - 1) - len(sequence.pages)
+            if together and missing <= pages.available:
+                sequence.pages += pages.take(max(missing, 0))
+                computed.append(sequence)
+            else:  # steps take page after page, also those of others
                 sequence.drawn = len(sequence.tokens)
-                if sequence.slot != IDLE:
-                    resumed.append(sequence)
-                    continue
-                sequence.drawn = len(sequence.given)
-                self._queue.appendleft(WaitingGroup(run, [*sequence.prompt, *sequence.given], deque([sequence])))
-        if resumed:
-            self._place(resumed)
+        self._replied, self._idled = [], 0
+        if not resumed:
+            return
+        rows, last = self._place(resumed), [s.given[s.drawn - 1] for s in resumed]
+        self._pool.state.token[rows] = upload(last, torch.int64, rows.device)
+        if not computed:
+            return
+        # The cache lacks the last token of the turn, and all of the reply but its last token, which a step reads.
+        texts = {s.index: s.given[len(s.tokens) - 1 : -1] for s in computed}
+        self.clock.end("between")
+        for batch in _batches(computed, [len(texts[s.index]) for s in computed], self._prefill_tokens):
+            ends = [len(s.prompt) + s.drawn - 1 for s in batch]
+            self._pool.extend([texts[s.index] for s in batch], [s.slot for s in batch], ends)
+        self.clock.end("prefill")
 
     def _finish(self, sequence: DecodedSequence) -> None:
         """End a conversation."""
@@ -510,16 +546,16 @@ class Scheduler:
         sequence.slot, sequence.pages = IDLE, []
 
 
-def _batches(groups: Sequence[WaitingGroup], most: int) -> Iterator[list[WaitingGroup]]:
-    """Groups in batches of at most `most` tokens, or of one larger group."""
-    batch: list[WaitingGroup] = []
+def _batches(items: Sequence[Item], lengths: Sequence[int], most: int) -> Iterator[list[Item]]:
+    """Items in batches of at most `most` tokens, or of one longer item."""
+    batch: list[Item] = []
     tokens = 0
-    for group in groups:
-        if batch and tokens + len(group.prompt) > most:
+    for item, length in zip(items, lengths, strict=True):
+        if batch and tokens + length > most:
             yield batch
             batch, tokens = [], 0
-        batch.append(group)
-        tokens += len(group.prompt)
+        batch.append(item)
+        tokens += length
     if batch:
         yield batch
 
@@ -546,7 +582,7 @@ def pages_for(longest: int, sequences: int) -> tuple[int, int]:
 
 # The sampler, whose memory persists between calls.
 
-#: The most prompt tokens that are computed together.
+#: The most tokens of prompts, or of replies, that are computed together.
 PREFILL_TOKENS = 8192
 #: Share of the free memory that the cache may use if no size is set.
 FREE_SHARE = 0.6

@@ -451,6 +451,14 @@ def nested(dotted: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     return tree
 
 
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of nested settings by dotted keys, as `nested` takes them."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        values |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return values
+
+
 def _with_nested_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with dotted keys of runs nested: merging compares keys, and the later of two spellings would win."""
     experiments = values.get("experiments")

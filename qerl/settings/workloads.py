@@ -28,6 +28,8 @@ class Workload(Part):
     bench: ClassVar[str]
     #: The function that measures it, as `module:name`, by engine or system.
     does: ClassVar[dict[str, str]]
+    #: What tells points apart whose files have timed calls alone (`qerl.results.speeds.CallsResult`).
+    axes: ClassVar[tuple[str, ...]] = ()
 
     size: str
     weights: WeightFormat
@@ -68,6 +70,7 @@ class Prompting(Workload):
 
     bench: ClassVar[str] = "prompts"
     does: ClassVar[dict[str, str]] = {"native": "qerl.bench.native:measure_prompts"}
+    axes: ClassVar[tuple[str, ...]] = ("prompts", "tokens")
     repeats: int = 7
     """Timed calls, besides the first."""
 
@@ -142,6 +145,16 @@ class StepWork(Workload, StepLengths):
     def completions(self) -> int:
         """Number of completions per step."""
         return self.prompts * self.group_size
+
+    @property
+    def equal_prompts(self) -> int:
+        """The number of a step's prompts whose completions earn the same."""
+        return round(self.equal_groups * self.prompts)
+
+    def is_equal(self, number: int) -> bool:
+        """Whether the completions of the question `number`, counted over all steps, earn the same; evenly spread."""
+        place = number % self.prompts
+        return (place + 1) * self.equal_prompts // self.prompts > place * self.equal_prompts // self.prompts
 
 
 class EngineStep(Part):
@@ -231,15 +244,6 @@ def step_name(system: str, size: str, weights: str, rank: int, work: str, varian
     return f"step-{system}-{size}-{weights}-r{rank}-{work}-{variant}"
 
 
-def _policies(
-    grid: DecodeGrid | MixGrid | StepGrid | PromptGrid, packed_nets: bool = False
-) -> Iterator[tuple[Base, dict[str, Any]]]:
-    """The base of each size and format with each rank, and the fields of a workload that state them."""
-    for size, weights, rank in product(grid.sizes, grid.weights, grid.ranks):
-        fields = {"size": size, "weights": weights, "pack_delta_nets": packed_nets, "rank": rank}
-        yield Base(size, weights, packed_nets=packed_nets), fields
-
-
 def _check_own(system: str, kernels: Kernels = "auto", runs: int = 1) -> None:
     if system in ("native", "qerl"):
         return
@@ -251,19 +255,30 @@ def _check_own(system: str, kernels: Kernels = "auto", runs: int = 1) -> None:
         )
 
 
-class DecodeGrid(Settings):
+class PolicyGrid(Settings):
+    """Policies on random weights of known shapes."""
+
+    sizes: NonEmpty[Name]
+    """Sizes of Qwen2.5 (1.5B to 32B) or shapes of other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
+    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
+    """Ranks of the adapter. 0 means none."""
+
+    def policies(self, packed_nets: bool = False) -> Iterator[tuple[Base, dict[str, Any]]]:
+        """The base of each size and format with each rank, and the fields of a workload that state them."""
+        for size, weights, rank in product(self.sizes, self.weights, self.ranks):
+            fields = {"size": size, "weights": weights, "pack_delta_nets": packed_nets, "rank": rank}
+            yield Base(size, weights, packed_nets=packed_nets), fields
+
+
+class DecodeGrid(PolicyGrid):
     """Decode speed of an engine on random weights of known shapes.
 
     Each engine, size and format is a job, which measures all ranks and lengths. vLLM has a job for each rank."""
 
     engine: Engine
-    sizes: NonEmpty[Name]
-    """Sizes of Qwen2.5 (1.5B to 32B) or shapes of other families such as `mistral-7b` (`qerl.checkpoints.shapes`)."""
-    weights: NonEmpty[WeightFormat]
     pack_delta_nets: bool = False
     """As `pack_delta_nets` of a run."""
-    ranks: NonEmpty[Annotated[int, Field(ge=0)]]
-    """Ranks of the adapter. 0 means none."""
     kernels: NonEmpty[Kernels] = ["auto"]
     """As `native.kernels` of a run, one job each."""
     sequences: NonEmpty[PositiveInt] = [1, 2, 4, 8, 32, 64, 128, 256]
@@ -280,9 +295,8 @@ class DecodeGrid(Settings):
         """A job for each engine with its kernels, size and format, and with vLLM for each rank, which it is started
         for.
         """
-        for kernels, (base, policy), prompt, runs in product(
-            self.kernels, _policies(self, self.pack_delta_nets), self.prompt, self.runs
-        ):
+        policies = self.policies(self.pack_delta_nets)
+        for kernels, (base, policy), prompt, runs in product(self.kernels, policies, self.prompt, self.runs):
             _check_own(self.engine, kernels, runs)
             lengths = {"prompt": prompt, "tokens": self.tokens}
             work = Decoding(engine=self.engine, kernels=kernels, runs=runs, **lengths, **policy)
@@ -291,12 +305,10 @@ class DecodeGrid(Settings):
             yield job, name, PointPart(file=f"{name}.json", work=work, points=self.sequences, settings=None)
 
 
-class MixGrid(MixedLengths):
+class MixGrid(PolicyGrid, MixedLengths):
     """Rollouts of completions of mixed lengths on random weights, end to end."""
 
     engine: Literal["native", "vllm"]
-    sizes: NonEmpty[Name]
-    weights: NonEmpty[WeightFormat]
     ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [32]
     runs: NonEmpty[PositiveInt] = [1]
     """Numbers of runs with an adapter each in one engine, for this project only. Prompts and lengths are of each."""
@@ -309,7 +321,7 @@ class MixGrid(MixedLengths):
             )
         lengths = {name: getattr(self, name) for name in MixedLengths.model_fields}
         drawn = self.trace.stem if self.trace else f"{self.median}to{self.tokens}"
-        for (base, policy), runs in product(_policies(self), self.runs):
+        for (base, policy), runs in product(self.policies(), self.runs):
             _check_own(self.engine, runs=runs)
             work = Mix(engine=self.engine, runs=runs, **policy, **lengths)
             shape = f"{self.prompts}x{self.group_size}-{drawn}-seed{self.seed}"
@@ -322,15 +334,13 @@ _ENGINE_KEYS = ("memory_gb", "kv_cache_gib", "sleep")
 _MICRO_BATCH_TOKENS: int = RunSettings.model_fields["micro_batch_tokens"].default
 
 
-class StepGrid(StepLengths):
+class StepGrid(PolicyGrid, StepLengths):
     """Seconds and memory of a whole GRPO step on random weights, of this project or of TRL with vLLM."""
 
     system: Literal["qerl", "trl"]
-    sizes: NonEmpty[Name]
-    weights: NonEmpty[WeightFormat]
+    ranks: NonEmpty[PositiveInt] = [16]
     pack_delta_nets: bool = False
     """As `pack_delta_nets` of a run."""
-    ranks: NonEmpty[PositiveInt] = [16]
     kernels: NonEmpty[Kernels] = ["auto"]
     """As `native.kernels` of a run, one job each."""
     recompute: NonEmpty[bool | Literal["auto"]] = [True]
@@ -363,7 +373,7 @@ class StepGrid(StepLengths):
             raise ConfigError("shapes: TRL doesn't support recompute: auto; use true or false in that entry")
         caps: list[float | None] = [*self.memory_gb] or [None]
         batches = product(self.prompts, self.group_size, self.equal_groups)
-        policies = _policies(self, self.pack_delta_nets)
+        policies = self.policies(self.pack_delta_nets)
         lengths = {name: getattr(self, name) for name in StepLengths.model_fields}
         for (base, policy), (prompts, group, equal), kernels, recompute, correction, cap in product(
             policies, batches, self.kernels, self.recompute, self.correction, caps
@@ -410,13 +420,9 @@ class StepGrid(StepLengths):
             yield name if alone else f"step-{system}-{base.name}-r{work.rank}", name, part
 
 
-class PromptGrid(Settings):
+class PromptGrid(PolicyGrid):
     """Prefill time of this project's engine on random weights: each call draws one token after each prompt."""
 
-    sizes: NonEmpty[Name]
-    weights: NonEmpty[WeightFormat]
-    ranks: NonEmpty[Annotated[int, Field(ge=0)]] = [16]
-    """Ranks of the adapter. 0 means none."""
     points: NonEmpty[tuple[PositiveInt, PositiveInt]] = [
         *((1, tokens) for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024)),
         *((8, 16), (8, 64), (32, 16), (2, 250), (4, 200), (8, 256), (32, 256), (8, 4096)),
@@ -426,7 +432,7 @@ class PromptGrid(Settings):
 
     def parts(self) -> Iterator[GridPart]:
         """A job for each policy."""
-        for base, policy in _policies(self):
+        for base, policy in self.policies():
             name, work = f"prompts-{base.name}-r{policy['rank']}", Prompting(**policy, repeats=self.repeats)
             yield name, name, PointPart(file=f"{name}.json", work=work, points=self.points, settings=None)
 

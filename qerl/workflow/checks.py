@@ -143,13 +143,6 @@ def check_local_models(plan_: Plan) -> None:
             raise ConfigError(f"experiment {run.experiment}, arm {run.arm}: {error}") from None
 
 
-def check_jobs_here(plan_: Plan) -> None:
-    """Raise ValueError for what jobs in this environment would fail with later, before any of them starts."""
-    check_interpreter()
-    check_engines(plan_)
-    check_local_models(plan_)
-
-
 def check_interpreter() -> None:
     """Raise ValueError if the `python` that rules run can't import this package and what it needs."""
     python = shutil.which("python")

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from qerl.checkpoints.files import context_length, read_config, read_headers
 from qerl.checkpoints.shapes import PUBLISHED, SIZES, has_packed_experts_alone, shape_of
-from qerl.data.hub import with_locked_revisions
+from qerl.data.hub import check_pinned, with_locked_revisions
 from qerl.host.lease import devices
 from qerl.host.provenance import check_clock
 from qerl.jobs import Plan, PlannedEvaluation, PlannedRun
@@ -27,9 +28,16 @@ from qerl.settings.base import ConfigError, can_name_a_file, check_kind, parse, 
 from qerl.settings.data import DatasetSettings
 from qerl.settings.models import Base, LocalModel
 from qerl.settings.run import RunSettings
-from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, harness_of, merged, nested
+from qerl.settings.workflow import Config, Experiment, RolloutBench, TaskSettings, flat, harness_of, merged, nested
 from qerl.settings.workloads import EngineStep, PointPart, ShapesSettings
-from qerl.workflow.checks import check_inputs, check_run, written_as
+from qerl.workflow.checks import (
+    check_engines,
+    check_inputs,
+    check_interpreter,
+    check_local_models,
+    check_run,
+    written_as,
+)
 
 # The keys `model` and `problems`: one checkpoint and one set of problems for every run of a configuration.
 
@@ -182,20 +190,12 @@ def fitting(plan_: Plan) -> list[str]:
         of = traits(model.path)
         where = "with a GPU" if of.gpu else "without a GPU"
         length = "a context of unknown length" if of.context is None else f"a context of {of.context} tokens"
+        values = flat(run.settings.model_dump())
         lines += [
             f"{model.path}: {of.parameters / 1e9:.3g} billion parameters, {length}, {where}; settings for that:",
-            *(f"  {line}" for line in _dotted(chosen(of)["run"], run.settings.model_dump())),
+            *(f"  {key}: {values[key]}" for key in flat(chosen(of)["run"])),
         ]
     return [*lines, f"{len(plan_.runs)} runs, results in {plan_.folder}"]
-
-
-def _dotted(keys: Mapping[str, Any], values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The values of these keys, which may be nested, as "key.key: value"."""
-    for key, inner in keys.items():
-        if isinstance(inner, Mapping):
-            yield from _dotted(inner, values[key], f"{above}{key}.")
-        else:
-            yield f"{above}{key}: {values[key]}"
 
 
 # The runs of an experiment: one for each arm and point of its grid.
@@ -463,11 +463,24 @@ def _check_paths(plan: Plan) -> None:
             )
 
 
-def check_machines(plan: Plan) -> None:
-    """Raise `ConfigError` if a run needs several machines, for a Snakemake that starts its jobs on this one."""
-    for run in plan.runs.values():
+def check_start(plan: Plan, workflow: Any) -> None:
+    """Raise ValueError for what jobs would fail with later, as Snakemake (its `workflow`) is about to start them.
+
+    Prints the settings that were chosen by a model.
+    """
+    check_pinned(plan.config, " ".join(map(str, workflow.configfiles)))
+    deployment = {str(method) for method in workflow.deployment_settings.deployment_method}
+    if "apptainer" in deployment and not os.environ.get("QERL_IMAGE"):
+        raise ConfigError("--sdm apptainer needs an image: set QERL_IMAGE to its file or address, see Containerfile")
+    if not deployment:  # with one, jobs have environments of their own
+        check_interpreter()
+        check_engines(plan)
+        check_local_models(plan)
+    for run in plan.runs.values() if workflow.local_exec else ():
         if run.settings.nodes > 1:
             raise ConfigError(
                 f"experiment {run.experiment}, arm {run.arm}: nodes={run.settings.nodes} needs a cluster; use a "
                 "profile such as profiles/slurm, or set nodes=1"
             )
+    for line in fitting(plan):
+        print(line, file=sys.stderr)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from inspect import signature
 from pathlib import Path
@@ -48,6 +49,17 @@ def parse_job(text: str) -> Job:
     if kind not in KINDS:
         raise ConfigError(f"kind {kind!r} is no job; use one of {', '.join(KINDS)}")
     return KINDS[kind].model_validate_json(text)
+
+
+@contextmanager
+def in_a_sentence() -> Iterator[None]:
+    """A context in which a mistake in the configuration is an error that Snakemake prints as a sentence."""
+    from snakemake.exceptions import WorkflowError
+
+    try:
+        yield
+    except ValueError as error:
+        raise WorkflowError(str(error)) from None
 
 
 def with_signature(function: Function) -> Function:
@@ -118,6 +130,10 @@ class Jobs:
         job_class = RULES[kind]
         return [job_class.path(self.plan, file=file)] if file else job_class.outputs(self.plan)
 
+    def shown(self, kind: str) -> dict[str, Any]:
+        """The caption and category in Snakemake's report of what a rule's job writes."""
+        return {"caption": f"../report/{kind}.rst", "category": self.value(kind, lambda job: job.category)}
+
     def value(self, kind: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A value of a rule's job, by the rule's wildcards."""
         return with_signature(lambda wildcards: value(self.job(kind, *wildcards)))
@@ -133,17 +149,23 @@ class Jobs:
             **others,
         }
 
-    def params(self, kind: str) -> dict[str, Callable[..., Any]]:
+    def params(self, kind: str = "") -> dict[str, Callable[..., Any]]:
         """The parameters of a rule: its job as JSON, and what decides the job's result.
 
+        The job is of a kind, or of the one kind that has the rule's wildcard.
         Snakemake reruns a job when a parameter changes, unless its function asks for `input`, as the JSON's does.
         So a job reruns for its settings and those of what it reads, its code, and the content of the user's files.
         """
+        kinds = {RULES[one].wildcard(): one for one in self.names}
+
+        def call(wildcards: Any) -> Call:
+            return kind or kinds[next(iter(wildcards.keys()))], *wildcards
+
         return {
-            "job": with_signature(lambda wildcards, input: self.job(kind, *wildcards).model_dump_json()),
-            "decides": with_signature(lambda wildcards: self.deciding(kind, *wildcards)),
-            "code": self.value(kind, lambda job: job.code),
-            "content": with_signature(lambda wildcards: self.content(kind, *wildcards)),
+            "job": with_signature(lambda wildcards, input: self.job(*call(wildcards)).model_dump_json()),
+            "decides": with_signature(lambda wildcards: self.deciding(*call(wildcards))),
+            "code": with_signature(lambda wildcards: self.job(*call(wildcards)).code),
+            "content": with_signature(lambda wildcards: self.content(*call(wildcards))),
         }
 
     @property

@@ -36,7 +36,7 @@ from qerl.results.store import read_rows
 from qerl.settings.base import ConfigError, PathLike, check_kind, path_argument, read_yaml
 from qerl.settings.data import FunctionData, LocalData, ReasoningGymData
 from qerl.settings.run import OF_SEVERAL, UNDECIDING, RunFile
-from qerl.settings.workflow import merged, nested
+from qerl.settings.workflow import flat, merged, nested
 from qerl.workflow.bases import HUB_MODEL, MAIN_BRANCH, base_folder, check_weights, model_folder
 
 if TYPE_CHECKING:
@@ -150,12 +150,7 @@ def check_same(settings: RunFile) -> None:
     run = Run(folder)
     if not (run.finished or any(folder.glob(f"{WORK}/*/{METRICS}"))):
         return
-    import pandas as pd
-
-    stored, now = (
-        pd.json_normalize(one.model_dump(mode="json", exclude=UNDECIDING)).loc[0].to_dict()
-        for one in (run.settings, settings)
-    )
+    stored, now = (flat(one.model_dump(mode="json", exclude=UNDECIDING)) for one in (run.settings, settings))
     for key in {**now, **stored}:
         if stored.get(key) != now.get(key):
             raise ConfigError(

@@ -47,14 +47,15 @@ def forced(lm, prompt, completions, temperature=1.0):
 
 
 def differences(policy, prompts, groups, temperature=1.0):
-    """The log-probabilities of Hugging Face's forward pass minus those of the sampler, of all tokens."""
+    """The log-probabilities of Hugging Face's forward pass minus those of the sampler, of all drawn tokens."""
     found = []
     for prompt, group in zip(prompts, groups, strict=True):
         for length in {len(completion.token_ids) for completion in group}:
             alike = [completion for completion in group if len(completion.token_ids) == length]
             with policy.autocast():
                 exact = forced(policy.lm, prompt, [completion.token_ids for completion in alike], temperature)
-            found.append((exact.cpu().numpy() - np.array([completion.logprobs for completion in alike])).flatten())
+            difference = exact.cpu().numpy() - np.array([completion.logprobs for completion in alike])
+            found.append(difference[np.array([completion.mask for completion in alike])])
     return np.concatenate(found)
 
 

@@ -13,6 +13,7 @@ from qerl.kernels import reference
 from qerl.kernels.packed_sequences import Packing
 from qerl.kernels.state import IDLE, LEAST_FP8_CAPABILITY, PAGE, DecodeState, PromptRow, pack, splits_of
 from qerl.kernels.triton import attention, prompt_attention
+from qerl.rollout.decoder import attend_together
 from tests.conftest import in_nightly
 from tests.gpu.exact import (
     DEVICE,
@@ -105,6 +106,30 @@ def test_steps(shape, fp8, dtype, least_programs, monkeypatch):
     for row in range(len(rows)):
         alone = attention.attend(qkv[[row]], copied(before), state, rows[[row]], rope, heads, splits)
         assert torch.equal(alone[0], out[row])
+
+
+@dtypes
+@shapes
+def test_tokens_of_a_sequence_together_are_those_of_steps(shape, fp8, dtype):
+    skip_unless_there_is(fp8)
+    heads, rope = heads_of(dtype, *shape)
+    ends, counts = ([3, 70], [2, 9]) if INTERPRETED else ([3, 130, 700], [2, 70, 300])
+    state, _ = paged(ends, heads, dtype, fp8)
+    starts = [end - count for end, count in zip(ends, counts, strict=True)]
+    state.position[:-1] = torch.tensor(starts, device=DEVICE).int()
+    before = cache_of(state, heads, dtype, fp8)
+    places = [(slot, place) for slot, end in enumerate(ends) for place in range(starts[slot], end)]
+    slots, positions = torch.tensor([*places, (len(ends), IDLE)], device=DEVICE).T
+    qkv = torch.randn(len(slots), heads.width, device=DEVICE).to(dtype)
+    alone, steps = copied(before), []
+    for row, (slot, place) in enumerate(places):
+        state.position[slot] = place
+        steps.append(attention.attend(qkv[[row]], alone, state, slots[[row]].int(), rope, heads, 1))
+    together, rows = copied(before), torch.arange(len(slots), dtype=torch.int32, device=DEVICE)
+    each = replace(state, position=positions.int(), pages=state.pages[slots])
+    out = attend_together(attention.attend, each, rows, qkv, together, heads, rope)
+    torch.testing.assert_close(out[:-1].double(), torch.cat(steps).double(), **close_in(dtype))
+    assert torch.equal(together.data.view(torch.uint8), alone.data.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from qerl.kernels.state import LEAST_FP8_CAPABILITY, PAGE
 from qerl.models.policy import with_adapter
 from qerl.rl.noise import Noise
-from qerl.rollout.decoder import bucket_of
+from qerl.rollout.decoder import Pool, bucket_of
 from qerl.rollout.engine import EngineSampler
 from qerl.rollout.factory import make_sampler
 from qerl.rollout.sampler import SamplingParams
@@ -91,19 +91,18 @@ def test_the_same_call_gives_the_same_completions(policy):
     assert sampler.generate(PROMPTS, params) == sampler.generate(PROMPTS, params)
 
 
-def test_turns_go_on_in_their_slots_while_others_decode(policy):
-    """Replies come late and in another order. Tokens of theirs have log-probabilities in a replay alone."""
-    sampler = endless(policy, 16)
-    params = SamplingParams(max_tokens=200, count=8, seed=4, ignore_eos=True)
-    groups = sampler.generate(PROMPTS, replace(params, turns=Counted(3), lengths=((20, 7, 33, 20) * 2,) * 3))
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("turns", [Counted(3), Counted(3, longest=300), Counted(together=True, longest=300)], ids=repr)
+def test_turns_go_on_in_their_slots_while_others_decode(policy, turns, settings, monkeypatch):
+    """Replies come late and in another order, or together; short ones, and those of several pages."""
+    passes, extend = [], Pool.extend
+    monkeypatch.setattr(Pool, "extend", lambda pool, *texts: passes.append(texts) or extend(pool, *texts))
+    sampler, turns = endless(policy, 16, **settings), replace(turns, asked=[], texts={}, seen=0)
+    params = SamplingParams(max_tokens=500, count=8, seed=4, ignore_eos=True)
+    groups = sampler.generate(PROMPTS, replace(params, turns=turns, lengths=((20, 7, 33, 20) * 2,) * 3))
     assert {len(turn) for group in groups for c in group for turn in c.turns[:-1]} == {7, 20, 33}
-    trace = tuple(tuple(tuple(c.token_ids) for c in group) for group in groups)
-    replays = sampler.generate(PROMPTS, replace(params, replay=trace))
-    for group, other in zip(groups, replays, strict=True):
-        for one, two in zip(group, other, strict=True):
-            assert not any(logprob for logprob, drawn in zip(one.logprobs, one.mask, strict=True) if not drawn)
-            two.logprobs[:] = [a if d else b for a, b, d in zip(one.logprobs, two.logprobs, one.mask, strict=True)]
-    assert_close(policy, PROMPTS, replays)
+    assert bool(passes) != bool(settings)
+    assert_close(policy, PROMPTS, groups)
 
 
 def test_a_thousand_requests_of_mixed_lengths_leak_no_page(policy):
@@ -158,11 +157,15 @@ def test_with_an_fp8_cache_the_engine_draws_the_same_tokens_in_any_batch(wide):
 
 
 @needs_fp8
-def test_with_an_fp8_cache_log_probabilities_stay_near_those_of_the_policy(wide):
+@pytest.mark.parametrize("replies", [False, True])
+def test_with_an_fp8_cache_log_probabilities_stay_near_those_of_the_policy(wide, replies):
     """In bfloat16 and in FP8, with the same tokens: errors of FP8 are larger, and small."""
-    params = SamplingParams(max_tokens=100, count=4, seed=3)
     errors = {}
     for dtype in ("auto", "fp8"):
+        params = SamplingParams(max_tokens=100, count=4, seed=3)
+        if replies:
+            turns = Counted(together=True, longest=100)
+            params = replace(params, max_tokens=300, turns=turns, lengths=((20,) * 4,) * 4)
         sampler = EngineSampler(wide, NativeSettings(kv_cache_dtype=dtype), 16)
         errors[dtype] = np.abs(differences(wide, SHORT, sampler.generate(SHORT, params))).mean()
     assert errors["auto"] < errors["fp8"] < 0.2, errors

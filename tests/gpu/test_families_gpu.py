@@ -1,6 +1,7 @@
 """Families of models on a GPU in bfloat16: sampler and update against float32, no further off than transformers is."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import unwrap
 from itertools import product
@@ -24,6 +25,7 @@ from tests.families import FAMILIES
 from tests.gpu.exact import forced
 from tests.parity.family_models import NORMS, unpacked
 from tests.tiny import tiny_family, tiny_gpt_oss
+from tests.unit.rollout.test_turns import Counted
 
 DEVICE = torch.device("cuda")
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -59,8 +61,8 @@ def shape_of(name):
 
 
 def by_forced(model, samples):
-    """Log-probabilities of each completion's tokens, from one forward pass over it alone, in one row."""
-    return torch.cat([forced(model, s.prompt, [s.completion.token_ids])[0] for s in samples])
+    """Log-probabilities of each completion's drawn tokens, from one forward pass over it alone, in one row."""
+    return torch.cat([forced(model, s.prompt, [s.completion.token_ids])[0, s.completion.mask] for s in samples])
 
 
 def stock_model(folder, dtype):
@@ -76,14 +78,15 @@ def plain_delta_nets():
         yield
 
 
-def drawn(policy, sampler):
-    """Samples, and the log-probabilities of their tokens by the sampler and by an update."""
-    groups = sampler.generate(PROMPTS, PARAMS)
+def drawn(policy, sampler, params=PARAMS):
+    """Samples, and the log-probabilities of their drawn tokens by the sampler and by an update."""
+    groups = sampler.generate(PROMPTS, params)
     samples = [Sample(p, c, 0.0, 0.0) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
     batch = micro_batch(samples, list(range(len(samples))), DEVICE)
     with torch.no_grad():
-        packed = torch.cat(list(logprobs_and_entropy(policy, batch, 1.0)[0]))
-    return samples, torch.tensor([x for s in samples for x in s.completion.logprobs], device=DEVICE), packed
+        packed = logprobs_and_entropy(policy, batch, 1.0)[0]
+    sampled = torch.cat([torch.tensor(s.completion.logprobs, device=DEVICE)[s.completion.mask] for s in samples])
+    return samples, sampled, packed[batch.mask_NT.bool()]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -93,14 +96,27 @@ def test_sampler_and_update_are_as_near_to_float32_as_transformers(tmp_path, nam
     # In bfloat16 a token near a tie takes other experts, and few such tokens make most of the error of one model.
     seeds = range(6) if (name, dtype) == ("gpt_oss", "bfloat16") else [0]
     errors = torch.cat([errors_of(tmp_path / str(seed), name, dtype, seed) for seed in seeds], dim=1)
+    assert_near_float32(errors, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["qwen2", "mistral-sliding", "gemma3", "qwen3_moe", "qwen3_5"])
+def test_behind_replies_too(tmp_path, name, dtype):
+    """Replies of less than a window to more than a page; with delta nets they take decode steps."""
+    turns, lengths = Counted(together=True, longest=80), ((9, 5, 12),) * 3
+    params = replace(PARAMS, max_tokens=250, turns=turns, lengths=lengths)
+    assert_near_float32(errors_of(tmp_path, name, dtype, 0, params), dtype)
+
+
+def assert_near_float32(errors, dtype):
     sampled, packed, stock = errors.square().mean(1).sqrt().tolist()
     limit = 1e-4 if dtype == "float32" else 1.25 * stock
     assert sampled < limit
     assert packed < limit
 
 
-def errors_of(folder, name, dtype, seed):
-    """Errors [3, tokens] of log-probabilities against float32: the sampler's, an update's and transformers'."""
+def errors_of(folder, name, dtype, seed, params=PARAMS):
+    """Errors [3, drawn tokens] of log-probabilities against float32: the sampler's, an update's and transformers'."""
     if name == "gpt_oss":
         tiny_gpt_oss(folder, seed, **shape_of(name))
     else:
@@ -109,7 +125,7 @@ def errors_of(folder, name, dtype, seed):
     policy = load_policy(folder, None, dtype, DEVICE)
     sampler = make_sampler(policy, EngineSettings(), max_sequences=4)  # of nine, so that slots are used again
     assert isinstance(sampler, EngineSampler)
-    samples, sampled, packed = drawn(policy, sampler)
+    samples, sampled, packed = drawn(policy, sampler, params)
     with plain_delta_nets():
         exact = by_forced(stock_model(folder, torch.float32), samples)
     stock = by_forced(stock_model(folder, getattr(torch, dtype)), samples)

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -26,15 +26,38 @@ from torch import Tensor
 from qerl.bench.timing import gpu_state
 from qerl.checkpoints.shapes import shape_of
 from qerl.models.linear import W4Linear
-from qerl.results.schema import Provenance
-from qerl.results.speeds import ProductPoint, ProductsResult
+from qerl.results.schema import Provenance, Stored
+from qerl.results.speeds import GpuState
 from qerl.results.store import write
+from qerl.settings.models import WeightFormat
 from tests.gpu.test_products import TOLERANCE, exact, random_layers, weights_of
 
 DEVICE = torch.device("cuda")
 WARM_MILLISECONDS, SAMPLES, LAUNCHES = 60, 15, 16
 #: Bytes of weights that a graph reads at least, twice what the L2 cache of an H200 holds.
 COLD = 110_000_000
+
+
+class ProductPoint(Stored):
+    """Microseconds of a launch of the packed product and of cuBLAS in bfloat16, and the error relative to float64."""
+
+    layers: str
+    rows: int
+    rank: int
+    error: float
+    microseconds: list[float]
+    cublas_microseconds: list[float]
+
+
+class ProductsResult(Stored):
+    """kernels/products-*.json: the packed products of a block."""
+
+    bench: Literal["products"]
+    size: str
+    weights: WeightFormat
+    points: list[ProductPoint]
+    gpu: GpuState | None
+    provenance: Provenance
 
 
 def shapes(size: str) -> dict[str, list[tuple[int, int]]]:

@@ -2,7 +2,8 @@
 
     python -m tests.gpu.time_turns                # 7B in NVFP4, 64 x 8 sequences of 4 turns of 128 tokens
 
-Both draw as many tokens in as many sequences. A turn's reply comes after the latency, and its tokens take decode steps.
+Both draw as many tokens in as many sequences. A turn's reply comes after the latency. With the tokens a second come the
+seconds in which the sampler has nothing to do but to wait for a reply, and those of its phases on the device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from statistics import median
 from threading import Timer
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -33,6 +35,8 @@ class Tool:
         self._turns, self._reply, self._latency = turns, reply, latency
         self._asked: dict[tuple[int, int], int] = {}
         self._replies: SimpleQueue[tuple[int, int, list[int] | None]] = SimpleQueue()
+        #: Seconds for which a sampler without sequences to decode has waited.
+        self.waited = 0.0
 
     def ask(self, prompt: int, number: int, tokens: Sequence[int]) -> None:
         turn = self._asked[prompt, number] = self._asked.get((prompt, number), 0) + 1
@@ -40,12 +44,14 @@ class Tool:
         Timer(self._latency if reply else 0.0, self._replies.put, [(prompt, number, reply)]).start()
 
     def replies(self, wait: float) -> list[tuple[int, int, list[int] | None]]:
-        found = []
+        found, began = [], perf_counter()
         try:
             found.append(self._replies.get(block=wait > 0, timeout=wait or None))
+            self.waited += perf_counter() - began
             while True:
                 found.append(self._replies.get_nowait())
         except Empty:
+            self.waited += 0.0 if found else perf_counter() - began
             return found
 
 
@@ -70,10 +76,19 @@ def main(
                 raise RuntimeError(f"{drawn} tokens were drawn of {prompts * group * turns * tokens}")
             if round_:  # the first one captures graphs
                 taken.append(drawn / elapsed.value)
-                print(f"{name}: {taken[-1]:,.0f} tokens/s", flush=True)
+                phases = sampler.phases
+                steps = sum(time.steps for time in phases.decode.values())
+                print(
+                    f"{name}: {taken[-1]:,.0f} sampled tokens/s; {drawn:,} sampled tokens and "
+                    f"{prompts * group * (most - turns * tokens) * bool(tool):,} of replies in {elapsed.value:.2f} s; "
+                    f"{tool.waited if tool else 0.0:.2f} s waited for the tool; {steps} steps in "
+                    f"{sum(time.seconds for time in phases.decode.values()):.2f} s, {phases.prefills} prefills in "
+                    f"{phases.prefill:.2f} s, {phases.between:.2f} s between",
+                    flush=True,
+                )
     single, several = map(median, rates.values())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{turns} turns have {several / single:.3f} of the tokens/s of one turn ({device}, {sampler.served})")
+    print(f"{turns} turns have {several / single:.3f} of the sampled tokens/s of one turn ({device}, {sampler.served})")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 import gc
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 # The jobs of a plan stay. Looking for garbage among millions of objects takes a sixth of the planning of 10,000 runs.
@@ -16,33 +15,16 @@ OTHERS = filter(None, [os.environ.get("PYTHONPATH")])  # jobs load it, too
 # Snakemake starts itself as a module, for rules with `run` and on clusters: a file here must not shadow one of its modules.
 os.environ.update(PYTHONPATH=os.pathsep.join([str(ROOT), *OTHERS]), PYTHONSAFEPATH="1")
 
-from snakemake.exceptions import WorkflowError
-
-from qerl.data.hub import check_pinned
 from qerl.host.lease import devices
 from qerl.report_jobs import FINISHED, final_files, listed_results, stored_results
-from qerl.results import paths, printed
-from qerl.workflow.checks import check_jobs_here
-from qerl.workflow.plan import check_machines, fitting, workflow_plan
-from qerl.workflow.rules import Jobs
-
-
-@contextmanager
-def in_a_sentence():
-    """A mistake in the configuration is an error that Snakemake prints as a sentence."""
-    try:
-        yield
-    except ValueError as error:
-        raise WorkflowError(str(error)) from None
-
+from qerl.results import paths
+from qerl.workflow.plan import check_start, workflow_plan
+from qerl.workflow.rules import Jobs, in_a_sentence
 
 with in_a_sentence():
     PLAN = workflow_plan(config, [Path(file) for file in workflow.configfiles], ROOT)
 JOBS = Jobs(PLAN)
-# By a kind of job: files that it reads and writes, a value, its GPUs with other resources, and the parameters of its rule.
-input_of, output_of, of, gpus, job_params = JOBS.input, JOBS.output, JOBS.value, JOBS.gpus, JOBS.params
-
-
-def category(name, otherwise):
-    """The report sorts its categories by name. What is beside the paper's numbers has its own."""
-    return printed.CATEGORY if name in printed.NAMES else otherwise
+# By a kind of job: files that it reads and writes, their caption and category in the report, a value, its GPUs with other
+# resources, and the parameters of its rule.
+input_of, output_of, shown, of = JOBS.input, JOBS.output, JOBS.shown, JOBS.value
+gpus, job_params = JOBS.gpus, JOBS.params

@@ -13,8 +13,6 @@ use rule gpu_job as evaluate with:
     priority: 1 if devices() else 0
     resources:
         **gpus("evaluate", mem_mb=2000, runtime=720),
-    params:
-        **job_params("evaluate"),
 
 
 # This rule takes the whole machine, so that nothing else runs beside what it measures.
@@ -28,5 +26,3 @@ use rule job as profile with:
     threads: workflow.cores
     resources:
         **gpus("profile", mem_mb=4000, runtime=240),
-    params:
-        **job_params("profile"),

@@ -19,8 +19,6 @@ use rule job as gate_stored with:
         output_of("stored"),
     log:
         "<logs>/gates/stored/{stored}.log",
-    params:
-        **job_params("stored"),
 
 
 # This rule takes the whole machine, so that nothing else runs beside it.
@@ -44,7 +42,7 @@ use rule job as verdict with:
     output:
         measured=output_of("verdict", paths.MEASURED),
         verdict=output_of("verdict", paths.VERDICT),
-        table=report(output_of("verdict", paths.VERDICT_TABLE), caption="../report/gates.rst", category="5 Gates"),
+        table=report(output_of("verdict", paths.VERDICT_TABLE), **shown("verdict")),
     log:
         "<logs>/gates/verdict.log",
     params:

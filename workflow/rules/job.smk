@@ -1,4 +1,5 @@
-# What most rules inherit, which have inputs and outputs of their own.
+# What most rules inherit, which have inputs and outputs of their own. Their parameters are of the job that their wildcard
+# names. A rule without a wildcard, or that shares one, names its kind of job.
 
 
 rule job:
@@ -9,6 +10,8 @@ rule job:
     resources:
         mem_mb=2000,
         runtime=30,
+    params:
+        **job_params(),
     shell:
         "python -P -m qerl rule {params.job:q} > {log:q} 2>&1"
 
@@ -23,5 +26,7 @@ rule gpu_job:
         gpu_percent=100,
         mem_mb=2000,
         runtime=120,
+    params:
+        **job_params(),
     shell:
         "python -P -m qerl rule {params.job:q} --gpu-percent {resources.gpu_percent} > {log:q} 2>&1"

@@ -8,8 +8,6 @@ use rule job as prepare_data with:
         output_of("data"),
     log:
         "<logs>/prepare_data/{dataset}.log",
-    params:
-        **job_params("data"),
 
 
 use rule gpu_job as pretrain with:
@@ -20,8 +18,6 @@ use rule gpu_job as pretrain with:
     log:
         "<logs>/pretrain/{pretrained}.log",
     threads: 2
-    params:
-        **job_params("pretrain"),
 
 
 use rule job as fetch_model with:
@@ -30,8 +26,6 @@ use rule job as fetch_model with:
     log:
         "<logs>/fetch_model/{fetched}.log",
     localrule: True
-    params:
-        **job_params("fetch"),
 
 
 # Runs before all other ready jobs. It is no input of `quantize`, because other lengths would then remake each format and run.
@@ -43,8 +37,6 @@ use rule job as check_model with:
     log:
         "<logs>/check_model/{check}.log",
     priority: 2
-    params:
-        **job_params("check"),
 
 
 # A base in each weight format, with a report on its size and error. bf16 is a link to the source. AWQ also reads a data set.
@@ -56,5 +48,3 @@ use rule gpu_job as quantize with:
         report=output_of("quantize", paths.REPORT),
     log:
         "<logs>/quantize/{checkpoint}.log",
-    params:
-        **job_params("quantize"),

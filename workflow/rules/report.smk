@@ -4,8 +4,6 @@
 rule list_results:
     output:
         PLAN.listed,
-    log:
-        "<logs>/list_results.log",
     localrule: True
     params:
         paths=list(map(str, listed_results(PLAN))),
@@ -32,19 +30,10 @@ use rule job as tables with:
         csv=output_of("table", "{table}.csv"),
         md=output_of("table", "{table}.md"),
         tex=output_of("table", "{table}.tex"),
-        html=report(
-            output_of("table", "{table}.html"),
-            caption="../report/table.rst",
-            category=lambda wildcards: category(
-                wildcards.table, "1 Main table" if wildcards.table == "accuracy" else "2 Tables"
-            ),
-            labels={"table": "{table}"},
-        ),
+        html=report(output_of("table", "{table}.html"), labels={"table": "{table}"}, **shown("table")),
         caption=output_of("table", "{table}.txt"),
     log:
         "<logs>/tables/{table}.log",
-    params:
-        **job_params("table"),
 
 
 use rule tables as figures with:
@@ -52,19 +41,12 @@ use rule tables as figures with:
         rules.collect_results.output,
         **input_of("figure", "printed"),
     output:
-        png=report(
-            output_of("figure", "{figure}.png"),
-            caption="../report/figure.rst",
-            category=lambda wildcards: category(wildcards.figure, "3 Figures"),
-            labels={"figure": "{figure}"},
-        ),
+        png=report(output_of("figure", "{figure}.png"), labels={"figure": "{figure}"}, **shown("figure")),
         svg=output_of("figure", "{figure}.svg"),
         narrow=output_of("figure", f"{{figure}}{paths.NARROW}"),
         caption=output_of("figure", "{figure}.txt"),
     log:
         "<logs>/figures/{figure}.log",
-    params:
-        **job_params("figure"),
 
 
 use rule job as samples_page with:
@@ -87,7 +69,7 @@ use rule job as write_report with:
         rules.collect_results.output,
         **input_of("report", "shown"),
     output:
-        report(output_of("report"), caption="../report/report.rst", category="0 Report"),
+        report(output_of("report"), **shown("report")),
     log:
         "<logs>/write_report.log",
     params:

@@ -23,12 +23,7 @@ rule shape_point:
 
 use rule job as shapes with:
     output:
-        report(
-            directory(output_of("shapes")),
-            patterns=["{name}.html", "{name}.png"],
-            caption="../report/shapes.rst",
-            category="6 Shapes",
-        ),
+        report(directory(output_of("shapes")), patterns=["{name}.html", "{name}.png"], **shown("shapes")),
     log:
         "<logs>/shapes.log",
     params:

@@ -26,8 +26,6 @@ use rule gpu_job as measure_dose with:
         "<logs>/study/dose-{model}.log",
     resources:
         **gpus("dose", mem_mb=8000, runtime=60),
-    params:
-        **job_params("dose"),
 
 
 use rule gather_study as study_page with:
@@ -35,12 +33,7 @@ use rule gather_study as study_page with:
         **input_of("page", "data", "doses", "printed"),
     output:
         page=output_of("page", paths.STUDY_PAGE),
-        parts=report(
-            directory(output_of("page", paths.STUDY_PARTS)),
-            patterns=["{name}.png"],
-            caption="../report/study.rst",
-            category="7 Study",
-        ),
+        parts=report(directory(output_of("page", paths.STUDY_PARTS)), patterns=["{name}.png"], **shown("page")),
     log:
         "<logs>/study/page-{scope}.log",
     params:

@@ -10,7 +10,7 @@ from qerl.bench import native
 from qerl.host.gpus import Seconds
 from qerl.report.speed_tables import write_shapes
 from qerl.report_jobs import ShapesJob
-from qerl.results.speeds import PromptsResult
+from qerl.results.speeds import SCHEMAS
 from qerl.results.store import read
 from qerl.settings.workloads import Prompting
 from tests.jobs import measured
@@ -46,7 +46,7 @@ def calls(monkeypatch):
 
 def test_each_call_draws_one_token_after_prompts_of_its_own(tmp_path, calls):
     result = measure(tmp_path / "out.json")
-    read(PromptsResult, tmp_path / "out.json")
+    read(SCHEMAS["prompts"], tmp_path / "out.json")
     (warm_up, _), *timed = calls
     assert [len(prompt) for prompt in warm_up] == [8, 8]
     assert [[len(prompt) for prompt in ids] for ids, _ in timed] == [[8]] * 3 + [[4, 4]] * 3

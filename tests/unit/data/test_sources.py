@@ -230,10 +230,6 @@ lazily = lambda: iter(good())
 splits = lambda: {"train": good(10), "test": good(12)[8:]}
 bad = lambda: [*good(2), {"question": "Two?", "answer": "two"}]
 bad_split = lambda: {"test": good(2), "train": [*good(4)[2:], {"question": "Two?"}]}
-unknown = lambda: {"training": good(2)}
-number = lambda: 7
-empty = lambda: []
-rows = lambda: [1]
 """
 
 
@@ -263,10 +259,6 @@ def test_returned_records_are_split_like_those_of_a_file_and_returned_splits_sta
     [
         ("bad", r":bad, record 3 states no answer: `answer` must end in `#### n`"),
         ("bad_split", r":bad_split, split train, record 3 has no `answer`"),
-        ("unknown", "has a split 'training'; the splits are train, validation, test"),
-        ("number", ":number must be records.* not int"),
-        ("empty", ":empty holds no records"),
-        ("rows", ":rows, record 1 is not a record"),
     ],
 )
 def test_bad_returned_records_are_named(tmp_path, own, function, message):

@@ -16,14 +16,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from qerl import __main__, api
-from qerl.cli import commands as cli
-from qerl.data.records import Problem
+from qerl import api
 from qerl.host import imports as module
 from qerl.host.imports import OPTIONAL, absent, check, imports, load, source_version
-from qerl.rl.rewards import Answer, function_parts
 from qerl.settings.base import ConfigError, parse
-from qerl.settings.run import RewardSettings, RunSettings
+from qerl.settings.run import RunSettings
 from qerl.workflow.plan import plan_from
 from tests.jobs import train_job
 from tests.tiny import tiny_qwen2, write_template
@@ -371,79 +368,3 @@ def test_functions_are_imported_before_any_job_starts(folder, reward, rows, mess
     }
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         plan_from(values, Path("unused"))
-
-
-PROBLEM = Problem("7", "6 * 3?", "#### 18", "18", None)
-MODULE = """
-import re, sys, time
-
-def spins(answer, problem):
-    while True:
-        pass
-
-def swallows(answer, problem):
-    try:
-        time.sleep(3600)
-    except Exception:
-        return 0.0
-
-def backtracks(answer, problem):
-    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
-
-def quick(answer, problem):
-    return 1.0
-
-def breaks(answer, problem):
-    return float(int("eighteen"))
-
-def leaves(answer, problem):
-    sys.exit(3)
-"""
-
-
-@pytest.fixture
-def reward(tmp_path, monkeypatch):
-    name = "own_faults"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-
-    def reward(function: str, **changes) -> float:
-        settings = RewardSettings(functions={"own": {"function": f"{name}:{function}", **changes}})
-        [parts] = function_parts(settings, [(PROBLEM, Answer("#### 18", 5, 20))], 7)
-        return parts["own"]
-
-    return reward
-
-
-@pytest.mark.parametrize("function", ["spins", "swallows", "backtracks"])
-def test_a_reward_that_hangs_is_stopped_with_its_place(reward, function):
-    """None of them returns within the test's own limit."""
-    with pytest.raises(
-        ConfigError, match=rf"reward.functions.own own_faults:{function} wasn't done after 0\.1 s for"
-    ) as error:
-        reward(function, timeout=0.1)
-    assert "line " in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_the_error_of_a_reward_names_it_and_keeps_its_type(reward):
-    with pytest.raises(ValueError, match="eighteen") as error:
-        reward("breaks")
-    [note] = error.value.__notes__
-    assert note.startswith(
-        "reward.functions.own own_faults:breaks raised this for problem 7 at step 7; mend the function"
-    )
-
-
-def test_an_error_of_a_reward_is_no_sentence_of_ours(reward, monkeypatch):
-    """A ValueError of the user's would else be told without the place that it comes from."""
-    monkeypatch.setattr(cli, "app", lambda: reward("breaks"))
-    with pytest.raises(ValueError, match="eighteen"):
-        __main__.main()
-
-
-def test_a_reward_that_ends_the_process_is_reported(reward):
-    with pytest.raises(ConfigError, match="own_faults:leaves ended the process with code 3 for problem 7"):
-        reward("leaves")

@@ -9,6 +9,7 @@ from qerl.results import schema
 from qerl.results.speeds import SCHEMAS, TraceRow
 from qerl.results.store import ResultError, read, read_rows
 from qerl.study.data import read_study
+from tests.gpu.time_products import ProductsResult
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
 #: Files for people, or made of results: nothing reads them back.
@@ -36,6 +37,8 @@ def schema_of(file: Path) -> type[schema.Stored]:
     if file.suffix == ".jsonl":
         return TraceRow if file.parent.name == "traces" else NAMED[file.name]
     content = json.loads(file.read_text())
+    if file.parent.name == "kernels":
+        return ProductsResult
     if "bench" in content:
         return SCHEMAS[content.get("kind") or content["bench"]]
     return NAMED.get(file.name) or next(KEYS[key] for key in KEYS if key in content)

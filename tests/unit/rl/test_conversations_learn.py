@@ -32,7 +32,7 @@ def demonstration(tokenizer, question, turns):
     return torch.tensor(ids), torch.tensor(drawn)
 
 
-def imitate(folder, demonstrations, steps=250):
+def imitate(folder, demonstrations, steps):
     """Train the policy's tokens of demonstrations."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -51,73 +51,68 @@ def imitate(folder, demonstrations, steps=250):
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch):
+def learn(tmp_path, monkeypatch):
+    """The metrics of a run, before which the policy imitates what `demonstrated` gives: a question and turns."""
     monkeypatch.setenv("QERL_COMMIT", "test")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     torch.manual_seed(0)
-    write_template(tiny_qwen2(tmp_path / "base", dtype=torch.float32), CHAT)
-    return tmp_path / "base"
+    base = tiny_qwen2(tmp_path / "base", dtype=torch.float32)
+    write_template(base, CHAT)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def learn(demonstrated, imitated, records, **run):
+        imitate(base, lambda: demonstration(tokenizer, *demonstrated()), imitated)
+        (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        origin = {"source": "local", "path": "records.jsonl", "validation_fraction": 0, "test_fraction": 0}
+        dataset = {"format": "math", "instruction": "", "origin": origin}
+        fixed = {"model": str(base), "dataset": dataset, "out": "run", "weights": "bf16", "dtype": "float32"}
+        return qerl.train({**fixed, "stored_rollouts": {"every": 0}, **run}).metrics
+
+    return learn
 
 
-def train(base, records, environment, **changes):
-    """The metrics of a run on records."""
-    (base.parent / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    origin = {"source": "local", "path": "records.jsonl", "validation_fraction": 0, "test_fraction": 0}
-    settings = {
-        "model": str(base),
-        "dataset": {"format": "math", "instruction": "", "origin": origin},
-        "out": "run",
-        "weights": "bf16",
-        "dtype": "float32",
-        "rollout": {"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 40}},
-        "environment": environment,
-        "optimizer": {"learning_rate": 2e-3, "name": "adamw"},
-        "stored_rollouts": {"every": 0},
-    }
-    return qerl.train({**settings, **changes}).metrics
-
-
-def test_a_policy_learns_to_ask_the_calculator(base):
+def test_a_policy_learns_to_ask_the_calculator(learn):
     """In half of the demonstrations it states any number at once."""
-    rng, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(base)
+    rng = random.Random(0)
 
     def demonstrated():
         a, b = rng.randrange(10), rng.randrange(10)
         asks, any_number = rng.random() < 0.5, rng.randrange(19)
-        turns = [f"{a}+{b}=", f"{a + b}", f"\\boxed{{{a + b}}}"] if asks else [f"\\boxed{{{any_number}}}"]
-        return demonstration(tokenizer, f"{a}+{b}", turns)
+        return f"{a}+{b}", [f"{a}+{b}=", f"{a + b}", f"\\boxed{{{a + b}}}"] if asks else [f"\\boxed{{{any_number}}}"]
 
-    imitate(base, demonstrated)
-    records = [{"problem": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10)]
-    rows = train(base, records, {"name": "calculator:Calculator", "turns": 3}, reward={"format": 0}, steps=20)
+    rows = learn(
+        demonstrated,
+        250,
+        [{"problem": f"{a}+{b}", "answer": str(a + b)} for a in range(10) for b in range(10)],
+        environment={"name": "calculator:Calculator", "turns": 3},
+        reward={"format": 0},
+        steps=20,
+        rollout={"prompts": 8, "group_size": 8, "sampling": {"max_tokens": 40}},
+        optimizer={"learning_rate": 2e-3, "name": "adamw"},
+    )
     assert rows["turns"][0] < 1.7
     assert rows["turns"][-5:].mean() > 1.85
     assert rows["reward"][-5:].mean() > rows["reward"][:2].mean() + 0.15
 
 
 @nightly
-def test_a_policy_learns_to_guess_by_what_it_hears(base):
+def test_a_policy_learns_to_guess_by_what_it_hears(learn):
     """In the demonstrations it guesses any number, twice. Who begins in the middle knows the number then."""
-    rng, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(base)
+    rng = random.Random(0)
 
     def demonstrated():
         first, second, number = (rng.randrange(1, 4) for _ in range(3))
-        heard = ">" if number > first else "<"
-        return demonstration(tokenizer, "?" * rng.randrange(1, 4), [str(first), heard, str(second)])
+        return "?" * rng.randrange(1, 4), [str(first), ">" if number > first else "<", str(second)]
 
-    imitate(base, demonstrated, 100)
-    records = [
-        {"problem": f"{'?' * (1 + number % 3)}{'!' * (number // 3)}", "answer": str(number)} for number in (1, 2, 3)
-    ]
     guess = import_module("guess").Guess  # a notebook gives the class itself
-    environment = {"name": guess, "turns": 2, "arguments": {"higher": ">", "lower": "<"}}
-    rewards = train(
-        base,
-        records,
-        environment,
-        steps=30,
+    rewards = learn(
+        demonstrated,
+        100,
+        [{"problem": f"{'?' * (1 + n % 3)}{'!' * (n // 3)}", "answer": str(n)} for n in (1, 2, 3)],
+        environment={"name": guess, "turns": 2, "arguments": {"higher": ">", "lower": "<"}},
         reward={"correct": 0, "format": 0},
+        steps=30,
         rollout={"prompts": 6, "group_size": 16, "sampling": {"max_tokens": 10}},
         optimizer={"learning_rate": 5e-3, "name": "adamw", "max_grad_norm": 10.0},
     )["reward"]

@@ -3,11 +3,14 @@
 import asyncio
 import importlib
 import math
+import re
 import sys
 
 import pytest
 import torch
 
+from qerl import __main__
+from qerl.cli import commands
 from qerl.data.records import Problem, parse_record
 from qerl.rl.rewards import (
     Answer,
@@ -79,7 +82,7 @@ def test_explicit_keys_win_over_the_preset():
 
 
 MODULE = """
-import math, numpy, torch
+import asyncio, math, numpy, re, sys, time, torch
 
 short = lambda answer, problem: float(answer.tokens < 10 and answer.text.endswith(problem.answer))
 list = lambda answer, problem: [0.5] * answer.tokens
@@ -91,7 +94,53 @@ compared = lambda answer, problem: numpy.float32(answer.tokens) < answer.limit
 tensor = lambda answer, problem: torch.tensor(answer.tokens / answer.limit)
 nothing = lambda answer, problem: None
 broken = lambda answer, problem: {}["mine"]
+
+seen = {}
+
+def keeps(completions, prompts, completion_ids, answer, **columns):
+    seen.update(completions=completions, prompts=prompts, ids=completion_ids, answer=answer, columns=columns)
+    return [float(len(ids)) if len(ids) < 9 else None for ids in completion_ids]
+
+async def waits(completions, **columns):
+    await asyncio.sleep(0)
+    return torch.arange(len(completions))
+
+async def each(answer, problem):
+    running.append(answer.tokens)
+    await asyncio.sleep(0.01)
+    return len(running)
+
+running = []
+
+async def hangs(completions, **columns):
+    await asyncio.sleep(60)
+
+async def hangs_each(answer, problem):
+    await asyncio.sleep(60)
+
+named = lambda completions, level: [1.0 for _ in level]
+lacking = lambda completions, solution, **columns: [1.0]
+tokens = lambda completions, **columns: [[0.5] * 3 for _ in completions]
+few = lambda completions, **columns: [1.0]
+one = lambda completions, **columns: 1.0
+text = lambda completions, **columns: ["1.0"] * len(completions)
+raises = lambda completions, **columns: 1 / 0
+unread = lambda answer, problem: int("eighteen")
+leaves = lambda answer, problem: sys.exit(3)
+backtracks = lambda answer, problem: bool(re.match("(a+)+$", "a" * 60 + "b"))
+
+def spins(answer, problem):
+    while True:
+        pass
+
+def swallows(answer, problem):
+    try:
+        time.sleep(3600)
+    except Exception:
+        return 0.0
 """
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 3?"}]
+CHAT = parse_record({"prompt": ASKED, "answer": "18", "level": 2}, "prompt", "here")
 
 
 @pytest.fixture
@@ -141,17 +190,6 @@ def test_a_scalar_of_numpy_or_torch_is_a_number(module, name, value):
     assert own(f"{module}:{name}") == [value]
 
 
-@pytest.mark.parametrize(("name", "value"), [("nan", "nan"), ("huge", "10*"), ("word", "'1'")])
-def test_what_is_no_number_is_an_error(module, name, value):
-    with pytest.raises(ValueError, match=f"{name} returned {value} for problem 0 at step 4; it must return a number"):
-        own(f"{module}:{name}")
-
-
-def test_exceptions_of_an_own_reward_are_passed_on(module):
-    with pytest.raises(KeyError, match="mine"):
-        own(f"{module}:broken")
-
-
 def test_a_completion_that_every_reward_leaves_out_has_none(module):
     settings = parse(RewardSettings, {"functions": {"own": f"{module}:nothing"}, "correct": 0, "format": 0}, "test")
     [parts] = function_parts(settings, [(PROBLEM, Answer("", 5, 20))], 1)
@@ -161,56 +199,10 @@ def test_a_completion_that_every_reward_leaves_out_has_none(module):
     assert total({"correct": 1.0, "format": 1.0, "overlong": 0.0, **parts}, settings.weights) == 0.5
 
 
-# --- rewards in TRL's signature
-
-OF_TRL = """
-import asyncio, time, torch
-
-seen = {}
-
-def keeps(completions, prompts, completion_ids, answer, **columns):
-    seen.update(completions=completions, prompts=prompts, ids=completion_ids, answer=answer, columns=columns)
-    return [float(len(ids)) if len(ids) < 9 else None for ids in completion_ids]
-
-async def waits(completions, **columns):
-    await asyncio.sleep(0)
-    return torch.arange(len(completions))
-
-async def each(answer, problem):
-    running.append(answer.tokens)
-    await asyncio.sleep(0.01)
-    return len(running)
-
-running = []
-
-async def hangs(completions, **columns):
-    await asyncio.sleep(60)
-
-async def hangs_each(answer, problem):
-    await asyncio.sleep(60)
-
-named = lambda completions, level: [1.0 for _ in level]
-lacking = lambda completions, solution, **columns: [1.0]
-tokens = lambda completions, **columns: [[0.5] * 3 for _ in completions]
-few = lambda completions, **columns: [1.0]
-one = lambda completions, **columns: 1.0
-text = lambda completions, **columns: ["1.0"] * len(completions)
-raises = lambda completions, **columns: 1 / 0
-"""
-ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 3?"}]
-CHAT = parse_record({"prompt": ASKED, "answer": "18", "level": 2}, "prompt", "here")
-
-
-@pytest.fixture
-def of_trl(module, tmp_path):
-    (tmp_path / f"{module}.py").write_text(OF_TRL)
-    return module
-
-
 @pytest.mark.parametrize("problem", [CHAT, parse_record({"prompt": "6 * 3?", "answer": "18"}, "prompt", "here")])
-def test_a_reward_of_trl_gets_what_trl_gives_it(of_trl, problem):
-    assert own(f"{of_trl}:keeps", "#### 18", (5, 15), problem) == [5.0, None]
-    seen, is_chat = importlib.import_module(of_trl).seen, problem is CHAT
+def test_a_reward_of_trl_gets_what_trl_gives_it(module, problem):
+    assert own(f"{module}:keeps", "#### 18", (5, 15), problem) == [5.0, None]
+    seen, is_chat = importlib.import_module(module).seen, problem is CHAT
     assert seen == {
         "completions": [[{"role": "assistant", "content": "#### 18"}] if is_chat else "#### 18"] * 2,
         "prompts": [ASKED if is_chat else "6 * 3?"] * 2,
@@ -220,48 +212,55 @@ def test_a_reward_of_trl_gets_what_trl_gives_it(of_trl, problem):
     }
 
 
-def test_rewards_that_wait_run_side_by_side(of_trl):
-    assert own(f"{of_trl}:waits", tokens=(5, 6, 7)) == [0, 1, 2]
-    assert own(f"{of_trl}:each", tokens=(5, 6, 7)) == [3, 3, 3]  # all began before one ended
-    assert own(f"{of_trl}:named", tokens=(5, 6), problem=CHAT) == [1, 1]
+def test_rewards_that_wait_run_side_by_side(module):
+    assert own(f"{module}:waits", tokens=(5, 6, 7)) == [0, 1, 2]
+    assert own(f"{module}:each", tokens=(5, 6, 7)) == [3, 3, 3]  # all began before one ended
+    assert own(f"{module}:named", tokens=(5, 6), problem=CHAT) == [1, 1]
 
     async def in_a_notebook():
-        return own(f"{of_trl}:waits", tokens=(5, 6))
+        return own(f"{module}:waits", tokens=(5, 6))
 
     assert asyncio.run(in_a_notebook()) == [0, 1]
-    for name in ("hangs", "hangs_each"):
-        with pytest.raises(ConfigError, match=rf"reward\.functions\.own {of_trl}:{name} wasn't done after 0\.1 s"):
-            own(f"{of_trl}:{name}", timeout=0.1)
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_each", "spins", "swallows", "backtracks"])
+def test_a_reward_that_hangs_is_stopped_with_its_place(module, name):
+    """None of them returns within the test's own limit."""
+    told = rf"^reward\.functions\.own {module}:{name} wasn't done after 0\.1 s .*line .*$"
+    with pytest.raises(ConfigError, match=told):
+        own(f"{module}:{name}", timeout=0.1)
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("lacking", ConfigError, "asks for 'solution', which no column of the records is called; .* answer, level"),
+        *(
+            (name, ValueError, f"returned {value} for problem .* at step 4; it must return a number")
+            for name, value in (("nan", "nan"), ("huge", "10*"), ("word", "'1'"), ("text", r"'1\.0'"))
+        ),
+        ("list", ValueError, "returned 5 values for problem .* at step 4; rewards of single tokens aren't supported"),
         ("tokens", ValueError, "returned 3 values for problem .* at step 4; rewards of single tokens aren't supported"),
         ("few", ValueError, "returned 1 values for problems .* at step 4; it must return a list of 2"),
         ("one", ValueError, r"returned 1\.0 for problems .*; it must return a list of 2"),
-        ("text", ValueError, r"returned '1\.0' for problem .*; it must return a number"),
+        ("lacking", ConfigError, "asks for 'solution', which no column of the records is called; .* answer, level"),
+        ("leaves", ConfigError, "ended the process with code 3 for problem .* at step 4"),
+        ("broken", KeyError, f"raised this for problem {CHAT.id} at step 4"),
+        ("raises", ZeroDivisionError, f"raised this for problems {CHAT.id} to {CHAT.id} at step 4"),
     ],
 )
-def test_what_is_no_list_of_numbers_is_an_error(of_trl, name, error, message):
-    with pytest.raises(error, match=rf"reward\.functions\.own {of_trl}:{name} {message}"):
-        own(f"{of_trl}:{name}", tokens=(5, 6), problem=CHAT)
+def test_what_is_no_number_for_each_is_an_error_that_names_function_problem_and_step(module, name, error, message):
+    assert own(f"{module}:{name}", tokens=()) == []  # as in a process without completions
+    with pytest.raises(error) as raised:
+        own(f"{module}:{name}", tokens=(5, 6), problem=CHAT)
+    said = f"{raised.value} {getattr(raised.value, '__notes__', '')}"
+    assert re.search(rf"reward\.functions\.own {module}:{name} {message}", said)
 
 
-def test_the_error_of_a_reward_of_trl_names_step_and_problems(of_trl):
-    with pytest.raises(ZeroDivisionError) as error:
-        own(f"{of_trl}:raises", tokens=(5, 6), problem=CHAT)
-    assert f"for problems {CHAT.id} to {CHAT.id} at step 4" in error.value.__notes__[0]
-
-
-def test_a_process_without_completions_calls_no_function(of_trl):
-    assert own(f"{of_trl}:raises", tokens=()) == []
-
-
-def test_a_list_for_a_completion_is_refused(module):
-    with pytest.raises(ValueError, match="rewards of single tokens aren't supported"):
-        own(f"{module}:list")
+def test_an_error_of_a_reward_is_no_sentence_of_ours(module, monkeypatch):
+    """A ValueError of the user's would else be told without the place that it comes from."""
+    monkeypatch.setattr(commands, "app", lambda: own(f"{module}:unread"))
+    with pytest.raises(ValueError, match="eighteen"):
+        __main__.main()
 
 
 def test_all_who_ask_whether_rewards_are_equal_get_one_answer():

@@ -1,6 +1,7 @@
 """Completions of several turns: the engine and the eager sampler, against Hugging Face's passes over the whole text."""
 
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from qerl.models.policy import with_adapter
 from qerl.rl.packing import Sample, logprobs_and_entropy, micro_batch
 from qerl.rollout import engine
+from qerl.rollout.decoder import Pool
 from qerl.rollout.sampler import SamplingParams
 from qerl.settings.run import AdapterSettings
 from tests.parity.family_models import forced, perturbed
@@ -37,10 +39,13 @@ def most_turns(prompt, number):
 class Counted:
     """Replies to each turn with tokens that depend on those before.
 
-    A reply comes after some calls, more for some completions, as from a slow tool.
+    A reply comes after some calls, more for some completions, as from a slow tool. With `together` all come once no
+    sequence is decoded.
     """
 
     delay: int = 0
+    together: bool = False
+    longest: int = 12
     asked: list = field(default_factory=list)
     texts: dict = field(default_factory=dict)
     seen: int = 0
@@ -52,20 +57,26 @@ class Counted:
     def replies(self, wait):
         self.seen += 1
         assert self.asked or not wait, "a sampler waits for nothing"
-        ready = [one for one in self.asked if one[0] <= self.seen]
-        self.asked = [one for one in self.asked if one[0] > self.seen]
+        due = self.seen if not self.together else inf if wait else -1
+        ready = [one for one in self.asked if one[0] <= due]
+        self.asked = [one for one in self.asked if one[0] > due]
         return [(prompt, number, self.reply(prompt, number, tokens)) for _, prompt, number, tokens in ready]
 
     def reply(self, prompt, number, tokens):
         if len(self.texts[prompt, number]) == most_turns(prompt, number):
             return None
-        return [STOPS[0], *(12 + (7 * sum(tokens) + place) % 80 for place in range(1 + sum(tokens) % 9)), STOPS[1], 50]
+        return [
+            STOPS[0],
+            *(12 + (7 * sum(tokens) + place) % 80 for place in range(1 + sum(tokens) % (self.longest - 3))),
+            STOPS[1],
+            50,
+        ]
 
 
-def drawn(policy, make, room=(8,), delay=0, **changes):
-    sampler, turns = make(policy, *room), Counted(delay)
+def drawn(policy, make, room=(8,), turns=None, **settings):
+    sampler, turns = make(policy, *room, **settings), turns or Counted()
     stop_at(policy, STOPS)
-    return sampler.generate(PROMPTS, replace(PARAMS, turns=turns, **changes)), turns
+    return sampler.generate(PROMPTS, replace(PARAMS, turns=turns)), turns
 
 
 @pytest.fixture
@@ -88,7 +99,7 @@ def assert_of_stock(policy, groups, turns):
         for place, completion in enumerate(group):
             ids, mask = completion.token_ids, completion.mask
             asked = turns.texts.get((number, place), [])
-            again = Counted(texts={(number, place): []})
+            again = Counted(longest=turns.longest, texts={(number, place): []})
             expected = [True] * len(ids)
             for tokens in asked:
                 assert ids[: len(tokens)] == tokens
@@ -107,30 +118,47 @@ def assert_of_stock(policy, groups, turns):
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), alone.double(), atol=near, rtol=0)
 
 
-@pytest.mark.parametrize(("make", "room"), [(sampler_of, (8,)), (sampler_of, (3,)), (eager_of, (8,)), (eager_of, (4,))])
-def test_turns_have_the_masks_and_logprobs_of_the_whole_text(policy, make, room):
-    groups, turns = drawn(policy, make, room)
+@pytest.mark.parametrize(
+    ("make", "room", "delay"),
+    [
+        *((sampler_of, room, delay) for room, delay in (((3,), 0), ((8,), 3), ((3,), 20), ((8,), 200), ((8, 8), 20))),
+        *((eager_of, room, 0) for room in ((8,), (4,))),
+    ],
+)
+def test_turns_have_the_masks_and_logprobs_of_the_whole_text_whatever_waits(policy, crowded, make, room, delay):
+    """What waits changes no token. Where the cache is short, it gives its pages to others."""
+    if room == (8, 8) and policy.lm.config.model_type != "qwen2":
+        pytest.skip("slots of delta nets have the pages of their longest sequences")
+    groups, turns = drawn(policy, make, room, Counted(delay))
     assert_of_stock(policy, groups, turns)
-    lengths = [len(completion.turns) for group in groups for completion in group]
-    assert len(set(lengths)) > 1
+    assert bool(crowded) == (room == (8, 8))
+    expected, _ = drawn(policy, make)
+    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in expected]
+    assert len({len(completion.turns) for group in groups for completion in group}) > 1
     assert {completion.finished for group in groups for completion in group} == {True, False}
 
 
-@pytest.mark.parametrize(("room", "delay"), [((8,), 3), ((3,), 20), ((8,), 200), ((8, 8), 20)])
-def test_what_waits_changes_no_token_and_others_go_on(policy, crowded, room, delay):
-    """Where the cache is short, what waits gives its pages to others."""
-    if room == (8, 8) and policy.lm.config.model_type != "qwen2":
-        pytest.skip("slots of delta nets have the pages of their longest sequences")
-    expected, _ = drawn(policy, sampler_of)
-    groups, turns = drawn(policy, sampler_of, room, delay)
-    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in expected]
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=str)
+def test_replies_that_come_together_are_computed_together(policy, monkeypatch, settings):
+    """In one pass, of some tokens to more than a page of them, unless a completion needs the bits of it alone."""
+    passes, extend = [], Pool.extend
+
+    def noted(self, texts, slots, ends):
+        passes.append(list(map(len, texts)))
+        extend(self, texts, slots, ends)
+
+    monkeypatch.setattr(Pool, "extend", noted)
+    groups, turns = drawn(policy, sampler_of, turns=Counted(together=True, longest=80), **settings)
     assert_of_stock(policy, groups, turns)
-    assert bool(crowded) == (room == (8, 8))
+    together = policy.lm.config.model_type == "qwen2" and not settings
+    assert bool(passes) == together
+    assert not together or (max(map(len, passes)) > 4 and max(map(max, passes)) > 64)
 
 
 @pytest.mark.parametrize("make", [sampler_of, eager_of])
 def test_lengths_are_those_of_turns(policy, make):
-    groups, _ = drawn(policy, make, lengths=((5, 7),) * 4, ignore_eos=True)
+    params = replace(PARAMS, turns=Counted(), lengths=((5, 7),) * 4, ignore_eos=True)
+    groups = make(policy).generate(PROMPTS, params)
     for group in groups:
         for completion, length in zip(group, (5, 7), strict=True):
             assert {len(turn) for turn in completion.turns[:-1]} == {length}

@@ -17,6 +17,7 @@ from tests.tiny import edit_config, tiny_qwen2
 
 MINI = Path(__file__).parents[3] / "config/mini.yaml"
 WHOLE = MINI.read_text()
+IN_FULL = "method: full\nweights: bf16"
 
 
 def sentence_of(call) -> str:
@@ -40,6 +41,14 @@ def sentence_of(call) -> str:
         (RunSettings, "loss: {name: dr_grpo}\nreward: {aggregation: normalize_then_sum}", "scales rewards by groups"),
         (RunSettings, "reward: {functions: {std: 'a:b'}}", "'std' can't name a reward; use letters, digits and _"),
         (RunSettings, "noise.schedule: linear", "a key with dots is written so: noise: {schedule: ...}"),
+        (RunSettings, "weights: nf4\nmethod: full", "use weights=bf16 or method=lora"),
+        (RunSettings, "noise: {schedule: linear, sigma_end: 1.0}", "sigma_end must be above 0 and not above"),
+        (RunSettings, "rollout: {group_size: 1}", "use at least 2, or loss.name=ppo"),
+        (RunSettings, "rollout: {group_size: 1, resample: 1}\nloss: {name: ppo}", "use rollout.group_size >= 2"),
+        (RunSettings, f"loss: {{name: ppo}}\n{IN_FULL}", "loss.name=ppo needs method=lora"),
+        (RunSettings, f"rollout: {{engine: vllm}}\n{IN_FULL}", "takes adapters and norms only"),
+        (RunSettings, f"processes: 2\ngradient_checkpointing: auto\n{IN_FULL}", "use true or false"),
+        (RunSettings, "rollout: {sampling: {temperature: 0}}", "is greedy: all completions of a problem are the same"),
         (RunSettings, "weights: nf5", "must be 'bf16', 'nf4', 'mxfp4' or 'nvfp4', not 'nf5'; did you mean `nf4`?"),
         (RunSettings, "steps: many", "`steps` must be a whole number, not 'many'"),
         (RunSettings, "steps: 0", "`steps` must be greater than 0, not 0"),
