@@ -34,9 +34,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def write_inputs(folder: Path) -> Path:
+def write_inputs(folder: Path, **config: Any) -> Path:
     """A tiny checkpoint in `base`, and problems in `data`."""
-    write_template(tiny_qwen2(folder / "base"))
+    write_template(tiny_qwen2(folder / "base", **config))
     prepare(DatasetSettings(format="gsm8k", origin=Generated(train=40, validation=4, test=4)), folder / "data")
     return folder
 

@@ -57,7 +57,7 @@ def untimed(rows: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
+    return write_inputs(tmp_path_factory.mktemp("inputs"), num_hidden_layers=1)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from qerl.rollout.engine import EngineSampler
 from qerl.settings.base import ConfigError, parse
 from qerl.settings.run import RunSettings
 from tests.faults.conftest import REWARD, SETTINGS, forked, read_rows, untimed
-from tests.faults.test_files import CUT
+from tests.faults.test_files import CUT, cut_before
 from tests.jobs import train_job
 
 pytestmark = pytest.mark.slow
@@ -118,30 +117,17 @@ def test_a_cohort_killed_at_any_moment_continues_as_if_it_were_not(jobs, monkeyp
     if sampler == "engine":
         monkeypatch.setattr(factory, "native_class", lambda *_: EngineSampler)
     whole, moments = jobs("whole"), random.Random(0)
-    train_cohort(whole)
-    longest = seconds_until(lambda: train_cohort(jobs("timed")))
+    longest = seconds_until(lambda: train_cohort(whole))
     kills = cohorts = 0
     while kills < KILLS[sampler]:
         killed = jobs(f"killed-{cohorts}")
         # As callers do, the finished ones are left out.
         while left := [job for job in killed if not finished(job)]:
-            limit = moments.uniform(0.05, 1) * longest if kills < KILLS[sampler] else None
+            limit = moments.uniform(0.05, 0.6) * longest if kills < KILLS[sampler] else None
             kills += seconds_until(lambda left=left: train_cohort(left), limit) is None
         for job, other in zip(killed, whole, strict=True):
             (assert_same if sampler == "eager" else assert_close)(job, other)
         cohorts += 1
-
-
-def cut_at(folder, name):
-    """End this process just before it gives the file in `folder` its final name."""
-    replace = os.replace
-
-    def replace_or_end(source, target, **options):
-        if Path(target).name == name and Path(target).is_relative_to(folder):
-            os._exit(CUT)
-        replace(source, target, **options)
-
-    os.replace = replace_or_end
 
 
 def steps_of(job):
@@ -152,7 +138,7 @@ def steps_of(job):
 def test_runs_that_stand_at_different_steps_continue_together_or_alone(jobs, alone):
     """A cohort ends as one run writes a checkpoint and another has finished; then all go on, or each by itself."""
     together = jobs("killed")
-    assert forked(lambda: (cut_at(together[2].work, "step-000004.pt"), train_cohort(together))) == CUT
+    assert forked(lambda: (cut_before("step-000004.pt", together[2].work), train_cohort(together))) == CUT
     assert finished(together[0])
     assert [steps_of(job) for job in together[1:]] == [4, 3]
     shutil.copytree(together[0].out.parent.parent, together[0].out.parents[2] / "apart")
@@ -167,7 +153,7 @@ def test_runs_that_stand_at_different_steps_continue_together_or_alone(jobs, alo
 def test_a_cohort_continues_what_runs_alone_have_begun(jobs, alone):
     together = jobs("together")
     for job, name in zip(together, ("step-000001.pt", "step-000004.pt", "step-000005.pt"), strict=True):
-        assert forked(lambda job=job, name=name: (cut_at(job.work, name), train_run(job))) == CUT
+        assert forked(lambda job=job, name=name: (cut_before(name, job.work), train_run(job))) == CUT
     before = read_rows(next(together[2].work.glob("*/metrics.jsonl")))
     train_cohort(together)
     for job in together:
@@ -281,13 +267,12 @@ def announce(monkeypatch):
     return send
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_runs_after_their_step(jobs, alone, monkeypatch, announce, number):
+def test_a_signal_ends_all_runs_after_their_step(jobs, alone, monkeypatch, announce):
     step = Trainer.step
 
     def announcing(self, at, *rest):
         if self.settings.seed == 3 and at == 3:
-            announce(number)
+            announce(signal.SIGINT)
         return step(self, at, *rest)
 
     together = jobs("together")
@@ -295,7 +280,7 @@ def test_a_signal_ends_all_runs_after_their_step(jobs, alone, monkeypatch, annou
         patch.setattr(Trainer, "step", announcing)
         with pytest.raises(Interrupted) as ended:
             train_cohort(together)
-    assert ended.value.number == number
+    assert ended.value.number == signal.SIGINT
     assert finished(together[0])
     assert steps_of(together[1]) == steps_of(together[2]) == 3
     train_cohort(together[1:])

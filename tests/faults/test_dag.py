@@ -14,7 +14,7 @@ import yaml
 
 from qerl.settings.workflow import merged
 from tests.jobs import processes_of, shells_of
-from tests.tiny import tiny_qwen2
+from tests.tiny import tiny_qwen2, write_template
 from tests.workflow.conftest import CORES, Tree, copy_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,19 +43,18 @@ def tree(tmp_path_factory) -> Tree:
     values = yaml.safe_load((tree.folder / "tests/config/micro.yaml").read_text())
     rows = [{"question": f"What is {n} plus 1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(60)]
     (tree.folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tree.folder / "fault_reward.py").write_text(REWARD)
+    (tree.folder / "waiting_reward.py").write_text(REWARD)
     values["datasets"]["own"] = {"format": "gsm8k", "origin": {"source": "local", "path": "own.jsonl"}}
     own = {
         "dataset": "own",
         "steps": 4,
         "checkpoint_every": 1,
-        "reward": {"functions": {"own": "fault_reward:letters"}},
+        "reward": {"functions": {"own": "waiting_reward:letters"}},
     }
     main = values["experiments"]["main"]
     values["experiments"]["main"] = main | {"base": main["base"] | own, "grid": {"seed": [0, 1]}}
     values["models"] = {"miniature": {"source": "local", "path": "Own Model's"}}
-    model = tiny_qwen2(tree.folder / "Own Model's")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    write_template(tiny_qwen2(tree.folder / "Own Model's"))
     (tree.folder / "faults.yaml").write_text(yaml.safe_dump(values))
     return tree
 
@@ -76,7 +75,7 @@ def start(tree: Tree, *arguments: str) -> subprocess.Popen:
 
 
 def said(run: subprocess.CompletedProcess) -> str:
-    assert run.returncode != 0
+    assert run.returncode != 0, run.stdout + run.stderr
     return " ".join((run.stdout + run.stderr).split())
 
 
@@ -148,7 +147,7 @@ def test_only_what_decides_a_result_reruns_it(tree):
     model = (tree.folder / WEIGHTS).parent
     for file in (tree.folder / "own.jsonl", model, *model.iterdir()):
         os.utime(file, ns=(later, later))  # copied, say
-    reward = {"functions": {"own": {"function": "fault_reward:letters", "timeout": 9.0}}}
+    reward = {"functions": {"own": {"function": "waiting_reward:letters", "timeout": 9.0}}}
     changes = {"checkpoint_every": 3, "gradient_checkpointing": True, "reward": reward}
     assert with_settings(tree, {**changes, "rollout": {"native": {"sleep": True}}}, time_limit=9.0) == {}
     # Other lengths are checked against the model, which isn't quantized anew for them.

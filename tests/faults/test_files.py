@@ -35,12 +35,12 @@ CPU = torch.device("cpu")
 CUT = 77
 
 
-def cut_before(name: str) -> None:
-    """End this process just before it gives a file its final name."""
+def cut_before(name: str, folder: Path = Path("/")) -> None:
+    """End this process just before it gives a file below the folder its final name."""
     replace = os.replace
 
     def replace_or_end(source, target, **options):
-        if Path(target).name == name:
+        if Path(target).name == name and Path(target).absolute().is_relative_to(folder):
             os._exit(CUT)
         replace(source, target, **options)
 

@@ -36,7 +36,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "QERL_COMMIT": "test"}
 
 @pytest.fixture
 def job(tmp_path):
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, num_hidden_layers=1)
 
     def of(name: str) -> TrainJob:
         settings = parse(RunSettings, SETTINGS, "test")
@@ -45,10 +45,18 @@ def job(tmp_path):
     return of
 
 
-def start(job: TrainJob) -> subprocess.Popen:
-    """Start the job as the workflow does."""
-    command = [sys.executable, "-m", "qerl", "rule", job.model_dump_json()]
-    return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+#: The command `qerl`, as pip installs it.
+COMMAND = "import sys\nfrom qerl.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+def start(job: TrainJob, folder: Path) -> subprocess.Popen:
+    """Start the job by a command in a working directory with a file that no library of its processes may import."""
+    (folder / "struct.py").write_text("raise SystemExit('imported from the working directory')")
+    (folder / "bin").mkdir()
+    (folder / "bin/qerl").write_text(COMMAND)
+    command = [sys.executable, "bin/qerl", "rule", job.model_dump_json()]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def children(process: subprocess.Popen) -> list[Path]:
@@ -72,12 +80,13 @@ def finish(job: TrainJob, folder: Path) -> None:
 def test_sigkill_leaves_a_run_that_continues_bit_for_bit(job, tmp_path):
     """Of two processes; one ends at once, between any two writes, in `tests/faults/test_files.py`."""
     finish(job("whole"), tmp_path)
-    victim = start(job("killed"))
+    victim = start(job("killed"), tmp_path)
     while len(list(tmp_path.glob("work-killed/*/step-*.pt"))) < 2:
         assert victim.poll() is None, victim.stderr.read()
         time.sleep(0.01)
     workers = children(victim)
     assert len(workers) >= 2
+    assert not any("/sklearn/" in (worker / "maps").read_text() for worker in workers)  # the command hid it
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     while any(worker.exists() for worker in workers):  # a process left over would write beside the next run

@@ -26,8 +26,8 @@ from qerl.rl.train import Trainer, train_run
 from qerl.settings.base import ConfigError
 from tests.conftest import nightly
 from tests.faults.conftest import SETTINGS, forked
-from tests.faults.test_cohort import FAILING, assert_same, cut_at, finished, make_jobs, steps_of, train_alone
-from tests.faults.test_files import CUT
+from tests.faults.test_cohort import FAILING, assert_same, finished, make_jobs, steps_of, train_alone
+from tests.faults.test_files import CUT, cut_before
 
 #: The last one trains in full, and so beside no other.
 RUNS = {
@@ -115,7 +115,7 @@ def test_the_expected_work_is_what_is_left_at_the_lengths_so_far(jobs):
     rollout = full.settings.rollout
     each = rollout.prompts * rollout.group_size * rollout.sampling.max_tokens
     assert (expected_tokens(short), expected_tokens(full)) == (2 * each, 4 * each)
-    assert forked(lambda: (cut_at(full.work, "step-000003.pt"), train_run(full))) == CUT
+    assert forked(lambda: (cut_before("step-000003.pt", full.work), train_run(full))) == CUT
     [metrics] = full.work.glob(f"*/{METRICS}")
     drawn = [int(n) for n in re.findall(r'"completion_tokens": ?(\d+)', metrics.read_text())]
     assert len(drawn) == 3
@@ -123,13 +123,6 @@ def test_the_expected_work_is_what_is_left_at_the_lengths_so_far(jobs):
 
 
 # --- what they compute, and what ends them ---
-
-
-def test_runs_on_two_gpus_are_those_alone_to_the_bit(jobs, alone, two_gpus):
-    made = jobs("shared")
-    train_runs(made)
-    for job in made:
-        assert_same(job, alone[job.id])
 
 
 def test_a_run_that_fails_leaves_all_others_and_its_error_crosses_the_processes(run, jobs, alone, two_gpus):

@@ -106,6 +106,8 @@ class Products:
 def test_products(kind, ranks, backend):
     """Of runs with different ranks, in every variant of the rows' number; rows in any order, and run by run."""
     shapes = {"qkv": [(256, 512), (128, 512), (64, 512)], "gate_up": [(512, 256), (512, 256)]}[kind]
+    if INTERPRETED:
+        shapes = shapes_of(kind, "interpreted")
     products = Products(backend, kind, shapes, ranks)
     for rows in (1, 9, 70) if INTERPRETED else (1, 8, 9, 16, 25, 40, 64, 70, 128, 150, 300):
         x, runs = torch.randn(rows, shapes[0][1], device=DEVICE, dtype=DTYPE), runs_of(rows, 3).rows

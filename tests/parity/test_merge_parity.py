@@ -3,17 +3,16 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qerl.checkpoints.files import CheckpointError, weight_files
+from qerl.checkpoints.files import CheckpointError
 from qerl.models.export import export, merge, write_dense, write_merged
 from qerl.models.policy import load_policy, with_adapter
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.noise import Noise
 from qerl.settings.run import AdapterSettings, NoiseSettings
 from tests.parity.test_codec_parity import assert_bits_equal
-from tests.parity.test_quant_parity import by_library
+from tests.parity.test_quant_parity import by_library, tensors_of
 from tests.tiny import tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -40,10 +39,6 @@ def trained(base, folder, sigma=0.0, **adapter):
         Noise(policy.lm, NoiseSettings(schedule="constant", sigma_start=sigma), seed=3).set(2, 10)
     policy.save(folder)
     return policy
-
-
-def tensors_of(folder):
-    return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
 
 
 def by_peft(base, adapter, folder):

@@ -31,7 +31,7 @@ MEASURED = ("seconds/", "tokens_per_second/", "memory_bytes")
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Problems, and a base in each format."""
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"), num_hidden_layers=1)
     for weights in FORMATS[1:]:
         quantize_checkpoint(folder / "base", folder / weights, weights)
     (folder / "bf16").symlink_to(folder / "base")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import qerl
@@ -69,16 +68,6 @@ def test_images_are_of_the_locks_and_libraries_are_no_layer_that_a_change_of_the
 def test_the_version_that_is_cited_is_the_packages():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == qerl.__version__
     assert f"\n## {qerl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_badges_state_the_licence_and_the_versions_of_python_that_install():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    licence, python = ((ROOT / f"docs/img/{name}.svg").read_text() for name in ("licence", "python"))
-    assert f">{project['license'].replace('-', ' ')}</text>" in licence
-    allowed = SpecifierSet(project["requires-python"])
-    assert re.findall(r"\d\.\d+", python.partition("aria-label=")[2].partition(">")[0]) == [
-        version for version in (f"3.{minor}" for minor in range(30)) if f"{version}.1" in allowed
-    ]
 
 
 def test_vllm_for_cpus_adds_to_the_pins_and_changes_none():

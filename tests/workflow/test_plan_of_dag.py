@@ -13,7 +13,7 @@ import yaml
 from qerl.settings.workflow import merged
 from qerl.study.data import write_study
 from tests.conftest import in_nightly
-from tests.tiny import tiny_decoder, tiny_qwen2
+from tests.tiny import tiny_decoder, tiny_qwen2, write_template
 from tests.unit.study.test_dose import study
 from tests.workflow.conftest import ROOT, copy_tree
 
@@ -153,9 +153,7 @@ def test_profiles_name_rules_and_resources_that_exist(tree):
 
 
 def write_own(folder: Path, model: str, problems: str) -> None:
-    (tiny_qwen2(folder / model) / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
-    )
+    write_template(tiny_qwen2(folder / model))
     rows = [{"question": f"What are {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(60)]
     (folder / problems).write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -4,6 +4,8 @@
 rule list_results:
     output:
         PLAN.listed,
+    log:
+        "<logs>/list_results.log",
     localrule: True
     params:
         paths=list(map(str, listed_results(PLAN))),

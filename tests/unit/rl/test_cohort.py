@@ -1,14 +1,12 @@
 """Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
 
 import json
-import signal
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl.host.process import Interrupted
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.train import Trainer, train_run
@@ -101,51 +99,6 @@ def test_the_engine_draws_for_all_what_it_draws_for_one(inputs, tmp_path, monkey
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
         for name, tensor in weights(other).items():
             torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-3, atol=1e-5)
-
-
-def test_the_others_go_on_without_a_run_that_fails(inputs, tmp_path, monkeypatch):
-    """It diverges in its second step, and another is killed in its third; a cohort or the run alone continues both."""
-    step = Trainer.step
-
-    def failing(self, number, *rest):
-        if self.settings.seed == 2 and number == 2:
-            raise ValueError("a defect")
-        return step(self, number, *rest)
-
-    names = "grpo", "dapo", "hot"
-    expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
-    for job in expected:
-        train_run(job)
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", failing)
-        with pytest.raises(ValueError, match="a defect"):
-            train_cohort(together)
-    for place in (0, 2):
-        assert_equal(together[place], expected[place])
-    assert not together[1].out.exists()
-    train_run(together[1])
-    assert_equal(together[1], expected[1])
-
-
-def test_a_signal_ends_all_runs_after_their_step_and_a_cohort_continues_them(inputs, tmp_path, monkeypatch):
-    step = Trainer.step
-
-    def announcing(self, number, *rest):
-        if self.settings.seed == 3 and number == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, number, *rest)
-
-    names = "grpo", "hot"
-    expected, together = jobs_of(inputs, tmp_path / "alone", names), jobs_of(inputs, tmp_path / "together", names)
-    train_run(expected[0]), train_run(expected[1])
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", announcing)
-        with pytest.raises(Interrupted):
-            train_cohort(together)
-    assert not any(job.out.exists() for job in together)
-    train_cohort(together)
-    for job, other in zip(together, expected, strict=True):
-        assert_equal(job, other)
 
 
 def test_joint_updates_are_those_of_runs_alone_as_they_round_and_a_cohort_continues_them(inputs, tmp_path, monkeypatch):
