@@ -1,12 +1,14 @@
 """Runs side by side on one base: each does what it does alone, whatever becomes of the others."""
 
 import json
+import signal
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl.host.process import Interrupted
 from qerl.models.quantize import quantize_checkpoint
 from qerl.rl.cohort import Meeting, train_cohort
 from qerl.rl.train import Trainer, train_run
