@@ -184,39 +184,137 @@ def _countdown(settings: CountdownData, rng: random.Random) -> Draw:
     while attempt is None:
         numbers = [rng.randint(1, settings.largest) for _ in range(rng.choice(settings.numbers))]
         attempt = _attempt(numbers, settings, rng)
-    target, solution = attempt
-    goal = Goal(target, tuple(numbers), settings.use)
+    goal = Goal(attempt.value, tuple(numbers), settings.use)
 
     def record(split: Split) -> Record:
         misses = split == "train" and rng.random() < settings.missed
         # A few draws may find no attempt on the same numbers with another value.
         others = (_attempt(numbers, settings, rng) for _ in range(50 if misses else 0))
-        miss = next((text for value, text in filter(None, others) if value != target), None)
-        return {"numbers": numbers, "target": target, "use": goal.use, "solution": miss or solution}
+        miss = next((other for other in filter(None, others) if other.value != goal.target), None)
+        written = _search if settings.style == "search" else _direct
+        solution = written(miss or attempt, goal, settings.largest_target, rng)
+        return {"numbers": numbers, "target": goal.target, "use": goal.use, "solution": solution}
 
-    return Draw(goal.question, (tuple(sorted(numbers)), target), record)
+    return Draw(goal.question, core_of(goal), record)
 
 
-def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) -> tuple[int, str] | None:
-    """A value that numbers can make, and its worked solution; None if a step leaves the whole numbers in the range.
+def core_of(goal: Goal) -> object:
+    """The core (`Draw.core`) of a countdown problem."""
+    return tuple(sorted(goal.numbers)), goal.target
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A value that numbers can make, with the steps and the formula that make it."""
+
+    value: int
+    steps: list[Step]
+    formula: str
+
+
+def _attempt(numbers: list[int], settings: CountdownData, rng: random.Random) -> _Attempt | None:
+    """An attempt on the numbers; None if a step leaves the whole numbers in the range.
 
     Two results at a time are combined until one is left.
     """
     count = len(numbers) if settings.use == "all" else rng.randint(2, len(numbers))
     results = [(number, str(number)) for number in rng.sample(numbers, count)]
-    lines: list[str] = []
+    steps: list[Step] = []
     while len(results) > 1:
         (left, one), (right, other) = (results.pop(rng.randrange(len(results))) for _ in range(2))
         sign = rng.choice("+-*/")
-        if sign == "/" and left % right:
+        value = _result(left, sign, right, settings.largest_target)
+        if value is None:
             return None
-        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
-        if not 0 < value <= settings.largest_target:
-            return None
-        lines.append(f"{left}{sign}{right}={value}")
+        steps.append((left, sign, right, value))
         results.append((value, sign.join(part if part.isdigit() else f"({part})" for part in (one, other))))
     [(value, formula)] = results
-    return value, "\n".join([*lines, f"#### {formula}"])
+    return _Attempt(value, steps, formula)
+
+
+def _result(left: int, sign: str, right: int, largest: int) -> int | None:
+    """The result of a step; None if it isn't a whole number from 1 to `largest`."""
+    if sign == "/" and left % right:
+        return None
+    value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
+    return value if 0 < value <= largest else None
+
+
+def _direct(attempt: _Attempt, goal: Goal, largest: int, rng: random.Random) -> str:
+    """The steps of an attempt and its formula."""
+    lines = [f"{left}{sign}{right}={value}" for left, sign, right, value in attempt.steps]
+    return "\n".join([*lines, f"#### {attempt.formula}"])
+
+
+# In the style `search` false starts precede each step of the attempt. A line is a step with the numbers that are then
+# left ("8-3=5: 4 6 5"). Two numbers are combined in some ways that miss the target ("6-5=1 no"), and the search then goes
+# back to the numbers at which it started ("back: 3 4 6 8").
+
+#: The range in which the length of a solution's false starts ends, in characters, most of which are a token.
+_FALSE_STARTS = (100, 200)
+#: The number of false starts that are drawn at most; of few numbers there are few different ones.
+_DRAWN = 40
+
+
+def _search(attempt: _Attempt, goal: Goal, largest: int, rng: random.Random) -> str:
+    """A search for the target that ends with the attempt."""
+    states = [list(goal.numbers)]
+    for step in attempt.steps:
+        states.append(_left_after(states[-1], step))
+    ways = [[_line(step, state)] for step, state in zip(attempt.steps, states[1:], strict=True)]
+    false: list[list[str]] = [[] for _ in ways]
+    length, most = 0, rng.randint(*_FALSE_STARTS)
+    for _ in range(_DRAWN):
+        place = rng.randrange(len(ways))
+        start = _false_start(states[place], goal.target, largest, rng)
+        if start and start not in false[place]:
+            false[place].append(start)
+            length += len(start)
+        if length >= most:
+            break
+    lines = [line for starts, way in zip(false, ways, strict=True) for line in (*starts, *way)]
+    return "\n".join([*lines, f"#### {attempt.formula}"])
+
+
+def _false_start(state: list[int], target: int, largest: int, rng: random.Random) -> str:
+    """Steps from the numbers of a state to results other than the target; empty if the draw has none."""
+    start, lines = state, list[str]()
+    while len(state) > 2:
+        if not (steps := _steps(rng.sample(state, 2), largest)):
+            return ""
+        step = rng.choice(steps)
+        state = _left_after(state, step)
+        lines.append(_line(step, state))
+    misses = [step for step in _steps(state, largest) if step[-1] != target]
+    if not misses:
+        return ""
+    shown = rng.sample(misses, rng.randint(1, len(misses))) if lines else [rng.choice(misses)]
+    lines += [f"{_line(step, [])} no" for step in shown]
+    return "\n".join([*lines, f"back: {_text(start)}"] if len(start) > 2 else lines)
+
+
+def _steps(pair: list[int], largest: int) -> list[Step]:
+    """All steps that combine two numbers."""
+    high, low = max(pair), min(pair)
+    results = [(sign, _result(high, sign, low, largest)) for sign in "+-*/"]
+    return [(high, sign, low, value) for sign, value in results if value is not None]
+
+
+def _left_after(state: list[int], step: Step) -> list[int]:
+    left, _, right, value = step
+    rest = list(state)
+    rest.remove(left)
+    rest.remove(right)
+    return [*rest, value]
+
+
+def _line(step: Step, state: list[int]) -> str:
+    left, sign, right, value = step
+    return f"{left}{sign}{right}={value}" + (f": {_text(state)}" if len(state) > 1 else "")
+
+
+def _text(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 # Problems of reasoning-gym, whose records have all that the task's scorer reads.

@@ -49,6 +49,15 @@ class CountdownData(GeneratedSplits):
     """`all`: a solution uses each given number exactly once. `some`: at most once."""
     missed: Fraction = 0.75
     """Share of the training solutions that compute correctly and miss the target."""
+    style: Literal["direct", "search"] = "direct"
+    """`direct`: a solution has the steps to its formula. `search`: steps that miss the target and ways back come first.
+    It needs `use: all`."""
+
+    @model_validator(mode="after")
+    def _search_uses_all(self) -> CountdownData:
+        if self.style == "search" and self.use != "all":
+            raise ValueError(f"style=search writes solutions that use all numbers; leave out use={self.use}")
+        return self
 
 
 class ReasoningGymData(GeneratedSplits):

@@ -152,3 +152,60 @@ def test_the_formula_of_countdown_has_the_target_and_the_numbers(use):
         assert evaluated(formula) == record["target"]
         assert used == numbers or (use == "some" and used <= numbers)
     assert all(extract(record["solution"], "countdown") for record in splits["train"])
+
+
+# --- searches
+
+
+def follow(record):
+    """Check each line of a search against the numbers that are left; the number of ways back."""
+    *lines, final = record["solution"].split("\n")
+    path, back = [Counter(record["numbers"])], 0
+    for line in lines:
+        if line.startswith("back: "):
+            state = Counter(map(int, line[6:].split()))
+            assert state in path[:-1]
+            del path[path.index(state) + 1 :]
+            back += 1
+            continue
+        left, right, result, rest = re.fullmatch(r"(\d+)[-+*/](\d+)=(\d+)(: [\d ]+| no)?", line).groups()
+        used = Counter([int(left), int(right)])
+        assert used <= path[-1]
+        after = path[-1] - used + Counter([int(result)])
+        if rest and rest.startswith(": "):
+            assert Counter(map(int, rest[2:].split())) == after
+            path.append(after)
+        else:
+            assert list(after.elements()) == [int(result)]
+            assert not rest or int(result) != record["target"]
+    assert rest is None
+    assert evaluated(final.removeprefix("#### ")) == int(result)
+    return back
+
+
+@pytest.mark.parametrize("numbers", [[2], [3], [4, 5]])
+@pytest.mark.parametrize("missed", [0.0, 1.0])
+def test_a_search_uses_numbers_that_are_left_and_goes_back_to_where_it_was(numbers, missed):
+    changes = {"style": "search", "numbers": numbers, "largest": 50, "missed": missed}
+    splits = generate("countdown", **changes)
+    ways_back = [follow(record) for records in splits.values() for record in records]
+    assert all(ways_back) or numbers == [2]
+    for split, records in splits.items():
+        problems = [parse_record(record, "countdown", "here") for record in records]
+        solved = sum(is_correct(p.solution, p.answer, "countdown") for p in problems) / len(problems)
+        assert solved == 1 if split != "train" or not missed else solved < 0.2
+
+
+def test_searches_have_some_two_hundred_characters_and_the_problems_of_the_other_style():
+    searches, direct = (generate("countdown", numbers=[4], style=style) for style in ("search", "direct"))
+    lengths = sorted(len(record["solution"]) for record in searches["train"])
+    assert 140 < lengths[15] < 200 < lengths[150] < 260 < lengths[285] < 340
+    # The first test problem is drawn before any solution, whose style moves later draws.
+    assert core(searches["test"][0]) == core(direct["test"][0])
+    held_out = set(map(core, searches["test"] + searches["validation"]))
+    assert not held_out & set(map(core, searches["train"]))
+
+
+def test_a_search_for_some_of_the_numbers_is_refused():
+    with pytest.raises(ValueError, match="leave out use=some"):
+        CountdownData(source="countdown", style="search", use="some")
