@@ -305,6 +305,7 @@ class PretrainJob(Job):
     settings: PretrainSettings
     data: dict[str, Path]
     """The folder of each prepared data set."""
+    work: Path
 
     @classmethod
     def names(cls, plan: Plan) -> Collection[str]:
@@ -314,10 +315,24 @@ class PretrainJob(Job):
     def make(cls, plan: Plan, name: str) -> PretrainJob:
         settings = plan.config.models[name]
         assert isinstance(settings, PretrainSettings)
-        return cls(settings=settings, data=DataJob.folders(plan, settings.datasets), out=plan.dense(name))
+        data, work = DataJob.folders(plan, settings.all_datasets), plan.work / paths.MODELS / name
+        return cls(settings=settings, data=data, work=work, out=plan.dense(name))
 
     def inputs(self, plan: Plan) -> dict[str, list[Path]]:
         return {"data": data_files(self.data.values())}
+
+    @property
+    def gpus(self) -> int:
+        return self.settings.processes
+
+    @property
+    def locks(self) -> list[tuple[Path, str]]:
+        """A lock of the work folder, as of a training, if it has checkpoints."""
+        return [(self.work, own_lock(1))] if self.settings.checkpoint_seconds else []
+
+    @property
+    def undeciding(self) -> Any:
+        return {"work": True, "settings": {"processes", "checkpoint_seconds"}}
 
 
 class FetchJob(Job):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -57,6 +57,13 @@ def generate(settings: GeneratedSplits, record_format: RecordFormat) -> dict[Spl
                 held_out.add(problem.core)
             splits[split].append(problem.record(split))
     return splits
+
+
+def fresh_records(
+    settings: GeneratedSplits, record_format: RecordFormat, held_out: Collection[object], rng: random.Random
+) -> Iterator[Record]:
+    """Training records without end, none with a core of `held_out`. They may repeat."""
+    return (draw.record("train") for draw in _draws(settings, record_format, rng) if draw.core not in held_out)
 
 
 def _draws(settings: GeneratedSplits, record_format: RecordFormat, rng: random.Random) -> Iterator[Draw]:
@@ -247,8 +254,8 @@ def _direct(attempt: _Attempt, goal: Goal, largest: int, rng: random.Random) -> 
 
 
 # In the style `search` false starts precede each step of the attempt. A line is a step with the numbers that are then
-# left ("8-3=5: 4 6 5"). Two numbers are combined in some ways that miss the target ("6-5=1 no"), and the search then goes
-# back to the numbers at which it started ("back: 3 4 6 8").
+# left ("8-3=5: 4 6 5"). Two numbers are combined in some ways that miss the target ("6-5=1 no"), and the search then
+# goes back to the numbers at which it started ("back: 3 4 6 8").
 
 #: The range in which the length of a solution's false starts ends, in characters, most of which are a token.
 _FALSE_STARTS = (100, 200)

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from qerl.data.grading import is_correct
+from qerl.data.generated import core_of, fresh_records
+from qerl.data.grading import Goal, is_correct
 from qerl.data.prompts import prompt_text, texts_ids
-from qerl.data.sources import read_split
+from qerl.data.records import parse_record
+from qerl.data.sources import SPLITS, read_meta, read_split
 from qerl.host.console import log
 from qerl.host.provenance import share
 from qerl.jobs import PretrainJob
-from qerl.models.policy import Policy
+from qerl.kernels.packed_sequences import Packing
+from qerl.models.blocks import use_attend
+from qerl.models.policy import Policy, choose_device
 from qerl.results.paths import PRETRAIN
 from qerl.results.schema import PretrainCheck, PretrainReport, Provenance
 from qerl.results.store import write
+from qerl.rl.checkpoint import Checkpoints
+from qerl.rl.parallel import Processes, start_processes
 from qerl.rl.rollouts import Task
 from qerl.rollout.eager import EagerSampler
 from qerl.rollout.sampler import SamplingParams
+from qerl.settings.base import parse
+from qerl.settings.data import CountdownData
 from qerl.settings.models import PretrainSettings
 from qerl.settings.run import SamplingSettings
 
@@ -38,6 +54,10 @@ _CHAT_TEMPLATE = (
 )
 _BLOCK = 64
 _POOL = 32
+#: Processes that draw rows for a process of the training, at most, and the rows that each draws ahead.
+_WORKERS, _AHEAD = 14, 4
+#: Seconds between messages on the progress.
+_LOG_SECONDS = 30
 
 
 class PretrainError(ValueError):
@@ -55,10 +75,18 @@ class _Example:
 def pretrain_base(job: PretrainJob) -> None:
     """Train the miniature on the train splits of its data sets; write a Hugging Face checkpoint and `pretrain.json`.
 
-    Computes in float32, on a GPU if there is one, and saves bfloat16. Raises `PretrainError`, and writes nothing, if
-    the saved policy's accuracy on the first data set lies outside `accepted`.
+    Computes on GPUs if there are any, and saves bfloat16. Raises `PretrainError`, and writes nothing, if the saved
+    policy's accuracy on the first data set lies outside `accepted`.
     """
-    settings = job.settings
+    if not start_processes(job.settings.processes, _pretrain, job):
+        _pretrain(job)
+    if job.work.is_dir():
+        shutil.rmtree(job.work)
+
+
+def _pretrain(job: PretrainJob) -> None:
+    """Pre-train in one process; the first writes the results."""
+    settings, processes = job.settings, Processes()
     tasks = {name: Task.of(job.data[name]) for name in settings.datasets}
     checked = {name: replace(task, problems=read_split(job.data[name], "validation")) for name, task in tasks.items()}
     for split, found in (("train", tasks), ("validation", checked)):
@@ -66,11 +94,20 @@ def pretrain_base(job: PretrainJob) -> None:
             if not task.problems:
                 folder = job.data[name]
                 raise PretrainError(f"{folder} has no {split} problems; pre-training needs both train and validation")
-    tokenizer = train_tokenizer(tasks.values(), settings.vocab_size)
-    examples = [example for task in tasks.values() for example in _examples(tokenizer, task)]
+    trained = train_tokenizer(tasks.values(), settings.vocab_size) if processes.writes else None
+    tokenizer = processes.from_first(trained)
+    assert tokenizer is not None
     torch.manual_seed(settings.seed)
-    model = build_model(settings, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    checks = _train(model, tokenizer, examples, checked[settings.datasets[0]], settings)
+    model = build_model(settings, tokenizer).to(choose_device())  # type: ignore[arg-type]
+    progress = _Progress(settings, model, processes, _checkpoints(job, tokenizer))
+    if settings.batch_tokens is None:
+        examples = [example for task in tasks.values() for example in _examples(tokenizer, task)]
+        losses = _losses_of_batches(model, examples, settings)
+    else:
+        losses = _losses_of_rows(model, _Rows.of(job, tasks, tokenizer), settings, processes, len(progress.losses))
+    _train(model, losses, partial(_solved, model, tokenizer, checked[settings.datasets[0]], settings), progress)
+    if not processes.writes:
+        return
     model.bfloat16().float()
     final = {name: accuracy(model, tokenizer, task, settings.seed) for name, task in checked.items()}
     solved, (low, high) = final[settings.datasets[0]], settings.accepted
@@ -83,9 +120,9 @@ def pretrain_base(job: PretrainJob) -> None:
     share(job.out)
     tokenizer.save_pretrained(job.out)
     report = PretrainReport(
-        steps=checks[-1].step,
+        steps=progress.checks[-1].step,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        checks=checks,
+        checks=progress.checks,
         accuracy=final,
         provenance=Provenance.of_now(settings.seed),
     )
@@ -139,50 +176,115 @@ def accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, task: Task, see
     return sum(is_correct(text, problem.answer, task.format) for text, problem in graded) / len(texts)
 
 
-def _train(
-    model: Qwen2ForCausalLM,
-    tokenizer: Qwen2Tokenizer,
-    examples: list[_Example],
-    checked: Task,
-    settings: PretrainSettings,
-) -> list[PretrainCheck]:
-    """Train until the target accuracy or the last step; return step, mean loss and accuracy of each check."""
-    # Muon for the projections learns these problems in fewer steps than AdamW alone; embeddings, norms and biases take
-    # twice its rate.
-    named, rate = list(model.named_parameters()), settings.learning_rate
-    projections = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
-    others = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(projections, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=2 * rate, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
+@dataclass
+class _Progress:
+    """The optimizers and all else that a checkpoint has besides the weights."""
+
+    settings: PretrainSettings
+    model: Qwen2ForCausalLM
+    processes: Processes
+    checkpoints: Checkpoints | None
+    #: The mean loss of each step.
+    losses: list[float] = field(default_factory=list)
+    checks: list[PretrainCheck] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Muon for the projections learns these problems in fewer steps than AdamW alone; embeddings, norms and biases
+        # take twice its rate.
+        named, rate = list(self.model.named_parameters()), self.settings.learning_rate
+        projections = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+        others = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+        self.optimizers: dict[Optimizer, float] = {
+            torch.optim.Muon(projections, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"): rate,
+            torch.optim.AdamW(others, lr=2 * rate, betas=(0.9, 0.98), weight_decay=0.01): 2 * rate,
+        }
+        self.saved = time.monotonic()
+        if state := self.checkpoints and self.checkpoints.load():
+            self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state["weights"][name])
+        for optimizer, inner in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": inner})
+        self.losses = state["losses"]
+        self.checks = [PretrainCheck(**check) for check in state["checks"]]
+        log.info("continues after step %d", len(self.losses))
+
+    def save(self) -> None:
+        """Write a checkpoint in the first process if it is time."""
+        seconds = self.settings.checkpoint_seconds
+        if not (seconds and self.checkpoints and self.processes.writes) or time.monotonic() < self.saved + seconds:
+            return
+        state = {
+            "weights": {name: parameter.detach() for name, parameter in self.model.named_parameters()},
+            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+            "losses": self.losses,
+            "checks": [check.model_dump() for check in self.checks],
+        }
+        self.checkpoints.save(len(self.losses), state)
+        self.saved = time.monotonic()
+
+
+def _checkpoints(job: PretrainJob, tokenizer: Qwen2Tokenizer) -> Checkpoints | None:
+    """The checkpoints of a pre-training with these settings, data and tokens."""
+    if job.settings.checkpoint_seconds is None:
+        return None
+    sets = {name: read_meta(folder).sha256 for name, folder in job.data.items()}
+    text = job.settings.model_dump_json(exclude=job.undeciding["settings"]) + repr(sets) + job.code
+    text += tokenizer.backend_tokenizer.to_str()
+    return Checkpoints(job.work, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _train(model: Qwen2ForCausalLM, losses: Iterator[float], solved: Callable[[], float], progress: _Progress) -> None:
+    """Train until the target accuracy or the last step. `losses` yields each step's, once its gradients are there."""
+    settings, processes = progress.settings, progress.processes
     # Warm-up, then linear decay to zero: at a high rate the shares of the two styles swing from step to step, and with
     # the decay they approach the data's shares.
     steps, warmup = settings.max_steps, max(1, settings.max_steps // 20)
-    factor = lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))  # noqa: E731
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
-    checks: list[PretrainCheck] = []
-    losses: list[float] = []
-    batches = _batches(examples, settings.batch_size, random.Random(settings.seed))
-    for step, batch in enumerate(islice(batches, settings.max_steps), start=1):
-        loss = _loss(model, batch)
-        loss.backward()
+    first = len(progress.losses)
+    begun = logged = time.monotonic()
+    for step, loss in enumerate(islice(losses, steps - first), start=first + 1):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        for optimizer, rate in progress.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(step / warmup, (steps - step + 1) / max(1, steps - warmup))
             optimizer.step()
             optimizer.zero_grad()
-            schedule.step()
-        losses.append(loss.item())
-        if step % settings.check_every and step != settings.max_steps:
-            continue
-        solved = accuracy(model.eval(), tokenizer, checked, settings.seed)
-        model.train()
-        checks.append(PretrainCheck(step=step, loss=sum(losses) / len(losses), accuracy=solved))
-        losses.clear()
-        log.info("step %d: loss %.3f, accuracy %.3f", step, checks[-1].loss, solved)
-        if solved >= settings.target_accuracy:
-            break
-    return checks
+        progress.losses.append(loss)
+        now = time.monotonic()
+        if settings.batch_tokens and processes.writes and now > logged + _LOG_SECONDS:
+            each, logged = (now - begun) / (step - first), now
+            speed, left = settings.batch_tokens / each, (steps - step) * each
+            log.info("step %d of %d: loss %.3f, %.0f tokens/s, %.0f s left", step, steps, loss, speed, left)
+        if step % settings.check_every == 0 or step == steps:
+            accuracy = processes.from_first(solved() if processes.writes else None)
+            assert accuracy is not None
+            recent = progress.losses[progress.checks[-1].step if progress.checks else 0 :]
+            check = PretrainCheck(step=step, loss=sum(recent) / len(recent), accuracy=accuracy)
+            progress.checks.append(check)
+            if processes.writes:
+                log.info("step %d: loss %.3f, accuracy %.3f", step, check.loss, accuracy)
+            if accuracy >= settings.target_accuracy:
+                break
+        progress.save()
+
+
+def _solved(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, checked: Task, settings: PretrainSettings) -> float:
+    solved = accuracy(model.eval(), tokenizer, checked, settings.seed)
+    model.train()
+    return solved
+
+
+def _losses_of_batches(
+    model: Qwen2ForCausalLM, examples: list[_Example], settings: PretrainSettings
+) -> Iterator[float]:
+    """Compute the gradients of batches of examples, and yield their losses."""
+    for batch in _batches(examples, settings.batch_size, random.Random(settings.seed)):
+        loss = _loss(model, batch)
+        loss.backward()
+        yield loss.item()
 
 
 def _loss(model: Qwen2ForCausalLM, batch: list[_Example]) -> torch.Tensor:
@@ -226,3 +328,110 @@ def _examples(tokenizer: Qwen2Tokenizer, task: Task) -> list[_Example]:
         _Example([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
+
+
+# Rows of fresh problems. What a row has is decided by the seed and its number alone, so any number of processes and
+# workers has the same rows, and a pre-training continues from the number of a step.
+
+
+class _Row(NamedTuple):
+    """Examples one after another."""
+
+    ids: Tensor  # [L] int64
+    positions: Tensor  # [L] int64, in each example
+    targets: Tensor  # [L] int64, the next tokens, -100 where there is no loss
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class _Rows(Dataset[_Row]):
+    """The rows by their numbers, without end."""
+
+    tasks: list[Task]
+    origins: list[CountdownData]
+    tokenizer: Qwen2Tokenizer
+    held_out: set[object]
+    seed: int
+    length: int
+
+    @staticmethod
+    def of(job: PretrainJob, tasks: Mapping[str, Task], tokenizer: Qwen2Tokenizer) -> _Rows:
+        """The rows of a job. Raises `PretrainError` for a data set that isn't generated as countdown is."""
+        settings, origins = job.settings, list[CountdownData]()
+        for name in settings.all_datasets:
+            origin = read_meta(job.data[name]).origin
+            if origin["source"] != "countdown":
+                raise PretrainError(f"batch_tokens draws problems of source: countdown, and {name} isn't one")
+            origins.append(parse(CountdownData, origin, name))
+        kept = {name: SPLITS if name in settings.held_out else ("validation", "test") for name in job.data}
+        problems = [problem for name in kept for split in kept[name] for problem in read_split(job.data[name], split)]
+        held_out = {core_of(Goal.read(problem.answer)) for problem in problems}
+        trained = [tasks[name] for name in settings.datasets]
+        return _Rows(trained, origins[: len(trained)], tokenizer, held_out, settings.seed, settings.row_tokens)
+
+    def __getitem__(self, number: int) -> _Row:
+        rng, examples, room = random.Random(f"{self.seed} row {number}"), list[_Example](), self.length
+        given = list(zip(self.tasks, self.origins, strict=True))
+        streams = [fresh_records(origin, task.format, self.held_out, rng) for task, origin in given]
+        sizes = [len(task.problems) for task in self.tasks]
+        while True:
+            [place] = rng.choices(range(len(streams)), sizes)
+            task = self.tasks[place]
+            problem = parse_record(next(streams[place]), task.format, f"row {number}")
+            [example] = _examples(self.tokenizer, replace(task, problems=[problem]))
+            room -= len(example.ids)
+            if room < 0:
+                return _row(examples)
+            examples.append(example)
+
+
+def _row(examples: list[_Example]) -> _Row:
+    targets = [[-100] * (one.prompt - 1) + one.ids[one.prompt :] + [-100] for one in examples]
+    return _Row(
+        ids=torch.tensor([token for one in examples for token in one.ids]),
+        positions=torch.cat([torch.arange(len(one.ids)) for one in examples]),
+        targets=torch.tensor(list(chain.from_iterable(targets))),
+        lengths=[len(one.ids) for one in examples],
+    )
+
+
+def _losses_of_rows(
+    model: Qwen2ForCausalLM, rows: _Rows, settings: PretrainSettings, processes: Processes, first: int
+) -> Iterator[float]:
+    """Compute the gradients of the steps after `first`, summed over the processes, and yield the steps' losses."""
+    assert settings.batch_tokens is not None
+    count = settings.batch_tokens // settings.row_tokens
+    steps = range(first, settings.max_steps)
+    own = [step * count + row for step in steps for row in range(processes.rank, count, processes.count)]
+    cores = len(os.sched_getaffinity(0)) // processes.count - 1
+    workers = min(_WORKERS, max(cores, 0))
+    ahead = _AHEAD if workers else None
+    on_gpu = model.device.type == "cuda"
+    # batch_size=None: an item is a row as it is.
+    drawn = iter(
+        DataLoader(rows, None, sampler=own, num_workers=workers, prefetch_factor=ahead, pin_memory=on_gpu)  # type: ignore[arg-type]
+    )
+    for _ in steps:
+        total = torch.zeros((), device=model.device)
+        for row in islice(drawn, count // processes.count):
+            loss = _row_loss(model, row, getattr(torch, settings.dtype)) / count
+            loss.backward()
+            total += loss.detach()
+        processes.add_gradients(model.parameters())
+        yield from processes.sum([total.item()])
+
+
+def _row_loss(model: Qwen2ForCausalLM, row: _Row, dtype: torch.dtype) -> Tensor:
+    """Mean cross-entropy of the completions' tokens of a row, computed in `dtype`."""
+    use_attend(model)
+    ids, positions, targets = (part.to(model.device, non_blocking=True) for part in row[:3])
+    packing = Packing.of(row.lengths, [None] * len(row.lengths), model.device)
+    wanted = targets >= 0
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        # Embeddings in `dtype` make the residual stream's; autocast would leave it in float32.
+        hidden = model.model.embed_tokens(ids[None]).to(dtype)
+        # As in `token_hidden`, transformers builds no mask beside an empty one.
+        mask = ids.new_empty(1, 1, 0, 0, dtype=torch.bool)
+        given = {"inputs_embeds": hidden, "position_ids": positions[None], "attention_mask": mask}
+        states = model.model(**given, use_cache=False, packing=packing).last_hidden_state[0]
+        return nn.functional.cross_entropy(model.lm_head(states[wanted]), targets[wanted])

@@ -83,6 +83,38 @@ class PretrainSettings(Settings):
     accepted: tuple[float, float] = (0.30, 0.60)
     check_every: PositiveInt = 200
     seed: Seed = 0
+    batch_tokens: PositiveInt | None = None
+    """Tokens of a step, in place of `batch_size`. They are fresh problems of the data sets' generators, in proportion
+    to the sets' training problems. No problem is drawn that validation or test has. The keys below need it."""
+    row_tokens: PositiveInt = 32768
+    """Tokens of a row, into which problems are packed. A process computes its rows of a step one after another."""
+    held_out: list[str] = []
+    """Data sets none of whose problems are drawn."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type in which passes compute. Weights, gradients and the optimizer's state are float32."""
+    processes: PositiveInt = 1
+    """Processes that share the rows of a step, each with its own GPU if the machine has any."""
+    checkpoint_seconds: PositiveInt | None = None
+    """Time between checkpoints, from which a killed pre-training continues. None writes none."""
+
+    @property
+    def all_datasets(self) -> list[str]:
+        """The data sets that are read."""
+        return [*self.datasets, *self.held_out]
+
+    @model_validator(mode="after")
+    def _rows_fit_the_step(self) -> PretrainSettings:
+        if self.batch_tokens is None:
+            streamed = ("held_out", "dtype", "processes", "checkpoint_seconds")
+            defaults = {name: type(self).model_fields[name].default for name in streamed}
+            if changed := [name for name in streamed if getattr(self, name) != defaults[name]]:
+                raise ValueError(f"{changed[0]} needs batch_tokens; give it, or leave out {changed[0]}")
+        elif self.batch_tokens % (self.row_tokens * self.processes):
+            raise ValueError(
+                f"batch_tokens={self.batch_tokens} must be a multiple of row_tokens={self.row_tokens} times "
+                f"processes={self.processes}, so that processes have equally many rows"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dimensions_fit_the_blocks(self) -> PretrainSettings:

@@ -399,7 +399,7 @@ class Config(Settings):
             for dataset in experiment.tasks or ():
                 require(dataset, evaluated, f"experiments.{name}.tasks", "evaluation.tasks")
         for name, model in self.models.items():
-            for dataset in model.datasets if isinstance(model, PretrainSettings) else ():
+            for dataset in model.all_datasets if isinstance(model, PretrainSettings) else ():
                 require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
                 if self.datasets[dataset].answer == "tags":
                     raise ValueError(

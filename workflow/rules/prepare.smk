@@ -18,6 +18,10 @@ use rule gpu_job as pretrain with:
     log:
         "<logs>/pretrain/{pretrained}.log",
     threads: 2
+    resources:
+        gpu=gpus("pretrain"),
+        mem_mb=2000,
+        runtime=120,
 
 
 use rule job as fetch_model with:

@@ -51,7 +51,7 @@ def train(folders, target, **values):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QERL_COMMIT", "test")
         patch.setattr(miniature, "EagerSampler", lambda policy: Knowing(folders, policy))
-        job = PretrainJob(settings=settings(**values), data=folders, out=target)
+        job = PretrainJob(settings=settings(**values), data=folders, work=target / "work", out=target)
         miniature.pretrain_base(job)
     return json.loads((target / "pretrain.json").read_text())
 
