@@ -7,8 +7,10 @@ import math
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -26,6 +28,7 @@ from qerl.data.prompts import prompt_text, texts_ids
 from qerl.data.records import parse_record
 from qerl.data.sources import SPLITS, read_meta, read_split
 from qerl.host.console import log
+from qerl.host.process import Announcement, Interrupted, announced
 from qerl.host.provenance import share
 from qerl.jobs import PretrainJob
 from qerl.kernels.packed_sequences import Packing
@@ -105,7 +108,11 @@ def _pretrain(job: PretrainJob) -> None:
         losses = _losses_of_batches(model, examples, settings)
     else:
         losses = _losses_of_rows(model, _Rows.of(job, tasks, tokenizer), settings, processes, len(progress.losses))
-    _train(model, losses, partial(_solved, model, tokenizer, checked[settings.datasets[0]], settings), progress)
+    check = partial(_solved, model, tokenizer, checked[settings.datasets[0]], settings)
+    # Without checkpoints a signal ends the process at once.
+    continues = settings.checkpoint_seconds is not None
+    with announced(alone=processes.count == 1) if continues else nullcontext(Announcement()) as end:
+        _train(model, losses, check, progress, end)
     if not processes.writes:
         return
     model.bfloat16().float()
@@ -212,10 +219,16 @@ class _Progress:
         self.checks = [PretrainCheck(**check) for check in state["checks"]]
         log.info("continues after step %d", len(self.losses))
 
-    def save(self) -> None:
-        """Write a checkpoint in the first process if it is time."""
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint."""
         seconds = self.settings.checkpoint_seconds
-        if not (seconds and self.checkpoints and self.processes.writes) or time.monotonic() < self.saved + seconds:
+        return seconds is not None and time.monotonic() >= self.saved + seconds
+
+    def save(self) -> None:
+        """Write a checkpoint in the first process."""
+        assert self.checkpoints
+        if not self.processes.writes:
             return
         state = {
             "weights": {name: parameter.detach() for name, parameter in self.model.named_parameters()},
@@ -237,14 +250,23 @@ def _checkpoints(job: PretrainJob, tokenizer: Qwen2Tokenizer) -> Checkpoints | N
     return Checkpoints(job.work, hashlib.sha256(text.encode()).hexdigest())
 
 
-def _train(model: Qwen2ForCausalLM, losses: Iterator[float], solved: Callable[[], float], progress: _Progress) -> None:
-    """Train until the target accuracy or the last step. `losses` yields each step's, once its gradients are there."""
+def _train(
+    model: Qwen2ForCausalLM,
+    losses: Iterator[float],
+    solved: Callable[[], float],
+    progress: _Progress,
+    end: Announcement,
+) -> None:
+    """Train until the target accuracy or the last step. `losses` yields each step's, once its gradients are there.
+
+    An announced end of any process raises `Interrupted` in all, after a checkpoint.
+    """
     settings, processes = progress.settings, progress.processes
     # Warm-up, then linear decay to zero: at a high rate the shares of the two styles swing from step to step, and with
     # the decay they approach the data's shares.
     steps, warmup = settings.max_steps, max(1, settings.max_steps // 20)
     first = len(progress.losses)
-    begun = logged = time.monotonic()
+    logged, said = time.monotonic(), first
     for step, loss in enumerate(islice(losses, steps - first), start=first + 1):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rate in progress.optimizers.items():
@@ -255,7 +277,8 @@ def _train(model: Qwen2ForCausalLM, losses: Iterator[float], solved: Callable[[]
         progress.losses.append(loss)
         now = time.monotonic()
         if settings.batch_tokens and processes.writes and now > logged + _LOG_SECONDS:
-            each, logged = (now - begun) / (step - first), now
+            each = (now - logged) / (step - said)
+            logged, said = now, step
             speed, left = settings.batch_tokens / each, (steps - step) * each
             log.info("step %d of %d: loss %.3f, %.0f tokens/s, %.0f s left", step, steps, loss, speed, left)
         if step % settings.check_every == 0 or step == steps:
@@ -268,7 +291,13 @@ def _train(model: Qwen2ForCausalLM, losses: Iterator[float], solved: Callable[[]
                 log.info("step %d: loss %.3f, accuracy %.3f", step, check.loss, accuracy)
             if accuracy >= settings.target_accuracy:
                 break
-        progress.save()
+        if progress.due:
+            progress.save()
+        # The processes end after the same step, and wait for the one that writes, or the launcher would kill it.
+        if settings.checkpoint_seconds and sum(processes.sum([end.number])):
+            progress.save()
+            processes.wait()
+            raise Interrupted(end.number or signal.SIGTERM)
 
 
 def _solved(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, checked: Task, settings: PretrainSettings) -> float:

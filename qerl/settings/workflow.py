@@ -399,11 +399,12 @@ class Config(Settings):
             for dataset in experiment.tasks or ():
                 require(dataset, evaluated, f"experiments.{name}.tasks", "evaluation.tasks")
         for name, model in self.models.items():
-            for dataset in model.all_datasets if isinstance(model, PretrainSettings) else ():
-                require(dataset, self.datasets, f"models.{name}.datasets", "datasets")
+            keys = ("datasets", "held_out") if isinstance(model, PretrainSettings) else ()
+            for key, dataset in [(one, each) for one in keys for each in getattr(model, one)]:
+                require(dataset, self.datasets, f"models.{name}.{key}", "datasets")
                 if self.datasets[dataset].answer == "tags":
                     raise ValueError(
-                        f"models.{name}.datasets: pre-training imitates the solutions of {dataset!r} as they are, "
+                        f"models.{name}.{key}: pre-training imitates the solutions of {dataset!r} as they are, "
                         "without tags; give it a data set with answer: native"
                     )
         for name, bench in self.benches.items():
