@@ -58,7 +58,7 @@ _CHAT_TEMPLATE = (
 _BLOCK = 64
 _POOL = 32
 #: Processes that draw rows for a process of the training, at most, and the rows that each draws ahead.
-_WORKERS, _AHEAD = 14, 4
+_WORKERS, _AHEAD = 4, 4
 #: Seconds between messages on the progress.
 _LOG_SECONDS = 30
 
