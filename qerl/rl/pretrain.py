@@ -432,14 +432,18 @@ def _losses_of_rows(
     count = settings.batch_tokens // settings.row_tokens
     steps = range(first, settings.max_steps)
     own = [step * count + row for step in steps for row in range(processes.rank, count, processes.count)]
-    cores = len(os.sched_getaffinity(0)) // processes.count - 1
-    workers = min(_WORKERS, max(cores, 0))
-    ahead = _AHEAD if workers else None
-    on_gpu = model.device.type == "cuda"
-    # batch_size=None: an item is a row as it is.
-    drawn = iter(
-        DataLoader(rows, None, sampler=own, num_workers=workers, prefetch_factor=ahead, pin_memory=on_gpu)  # type: ignore[arg-type]
+    workers = min(_WORKERS, max(len(os.sched_getaffinity(0)) // processes.count - 1, 0))
+    # An item is a row as it is (batch_size=None).
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        sampler=own,  # type: ignore[arg-type]
+        num_workers=workers,
+        prefetch_factor=_AHEAD if workers else None,
+        pin_memory=model.device.type == "cuda",
+        worker_init_fn=_leave_group,
     )
+    drawn = iter(loader)
     for _ in steps:
         total = torch.zeros((), device=model.device)
         for row in islice(drawn, count // processes.count):
@@ -448,6 +452,11 @@ def _losses_of_rows(
             total += loss.detach()
         processes.add_gradients(model.parameters())
         yield from processes.sum([total.item()])
+
+
+def _leave_group(worker: int) -> None:
+    """Keep signals from a worker that a terminal or `timeout` sends to the process group of the training."""
+    os.setsid()
 
 
 def _row_loss(model: Qwen2ForCausalLM, row: _Row, dtype: torch.dtype) -> Tensor:
