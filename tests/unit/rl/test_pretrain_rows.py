@@ -173,6 +173,13 @@ def test_keys_that_do_not_fit_are_refused(folders, tmp_path, values, message):
         job(folders, tmp_path, **values)
 
 
+def test_the_number_of_processes_decides_gpus_and_no_result(folders, tmp_path):
+    given = job(folders, tmp_path)
+    assert job(folders, tmp_path, processes=2, checkpoint_seconds=9).deciding == given.deciding
+    assert job(folders, tmp_path, row_tokens=1200).deciding != given.deciding
+    assert (given.gpus, job(folders, tmp_path, processes=2).gpus) == (1, 2)
+
+
 def test_rows_need_a_generator_that_has_no_end(folders, tmp_path, quick):
     values = {"format": "gsm8k", "origin": {"source": "generated", "train": 9, "validation": 2, "test": 2}}
     prepare(parse(DatasetSettings, values, ""), tmp_path / "arithmetic")
