@@ -2,9 +2,10 @@
 
 import gc
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from qerl.host.imports import imports
+from qerl.host.process import ANNOUNCEMENTS
 
 #: `nightly` draws other examples on every run; it prints how to repeat the one that failed.
 PROFILE = "QERL_TEST_PROFILE"
@@ -72,3 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first, so that neither of two processes ends with a long file alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture
+def heeded_signals() -> Iterator[None]:
+    """No signal is ignored, as SIGINT is in what a shell starts in the background, and SIGHUP under `nohup`."""
+    ignored = [number for number in (signal.SIGINT, *ANNOUNCEMENTS) if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)

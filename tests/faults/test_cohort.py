@@ -254,7 +254,7 @@ def test_a_failure_that_is_a_result_is_no_error_of_the_cohort(jobs, alone):
 
 
 @pytest.fixture
-def announce(monkeypatch):
+def announce(monkeypatch, heeded_signals):
     """Sends a signal to this process, and waits until the cohort has seen it."""
     train, ends = cohort.train_run, []
     monkeypatch.setattr(cohort, "train_run", lambda job, place, end: (ends.append(end), train(job, place, end)))

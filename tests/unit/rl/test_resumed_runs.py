@@ -130,7 +130,7 @@ def test_a_signal_in_the_last_step_ends_nothing_early(checkpoints, tmp_path, mon
 
 
 @pytest.mark.parametrize("announcement", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_every_signal_that_announces_an_end_is_taken_unless_it_is_ignored(announcement):
+def test_every_signal_that_announces_an_end_is_taken_unless_it_is_ignored(announcement, heeded_signals):
     with announced(alone=False) as end:  # a process of several gets one from the cluster and one from its starter
         os.kill(os.getpid(), announcement)
         os.kill(os.getpid(), announcement)
