@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,11 +107,15 @@ def _pretrain(job: PretrainJob) -> None:
         losses = _losses_of_batches(model, examples, settings)
     else:
         losses = _losses_of_rows(model, _Rows.of(job, tasks, tokenizer), settings, processes, len(progress.losses))
-    check = partial(_solved, model, tokenizer, checked[settings.datasets[0]], settings)
+
+    def solved_share() -> float:
+        found = accuracy(model.eval(), tokenizer, checked[settings.datasets[0]], settings.seed)
+        model.train()
+        return found
+
     # Without checkpoints a signal ends the process at once.
-    continues = settings.checkpoint_seconds is not None
-    with announced(alone=processes.count == 1) if continues else nullcontext(Announcement()) as end:
-        _train(model, losses, check, progress, end)
+    with announced(alone=processes.count == 1) if progress.checkpoints else nullcontext(Announcement()) as end:
+        _train(model, losses, solved_share, progress, end)
     if not processes.writes:
         return
     model.bfloat16().float()
@@ -206,29 +209,23 @@ class _Progress:
             torch.optim.AdamW(others, lr=2 * rate, betas=(0.9, 0.98), weight_decay=0.01): 2 * rate,
         }
         self.saved = time.monotonic()
-        if state := self.checkpoints and self.checkpoints.load():
-            self._restore(state)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
+        state = self.checkpoints.load() if self.checkpoints else None
+        if state is None:
+            return
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in named:
                 parameter.copy_(state["weights"][name])
         for optimizer, inner in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": inner})
-        self.losses = state["losses"]
-        self.checks = [PretrainCheck(**check) for check in state["checks"]]
+        self.losses, self.checks = state["losses"], [PretrainCheck(**check) for check in state["checks"]]
         log.info("continues after step %d", len(self.losses))
 
-    @property
-    def due(self) -> bool:
-        """Whether it is time for a checkpoint."""
+    def save(self, ends: bool) -> None:
+        """Write a checkpoint in the first process, if it is time or the pre-training ends."""
         seconds = self.settings.checkpoint_seconds
-        return seconds is not None and time.monotonic() >= self.saved + seconds
-
-    def save(self) -> None:
-        """Write a checkpoint in the first process."""
-        assert self.checkpoints
-        if not self.processes.writes:
+        if not self.checkpoints or seconds is None or not self.processes.writes:
+            return
+        if not ends and time.monotonic() < self.saved + seconds:
             return
         state = {
             "weights": {name: parameter.detach() for name, parameter in self.model.named_parameters()},
@@ -282,28 +279,21 @@ def _train(
             speed, left = settings.batch_tokens / each, (steps - step) * each
             log.info("step %d of %d: loss %.3f, %.0f tokens/s, %.0f s left", step, steps, loss, speed, left)
         if step % settings.check_every == 0 or step == steps:
-            accuracy = processes.from_first(solved() if processes.writes else None)
-            assert accuracy is not None
+            right = processes.from_first(solved() if processes.writes else None)
+            assert right is not None
             recent = progress.losses[progress.checks[-1].step if progress.checks else 0 :]
-            check = PretrainCheck(step=step, loss=sum(recent) / len(recent), accuracy=accuracy)
+            check = PretrainCheck(step=step, loss=sum(recent) / len(recent), accuracy=right)
             progress.checks.append(check)
             if processes.writes:
-                log.info("step %d: loss %.3f, accuracy %.3f", step, check.loss, accuracy)
-            if accuracy >= settings.target_accuracy:
+                log.info("step %d: loss %.3f, accuracy %.3f", step, check.loss, right)
+            if right >= settings.target_accuracy:
                 break
-        if progress.due:
-            progress.save()
         # The processes end after the same step, and wait for the one that writes, or the launcher would kill it.
-        if settings.checkpoint_seconds and sum(processes.sum([end.number])):
-            progress.save()
+        ends = progress.checkpoints is not None and sum(processes.sum([end.number])) > 0
+        progress.save(ends)
+        if ends:
             processes.wait()
             raise Interrupted(end.number or signal.SIGTERM)
-
-
-def _solved(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, checked: Task, settings: PretrainSettings) -> float:
-    solved = accuracy(model.eval(), tokenizer, checked, settings.seed)
-    model.train()
-    return solved
 
 
 def _losses_of_batches(
