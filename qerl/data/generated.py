@@ -198,8 +198,12 @@ def _countdown(settings: CountdownData, rng: random.Random) -> Draw:
         # A few draws may find no attempt on the same numbers with another value.
         others = (_attempt(numbers, settings, rng) for _ in range(50 if misses else 0))
         miss = next((other for other in filter(None, others) if other.value != goal.target), None)
-        written = _search if settings.style == "search" else _direct
-        solution = written(miss or attempt, goal, settings.largest_target, rng)
+        made = miss or attempt
+        if settings.style == "search":
+            lines = _search(made.steps, goal, settings.largest_target, rng)
+        else:
+            lines = [_line(step, []) for step in made.steps]
+        solution = "\n".join([*lines, f"#### {made.formula}"])
         return {"numbers": numbers, "target": goal.target, "use": goal.use, "solution": solution}
 
     return Draw(goal.question, core_of(goal), record)
@@ -247,15 +251,9 @@ def _result(left: int, sign: str, right: int, largest: int) -> int | None:
     return value if 0 < value <= largest else None
 
 
-def _direct(attempt: _Attempt, goal: Goal, largest: int, rng: random.Random) -> str:
-    """The steps of an attempt and its formula."""
-    lines = [f"{left}{sign}{right}={value}" for left, sign, right, value in attempt.steps]
-    return "\n".join([*lines, f"#### {attempt.formula}"])
-
-
-# In the style `search` false starts precede each step of the attempt. A line is a step with the numbers that are then
-# left ("8-3=5: 4 6 5"). Two numbers are combined in some ways that miss the target ("6-5=1 no"), and the search then
-# goes back to the numbers at which it started ("back: 3 4 6 8").
+# In the style `search` false starts precede each step. A line is a step with the numbers that are then left
+# ("8-3=5: 4 6 5"). Two numbers are combined in some ways that miss the target ("6-5=1 no"), and the search then goes
+# back to the numbers at which it started ("back: 3 4 6 8").
 
 #: The range in which the length of a solution's false starts ends, in characters, most of which are a token.
 _FALSE_STARTS = (100, 200)
@@ -263,24 +261,22 @@ _FALSE_STARTS = (100, 200)
 _DRAWN = 40
 
 
-def _search(attempt: _Attempt, goal: Goal, largest: int, rng: random.Random) -> str:
-    """A search for the target that ends with the attempt."""
+def _search(steps: list[Step], goal: Goal, largest: int, rng: random.Random) -> list[str]:
+    """The lines of a search for the target that ends with these steps."""
     states = [list(goal.numbers)]
-    for step in attempt.steps:
+    for step in steps:
         states.append(_left_after(states[-1], step))
-    ways = [[_line(step, state)] for step, state in zip(attempt.steps, states[1:], strict=True)]
-    false: list[list[str]] = [[] for _ in ways]
+    starts: list[list[str]] = [[] for _ in steps]
     length, most = 0, rng.randint(*_FALSE_STARTS)
     for _ in range(_DRAWN):
-        place = rng.randrange(len(ways))
+        place = rng.randrange(len(steps))
         start = _false_start(states[place], goal.target, largest, rng)
-        if start and start not in false[place]:
-            false[place].append(start)
+        if start and start not in starts[place]:
+            starts[place].append(start)
             length += len(start)
         if length >= most:
             break
-    lines = [line for starts, way in zip(false, ways, strict=True) for line in (*starts, *way)]
-    return "\n".join([*lines, f"#### {attempt.formula}"])
+    return [line for place, step in enumerate(steps) for line in (*starts[place], _line(step, states[place + 1]))]
 
 
 def _false_start(state: list[int], target: int, largest: int, rng: random.Random) -> str:

@@ -399,6 +399,8 @@ class _Rows(Dataset[_Row]):
             problem = parse_record(next(streams[place]), task.format, f"row {number}")
             [example] = _examples(self.tokenizer, replace(task, problems=[problem]))
             room -= len(example.ids)
+            if len(example.ids) > self.length:
+                raise PretrainError(f"row_tokens={self.length} has no room for a problem of {len(example.ids)} tokens")
             if room < 0:
                 return _row(examples)
             examples.append(example)
