@@ -170,7 +170,7 @@ def at_work(processes):
 
 
 @pytest.fixture
-def start(jobs, two_gpus, monkeypatch):
+def start(jobs, two_gpus, monkeypatch, heeded_signals):
     """Starts a fork that trains two runs in two more. It ends with the number of the signal that ended the runs."""
     for name in ("long", "middle"):
         monkeypatch.setitem(RUNS, name, {**RUNS[name], "steps": 5000, "checkpoint_every": 5000})
