@@ -255,7 +255,8 @@ def _result(left: int, sign: str, right: int, largest: int) -> int | None:
 # ("8-3=5: 4 6 5"). Two numbers are combined in some ways that miss the target ("6-5=1 no"), and the search then goes
 # back to the numbers at which it started ("back: 3 4 6 8").
 
-#: The range in which the length of a solution's false starts ends, in characters, most of which are a token.
+#: No further false start follows once they have as many characters as a number drawn from this range. Most characters
+#: are tokens of their own.
 _FALSE_STARTS = (100, 200)
 #: The number of false starts that are drawn at most; of few numbers there are few different ones.
 _DRAWN = 40

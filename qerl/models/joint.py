@@ -1,4 +1,4 @@
-"""Joint passes: policies of several runs on one base compute one row of tokens, of which each run has a segment.
+"""Joint passes: policies of several runs on one base compute one row of tokens, in which each run has a segment.
 
 The modules of the first policy compute. Base products read all rows at once; adapters, trained norms and noise are
 those of a segment's run. No number of a run enters another run's sums, so that NaN in one reaches no other.
@@ -61,7 +61,7 @@ class _Stack:
     """A tensor of each run, one behind the other: [runs, ...] in the dtype of passes, and its gradient."""
 
     def __init__(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scales: Sequence[float]) -> None:
-        """The values will be those of the runs times their `scales`."""
+        """A run's values are its tensor times its one of `scales`. They are zero until they are copied."""
         self.values = torch.zeros(shape, dtype=dtype, device=like.device)
         self.grad = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._scales = torch.tensor(scales, dtype=like.dtype, device=like.device)[:, None, None]
@@ -71,7 +71,7 @@ class _Stack:
         return self.values if len(segments.runs) == len(self.values) else self.values[segments.index]
 
     def add_gradient(self, grad: Tensor, segments: Segments) -> None:
-        """Add to the gradient of the segments' runs, by that of the values [runs, ...]."""
+        """Add the gradient of the values [runs, ...], times the scales, to the gradient of the segments' runs."""
         if len(segments.runs) == len(self.values):
             self.grad.addcmul_(grad, self._scales)
         else:

@@ -92,7 +92,7 @@ class JointPasses:
     def weights(self, tokens: int, in_graphs: bool) -> Iterator[None]:
         """A context of a run's update, in which packed weights are kept unpacked where memory has room.
 
-        `tokens` are those of the run's longest row. Graphs unpack weights into buffers of their own.
+        `tokens` is the length of the run's longest row. Graphs unpack weights into their own buffers.
         """
         self.model.use_trained()
         if self._recomputation and not self._readers and not in_graphs:
@@ -221,6 +221,6 @@ class JointUpdate:
         return states
 
     def add_gradients(self, states: Tensor) -> None:
-        """Add the gradients of the trained tensors by that of the states, which a loss's backward pass has made."""
+        """Continue the loss's backward pass, which has reached the states, and add the trained tensors' gradients."""
         assert states.grad is not None
         self.ask(Backward(states.grad))

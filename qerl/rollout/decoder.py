@@ -310,7 +310,7 @@ def attend_together(
     heads: Heads,
     rope: Rope,
 ) -> Tensor:
-    """Attention [n, Hq * D] of tokens in slots of their own, several of which may follow each other in a sequence.
+    """Attention [n, Hq * D] of tokens that have a slot each; tokens of one sequence may follow each other.
 
     `attend` is that of decode steps, which has the other arguments.
     """
@@ -524,7 +524,7 @@ class Decoder:
         ops.draw(self.logits(x), rows, state, pool.sampling, truncated, replayed)
 
     def extend(self, ids: Tensor, state: DecodeState, cache: KVCache) -> None:
-        """Write keys and values of tokens `ids` [n] to the cache, several of which may follow each other.
+        """Write keys and values of tokens `ids` [n] to the cache; tokens of one sequence may follow each other.
 
         `state` has a slot for each of them, with the token's position and its sequence's pages and run.
         """

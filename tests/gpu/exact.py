@@ -47,7 +47,7 @@ def forced(lm, prompt, completions, temperature=1.0):
 
 
 def differences(policy, prompts, groups, temperature=1.0):
-    """The log-probabilities of Hugging Face's forward pass minus those of the sampler, of all drawn tokens."""
+    """Hugging Face's log-probabilities minus the sampler's, for all drawn tokens."""
     found = []
     for prompt, group in zip(prompts, groups, strict=True):
         for length in {len(completion.token_ids) for completion in group}:
