@@ -1,11 +1,13 @@
-"""Steps of runs side by side, whose updates follow one another or are joint (`joint_updates`), in turns.
+"""Steps of runs one after another and side by side, whose updates follow one another or are joint, in turns.
 
     python -m tests.gpu.time_joint --size 3m       # the policies of config/dose.yaml, 3m and 25m, in NVFP4
-    python -m tests.gpu.time_joint --size 7B --rank 32 --prompts 4 --group 8 --prompt 200 --tokens 512 --updates 1
+    python -m tests.gpu.time_joint --size 7B --rank 32 --prompt 256 --tokens 2048 --median 300 --updates 1
 
-Both have the same adapters at first and update on the same completions, of mixed lengths, which one engine draws for
-all runs; half of the groups have no gradient. A line of JSON has the medians. `update_factor` is of the pairs of a
-round, and `grad_norm_difference` is the largest relative difference of the first update's gradient norms.
+All have the same adapters at first. One engine draws completions of mixed lengths for one run after another, then the
+same completions for all runs together, and both ways of updating learn from these; half of the groups have no gradient.
+The result, printed and written to `--out`, has medians. Factors are medians of the rounds' ratios: of rollouts,
+of updates, and of steps with separate (`step_factor`) and joint updates (`joint_step_factor`), both over the runs
+one after another. `grad_norm_difference` is the largest relative difference of the first update's gradient norms.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ import typer
 
 from qerl.bench.workloads import lognormal_lengths
 from qerl.host.gpus import peak_memory_bytes, reset_peak_memory, seconds
+from qerl.host.provenance import stamp, write_json
 from qerl.models.policy import Policy, choose_device, load_policy
 from qerl.models.quantize import quantize_checkpoint
 from qerl.models.random import random_policy, with_random_adapters
@@ -49,12 +53,34 @@ def base_of(size: str, weights: str, folder: Path) -> Policy:
     return load_policy(folder / weights, None, "bfloat16")
 
 
+def requests_of(
+    number: int, numbers: np.random.Generator, lengths: list[list[list[int]]], prompt: int
+) -> list[Request]:
+    """A request of each run for completions of its lengths, with new prompts."""
+    return [
+        Request(
+            numbers.integers(10, 100, size=(len(own), prompt)).tolist(),
+            SamplingParams(
+                max(map(max, own)), count=len(own[0]), seed=number * len(lengths) + run, ignore_eos=True,
+                lengths=tuple(map(tuple, own)),
+            ),
+        )
+        for run, own in enumerate(lengths)
+    ]  # fmt: skip
+
+
 def main(
     size: str = "3m", weights: str = "nvfp4", runs: int = 4, rank: int = 16, prompts: int = 16, group: int = 8,
     prompt: int = 40, tokens: int = 64, updates: int = 4, rounds: int = 6, micro_batch_tokens: int = 16384,
-    kv_cache_gib: float = 8.0, recompute: bool = False,
+    kv_cache_gib: float = 8.0, recompute: bool = False, median_tokens: Annotated[int, typer.Option("--median")] = 0,
+    memory_gb: float = 0.0, warmup: int = 2, out: Path | None = None,
 ) -> None:  # fmt: skip
-    """Time both in turn; the first two rounds, which compile and capture, don't count."""
+    """Time all in turn; the rounds of `warmup`, which compile and capture, don't count.
+
+    Completions have a median of `median_tokens`, a third of `tokens` by default. `memory_gb` limits PyTorch's memory.
+    """
+    if memory_gb:
+        torch.cuda.set_per_process_memory_fraction(memory_gb * 1e9 / torch.cuda.get_device_properties(0).total_memory)
     about = {
         "model": "random", "dataset": "random", "weights": weights, "adapter": {"rank": rank, "alpha": rank},
         "rollout": {"prompts": prompts, "group_size": group, "sampling": {"max_tokens": tokens}},
@@ -69,25 +95,27 @@ def main(
         for one, other in zip(alone, joint, strict=True):
             for (_, source), (_, target) in zip(one.trainable(), other.trainable(), strict=True):
                 target.data.copy_(source.data)
-        sampler = EngineSampler(alone[0], NativeSettings(kv_cache_gib=kv_cache_gib), runs * prompts * group, alone[1:])
         separate, together = Runs(settings, alone, False), Runs(settings, joint, True)
-        taken: dict[str, list[float]] = {"rollout": [], "separate": [], "joint": []}
+        taken: dict[str, list[float]] = {"rollouts": [], "rollout": [], "separate": [], "joint": []}
         peaks, difference = {"separate": 0.0, "joint": 0.0}, 0.0
         numbers = np.random.default_rng(0)
         # The same in all rounds, so that graphs of few sizes are captured, as in many steps of a run.
-        lengths = [lognormal_lengths(numbers, tokens // 3, 0.7, tokens, (prompts, group)) for _ in range(runs)]
-        for number in range(1, rounds + 3):
-            ids = numbers.integers(10, 100, size=(runs, prompts, prompt)).tolist()
-            requests = [
-                Request(
-                    ids[run],
-                    SamplingParams(
-                        tokens, count=group, seed=number * runs + run, ignore_eos=True,
-                        lengths=tuple(map(tuple, np.asarray(lengths[run]).tolist())),
-                    ),
-                )
-                for run in range(runs)
-            ]  # fmt: skip
+        lengths = [
+            lognormal_lengths(numbers, median_tokens or tokens // 3, 0.8, tokens, (prompts, group)) for _ in range(runs)
+        ]
+        engine, sequences = NativeSettings(kv_cache_gib=kv_cache_gib), prompts * group
+        # A base has one engine at a time, so that the runs one after another draw first.
+        sampler = EngineSampler(alone[0], engine, sequences)
+        for number in range(1, rounds + warmup + 1):
+            with seconds() as rollouts:
+                for request in requests_of(number, numbers, lengths, prompt):
+                    sampler.generate_all([request])
+            if number > warmup:
+                taken["rollouts"].append(rollouts.value)
+        sampler.release()
+        sampler = EngineSampler(alone[0], engine, runs * sequences, alone[1:])
+        for number in range(1, rounds + warmup + 1):
+            requests = requests_of(number, numbers, lengths, prompt)
             with seconds() as rollout:
                 drawn = sampler.generate_all(requests)
             batches = []
@@ -95,7 +123,7 @@ def main(
                 advantages = numbers.normal(size=(prompts, group)) * (np.arange(prompts) % 2)[:, None]
                 batches.append(
                     [
-                        Sample(ids[run][place], completion, 0.0, float(advantages[place, i]))
+                        Sample(requests[run].prompts[place], completion, 0.0, float(advantages[place, i]))
                         for place, completions in enumerate(drawn[run])  # type: ignore[arg-type]
                         for i, completion in enumerate(completions)
                     ]
@@ -111,20 +139,28 @@ def main(
             if number == 1:
                 difference = max(abs(a / b - 1) for a, b in zip(*norms, strict=True))
             print(number, {name: round(value, 4) for name, value in spent.items()}, flush=True)
-            if number > 2:
+            if number > warmup:
                 for name, value in spent.items():
                     taken[name].append(value)
     medians = {f"{name}_seconds": median(values) for name, values in taken.items()}
-    pairs = list(zip(taken["rollout"], taken["separate"], taken["joint"], strict=True))
+    rows = [dict(zip(taken, values, strict=True)) for values in zip(*taken.values(), strict=True)]
     row = {
-        "size": size, "weights": weights, "runs": runs, "rank": rank, "sequences": prompts * group, **medians,
-        "update_factor": median(b / c for _, b, c in pairs),
-        "step_factor": median((a + b) / (a + c) for a, b, c in pairs),
+        "size": size, "weights": weights, "runs": runs, "rank": rank, "sequences": prompts * group, "prompt": prompt,
+        "tokens": tokens, "median": median_tokens or tokens // 3, "updates": updates, "recompute": recompute,
+        "memory_gb": memory_gb or None, **medians,
+        "rollout_factor": median(one["rollouts"] / one["rollout"] for one in rows),
+        "update_factor": median(one["separate"] / one["joint"] for one in rows),
+        "step_factor": median((one["rollouts"] + one["separate"]) / (one["rollout"] + one["separate"]) for one in rows),
+        "joint_step_factor": median(
+            (one["rollouts"] + one["separate"]) / (one["rollout"] + one["joint"]) for one in rows
+        ),
         "peak_gb": {name: peak / 1e9 for name, peak in peaks.items()},
         "grad_norm_difference": difference,
-        "graphs": together.passes.graphs is not None,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "graphs": together.passes is not None and together.passes.graphs is not None,
+        "stamp": stamp(0),
     }  # fmt: skip
+    if out:
+        write_json(out, row)
     print(json.dumps(row))
 
 
