@@ -23,7 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from qerl.settings.base import ConfigError
 
 #: Releases of vLLM with which these hooks were tested.
-TESTED = ("0.24", "0.31", "0.32")
+TESTED = ("0.24", "0.31", "0.32", "0.33")
 _FLOAT32_NORMS = "qerl_float32_norms"
 ADDITIONAL_CONFIG = {_FLOAT32_NORMS: True}
 #: The one adapter of the engine.
