@@ -1,5 +1,6 @@
 """The table of tasks in docs/runs.md has what runs of two steps find."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,21 @@ ROWS = [
 ]
 CHATS = [{"prompt": [{"role": "user", "content": f"{n}+{n}?"}], "answer": str(2 * n)} for n in range(40)]
 SIZES = {"train": 8, "validation": 4, "test": 4}
+
+
+def test_the_table_of_the_readme_is_that_of_the_page():
+    table = (
+        (ROOT / "README.md").read_text().partition("| [task](docs/runs.md#what-tasks-work) |")[2].partition("\n\n")[0]
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    shown = {tuple(cells): names.split(", ") for names, *cells in rows}
+    tasks = [(re.sub(r"\]\([^)]*\)|\[", "", task), tuple(cells)) for task, *cells in ROWS]
+    assert shown.keys() == {cells for _, cells in tasks}
+    for task, cells in tasks:
+        assert any(name in task for name in shown[cells])
+    for cells, names in shown.items():
+        for name in names:
+            assert any(name in task for task, found in tasks if found == cells)
 
 
 def letters(completions, **columns):
