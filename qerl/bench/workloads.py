@@ -58,7 +58,7 @@ class Lengths:
 
     @staticmethod
     def of(work: Mix) -> Lengths:
-        """Read the trace of `work`, or draw lengths: uniform for prompts, lognormal and clipped for completions."""
+        """Read the trace of `work`, or draw lengths: uniform for prompts and a tail of completions, else lognormal."""
         if work.trace is not None:
             return _traced(work, work.trace)
         numbers = np.random.default_rng(work.seed)
@@ -66,6 +66,9 @@ class Lengths:
         prompts = numbers.integers(least, most, size=work.prompts, endpoint=True)
         shape = work.prompts, work.group_size
         lengths = lognormal_lengths(numbers, work.median, work.sigma, work.tokens, shape)
+        if work.tail:
+            uniform = numbers.integers(max(work.tokens // 4, 1), work.tokens, size=shape, endpoint=True)
+            lengths = np.where(numbers.random(shape) < work.tail, uniform, lengths).tolist()
         return Lengths(prompt_id_range(vocabulary(work.size)), prompts.tolist(), lengths)
 
     def prompts(self, seed: int, round_: int, runs: int = 1) -> list[list[int]]:

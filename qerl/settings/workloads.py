@@ -89,6 +89,8 @@ class MixedLengths(Settings):
     """Standard deviation of the logarithm of a length."""
     tokens: PositiveInt = 2048
     """Most tokens of a completion."""
+    tail: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of completions, drawn at random, whose lengths are uniform from a quarter of `tokens` to `tokens`."""
     sequences: PositiveInt = 512
     """Most completions decoded together."""
     trace: FilePath | None = None
@@ -320,7 +322,8 @@ class MixGrid(PolicyGrid, MixedLengths):
                 f"shapes: prompt {self.prompt[0]} to {self.prompt[1]} is an empty range; swap the two numbers"
             )
         lengths = {name: getattr(self, name) for name in MixedLengths.model_fields}
-        drawn = self.trace.stem if self.trace else f"{self.median}to{self.tokens}"
+        tail = f"-tail{self.tail:g}" if self.tail else ""
+        drawn = self.trace.stem if self.trace else f"{self.median}to{self.tokens}{tail}"
         for (base, policy), runs in product(self.policies(), self.runs):
             _check_own(self.engine, runs=runs)
             work = Mix(engine=self.engine, runs=runs, **policy, **lengths)

@@ -49,6 +49,16 @@ def test_lengths_follow_the_distribution():
     assert np.mean(lengths == 2048) == pytest.approx(0.0082, abs=0.002)
 
 
+def test_a_tail_has_uniform_lengths_in_place_of_its_share():
+    work = {"prompts": 4000, "group_size": 4, "median": 250, "sigma": 0.0, "tokens": 4096, "prompt": (64, 700)}
+    lengths = np.array(Lengths.of(mix(**work, tail=0.3)).completion_tokens)
+    tail = lengths[lengths != 250]
+    assert tail.min() >= 1024
+    assert tail.max() <= 4096
+    assert len(tail) / lengths.size == pytest.approx(0.3, abs=0.02)
+    assert tail.mean() == pytest.approx(2560, rel=0.02)
+
+
 def test_other_lengths_are_not_timed_and_an_engine_without_memory_is_a_result(tmp_path):
     out = tmp_path / "out.json"
     with pytest.raises(RuntimeError, match="of other lengths"):
